@@ -1,0 +1,46 @@
+# make demo       render the template and train the result on two simulated replicas
+# make test       the tests (make test-all adds the long ones)
+# make lint       ruff, on the template and on the unrendered project
+# make clean      remove what these made
+
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO := build/demo/my_training
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+# Bytecode or caches inside the template's folder would be rendered into every project.
+export PYTHONDONTWRITEBYTECODE := 1
+export RUFF_NO_CACHE := true
+
+.PHONY: help demo test test-all lint clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+.venv/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	@if command -v uv >/dev/null; then \
+		uv venv --quiet --clear --python $(PYTHON) .venv && uv pip install --quiet --python $(BIN)/python --editable .; \
+	else \
+		$(PYTHON) -m venv --clear .venv && $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .; \
+	fi
+	@touch $@
+
+demo: .venv/installed
+	@rm -rf build/demo
+	@$(BIN)/cookiecutter --no-input --default-config --output-dir build/demo .
+	@cd $(DEMO) && $(CURDIR)/$(BIN)/python train.py --simulated-devices 2
+	@echo "The run's files are in $(DEMO)/runs/default, the project in $(DEMO)."
+
+test: .venv/installed
+	$(PYTEST) -m "not long"
+
+test-all: test
+	$(PYTEST) -m long
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf .venv build *.egg-info

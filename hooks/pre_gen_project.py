@@ -1,0 +1,67 @@
+"""Refuses answers that would make a broken project: one ERROR line per problem, all problems at once."""
+
+import json
+import keyword
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator
+
+LONGEST_SLUG = 40
+# What the generated project imports besides the standard library, or is made of.
+OWN_MODULES = {"train", "task", "config", "engine", "predict", "launch", "tests", "test"}
+IMPORTED_MODULES = {"keras", "matplotlib", "numpy", "pytest", "rich", "sklearn", "tensorboard", "tensorflow", "tyro"}
+WINDOWS_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
+
+
+def problems(answers: dict[str, str]) -> list[str]:
+    """Returns one line, "<field> <value> <rule>", for everything that is wrong with the answers."""
+    slug = answers["project_slug"]
+    found = [f"project_slug {slug!r} {rule}" for rule in _broken_slug_rules(slug)]
+    for field in ("project_name", "author_name"):
+        found += [f"{field} {answers[field]!r} {rule}" for rule in _broken_name_rules(answers[field])]
+    return found
+
+
+def _broken_slug_rules(slug: str) -> Iterator[str]:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", slug):
+        yield "has to begin with a lower-case letter and go on with lower-case letters, digits and underscores only"
+    if len(slug) > LONGEST_SLUG:
+        yield f"is {len(slug)} characters long: {LONGEST_SLUG} are allowed"
+    if keyword.iskeyword(slug) or keyword.issoftkeyword(slug):
+        yield "is a Python keyword: choose another name"
+    elif slug in sys.stdlib_module_names:
+        yield "is the name of a module of Python's standard library: choose another name"
+    elif slug in OWN_MODULES:
+        yield "is the name of a file of the generated project: choose another name"
+    elif slug in IMPORTED_MODULES:
+        yield "is the name of a package that the project imports: choose another name"
+    if slug.lower() in WINDOWS_DEVICES:
+        yield "is the name of a device on Windows: choose another name"
+
+
+def _broken_name_rules(name: str) -> Iterator[str]:
+    if not name.strip():
+        yield "is empty: give a name"
+    elif name != name.strip():
+        yield "begins or ends with white space: remove it"
+    if '"' in name or "\\" in name:
+        yield 'holds " or a backslash: leave them out, they end the text in pyproject.toml'
+    if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in name):
+        yield "holds a line break or another control character: leave it out"
+
+
+if __name__ == "__main__":
+    # The answers arrive as JSON in a raw string: data, never code.
+    refused = problems(
+        json.loads(
+            r"""{
+                "project_name": {{ cookiecutter.project_name | tojson }},
+                "project_slug": {{ cookiecutter.project_slug | tojson }},
+                "author_name": {{ cookiecutter.author_name | tojson }}
+            }"""
+        )
+    )
+    for problem in refused:
+        print(f"ERROR: {problem}", file=sys.stderr)
+    sys.exit(1 if refused else 0)

@@ -1,0 +1,107 @@
+"""Every setting of a run, with its default. The command line of train.py is made from this class."""
+
+import contextlib
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from engine.errors import BadInput
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Trains task.py with a custom loop: the same numbers on one device and on many.
+
+    A run directory that holds a checkpoint is resumed; a finished run, started again, says so.
+    """
+
+    # TODO(you): Add the settings of your task; each becomes a flag and is recorded with the run.
+
+    run_dir: Path = Path("runs/default")
+    """Where everything the run writes goes."""
+    fresh: bool = False
+    """Move the run in --run-dir aside (runs/default.1) and start anew."""
+
+    epochs: int = 30
+    """Passes over the training examples."""
+    global_batch_size: int = 32
+    """Examples per step over all replicas together; the number of replicas has to divide it."""
+    learning_rate: float = 3e-3
+    """Peak learning rate of the optimizer."""
+    seed: int = 0
+    """Fixes initial weights, the order of examples, and augmentation."""
+
+    strategy: Literal["auto", "one_device", "mirrored"] = "auto"
+    """What to train on. auto: one device -> one_device, several -> mirrored. mirrored: every GPU of this machine, or
+    every simulated device, holds a copy of the model."""
+    simulated_devices: int = 0
+    """Train on N logical CPU devices in place of real ones, to try distribution on any machine. 0: real devices."""
+    steps_per_execution: Literal["auto"] | int = "auto"
+    """Steps run in the graph per return to Python. auto: about a second's worth. Changes no number."""
+
+    keep_last_batch: bool = False
+    """Train on the short last batch of an epoch too, padded with examples of weight 0; else it is left out."""
+    shuffle_buffer_size: int = 100_000
+    """Examples held in memory to shuffle among, before they are decoded. A smaller split is shuffled completely."""
+
+    monitor: str = "validation/loss"
+    """The metric that decides which weights are the best: those are tested after the last epoch."""
+    monitor_direction: Literal["auto", "min", "max"] = "auto"
+    """Whether lower or higher is better. auto: by the metric's name."""
+    keep_checkpoints: int = 3
+    """Number of newest checkpoints to keep. The best weights are kept beside them."""
+
+    def __post_init__(self) -> None:
+        """Raises BadInput for the first value that breaks its rule."""
+        for name in ("epochs", "global_batch_size", "shuffle_buffer_size", "keep_checkpoints"):
+            self._require(name, getattr(self, name) >= 1, "must be 1 or more")
+        if self.steps_per_execution != "auto":
+            self._require("steps_per_execution", self.steps_per_execution >= 1, "must be auto, or 1 or more")
+        self._require("simulated_devices", self.simulated_devices >= 0, "must be 0 (real devices) or more")
+        self._require("seed", 0 <= self.seed < 2**31, "must be from 0 to 2147483647")
+        positive = math.isfinite(self.learning_rate) and self.learning_rate > 0
+        self._require("learning_rate", positive, "must be a finite number above 0")
+
+    def _require(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise BadInput(f"{flag(name)} {getattr(self, name)} {rule}")
+
+    def as_json(self) -> dict[str, bool | int | float | str]:
+        """Returns the settings as plain values, for config.json."""
+        return {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(self).items()}
+
+
+# These may differ when a run is resumed; any other setting would make it another run.
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"run_dir", "fresh", "epochs", "strategy", "simulated_devices", "steps_per_execution", "keep_checkpoints"}
+)
+
+
+def flag(name: str) -> str:
+    """Returns the command-line spelling of a setting: "run_dir" -> "--run-dir"."""
+    return "--" + name.replace("_", "-")
+
+
+def read_settings(arguments: Sequence[str] | None = None) -> Config:
+    """Returns the settings that the command line gives. Raises BadInput, in one line, for anything it does not know.
+
+    Args:
+        arguments: what follows the program's name; None reads the process's own.
+    """
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            return tyro.cli(Config, args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
+    except SystemExit as ended:
+        if not ended.code:
+            raise  # --help was printed.
+        # tyro draws a box of several paragraphs; its first one is the reason.
+        lines = [line.strip("│ ") for line in messages.getvalue().splitlines() if not line.startswith(("╭", "╰"))]
+        reason = re.split(r"─{3,}", " ".join(lines))[0].strip()
+        raise BadInput(f"{reason.rstrip('.')}; see: python train.py --help") from None

@@ -1,0 +1,178 @@
+"""From a task's examples to full batches on every replica, the same for any number of replicas.
+
+The order of the pipeline is what makes it so: examples -> shuffle by (seed, epoch) -> whole batches -> skip to the
+position -> shard -> prepare -> batch per replica -> prefetch. The k-th global batch of an epoch holds the same
+examples however many replicas and input pipelines share it, and whatever was skipped was never prepared.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from engine.errors import BadInput
+
+PREPARED_BATCHES = tf.data.AUTOTUNE
+
+
+def per_replica_batch_size(global_batch_size: int, replicas: int) -> int:
+    """Returns one replica's share of a global batch, in examples. Raises BadInput if the shares would differ."""
+    if global_batch_size < replicas or global_batch_size % replicas:
+        below = global_batch_size - global_batch_size % replicas
+        use = " or ".join(str(size) for size in (below, below + replicas) if size)
+        raise BadInput(
+            f"--global-batch-size {global_batch_size} cannot be shared equally by {replicas} replicas: use {use}"
+        )
+    return global_batch_size // replicas
+
+
+class Batches:
+    """The batches of one split. Every batch is full and has three parts: (features, labels, weights).
+
+    `weights` is float32 [batch]: the example's own weight, 1 if it has none, 0 for padding. In training the examples
+    that fill no batch are left out, others each epoch; in evaluation, and in training with `keep_last_batch`, the last
+    batch is padded with copies of weight 0, so that each example counts exactly once.
+
+    Attributes:
+        examples: the user's tf.data.Dataset of single examples.
+        number_of_examples: how many it holds.
+        steps: batches in one pass.
+        left_out: examples that one pass leaves out.
+        element_spec: what one replica receives, as tf.TensorSpec: static shapes [share, ...].
+    """
+
+    def __init__(
+        self,
+        split: str,
+        *,
+        load_examples: Callable[[str], tf.data.Dataset],
+        prepare_example: Callable[..., Any],
+        replicas: int,
+        global_batch_size: int,
+        seed: int,
+        shuffle_buffer_size: int,
+        keep_last_batch: bool = False,
+    ) -> None:
+        """Loads the split's examples and checks them. Raises BadInput, naming the hook, for what cannot be batched."""
+        self.split = split
+        self.training = split == "train"
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.shuffle_buffer_size = shuffle_buffer_size
+        self.share = per_replica_batch_size(global_batch_size, replicas)
+        self.examples = load_examples(split)
+        self.number_of_examples = _checked_length(split, self.examples)
+        self._prepare_example = prepare_example
+        self._takes_seed = "seed" in inspect.signature(prepare_example).parameters
+
+        self.steps, self.left_out = divmod(self.number_of_examples, global_batch_size)
+        if self.left_out and (keep_last_batch or not self.training):
+            self.steps, self.left_out = self.steps + 1, 0
+        if not self.steps:
+            raise BadInput(
+                f"--global-batch-size {global_batch_size} is larger than the {self.number_of_examples} examples of "
+                f"task.load_examples({split!r}): use a smaller one, or --keep-last-batch"
+            )
+        self.element_spec = self._batched(epoch=0, first_step=0, context=tf.distribute.InputContext()).element_spec
+        _check_static(split, self.element_spec)
+
+    def distribute(self, strategy: tf.distribute.Strategy, *, epoch: int = 0, first_step: int = 0) -> Any:
+        """Returns an iterator over the global batches of an epoch, from batch number `first_step` on."""
+        return iter(
+            strategy.distribute_datasets_from_function(lambda context: self._batched(epoch, first_step, context))
+        )
+
+    def _batched(self, epoch: int, first_step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
+        """Returns one input pipeline's batches, each one replica's share."""
+        total = self.steps * self.global_batch_size
+        seed = _epoch_seed(self.seed, epoch)
+
+        examples = self.examples
+        if self.training:
+            buffer_size = min(self.number_of_examples, self.shuffle_buffer_size)
+            examples = examples.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=False)
+        if total > self.number_of_examples:
+            padding = self.examples.take(1).repeat(total - self.number_of_examples)
+            examples = examples.concatenate(padding)
+        skipped = first_step * self.global_batch_size
+        examples = examples.take(total).skip(skipped).enumerate(start=skipped)
+        # KEEP: After the shuffle, so that a global batch holds the same examples for any number of input pipelines.
+        examples = examples.shard(context.num_input_pipelines, context.input_pipeline_id)
+
+        def prepare(position, example):
+            features, labels, *own_weight = example
+            seeded = {}
+            if self._takes_seed:
+                # Keyed by the place in the epoch's order, not drawn: a resumed run and any number of replicas agree.
+                seeded["seed"] = tf.random.experimental.stateless_fold_in([seed, 0], position)
+            features, labels = self._prepare_example(features, labels, training=self.training, **seeded)
+            weight = tf.cast(own_weight[0], tf.float32) if own_weight else tf.constant(1.0)
+            return features, labels, tf.where(position < self.number_of_examples, weight, 0.0)
+
+        prepared = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+        batches = prepared.batch(self.share, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
+        options = tf.data.Options()
+        options.deterministic = True
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        return batches.with_options(options)
+
+
+def _epoch_seed(seed: int, epoch: int) -> int:
+    """Returns a seed (0 to 2**31 - 1) that differs for neighbouring seeds and epochs in every bit."""
+    return int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0] >> 1)
+
+
+def _checked_length(split: str, examples: tf.data.Dataset) -> int:
+    """Returns the number of examples. Raises BadInput if the hook returned anything but a finite set of examples."""
+    hook = f"task.load_examples({split!r})"
+    if not isinstance(examples, tf.data.Dataset):
+        raise BadInput(f"{hook} returned a {type(examples).__name__}: return a tf.data.Dataset of single examples")
+    spec = examples.element_spec
+    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
+        raise BadInput(
+            f"{hook} returned elements of {_short(spec)}: each has to be a tuple (features, labels) or "
+            "(features, labels, weight)"
+        )
+    if len(spec) == 3 and (not isinstance(spec[2], tf.TensorSpec) or spec[2].shape.rank != 0):
+        raise BadInput(f"{hook} returned weights of {_short(spec[2])}: each example has one number as its weight")
+    length = int(examples.cardinality())
+    if length == tf.data.INFINITE_CARDINALITY:
+        raise BadInput(f"{hook} returned endless examples: leave out repeat(); the epochs are counted for you")
+    if length == tf.data.UNKNOWN_CARDINALITY:
+        raise BadInput(
+            f"{hook} returned examples of unknown number: end it with "
+            ".apply(tf.data.experimental.assert_cardinality(<number of examples>))"
+        )
+    if length == 0:
+        raise BadInput(f"{hook} returned no examples: every split needs at least one")
+    return length
+
+
+def check_same_structure(splits: dict[str, Batches]) -> None:
+    """Raises BadInput if an example of one split has another structure, shape or dtype than one of "train"."""
+    for name, batches in splits.items():
+        expected, found = (b.element_spec[:2] for b in (splits["train"], batches))
+        if expected != found:
+            raise BadInput(
+                f"task.load_examples({name!r}) and task.prepare_example gave batches of {_short(found)}, but those of "
+                f"'train' are {_short(expected)}: every split needs the same structure, shapes and dtypes"
+            )
+
+
+def _check_static(split: str, spec: Any) -> None:
+    if not all(leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(spec)):
+        raise BadInput(
+            f"task.prepare_example returned for {split!r} batches of {_short(spec)}: every size has to be known and "
+            "equal for all examples; resize or pad, then tf.ensure_shape"
+        )
+
+
+def _short(spec: Any) -> str:
+    """Returns an element spec as one short line: shapes and dtypes in their structure."""
+
+    def leaf_text(leaf: Any) -> str:
+        return f"{leaf.dtype.name}{list(leaf.shape)}" if isinstance(leaf, tf.TensorSpec) else type(leaf).__name__
+
+    return str(tf.nest.map_structure(leaf_text, spec)).replace("'", "")

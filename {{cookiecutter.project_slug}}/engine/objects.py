@@ -1,0 +1,145 @@
+"""What the hooks of task.py returned: checked, and built before anything is traced.
+
+A task has one model and one optimizer, or dictionaries of them under the same names (a GAN's generator and
+discriminator, say). `by_name` makes both the same to the rest of the engine.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from engine.errors import BadInput
+
+# metrics as task.py keeps them: split -> name -> metric.
+Metrics = dict[str, dict[str, keras.metrics.Metric]]
+
+
+def by_name(objects: Any, kind: str) -> dict[str, Any]:
+    """Returns `objects` if it is a dictionary, else a dictionary that holds it under `kind`."""
+    return dict(objects) if isinstance(objects, Mapping) else {kind: objects}
+
+
+def build_models(model: Any, features_spec: Any) -> None:
+    """Creates the variables of every model that has none yet, by a call on zeros of the features' shape.
+
+    Raises:
+        BadInput: the model does not accept such features, or is not a keras.Model.
+    """
+    for name, each in by_name(model, "model").items():
+        if not isinstance(each, keras.Model):
+            raise BadInput(f"task.create_model returned {each!r} as {name!r}: return a keras.Model, or a dict of them")
+        if each.built:
+            continue
+        zeros = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), features_spec)
+        try:
+            each(zeros, training=False)
+        except Exception as problem:
+            raise BadInput(
+                f"task.create_model returned {name!r} without variables, and a call on features of the shapes "
+                f"{tf.nest.map_structure(lambda spec: spec.shape.as_list(), features_spec)} failed "
+                f"({str(problem).splitlines()[0]}): begin it with keras.Input"
+            ) from problem
+
+
+def build_optimizers(optimizer: Any, model: Any) -> None:
+    """Creates the variables of every optimizer, for the trainable variables of the models it is for.
+
+    Variables first made inside a compiled step fail on several replicas (keras#23085), so none may be left.
+
+    Raises:
+        BadInput: an optimizer is for no model.
+    """
+    models = by_name(model, "model")
+    for name, each in by_name(optimizer, "optimizer").items():
+        if not isinstance(optimizer, Mapping):
+            trained = list(models.values())
+        elif name in models:
+            trained = [models[name]]
+        else:
+            raise BadInput(
+                f"task.create_optimizer returned an optimizer {name!r}, and task.create_model the models "
+                f"{sorted(models)}: name each optimizer after the model it trains"
+            )
+        each.build([variable for one in trained for variable in one.trainable_variables])
+
+
+def model_variables(model: Any) -> dict[str, tf.Variable]:
+    """Returns every variable of every model, trained or not, seed states too, under a unique name, in model order."""
+    return _variables(by_name(model, "model"))
+
+
+def optimizer_variables(optimizer: Any) -> dict[str, tf.Variable]:
+    """Returns every variable of every optimizer under a unique name."""
+    return _variables(by_name(optimizer, "optimizer"))
+
+
+def _variables(objects: dict[str, Any]) -> dict[str, tf.Variable]:
+    named: dict[str, tf.Variable] = {}
+    for kind, each in objects.items():
+        for variable in each.variables:
+            name = unique = f"{kind}/{variable.path}"
+            number = 2
+            while unique in named:
+                unique, number = f"{name}#{number}", number + 1
+            named[unique] = variable.value
+    return named
+
+
+def learning_rate(optimizer: Any) -> float:
+    """Returns the learning rate of the next update; that of the first optimizer if there are several."""
+    first = next(iter(by_name(optimizer, "optimizer").values()))
+    return float(keras.ops.convert_to_numpy(first.learning_rate))
+
+
+def check_metrics(metrics: Metrics, monitor: str) -> None:
+    """Raises BadInput if a metric's result is not one number, or `monitor` names none of those there are."""
+    for split, of_split in metrics.items():
+        for name, metric in of_split.items():
+            result = metric.result()
+            if getattr(result, "shape", None) != ():
+                raise BadInput(
+                    f"task.create_metrics({split!r}) returned {name!r}, whose result is "
+                    f"{getattr(result, 'shape', type(result).__name__)}: a metric's result has to be one number"
+                )
+    names = [f"{split}/{name}" for split in ("train", "validation") for name in metrics[split]]
+    if monitor not in names:
+        raise BadInput(f"--monitor {monitor} names no metric: use one of {', '.join(names)}")
+
+
+def check_loss(compute_loss: Callable[..., Any] | None, model: Any, batch_spec: Any) -> None:
+    """Raises BadInput unless compute_loss(labels, predictions, weights) gives one scalar and one value per example.
+
+    A loss of shape [share, share] (labels [share] against predictions [share, 1]) or one that is already a mean
+    trains without an error, and wrongly; so this traces the hook once, on the shapes of one replica's share. A task
+    of several models, or with a compute_loss of other parameters, is left alone.
+    """
+    if not isinstance(model, keras.Model) or not callable(compute_loss):
+        return
+    if list(inspect.signature(compute_loss).parameters) != ["labels", "predictions", "weights"]:
+        return
+    features, labels, weights = batch_spec
+    share = weights.shape[0]
+
+    @tf.function
+    def traced(features, labels, weights):
+        return compute_loss(labels, model(features, training=False), weights)
+
+    hook = "task.compute_loss"
+    rule = f"one value per example, shape ({share},), is needed; in task.create_loss_objects use reduction='none'"
+    try:
+        returned = traced.get_concrete_function(features, labels, weights).structured_outputs
+    except ValueError as problem:
+        # What tf.nn.compute_average_loss says of a scalar.
+        if "per_example_loss" not in str(problem):
+            raise
+        raise BadInput(f"{hook} was given a loss that is one number for the whole batch: {rule}") from problem
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise BadInput(f"{hook} returned {returned!r}: return (loss, per_example_loss)")
+    loss, per_example_loss = returned
+    if tuple(per_example_loss.shape) != (share,):
+        raise BadInput(f"{hook} returned a per-example loss of shape {tuple(per_example_loss.shape)}: {rule}")
+    if loss.shape.rank != 0:
+        raise BadInput(f"{hook} returned a loss of shape {tuple(loss.shape)}: one number is needed")

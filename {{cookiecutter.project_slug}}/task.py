@@ -1,0 +1,146 @@
+"""Your task: its data, its objects, and what one replica does with its share of one batch.
+
+Lines marked TODO(you) are yours to replace; everything works as it stands. Lines marked KEEP hold the distribution
+together.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from sklearn.datasets import load_digits
+
+from config import Config
+
+# --- Data -------------------------------------------------------------------------------------------------------------
+
+
+def load_examples(split: str) -> tf.data.Dataset:
+    """Returns the examples of "train", "validation" or "test", one by one, always in the same order.
+
+    Each is (features, labels) or (features, labels, weight). Anything that makes a tf.data.Dataset of known length
+    fits: arrays in memory, TFRecord files, a generator. Do not shuffle, repeat or batch: that is done for you.
+    """
+    # TODO(you): Load your examples.
+    images, labels = load_digits(return_X_y=True)  # [1797, 64], 0 to 16; [1797], 0 to 9
+    # By the last digit of an image's number: seven tenths to train on, one to validate, two to test.
+    ends = {"train": (1, 2, 3, 4, 6, 8, 9), "validation": (7,), "test": (0, 5)}[split]
+    chosen = np.isin(np.arange(len(images)) % 10, ends)
+    features = images[chosen].reshape(-1, 8, 8, 1).astype("float32")
+    return tf.data.Dataset.from_tensor_slices((features, labels[chosen].astype("int32")))
+
+
+def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, training: bool, seed: tf.Tensor):
+    """Decodes, scales and, in training, augments one example. Runs in parallel, and only on what will be used.
+
+    `seed` (int, [2]) differs for every example and epoch. Draw from it with the stateless_* functions only, so that a
+    resumed run and any number of replicas see the same draws. Leave the parameter out if nothing is random.
+    """
+    # TODO(you): Prepare one example.
+    features = features / 16.0
+    if training:
+        # Shifted by at most one pixel.
+        features = tf.image.stateless_random_crop(tf.pad(features, [[1, 1], [1, 1], [0, 0]]), (8, 8, 1), seed)
+    return features, labels
+
+
+# --- Objects: made once by train.build(), inside strategy.scope(); the steps below use them ---------------------------
+
+config: Config
+model: keras.Model
+optimizer: keras.optimizers.Optimizer
+loss_objects: dict[str, keras.losses.Loss]
+metrics: dict[str, dict[str, keras.metrics.Metric]]  # split -> name -> metric
+
+
+def create_model() -> keras.Model:
+    """Returns the model, or a dict of models by name. Its predictions here are logits [batch, 10]."""
+    # TODO(you): Build your model.
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(32, 3, padding="same", activation="gelu"),
+            keras.layers.Conv2D(64, 3, padding="same", activation="gelu"),
+            keras.layers.AveragePooling2D(2),
+            keras.layers.Conv2D(64, 3, padding="same", activation="gelu"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(64, activation="gelu"),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
+    """Returns the optimizer, or a dict of them under the models' names. `total_steps` is that of all epochs."""
+    # TODO(you): Choose the optimizer and the learning rate over time.
+    warmup_steps = total_steps // 10
+    learning_rate = keras.optimizers.schedules.CosineDecay(
+        0.0, total_steps - warmup_steps, warmup_target=config.learning_rate, warmup_steps=warmup_steps
+    )
+    # With Adam's usual epsilon, 1e-7, rounding decides the direction in which a weight without a gradient moves.
+    return keras.optimizers.AdamW(learning_rate, weight_decay=1e-4, epsilon=1e-5)
+
+
+def create_loss_objects() -> dict[str, keras.losses.Loss]:
+    """Returns one loss per term of compute_loss, by name."""
+    # TODO(you): Choose the losses.
+    # KEEP: reduction="none" gives one value per example; any other divides by the number of replicas a second time.
+    return {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")}
+
+
+def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
+    """Returns the metrics of "train", "validation" or "test", by name; each split has its own."""
+    # TODO(you): Choose the metrics; update_metrics feeds them.
+    return {"loss": keras.metrics.Mean(), "accuracy": keras.metrics.SparseCategoricalAccuracy()}
+
+
+# --- Steps: one replica, its share of one batch -----------------------------------------------------------------------
+
+
+def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns this replica's part of the batch's loss (scalar) and the loss of each example ([share])."""
+    # TODO(you): Combine your loss terms.
+    per_example_loss = loss_objects["label"](labels, predictions)
+    # KEEP: Divided by the global batch, because the gradients of all replicas are summed.
+    loss = tf.nn.compute_average_loss(
+        per_example_loss, sample_weight=weights, global_batch_size=config.global_batch_size
+    )
+    # KEEP: Divided by the number of replicas, because every replica adds the same regularization loss.
+    return loss + tf.nn.scale_regularization_loss(model.losses), per_example_loss
+
+
+def update_metrics(split: str, labels: tf.Tensor, predictions: tf.Tensor, per_example_loss, weights) -> None:
+    """Adds one share to the metrics of a split: unscaled values per example, and their weights."""
+    metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
+    metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=weights)
+
+
+def train_step(batch) -> tf.Tensor:
+    """Updates the model from this replica's share of a batch; returns its part of the loss (scalar)."""
+    # TODO(you): Change the step, and the two below with it.
+    features, labels, weights = batch
+    with tf.GradientTape() as tape:
+        predictions = model(features, training=True)
+        loss, per_example_loss = compute_loss(labels, predictions, weights)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    # KEEP: This sums the gradients over the replicas; a sum of your own before it would count each of them twice.
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    update_metrics("train", labels, predictions, per_example_loss, weights)
+    return loss
+
+
+def validation_step(batch) -> tf.Tensor:
+    """Measures the model on this replica's share of a validation batch; returns its part of the loss (scalar)."""
+    features, labels, weights = batch
+    predictions = model(features, training=False)
+    loss, per_example_loss = compute_loss(labels, predictions, weights)
+    update_metrics("validation", labels, predictions, per_example_loss, weights)
+    return loss
+
+
+def test_step(batch) -> tf.Tensor:
+    """Measures the model on this replica's share of a test batch; returns its part of the loss (scalar)."""
+    features, labels, weights = batch
+    predictions = model(features, training=False)
+    loss, per_example_loss = compute_loss(labels, predictions, weights)
+    update_metrics("test", labels, predictions, per_example_loss, weights)
+    return loss

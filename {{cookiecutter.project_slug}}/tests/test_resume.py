@@ -1,0 +1,63 @@
+"""A run that is stopped and started again ends as if it had never been stopped."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+import train
+from config import Config
+
+TIME_COLUMNS = ("seconds", "examples_per_second")
+
+
+def arguments(settings: Config, run_dir: Path) -> list[str]:
+    return [
+        f"--run-dir={run_dir}",
+        f"--epochs={settings.epochs}",
+        f"--global-batch-size={settings.global_batch_size}",
+        "--simulated-devices=2",
+    ]
+
+
+def rows_without_times(run_dir: Path) -> list[dict[str, str]]:
+    with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as lines:
+        return [{name: text for name, text in row.items() if name not in TIME_COLUMNS} for row in csv.DictReader(lines)]
+
+
+def result_without_times(run_dir: Path) -> dict[str, float | str]:
+    result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+    return {name: value for name, value in result.items() if name not in TIME_COLUMNS}
+
+
+def test_stopped_run_ends_bit_equal(settings: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train.main(arguments(settings, tmp_path / "whole"))
+
+    train_epoch = train.train_epoch
+
+    def train_until_the_second_epoch(epoch: int) -> dict[str, float]:
+        if epoch == 1:
+            raise InterruptedError
+        return train_epoch(epoch)
+
+    with monkeypatch.context() as stopping:
+        stopping.setattr(train, "train_epoch", train_until_the_second_epoch)
+        with pytest.raises(InterruptedError):
+            train.main(arguments(settings, tmp_path / "stopped"))
+    assert not (tmp_path / "stopped" / "result.json").exists()
+    train.main(arguments(settings, tmp_path / "stopped"))
+
+    assert rows_without_times(tmp_path / "stopped") == rows_without_times(tmp_path / "whole")
+    assert result_without_times(tmp_path / "stopped") == result_without_times(tmp_path / "whole")
+
+
+def test_finished_run_is_left_as_it_is(
+    settings: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train.main(arguments(settings, tmp_path))
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    monkeypatch.setattr(train, "train_epoch", None)
+    train.main(arguments(settings, tmp_path))
+    assert "Finished already" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == written
