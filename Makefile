@@ -44,3 +44,4 @@ lint: .venv/installed
 
 clean:
 	rm -rf .venv build *.egg-info
+	find . -name __pycache__ -o -name '.*_cache' -prune | xargs -r rm -rf

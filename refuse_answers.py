@@ -24,7 +24,7 @@ class RefuseAnswers(Extension):
 
 
 def refuse_bad_answers(answers: dict[str, str]) -> str:
-    """Returns "". Raises FailedHookException, which cookiecutter prints and exits 1 on, for answers the hook refuses."""
+    """Returns "". Raises FailedHookException, which cookiecutter prints before it exits 1, if the hook would refuse."""
     found = runpy.run_path(str(HOOK))["problems"](answers)
     if found:
         raise FailedHookException("\n".join(f"ERROR: {problem}" for problem in found))

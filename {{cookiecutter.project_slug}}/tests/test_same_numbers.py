@@ -38,7 +38,9 @@ def test_training_changes_every_trainable_variable(settings: Config) -> None:
     train.build(settings)
     before = {name: variable.numpy() for name, variable in model_variables(task.model).items()}
     train.train_epoch(0)
-    trainable = {id(variable.value) for model in by_name(task.model, "model").values() for variable in model.trainable_variables}
+    trainable = {
+        id(variable.value) for model in by_name(task.model, "model").values() for variable in model.trainable_variables
+    }
     for name, variable in model_variables(task.model).items():
         if id(variable) in trainable:
             assert not np.array_equal(variable.numpy(), before[name]), f"{name} was not trained"

@@ -1,0 +1,103 @@
+"""What the template renders: the right files, clean, and green by their own checks."""
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rendering import PROJECT, TEMPLATE, Bake, run
+
+FILES = {
+    ".github/workflows/ci.yml",
+    ".gitignore",
+    ".pre-commit-config.yaml",
+    "README.md",
+    "config.py",
+    "engine/__init__.py",
+    "engine/checkpoint.py",
+    "engine/data.py",
+    "engine/errors.py",
+    "engine/monitor.py",
+    "engine/objects.py",
+    "engine/report.py",
+    "engine/run_directory.py",
+    "engine/strategy.py",
+    "pyproject.toml",
+    "task.py",
+    "tests/conftest.py",
+    "tests/test_hooks.py",
+    "tests/test_resume.py",
+    "tests/test_same_numbers.py",
+    "train.py",
+}
+
+
+def test_default_bake_has_exactly_the_expected_files(default_bake: Bake) -> None:
+    assert default_bake.folder.name == "my_training"
+    assert default_bake.files() == FILES
+
+
+def test_no_jinja_is_left(default_bake: Bake) -> None:
+    for name in FILES - {".github/workflows/ci.yml"}:
+        text = (default_bake.folder / name).read_text(encoding="utf-8")
+        assert "cookiecutter." not in text, name
+        assert "{%" not in text, name
+
+
+def test_python_is_the_same_before_and_after_rendering(default_bake: Bake) -> None:
+    for name in (name for name in FILES if name.endswith(".py")):
+        assert (default_bake.folder / name).read_bytes() == (PROJECT / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("slug", ["ab", "ten_chars_", "forty_characters_" + "x" * 23])
+def test_bake_is_lint_clean_as_it_comes(slug: str, bake: Callable[..., Bake]) -> None:
+    project = bake(project_slug=slug)
+    project.run("ruff", "check", ".")
+    project.run("ruff", "format", "--check", ".")
+
+
+def test_template_is_lint_clean() -> None:
+    for command in (("ruff", "check", "."), ("ruff", "format", "--check", ".")):
+        done = run(*command, folder=TEMPLATE)
+        assert done.returncode == 0, done.stdout
+
+
+def test_bake_passes_its_own_pre_commit(bake: Callable[..., Bake]) -> None:
+    project = bake()
+    project.run("git", "init", "--quiet")
+    project.run("git", "add", ".")
+    project.run("pre-commit", "run", "--all-files")
+
+
+def test_template_needs_what_its_project_needs() -> None:
+    # The unrendered file is TOML too.
+    of_template, of_project = (
+        tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        for folder in (TEMPLATE, PROJECT)
+    )
+    needed = of_project["dependencies"] + of_project["optional-dependencies"]["dev"]
+    assert set(needed) <= set(of_template["dependencies"])
+
+
+def test_unrendered_project_passes_its_own_tests(tmp_path: Path) -> None:
+    done = run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path}", folder=PROJECT)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+@pytest.mark.long
+def test_bake_passes_its_own_tests(bake: Callable[..., Bake]) -> None:
+    project = bake(project_slug="ab")
+    assert " passed" in project.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider").stdout
+
+
+@pytest.mark.long
+def test_demo_ends_with_a_good_accuracy_and_says_where_the_files_are() -> None:
+    # The environment is the one that runs this test: it is not made again.
+    done = run("make", "demo", "--old-file=.venv/installed", folder=TEMPLATE)
+    assert done.returncode == 0, done.stderr
+    (accuracy,) = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("  test/accuracy")]
+    assert accuracy >= 0.97
+    run_dir = done.stdout.splitlines()[-1].split("The run's files are in ")[1].split(",")[0]
+    assert (TEMPLATE / run_dir / "result.json").exists()
