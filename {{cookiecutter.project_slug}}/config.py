@@ -101,7 +101,7 @@ def read_settings(arguments: Sequence[str] | None = None) -> Config:
     except SystemExit as ended:
         if not ended.code:
             raise  # --help was printed.
-        # tyro draws a box of several paragraphs; its first one is the reason.
-        lines = [line.strip("│ ") for line in messages.getvalue().splitlines() if not line.startswith(("╭", "╰"))]
-        reason = re.split(r"─{3,}", " ".join(lines))[0].strip()
-        raise BadInput(f"{reason.rstrip('.')}; see: python train.py --help") from None
+        # tyro draws a box, in Unicode or ASCII: a title, a rule, the reason, a rule, where the help is.
+        text = re.sub(r"[╭╮╰╯│\s]+", " ", messages.getvalue())
+        reason = [*re.split(r"[─-]{10,}", text), text][1].strip(" .")
+        raise BadInput(f"{reason}; see: python train.py --help") from None

@@ -30,6 +30,7 @@ from engine.objects import (
     check_loss,
     check_metrics,
     learning_rate,
+    metric_results,
     model_variables,
     optimizer_variables,
 )
@@ -48,6 +49,7 @@ run_steps: dict[str, Callable[..., tf.Tensor]]  # split -> the compiled function
 steps_at_once: dict[str, int]  # split -> how many steps its next call runs
 checkpoints: Checkpoints  # the whole state, at the end of each epoch
 best: Checkpoints  # the weights that --monitor says are the best
+direction: str  # "min" or "max": which --monitor is better
 
 
 def build(settings: Config) -> None:
@@ -56,7 +58,7 @@ def build(settings: Config) -> None:
     Raises:
         BadInput: the settings, the hooks of task.py and this machine do not go together.
     """
-    global config, strategy, batches, run_steps, steps_at_once, checkpoints, best
+    global config, strategy, batches, run_steps, steps_at_once, checkpoints, best, direction
     config = task.config = settings
     strategy = create_strategy(config.strategy, config.simulated_devices)
     # Names and random numbers start anew, so that one process can build the same objects twice.
@@ -87,6 +89,7 @@ def build(settings: Config) -> None:
         task.loss_objects = task.create_loss_objects()
         task.metrics = {split: task.create_metrics(split) for split in SPLITS}
     check_metrics(task.metrics, config.monitor)
+    direction = resolve_direction(config.monitor, config.monitor_direction)
     check_loss(getattr(task, "compute_loss", None), task.model, batches["train"].element_spec)
 
     # Compiled anew with every build: a compiled function keeps using the objects it was first called with.
@@ -155,16 +158,17 @@ def one_pass(split: str, epoch: int = 0) -> dict[str, float]:
         started = time.monotonic()
         losses = run_steps[split](iterator, tf.constant(count)).numpy()
         seconds = time.monotonic() - started
-        for index in np.flatnonzero(~np.isfinite(losses)):
+        if not np.isfinite(losses).all():
+            first = np.flatnonzero(~np.isfinite(losses))[0]
             raise Diverged(
-                f"the loss of {split} step {done + index + 1} in epoch {epoch + 1} is {losses[index]}; "
+                f"the loss of {split} step {done + first + 1} in epoch {epoch + 1} is {losses[first]}; "
                 f"{checkpoints.directory} holds the state before it; a smaller --learning-rate (with --fresh) may help"
             )
         done += count
         if config.steps_per_execution == "auto":
             # A second's worth, reached by doubling: the first call compiles, and so looks slow.
             steps_at_once[split] = max(1, min(2 * count, int(count / seconds)))
-    results = {f"{split}/{name}": float(metric.result()) for name, metric in task.metrics[split].items()}
+    results = metric_results(task.metrics, split)
     for metric in task.metrics[split].values():
         metric.reset_state()
     return results
@@ -190,7 +194,6 @@ def test() -> dict[str, float]:
 
 def run_epochs(progress: dict[str, Any]) -> None:
     """Trains, validates, reports and saves until `progress` (what a checkpoint records) has all epochs."""
-    direction = resolve_direction(config.monitor, config.monitor_direction)
     report = Report(config.run_dir, epochs=config.epochs, epochs_done=progress["epoch"])
     while progress["epoch"] < config.epochs:
         # TODO(you): Change what happens in an epoch, and between epochs.

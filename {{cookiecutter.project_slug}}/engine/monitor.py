@@ -27,7 +27,7 @@ def resolve_direction(monitor: str, direction: str) -> str:
 
 
 def is_better(score: float, best_score: float | None, direction: str) -> bool:
-    """Returns whether `score` improves on the best so far (None: there is none). NaN never does."""
-    if best_score is None:
-        return not math.isnan(score)
+    """Returns whether `score` improves on the best so far (None: there is none). NaN improves on nothing else."""
+    if best_score is None or math.isnan(best_score):
+        return best_score is None or not math.isnan(score)
     return score < best_score if direction == "min" else score > best_score

@@ -4,6 +4,7 @@ A task has one model and one optimizer, or dictionaries of them under the same n
 discriminator, say). `by_name` makes both the same to the rest of the engine.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -94,16 +95,27 @@ def learning_rate(optimizer: Any) -> float:
     return float(keras.ops.convert_to_numpy(first.learning_rate))
 
 
+def metric_results(metrics: Metrics, split: str) -> dict[str, float]:
+    """Returns the results of a split's metrics as "<split>/<name>". Raises BadInput if one is not a single number."""
+    results = {}
+    for name, metric in metrics[split].items():
+        result = metric.result()
+        if getattr(result, "shape", None) != ():
+            found = getattr(result, "shape", type(result).__name__)
+            raise BadInput(
+                f"task.create_metrics({split!r}) returned {name!r}, whose result is of shape {found}: it has to be one "
+                "number; average it"
+            )
+        results[f"{split}/{name}"] = float(result)
+    return results
+
+
 def check_metrics(metrics: Metrics, monitor: str) -> None:
     """Raises BadInput if a metric's result is not one number, or `monitor` names none of those there are."""
-    for split, of_split in metrics.items():
-        for name, metric in of_split.items():
-            result = metric.result()
-            if getattr(result, "shape", None) != ():
-                raise BadInput(
-                    f"task.create_metrics({split!r}) returned {name!r}, whose result is "
-                    f"{getattr(result, 'shape', type(result).__name__)}: a metric's result has to be one number"
-                )
+    for split in metrics:
+        # Some metrics make their variables, and so a result, with their first update.
+        with contextlib.suppress(AttributeError):
+            metric_results(metrics, split)
     names = [f"{split}/{name}" for split in ("train", "validation") for name in metrics[split]]
     if monitor not in names:
         raise BadInput(f"--monitor {monitor} names no metric: use one of {', '.join(names)}")

@@ -1,0 +1,11 @@
+"""Tests of the generated project's own modules, unrendered, in one process with four simulated devices."""
+
+import sys
+
+from rendering import PROJECT
+
+sys.path.insert(0, str(PROJECT))
+
+from engine.strategy import create_strategy
+
+create_strategy("mirrored", simulated_devices=4)

@@ -1,0 +1,195 @@
+"""Batches hold the right examples, once each, whatever the number of replicas and input pipelines."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from engine.data import Batches, check_same_structure, per_replica_batch_size
+from engine.errors import BadInput
+from engine.strategy import create_strategy
+
+
+def numbers(count: int) -> tf.data.Dataset:
+    """Returns `count` examples whose features and labels are their number."""
+    return tf.data.Dataset.range(count).map(lambda number: (number, number))
+
+
+def unchanged(features, labels, *, training):
+    return features, labels
+
+
+def batches(split: str = "train", *, count: int = 37, replicas: int = 1, **changes: Any) -> Batches:
+    arguments = {
+        "load_examples": lambda _: numbers(count),
+        "prepare_example": unchanged,
+        "replicas": replicas,
+        "global_batch_size": 8,
+        "seed": 5,
+        "shuffle_buffer_size": 1000,
+        **changes,
+    }
+    return Batches(split, **arguments)
+
+
+def global_batches(of: Batches, replicas: int, *, epoch: int = 0, first_step: int = 0) -> list[list[np.ndarray]]:
+    """Returns every global batch as [features, labels, weights], its replicas' shares joined."""
+    strategy = create_strategy("auto", simulated_devices=replicas)
+    iterator = of.distribute(strategy, epoch=epoch, first_step=first_step)
+    found = []
+    for _ in range(of.steps - first_step):
+        parts = [strategy.experimental_local_results(part) for part in next(iterator)]
+        found.append([np.concatenate([share.numpy() for share in shares]) for shares in parts])
+    with pytest.raises((StopIteration, tf.errors.OutOfRangeError)):
+        next(iterator)
+    return found
+
+
+def test_evaluation_counts_each_example_once() -> None:
+    for count in (1, 7, 8, 9, 37):
+        of = batches("validation", count=count, replicas=2)
+        counted = Counter()
+        for features, labels, weights in global_batches(of, 2):
+            np.testing.assert_array_equal(features, labels)
+            assert weights.dtype == np.float32
+            assert len(features) == 8
+            counted.update(features[weights == 1].tolist())
+            assert set(weights) <= {0.0, 1.0}
+        assert counted == Counter(range(count))
+        assert of.left_out == 0
+
+
+def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
+    of = batches()
+    assert (of.steps, of.left_out) == (4, 5)
+    seen = [np.concatenate([batch[0] for batch in global_batches(of, 1, epoch=epoch)]) for epoch in range(3)]
+    for order in seen:
+        assert len(set(order.tolist())) == 32
+    left_out = [set(range(37)) - set(order.tolist()) for order in seen]
+    assert left_out[0] != left_out[1] != left_out[2]
+
+
+def test_kept_last_batch_is_padded_with_weight_0() -> None:
+    of = batches(keep_last_batch=True)
+    assert (of.steps, of.left_out) == (5, 0)
+    found = global_batches(of, 1)
+    kept = np.concatenate([features[weights == 1] for features, _, weights in found])
+    assert sorted(kept.tolist()) == list(range(37))
+    assert found[-1][2].sum() == 5
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_global_batches_are_the_same_for_any_number_of_replicas(split: str) -> None:
+    reference = global_batches(batches(split), 1, epoch=1)
+    for replicas in (2, 4):
+        for one, other in zip(
+            reference, global_batches(batches(split, replicas=replicas), replicas, epoch=1), strict=True
+        ):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_global_batches_are_the_same_for_any_number_of_input_pipelines() -> None:
+    of = batches(replicas=4)
+    reference = [set(features.tolist()) for features, _, _ in global_batches(of, 4)]
+    contexts = [tf.distribute.InputContext(2, index, 4) for index in range(2)]
+    # Each pipeline feeds two of the four replicas.
+    parts = [[share[0].numpy() for share in of._batched(0, 0, context)] for context in contexts]
+    for step, expected in enumerate(reference):
+        shares = [share for part in parts for share in part[2 * step : 2 * step + 2]]
+        assert set(np.concatenate(shares).tolist()) == expected
+
+
+def test_skipping_continues_with_the_next_unseen_batch_and_prepares_nothing_before_it() -> None:
+    prepared = []
+
+    def noted(features, labels, *, training, seed):
+        tf.py_function(lambda number: prepared.append(int(number)), [features], [])
+        return features, tf.cast(seed[0], tf.int64)
+
+    reference = global_batches(batches(prepare_example=noted), 1, epoch=2)
+    prepared.clear()
+    rest = global_batches(batches(prepare_example=noted), 1, epoch=2, first_step=3)
+    for one, other in zip(reference[3:], rest, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not set(prepared) & {number for features, _, _ in reference[:3] for number in features.tolist()}
+
+
+def test_every_example_and_epoch_gets_a_seed_of_its_own() -> None:
+    def seeds(features, labels, *, training, seed):
+        return features, seed
+
+    of = batches(prepare_example=seeds)
+    found = [tuple(seed) for epoch in (0, 1) for batch in global_batches(of, 1, epoch=epoch) for seed in batch[1]]
+    assert len(set(found)) == 64
+
+
+def test_own_weights_are_kept_and_padding_has_none() -> None:
+    def weighted(_: str) -> tf.data.Dataset:
+        return numbers(5).map(lambda number, label: (number, label, number + 1))
+
+    (batch,) = global_batches(batches("test", load_examples=weighted), 1)
+    assert batch[2].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 0.0, 0.0]
+
+
+def test_shuffle_goes_through_a_small_buffer() -> None:
+    first = global_batches(batches(shuffle_buffer_size=4), 1)[0][0]
+    assert max(first) < 8 + 4
+    assert first.tolist() != sorted(first)
+
+
+def test_shares_are_equal_or_refused() -> None:
+    assert per_replica_batch_size(65, 5) == 13
+    with pytest.raises(BadInput, match="--global-batch-size 33 cannot be shared equally by 2 replicas: use 32 or 34"):
+        per_replica_batch_size(33, 2)
+    with pytest.raises(BadInput, match="--global-batch-size 2 cannot be shared equally by 4 replicas: use 4"):
+        per_replica_batch_size(2, 4)
+
+
+def no_labels(_: str) -> tf.data.Dataset:
+    return tf.data.Dataset.range(9)
+
+
+def unknown_length(_: str) -> tf.data.Dataset:
+    return numbers(9).filter(lambda number, _: number > 2)
+
+
+REFUSED_EXAMPLES = {
+    "a list": (lambda _: [1, 2], "returned a list: return a tf.data.Dataset"),
+    "no examples": (lambda _: numbers(0), "returned no examples"),
+    "endless": (lambda _: numbers(9).repeat(), "returned endless examples"),
+    "unknown length": (unknown_length, "returned examples of unknown number"),
+    "no labels": (no_labels, r"returned elements of int64\[\]: each has to be a tuple \(features, labels\)"),
+    "a weight per feature": (
+        lambda _: tf.data.Dataset.from_tensor_slices(([[1.0, 2.0]] * 9, [0] * 9, [[1.0, 2.0]] * 9)),
+        r"returned weights of float32\[2\]: each example has one number",
+    ),
+    "too few": (lambda _: numbers(7), "--global-batch-size 8 is larger than the 7 examples"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_EXAMPLES)
+def test_examples_that_cannot_be_batched_are_refused(case: str) -> None:
+    load_examples, reason = REFUSED_EXAMPLES[case]
+    with pytest.raises(BadInput, match=reason) as refused:
+        batches(load_examples=load_examples)
+    assert "task.load_examples('train')" in str(refused.value)
+
+
+def test_examples_of_unknown_shape_are_refused() -> None:
+    def ragged(_: str) -> tf.data.Dataset:
+        lengths = tf.data.Dataset.range(9)
+        return lengths.map(lambda length: (tf.ones(length), 0))
+
+    with pytest.raises(BadInput, match=r"task.prepare_example returned for 'train' batches of \(float32\[8, None\]"):
+        batches(load_examples=ragged)
+
+
+def test_splits_of_unequal_structure_are_refused() -> None:
+    def wider(_: str) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((tf.ones([9, 2]), tf.ones([9])))
+
+    splits = {"train": batches(), "validation": batches("validation", load_examples=wider)}
+    with pytest.raises(BadInput, match=r"task.load_examples\('validation'\) .* gave .*float32\[8, 2\].*'train' are"):
+        check_same_structure(splits)

@@ -1,0 +1,208 @@
+"""Settings, run directories and hooks that cannot work end in one line and exit code 2, and leave nothing behind."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import keras
+import pytest
+import tensorflow as tf
+
+import task
+import train
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs train.main with the flags given; returns its one line, after making sure that nothing was written."""
+
+    def refuse(*arguments: str | Path, run_dir: Path = tmp_path / "run", code: int = 2) -> str:
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            train.main([f"--run-dir={run_dir}", *map(str, arguments)])
+        assert ended.value.code == code
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+        written = capsys.readouterr()
+        (line,) = written.err.splitlines()
+        return line
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--epochs=-1",), "--epochs -1 must be 1 or more"),
+        (("--epochs=two",), "Error parsing --epochs: invalid literal for int() with base 10: 'two'"),
+        (("--global-batch-size=0",), "--global-batch-size 0 must be 1 or more"),
+        (("--global-batch-size=5000",), "--global-batch-size 5000 is larger than the 1258 examples"),
+        (("--simulated-devices=4", "--global-batch-size=3"), "--global-batch-size 3 cannot be shared equally by 4"),
+        (("--simulated-devices=2", "--global-batch-size=33"), "--global-batch-size 33 cannot be shared equally by 2"),
+        (("--simulated-devices=-2",), "--simulated-devices -2 must be 0 (real devices) or more"),
+        (("--simulated-devices=9",), "--simulated-devices 9: TensorFlow has already started in this process with 4"),
+        (("--steps-per-execution=0",), "--steps-per-execution 0 must be auto, or 1 or more"),
+        (("--steps-per-execution=often",), "--steps-per-execution"),
+        (("--learning-rate=0",), "--learning-rate 0.0 must be a finite number above 0"),
+        (("--learning-rate=nan",), "--learning-rate nan must be a finite number above 0"),
+        (("--seed=-1",), "--seed -1 must be from 0 to 2147483647"),
+        (("--keep-checkpoints=0",), "--keep-checkpoints 0 must be 1 or more"),
+        (("--shuffle-buffer-size=0",), "--shuffle-buffer-size 0 must be 1 or more"),
+        (("--epochz=3",), "Unrecognized options: --epochz=3; see: python train.py --help"),
+        (("runs/default",), "Unrecognized options: runs/default; see: python train.py --help"),
+        (("--strategy=horovod",), "invalid choice 'horovod' for argument '--strategy'"),
+        (("--strategy=one_device", "--simulated-devices=2"), "--simulated-devices 2 with --strategy one_device"),
+        (("--strategy=mirrored",), "--strategy mirrored needs GPUs and this machine shows none"),
+        (("--monitor=validation/f1",), "--monitor validation/f1 names no metric: use one of train/loss, train/acc"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_setting_is_refused(arguments: tuple[str, ...], reason: str, refused: Refused) -> None:
+    if arguments == ("--strategy=mirrored",) and tf.config.list_physical_devices("GPU"):
+        arguments = ("--strategy=mirrored", "--global-batch-size=0")
+        reason = "--global-batch-size 0"
+    line = refused(*arguments)
+    assert line.startswith("ERROR: ")
+    assert reason in line
+
+
+def test_cluster_in_the_environment_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}')
+    assert "TF_CONFIG describes a cluster" in refused()
+
+
+def test_run_directory_that_is_no_directory_is_refused(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert f"{tmp_path / 'file'} is a file" in refused(run_dir=tmp_path / "file")
+    assert f"{tmp_path / 'file'} is a file" in refused(run_dir=tmp_path / "file" / "run")
+
+
+def test_run_directory_that_cannot_be_made_is_refused(refused: Refused) -> None:
+    # The tests may run as root, who may write anywhere but here.
+    assert "--run-dir /proc/run cannot be made" in refused(run_dir=Path("/proc/run"))
+
+
+def test_run_directory_without_write_permission_is_refused(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    assert f"{tmp_path} cannot be written" in refused()
+
+
+@pytest.mark.parametrize("flags", [(), ("--fresh",)], ids=["plain", "fresh"])
+def test_directory_of_other_files_is_refused(flags: tuple[str, ...], refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    assert "holds files and no run (no config.json)" in refused(*flags)
+
+
+def test_broken_config_is_refused(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"settings"')
+    assert "config.json is not the JSON that a run writes" in refused()
+
+
+def test_run_with_other_settings_or_another_model_is_refused(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train.main([f"--run-dir={tmp_path / 'run'}", "--epochs=1"])
+    line = refused("--epochs=2", "--seed=1", "--global-batch-size=64")
+    assert "other settings (--global-batch-size 32 there and 64 now, --seed 0 there and 1 now)" in line
+    assert "--fresh" in line
+
+    create_model = task.create_model
+    narrower = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
+    monkeypatch.setattr(task, "create_model", lambda: keras.models.clone_model(narrower))
+    line = refused("--epochs=2")
+    assert "step-00000039 is of another model or optimizer" in line
+    assert "--fresh" in line
+
+    monkeypatch.setattr(task, "create_model", create_model)
+    monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(0.1))
+    line = refused("--epochs=2")
+    assert "optimizer/adam_w/iteration int64[] there and absent now" in line
+
+
+def mean_loss():
+    return {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+
+
+def square_loss(labels, predictions, weights):
+    """The rank trap: labels [share] against predictions [share, 1] give [share, share]."""
+    per_example_loss = tf.square(tf.cast(labels, tf.float32) - predictions[:, :1])
+    return tf.nn.compute_average_loss(per_example_loss, sample_weight=weights, global_batch_size=32), per_example_loss
+
+
+def one_value(labels, predictions, weights):
+    return tf.reduce_mean(predictions)
+
+
+def unbuildable_model():
+    class Broken(keras.Model):
+        def call(self, features):
+            return tf.matmul(features, features, transpose_b=False)[..., 3, 3, 3]
+
+    return Broken()
+
+
+class PerClass(keras.metrics.Mean):
+    def result(self):
+        return tf.stack([super().result()] * 10)
+
+
+FAULTY_HOOKS = {
+    "mean loss": ({"create_loss_objects": mean_loss}, "task.compute_loss was given a loss that is one number"),
+    "rank trap": ({"compute_loss": square_loss}, "task.compute_loss returned a per-example loss of shape (32, 32)"),
+    "one loss": ({"compute_loss": one_value}, "task.compute_loss returned"),
+    "no model": ({"create_model": lambda: None}, "task.create_model returned None as 'model'"),
+    "unbuildable model": ({"create_model": unbuildable_model}, "task.create_model returned 'model' without variables"),
+    "stray optimizer": (
+        {"create_optimizer": lambda total_steps: {"critic": keras.optimizers.SGD()}},
+        "task.create_optimizer returned an optimizer 'critic'",
+    ),
+    "metric of many numbers": (
+        {"create_metrics": lambda split: {"loss": keras.metrics.Mean(), "f1": PerClass()}},
+        "returned 'f1', whose result is",
+    ),
+    "nothing to load": ({"load_examples": lambda split: None}, "task.load_examples('train') returned a NoneType"),
+}
+
+
+def test_monitor_without_a_known_direction_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_metrics = task.create_metrics
+    monkeypatch.setattr(task, "create_metrics", lambda split: {**create_metrics(split), "wer": keras.metrics.Mean()})
+    line = refused("--monitor=validation/wer")
+    assert "--monitor validation/wer does not tell whether lower or higher is better" in line
+
+
+@pytest.mark.parametrize("fault", FAULTY_HOOKS)
+def test_faulty_hook_is_named(fault: str, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks, reason = FAULTY_HOOKS[fault]
+    for name, hook in hooks.items():
+        monkeypatch.setattr(task, name, hook)
+    assert reason in refused("--epochs=1")
+
+
+def test_divergence_ends_with_its_step_and_exit_code_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_step = task.train_step
+
+    def diverging_step(batch):
+        seen = tf.cast(task.optimizer.iterations, tf.float32)
+        return train_step(batch) + tf.where(seen == 40.0, float("inf"), 0.0)
+
+    monkeypatch.setattr(task, "train_step", diverging_step)
+    with pytest.raises(SystemExit) as ended:
+        train.main([f"--run-dir={tmp_path}", "--epochs=3"])
+    assert ended.value.code == 3
+    assert "the loss of train step 2 in epoch 2 is inf" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000039"]
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        train.Config().epochs = 3

@@ -1,0 +1,92 @@
+"""Reports: rows survive a resume, and the better score is known by its name."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from engine.errors import BadInput
+from engine.monitor import is_better, resolve_direction
+from engine.report import Report
+
+
+def row(epoch: int, **metrics: float) -> dict[str, Any]:
+    counters = {"epoch": epoch, "step": 10 * epoch, "seconds": 1.5, "examples_per_second": 20.0, "learning_rate": 0.1}
+    return {**counters, **{name.replace("__", "/"): value for name, value in metrics.items()}}
+
+
+def rows_in(run_dir: Path) -> list[dict[str, str]]:
+    with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_resumed_report_keeps_the_rows_of_the_epochs_done(tmp_path: Path) -> None:
+    report = Report(tmp_path, epochs=3, epochs_done=0)
+    for epoch in (1, 2):
+        report.epoch(row(epoch, train__loss=1 / 3 / epoch), is_best=True)
+    # Killed after the second row and before its checkpoint: the second epoch is done again.
+    report = Report(tmp_path, epochs=3, epochs_done=1)
+    report.epoch(row(2, train__loss=0.5), is_best=False)
+    report.epoch(row(3, train__loss=0.25, validation__auc=0.75), is_best=False)
+    found = rows_in(tmp_path)
+    assert [(one["epoch"], one["train/loss"]) for one in found] == [("1", repr(1 / 3)), ("2", "0.5"), ("3", "0.25")]
+    assert [one["validation/auc"] for one in found] == ["", "", "0.75"]
+
+    report = Report(tmp_path, epochs=4, epochs_done=3)
+    report.epoch(row(4, train__loss=0.125), is_best=False)
+    assert [one["train/loss"] for one in rows_in(tmp_path)] == [repr(1 / 3), "0.5", "0.25", "0.125"]
+    report.draw_curves()
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_tensorboard_shows_the_rows(tmp_path: Path) -> None:
+    Report(tmp_path, epochs=1, epochs_done=0).epoch(row(1, train__loss=0.5), is_best=False)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    shown = {
+        value.tag: (event.step, float(tf.make_ndarray(value.tensor)))
+        for event in tf.compat.v1.train.summary_iterator(str(events))
+        for value in event.summary.value
+    }
+    assert shown == {
+        "train/loss": (10, 0.5),
+        "examples_per_second": (10, 20.0),
+        "learning_rate": (10, pytest.approx(0.1)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("monitor", "direction"),
+    [
+        ("validation/loss", "min"),
+        ("validation/mean_absolute_error", "min"),
+        ("train/mae", "min"),
+        ("validation/accuracy", "max"),
+        ("validation/top_5_accuracy", "max"),
+        ("validation/f1", "max"),
+    ],
+)
+def test_direction_is_known_by_the_name(monitor: str, direction: str) -> None:
+    assert resolve_direction(monitor, "auto") == direction
+
+
+@pytest.mark.parametrize("monitor", ["validation/wer", "validation/accuracy_loss"])
+def test_direction_has_to_be_said_if_the_name_does_not_tell(monitor: str) -> None:
+    assert resolve_direction(monitor, "max") == "max"
+    with pytest.raises(BadInput, match=f"--monitor {monitor} .* --monitor-direction min or max"):
+        resolve_direction(monitor, "auto")
+
+
+def test_better_is_strictly_better() -> None:
+    assert is_better(0.4, 0.5, "min")
+    assert not is_better(0.5, 0.5, "min")
+    assert is_better(0.6, 0.5, "max")
+    assert not is_better(0.5, 0.5, "max")
+    assert is_better(0.5, None, "min")
+    assert not is_better(float("nan"), 0.5, "max")
+    # A score that is never a number still leaves weights to test.
+    assert is_better(float("nan"), None, "min")
+    assert is_better(0.5, float("nan"), "min")
+    assert not is_better(float("nan"), float("nan"), "min")
