@@ -45,6 +45,17 @@ class Config:
     steps_per_execution: Literal["auto"] | int = "auto"
     """Steps run in the graph per return to Python. auto: about a second's worth. Changes no number."""
 
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
+    """Arithmetic of the layers; variables stay float32. mixed_float16 scales the loss, alike on all replicas."""
+    jit: bool = False
+    """Compile forward and backward pass with XLA."""
+    micro_batches: int = 1
+    """Parts that a replica's share of a batch is computed in, one after the other, for one update: less memory."""
+    clip_norm: float | None = None
+    """Limit to the global norm of the gradients, after their sum over the replicas."""
+    ema_decay: float | None = None
+    """Validate, test and keep a moving average of the weights: average <- decay * average + (1 - decay) * weights."""
+
     keep_last_batch: bool = False
     """Train on the short last batch of an epoch too, padded with examples of weight 0; else it is left out."""
     shuffle_buffer_size: int = 100_000
@@ -59,14 +70,17 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raises BadInput for the first value that breaks its rule."""
-        for name in ("epochs", "global_batch_size", "shuffle_buffer_size", "keep_checkpoints"):
+        for name in ("epochs", "global_batch_size", "micro_batches", "shuffle_buffer_size", "keep_checkpoints"):
             self._require(name, getattr(self, name) >= 1, "must be 1 or more")
         if self.steps_per_execution != "auto":
             self._require("steps_per_execution", self.steps_per_execution >= 1, "must be auto, or 1 or more")
         self._require("simulated_devices", self.simulated_devices >= 0, "must be 0 (real devices) or more")
         self._require("seed", 0 <= self.seed < 2**31, "must be from 0 to 2147483647")
-        positive = math.isfinite(self.learning_rate) and self.learning_rate > 0
-        self._require("learning_rate", positive, "must be a finite number above 0")
+        for name in ("learning_rate", "clip_norm"):
+            value = getattr(self, name)
+            holds = value is None or (math.isfinite(value) and value > 0)
+            self._require(name, holds, "must be a finite number above 0")
+        self._require("ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "must be between 0 and 1")
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:

@@ -7,9 +7,10 @@
 The same command again resumes a run that was stopped.
 """
 
+import contextlib
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,25 @@ import tensorflow as tf
 import task
 from config import MAY_CHANGE_ON_RESUME, Config, read_settings
 from engine.checkpoint import Checkpoints, weights_sha256
-from engine.data import Batches, check_same_structure
+from engine.data import Batches, check_micro_batches, check_same_structure
 from engine.errors import Diverged, exit_codes
+from engine.gradients import MovingAverage
 from engine.monitor import is_better, resolve_direction
 from engine.objects import (
     build_models,
     build_optimizers,
     by_name,
+    check_jit,
     check_loss,
+    check_loss_objects,
     check_metrics,
     learning_rate,
     metric_results,
     model_variables,
     optimizer_variables,
+    trainable_variables,
 )
+from engine.replicas import average_statistics, spread_seeds
 from engine.report import Report, print_facts
 from engine.run_directory import CONFIG, RESULT, check_run_directory, open_run_directory, read_json, write_json
 from engine.strategy import create_strategy, describe_strategy
@@ -50,6 +56,7 @@ steps_at_once: dict[str, int]  # split -> how many steps its next call runs
 checkpoints: Checkpoints  # the whole state, at the end of each epoch
 best: Checkpoints  # the weights that --monitor says are the best
 direction: str  # "min" or "max": which --monitor is better
+moving_average: MovingAverage | None  # of the weights, with --ema-decay
 
 
 def build(settings: Config) -> None:
@@ -58,12 +65,13 @@ def build(settings: Config) -> None:
     Raises:
         BadInput: the settings, the hooks of task.py and this machine do not go together.
     """
-    global config, strategy, batches, run_steps, steps_at_once, checkpoints, best, direction
+    global config, strategy, batches, run_steps, steps_at_once, checkpoints, best, direction, moving_average
     config = task.config = settings
     strategy = create_strategy(config.strategy, config.simulated_devices)
     # Names and random numbers start anew, so that one process can build the same objects twice.
     keras.utils.clear_session()
     keras.utils.set_random_seed(config.seed)
+    keras.config.set_dtype_policy(config.precision)
 
     batches = {
         split: Batches(
@@ -79,15 +87,21 @@ def build(settings: Config) -> None:
         for split in SPLITS
     }
     check_same_structure(batches)
+    check_micro_batches(config.micro_batches, batches["train"].share)
 
     # KEEP: All variables are made inside the scope, and before anything is compiled.
     with strategy.scope():
         task.model = task.create_model()
         build_models(task.model, batches["train"].element_spec[0])
-        task.optimizer = task.create_optimizer(total_steps=config.epochs * batches["train"].steps)
-        build_optimizers(task.optimizer, task.model)
+        optimizer = task.create_optimizer(total_steps=config.epochs * batches["train"].steps)
+        task.optimizer = build_optimizers(optimizer, task.model, config.precision)
         task.loss_objects = task.create_loss_objects()
         task.metrics = {split: task.create_metrics(split) for split in SPLITS}
+        moving_average = MovingAverage(trainable_variables(task.model), config.ema_decay) if config.ema_decay else None
+    spread_seeds(strategy, by_name(task.model, "model"))
+    check_loss_objects(task.loss_objects)
+    if config.jit:
+        check_jit(task.model, strategy.num_replicas_in_sync)
     check_metrics(task.metrics, config.monitor)
     direction = resolve_direction(config.monitor, config.monitor_direction)
     check_loss(getattr(task, "compute_loss", None), task.model, batches["train"].element_spec)
@@ -102,6 +116,8 @@ def build(settings: Config) -> None:
 
     weights = model_variables(task.model)
     state = {**weights, **optimizer_variables(task.optimizer)}
+    if moving_average:
+        state |= {f"average/{name}": average for name, average in moving_average.averages.items()}
     checkpoints = Checkpoints(config.run_dir / "checkpoints", state, keep=config.keep_checkpoints)
     best = Checkpoints(config.run_dir / "best", weights, keep=1)
 
@@ -112,6 +128,8 @@ def build(settings: Config) -> None:
 def distributed_train_step(batch) -> tf.Tensor:
     """Runs task.train_step on every replica; returns the batch's loss (scalar)."""
     per_replica_losses = strategy.run(task.train_step, args=(batch,))
+    if moving_average:
+        moving_average.update()
     # KEEP: SUM, because every replica's loss is already divided by the global batch.
     return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
 
@@ -192,6 +210,14 @@ def test() -> dict[str, float]:
     return one_pass("test")
 
 
+@contextlib.contextmanager
+def weights_to_keep() -> Iterator[None]:
+    """Puts in place, for a while, the weights that are validated, tested and kept as the best."""
+    average_statistics(strategy, by_name(task.model, "model"))
+    with moving_average.in_place() if moving_average else contextlib.nullcontext():
+        yield
+
+
 def run_epochs(progress: dict[str, Any]) -> None:
     """Trains, validates, reports and saves until `progress` (what a checkpoint records) has all epochs."""
     report = Report(config.run_dir, epochs=config.epochs, epochs_done=progress["epoch"])
@@ -200,11 +226,18 @@ def run_epochs(progress: dict[str, Any]) -> None:
         started = time.monotonic()
         train_metrics = train_epoch(progress["epoch"])
         train_seconds = time.monotonic() - started
-        validation_metrics = validate()
-        seconds = time.monotonic() - started
-
         progress["epoch"] += 1
         progress["step"] += batches["train"].steps
+
+        with weights_to_keep():
+            validation_metrics = validate()
+            score = {**train_metrics, **validation_metrics}[config.monitor]
+            improved = is_better(score, progress["best_score"], direction)
+            if improved:
+                progress["best_epoch"], progress["best_score"] = progress["epoch"], score
+                best.save(progress["step"], progress)
+
+        seconds = time.monotonic() - started
         progress["seconds"] += seconds
         row = {
             "epoch": progress["epoch"],
@@ -215,10 +248,6 @@ def run_epochs(progress: dict[str, Any]) -> None:
             **train_metrics,
             **validation_metrics,
         }
-        improved = is_better(row[config.monitor], progress["best_score"], direction)
-        if improved:
-            progress["best_epoch"], progress["best_score"] = progress["epoch"], row[config.monitor]
-            best.save(progress["step"], progress)
         report.epoch(row, is_best=improved)
         checkpoints.save(progress["step"], progress)
     report.draw_curves()
@@ -239,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         resumed_from = None if settings.fresh else checkpoints.newest()
         if resumed_from:
             progress = checkpoints.restore(resumed_from)
+            spread_seeds(strategy, by_name(task.model, "model"))
         open_run_directory(settings.run_dir, fresh=settings.fresh)
         write_json(settings.run_dir / CONFIG, describe_run())
         (settings.run_dir / RESULT).unlink(missing_ok=True)

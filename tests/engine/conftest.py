@@ -1,4 +1,4 @@
-"""Tests of the generated project's own modules, unrendered, in one process with four simulated devices."""
+"""Tests of the generated project's own modules, unrendered, in one process with five simulated devices."""
 
 import sys
 
@@ -8,4 +8,4 @@ sys.path.insert(0, str(PROJECT))
 
 from engine.strategy import create_strategy
 
-create_strategy("mirrored", simulated_devices=4)
+create_strategy("mirrored", simulated_devices=5)

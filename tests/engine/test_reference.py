@@ -1,5 +1,8 @@
 """The loop's numbers are those of a computation by hand: NumPy, no TensorFlow, one replica."""
 
+import csv
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -8,6 +11,8 @@ import tensorflow as tf
 import task
 import train
 from config import Config
+from engine.checkpoint import weights_sha256
+from engine.objects import model_variables
 
 EPOCHS = 3
 LEARNING_RATE = 0.2
@@ -57,11 +62,15 @@ def weighted_means(kernel: np.ndarray, bias: np.ndarray, batches: list) -> dict[
     return {"loss": np.average(losses, weights=weights), "accuracy": np.average(right, weights=weights)}
 
 
-def by_hand(global_batch_size: int) -> tuple[np.ndarray, np.ndarray, list[float]]:
-    """Returns the kernel and the bias after SGD with momentum in float64, and the weighted loss of each epoch."""
+def by_hand(
+    global_batch_size: int, clip_norm: float = np.inf, ema_decay: float = 0.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[float]]:
+    """Returns what SGD with momentum comes to in float64: kernel, bias, their averages, and each epoch's loss."""
     kernel, bias = (variable.numpy().astype("float64") for variable in linear_model().trainable_variables)
+    averages = [kernel.copy(), bias.copy()]
     velocities = [np.zeros_like(kernel), np.zeros_like(bias)]
     epoch_losses = []
+    clipped = 0
     for epoch in range(EPOCHS):
         losses_seen, weights_seen = [], []
         # The order of the examples is the engine's, and has tests of its own.
@@ -72,25 +81,48 @@ def by_hand(global_batch_size: int) -> tuple[np.ndarray, np.ndarray, list[float]
             probabilities, losses = softmax_losses(kernel, bias, features.astype("float64"), labels)
             errors = (probabilities - np.eye(CLASSES)[labels]) * weights[:, None] / global_batch_size
             gradients = [features.T @ errors + 2 * L2 * kernel, errors.sum(axis=0)]
-            for variable, velocity, gradient in zip((kernel, bias), velocities, gradients, strict=True):
+            norm = np.sqrt(sum((gradient**2).sum() for gradient in gradients))
+            clipped += norm > clip_norm
+            for variable, velocity, gradient, average in zip(
+                (kernel, bias), velocities, gradients, averages, strict=True
+            ):
                 velocity *= MOMENTUM
-                velocity -= LEARNING_RATE * gradient
+                velocity -= LEARNING_RATE * gradient * min(1.0, clip_norm / norm)
                 variable += velocity
+                average *= ema_decay
+                average += (1.0 - ema_decay) * variable
             losses_seen.append(losses)
             weights_seen.append(weights)
         epoch_losses.append(np.average(np.concatenate(losses_seen), weights=np.concatenate(weights_seen)))
-    return kernel, bias, epoch_losses
+    assert np.isinf(clip_norm) or clipped >= 3, "The limit does not bind."
+    return kernel, bias, *averages, epoch_losses
 
 
-@pytest.mark.parametrize("keep_last_batch", [False, True], ids=["whole batches", "padded last batch"])
-@pytest.mark.parametrize(("replicas", "global_batch_size"), [(1, 12), (2, 12), (3, 12), (4, 12), (1, 37), (3, 9)])
-def test_training_equals_numpy(replicas: int, global_batch_size: int, keep_last_batch: bool, tmp_path) -> None:
+OPTIONS = {
+    "plain": {},
+    "padded last batch": {"keep_last_batch": True},
+    "clipping": {"clip_norm": 0.3},
+    "average": {"ema_decay": 0.8},
+    "micro-batches": {"micro_batches": 3},
+    "all": {"keep_last_batch": True, "clip_norm": 0.3, "ema_decay": 0.8, "micro_batches": 3},
+}
+
+
+LAYOUTS = [(1, 12), (3, 9), (4, 12), (1, 36)]
+CASES = [(2, 12, name) for name in OPTIONS] + [(*layout, name) for layout in LAYOUTS for name in ("plain", "all")]
+
+
+@pytest.mark.parametrize(("replicas", "global_batch_size", "option"), CASES)
+def test_training_equals_numpy(replicas: int, global_batch_size: int, option: str, tmp_path) -> None:
+    options = OPTIONS[option]
     # The iterator of one replica gives whole global batches, so that NumPy sees what all replicas see together.
-    settings = {"run_dir": tmp_path, "global_batch_size": global_batch_size, "keep_last_batch": keep_last_batch}
+    settings = {"run_dir": tmp_path, "global_batch_size": global_batch_size, **options}
     train.build(Config(**settings))
-    kernel, bias, losses = by_hand(global_batch_size)
+    hand_settings = {name: value for name, value in options.items() if name in ("clip_norm", "ema_decay")}
+    kernel, bias, mean_kernel, mean_bias, losses = by_hand(global_batch_size, **hand_settings)
+    evaluated = (mean_kernel, mean_bias) if "ema_decay" in options else (kernel, bias)
     expected = {
-        split: weighted_means(kernel, bias, list(examples(split).batch(5).as_numpy_iterator()))
+        split: weighted_means(*evaluated, list(examples(split).batch(5).as_numpy_iterator()))
         for split in ("validation", "test")
     }
 
@@ -101,9 +133,26 @@ def test_training_equals_numpy(replicas: int, global_batch_size: int, keep_last_
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), kernel, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(task.model.layers[0].bias.numpy(), bias, rtol=1e-5, atol=1e-6)
-    for results, split in ((train.validate(), "validation"), (train.test(), "test")):
-        for name, value in expected[split].items():
-            assert results[f"{split}/{name}"] == pytest.approx(value, rel=1e-5)
+    with train.weights_to_keep():
+        np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), evaluated[0], rtol=1e-5, atol=1e-6)
+        for results, split in ((train.validate(), "validation"), (train.test(), "test")):
+            for name, value in expected[split].items():
+                assert results[f"{split}/{name}"] == pytest.approx(value, rel=1e-5)
+    np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), kernel, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("split", train.SPLITS)
+def test_returned_loss_is_the_batch_s(split: str, replicas: int, tmp_path) -> None:
+    train.build(Config(run_dir=tmp_path, global_batch_size=12, simulated_devices=1))
+    kernel, bias = (variable.numpy() for variable in task.model.trainable_variables)
+    batch = next(train.batches[split].distribute(train.strategy))
+    features, labels, weights = tf.nest.map_structure(lambda part: part.numpy(), batch)
+    expected = (softmax_losses(kernel, bias, features, labels)[1] * weights).sum() / 12 + L2 * (kernel**2).sum()
+
+    train.build(Config(run_dir=tmp_path, global_batch_size=12, simulated_devices=replicas))
+    (loss,) = train.run_steps[split](train.batches[split].distribute(train.strategy), tf.constant(1)).numpy()
+    assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_validation_and_test_do_not_mix_and_leave_nothing_behind(tmp_path) -> None:
@@ -114,3 +163,19 @@ def test_validation_and_test_do_not_mix_and_leave_nothing_behind(tmp_path) -> No
     assert first[0]["validation/loss"] != first[1]["test/loss"]
     for variable, value in zip(task.model.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_result_is_of_the_best_weights_and_the_fingerprint_of_the_last(tmp_path, monkeypatch) -> None:
+    # A rate at which the validation accuracy goes up and down: the best epoch is not the last.
+    monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(3.0, momentum=MOMENTUM))
+    flags = ["--global-batch-size=12", "--epochs=4", "--simulated-devices=2", "--monitor=validation/accuracy"]
+    train.main([f"--run-dir={tmp_path}", *flags])
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text(encoding="utf-8").splitlines()))
+    scores = [float(row["validation/accuracy"]) for row in rows]
+    assert result["best_epoch"] == 1 + scores.index(max(scores)) < 4
+    # The test ended with the best weights in place.
+    assert train.validate()["validation/accuracy"] == pytest.approx(max(scores), rel=1e-6)
+    assert train.test()["test/loss"] == pytest.approx(result["test/loss"], rel=1e-6)
+    train.checkpoints.restore(train.checkpoints.newest())
+    assert weights_sha256(model_variables(task.model)) == result["weights_sha256"]

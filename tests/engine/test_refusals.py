@@ -42,7 +42,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         (("--simulated-devices=4", "--global-batch-size=3"), "--global-batch-size 3 cannot be shared equally by 4"),
         (("--simulated-devices=2", "--global-batch-size=33"), "--global-batch-size 33 cannot be shared equally by 2"),
         (("--simulated-devices=-2",), "--simulated-devices -2 must be 0 (real devices) or more"),
-        (("--simulated-devices=9",), "--simulated-devices 9: TensorFlow has already started in this process with 4"),
+        (("--simulated-devices=9",), "--simulated-devices 9: TensorFlow has already started in this process with 5"),
         (("--steps-per-execution=0",), "--steps-per-execution 0 must be auto, or 1 or more"),
         (("--steps-per-execution=often",), "--steps-per-execution"),
         (("--learning-rate=0",), "--learning-rate 0.0 must be a finite number above 0"),
@@ -129,6 +129,11 @@ def mean_loss():
     return {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
 
 
+def mean_of_losses(labels, predictions, weights):
+    loss = tf.reduce_mean(task.loss_objects["label"](labels, predictions))
+    return tf.nn.compute_average_loss(loss, sample_weight=weights, global_batch_size=32), loss
+
+
 def square_loss(labels, predictions, weights):
     """The rank trap: labels [share] against predictions [share, 1] give [share, share]."""
     per_example_loss = tf.square(tf.cast(labels, tf.float32) - predictions[:, :1])
@@ -153,7 +158,11 @@ class PerClass(keras.metrics.Mean):
 
 
 FAULTY_HOOKS = {
-    "mean loss": ({"create_loss_objects": mean_loss}, "task.compute_loss was given a loss that is one number"),
+    "mean loss object": (
+        {"create_loss_objects": mean_loss},
+        "task.create_loss_objects returned 'label' with reduction='sum_over_batch_size'",
+    ),
+    "mean loss": ({"compute_loss": mean_of_losses}, "task.compute_loss was given a loss that is one number"),
     "rank trap": ({"compute_loss": square_loss}, "task.compute_loss returned a per-example loss of shape (32, 32)"),
     "one loss": ({"compute_loss": one_value}, "task.compute_loss returned"),
     "no model": ({"create_model": lambda: None}, "task.create_model returned None as 'model'"),

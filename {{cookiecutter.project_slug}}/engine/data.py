@@ -28,6 +28,16 @@ def per_replica_batch_size(global_batch_size: int, replicas: int) -> int:
     return global_batch_size // replicas
 
 
+def check_micro_batches(micro_batches: int, share: int) -> None:
+    """Raises BadInput unless a replica's share can be computed in `micro_batches` equal parts."""
+    if share % micro_batches:
+        divisors = [str(number) for number in range(1, share + 1) if share % number == 0]
+        raise BadInput(
+            f"--micro-batches {micro_batches} does not divide the {share} examples of a replica's share: "
+            f"use one of {', '.join(divisors)}"
+        )
+
+
 class Batches:
     """The batches of one split. Every batch is full and has three parts: (features, labels, weights).
 

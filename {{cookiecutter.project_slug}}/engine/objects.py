@@ -13,6 +13,8 @@ import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
+from engine.gradients import prepare_optimizer
+from engine.replicas import layers_of
 
 # metrics as task.py keeps them: split -> name -> metric.
 Metrics = dict[str, dict[str, keras.metrics.Metric]]
@@ -45,15 +47,16 @@ def build_models(model: Any, features_spec: Any) -> None:
             ) from problem
 
 
-def build_optimizers(optimizer: Any, model: Any) -> None:
-    """Creates the variables of every optimizer, for the trainable variables of the models it is for.
+def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
+    """Returns the optimizer or optimizers, with variables made for the trainable variables of the models they are for.
 
     Variables first made inside a compiled step fail on several replicas (keras#23085), so none may be left.
 
     Raises:
-        BadInput: an optimizer is for no model.
+        BadInput: an optimizer is for no model, or does what `gradients` does.
     """
     models = by_name(model, "model")
+    built = {}
     for name, each in by_name(optimizer, "optimizer").items():
         if not isinstance(optimizer, Mapping):
             trained = list(models.values())
@@ -64,7 +67,9 @@ def build_optimizers(optimizer: Any, model: Any) -> None:
                 f"task.create_optimizer returned an optimizer {name!r}, and task.create_model the models "
                 f"{sorted(models)}: name each optimizer after the model it trains"
             )
-        each.build([variable for one in trained for variable in one.trainable_variables])
+        built[name] = prepare_optimizer(each, precision)
+        built[name].build([variable for one in trained for variable in one.trainable_variables])
+    return built if isinstance(optimizer, Mapping) else built["optimizer"]
 
 
 def model_variables(model: Any) -> dict[str, tf.Variable]:
@@ -75,6 +80,12 @@ def model_variables(model: Any) -> dict[str, tf.Variable]:
 def optimizer_variables(optimizer: Any) -> dict[str, tf.Variable]:
     """Returns every variable of every optimizer under a unique name."""
     return _variables(by_name(optimizer, "optimizer"))
+
+
+def trainable_variables(model: Any) -> dict[str, tf.Variable]:
+    """Returns the variables of every model that training changes, under the names of `model_variables`."""
+    trained = {id(variable.value) for each in by_name(model, "model").values() for variable in each.trainable_variables}
+    return {name: variable for name, variable in model_variables(model).items() if id(variable) in trained}
 
 
 def _variables(objects: dict[str, Any]) -> dict[str, tf.Variable]:
@@ -119,6 +130,28 @@ def check_metrics(metrics: Metrics, monitor: str) -> None:
     names = [f"{split}/{name}" for split in ("train", "validation") for name in metrics[split]]
     if monitor not in names:
         raise BadInput(f"--monitor {monitor} names no metric: use one of {', '.join(names)}")
+
+
+def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
+    """Raises BadInput for a loss that averages by itself: Keras divides it by the number of replicas as well."""
+    for name, loss in loss_objects.items():
+        reduction = getattr(loss, "reduction", None)
+        if reduction not in (None, "none"):
+            raise BadInput(
+                f"task.create_loss_objects returned {name!r} with reduction={reduction!r}, which Keras divides by the "
+                "number of replicas as well: use reduction='none'; task.compute_loss averages"
+            )
+
+
+def check_jit(model: Any, replicas: int) -> None:
+    """Raises BadInput for a layer that needs the other replicas in the middle of what --jit compiles."""
+    for each in by_name(model, "model").values():
+        for layer in layers_of(each):
+            if replicas > 1 and getattr(layer, "synchronized", False):
+                raise BadInput(
+                    f"--jit with the layer {layer.name!r}, which is synchronized over {replicas} replicas inside the "
+                    "forward pass: leave --jit out, or use synchronized=False or another normalization"
+                )
 
 
 def check_loss(compute_loss: Callable[..., Any] | None, model: Any, batch_spec: Any) -> None:

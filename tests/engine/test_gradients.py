@@ -1,0 +1,161 @@
+"""What lies between the tape and the weights, where replicas could disagree."""
+
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import task
+import train
+from config import Config
+from engine.errors import BadInput
+from engine.gradients import in_micro_batches, prepare_optimizer
+from engine.objects import model_variables
+
+
+def values_on_replicas(variable: tf.Variable) -> list[np.ndarray]:
+    return [value.numpy() for value in train.strategy.experimental_local_results(variable)]
+
+
+def take_steps(count: int) -> None:
+    iterator = train.batches["train"].distribute(train.strategy)
+    train.run_steps["train"](iterator, tf.constant(count))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_overflow_on_the_last_replica_skips_the_step_on_all(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    overflowing = tf.Variable(True)
+    compute_loss = task.compute_loss
+
+    def overflow_on_the_last(labels, predictions, weights):
+        loss, per_example_loss = compute_loss(labels, predictions, weights)
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        planted = tf.logical_and(overflowing, tf.equal(replica, replicas - 1))
+        return tf.where(planted, np.inf, 1.0) * loss, per_example_loss
+
+    monkeypatch.setattr(task, "compute_loss", overflow_on_the_last)
+    train.build(Config(simulated_devices=replicas, precision="mixed_float16"))
+    assert task.model.layers[1].compute_dtype == "float16"
+    before = {name: variable.numpy() for name, variable in model_variables(task.model).items()}
+    scale = task.optimizer.dynamic_scale.numpy()
+
+    take_steps(1)
+    for halved in values_on_replicas(task.optimizer.dynamic_scale.value):
+        assert halved == scale / 2
+    for name, variable in model_variables(task.model).items():
+        for value in values_on_replicas(variable):
+            np.testing.assert_array_equal(value, before[name])
+    assert task.optimizer.iterations.numpy() == 0
+
+    overflowing.assign(False)
+    take_steps(3)
+    assert task.optimizer.dynamic_scale.numpy() == scale / 2
+    assert task.optimizer.iterations.numpy() == 3
+    for name, variable in model_variables(task.model).items():
+        values = values_on_replicas(variable)
+        assert np.isfinite(values[0]).all()
+        for value in values[1:]:
+            np.testing.assert_array_equal(value, values[0], err_msg=name)
+    assert not np.array_equal(task.model.trainable_variables[0].numpy(), next(iter(before.values())))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sums"),
+    [({}, 1), ({"micro_batches": 2}, 1), ({"ema_decay": 0.9}, 1), ({"clip_norm": 1.0}, 2)],
+    ids=["plain", "micro-batches", "average", "clipping"],
+)
+def test_gradients_cross_replicas_once_unless_they_are_clipped(
+    settings: dict, sums: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Keras sums once, in apply_gradients.
+    traced = []
+    all_reduce = tf.distribute.ReplicaContext.all_reduce
+
+    def counted(self, *arguments, **options):
+        traced.append(self.replica_id_in_sync_group)
+        return all_reduce(self, *arguments, **options)
+
+    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", counted)
+    train.build(Config(simulated_devices=2, **settings))
+    take_steps(1)
+    assert len(traced) == 2 * sums
+
+
+def test_outputs_of_micro_batches_come_in_the_order_of_the_batch() -> None:
+    seen = []
+
+    def loss_and_gradients(batch):
+        features, _, _ = batch
+        seen.append(features.numpy().ravel().tolist())
+        return tf.reduce_sum(features), [features[:1], None], {"twice": 2 * features, "flat": features[:, 0]}
+
+    features = tf.reshape(tf.range(12.0), [6, 2])
+    loss, gradients, outputs = in_micro_batches(loss_and_gradients, (features, features, features), count=3)
+    assert seen == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    assert loss == 66.0
+    assert gradients[0].numpy().tolist() == [[0 + 2 + 4, 1 + 3 + 5]]
+    assert gradients[1] is None
+    np.testing.assert_array_equal(outputs["twice"], 2 * features)
+    np.testing.assert_array_equal(outputs["flat"], features[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ({"clipnorm": 1.0}, "--clip-norm"),
+        ({"global_clipnorm": 1.0}, "--clip-norm"),
+        ({"clipvalue": 1.0}, "--clip-norm"),
+        ({"gradient_accumulation_steps": 2}, "--micro-batches"),
+        ({"use_ema": True}, "--ema-decay"),
+        ({"loss_scale_factor": 8.0}, "--precision mixed_float16"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_optimizer_that_does_it_itself_is_refused(arguments: dict, setting: str) -> None:
+    with pytest.raises(BadInput, match=f"task.create_optimizer returned .*{next(iter(arguments))}.*use {setting}"):
+        prepare_optimizer(keras.optimizers.SGD(0.1, **arguments), "float32")
+
+
+def test_loss_scale_of_the_user_is_refused() -> None:
+    with pytest.raises(BadInput, match="returned a LossScaleOptimizer"):
+        prepare_optimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mixed_float16")
+
+
+@pytest.fixture
+def final_loss() -> Callable[..., float]:
+    """Trains the shipped task for some epochs; returns the last validation loss."""
+
+    def train_with(epochs: int, **settings) -> float:
+        train.build(Config(epochs=epochs, **settings))
+        for epoch in range(epochs):
+            train.train_epoch(epoch)
+        return train.validate()["validation/loss"]
+
+    return train_with
+
+
+def test_bfloat16_trains(final_loss: Callable[..., float]) -> None:
+    assert final_loss(4, precision="mixed_bfloat16", simulated_devices=2) < 1.2 * final_loss(4)
+
+
+def test_none_gradient_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithSpare(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.used, self.spare = keras.layers.Dense(10), keras.layers.Dense(3)
+
+        def build(self, shape):
+            self.used.build((None, 64))
+            self.spare.build((None, 4))
+
+        def call(self, features):
+            return self.used(tf.reshape(features, [-1, 64]))
+
+    monkeypatch.setattr(task, "create_model", WithSpare)
+    train.build(Config(simulated_devices=2, clip_norm=1.0))
+    before = task.model.spare.kernel.numpy(), task.model.used.kernel.numpy()
+    take_steps(2)
+    np.testing.assert_array_equal(task.model.spare.kernel.numpy(), before[0])
+    assert not np.array_equal(task.model.used.kernel.numpy(), before[1])

@@ -1,0 +1,214 @@
+"""Any number of replicas gives the numbers of a plain TensorFlow loop on one device, for every kind of task."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import task
+import train
+from config import Config
+from engine.objects import model_variables
+
+EPOCHS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A task in short, and the settings to train it with."""
+
+    examples: Callable[[int], tuple]
+    model: Callable[[], keras.Model]
+    optimizer: Callable[[], keras.optimizers.Optimizer]
+    per_example_loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def table(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns features [count, 6], labels [count] of three classes, weights [count]."""
+    generator = np.random.default_rng(count)
+    features = generator.normal(size=(count, 6)).astype("float32")
+    labels = (features @ generator.normal(size=(6, 3))).argmax(axis=1).astype("int32")
+    return features, labels, generator.uniform(0.5, 2.0, count).astype("float32")
+
+
+def sentences(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens [count, 7], 0 for padding, and a label per token; padding has label -1."""
+    generator = np.random.default_rng(count)
+    tokens = generator.integers(1, 20, size=(count, 7))
+    lengths = generator.integers(1, 8, size=count)
+    tokens[np.arange(7) >= lengths[:, None]] = 0
+    return tokens.astype("int32"), np.where(tokens == 0, -1, tokens % 3).astype("int32")
+
+
+def classes_loss(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
+    return keras.losses.sparse_categorical_crossentropy(labels, predictions, from_logits=True)
+
+
+def tokens_loss(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
+    """Returns each sentence's mean over the tokens that are not padding, [share]."""
+    mask = tf.cast(labels >= 0, tf.float32)
+    losses = keras.losses.sparse_categorical_crossentropy(tf.maximum(labels, 0), predictions, from_logits=True)
+    return tf.reduce_sum(losses * mask, axis=1) / tf.reduce_sum(mask, axis=1)
+
+
+def dense_model(*, regularizer: Any = None, normalization: bool = False) -> keras.Model:
+    layers = [keras.Input((6,)), keras.layers.Dense(8, kernel_regularizer=regularizer, use_bias=not normalization)]
+    if normalization:
+        layers.append(keras.layers.BatchNormalization(synchronized=True))
+    return keras.Sequential([*layers, keras.layers.Activation("gelu"), keras.layers.Dense(3)])
+
+
+def tagger() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((7,), dtype="int32"), keras.layers.Embedding(20, 5), keras.layers.Dense(3)], name="tagger"
+    )
+
+
+def sgd() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def adamw() -> keras.optimizers.Optimizer:
+    return keras.optimizers.AdamW(0.01, epsilon=1e-5)
+
+
+L2 = keras.regularizers.L2(0.01)
+CASES = {
+    "SGD, L2, clipping, 2 micro-batches": Case(
+        table, lambda: dense_model(regularizer=L2), sgd, classes_loss, {"clip_norm": 0.2, "micro_batches": 2}
+    ),
+    "AdamW, 4 micro-batches": Case(table, dense_model, adamw, classes_loss, {"micro_batches": 4}),
+    "AdamW, clipping": Case(table, dense_model, adamw, classes_loss, {"clip_norm": 0.2}),
+    "synchronized BatchNorm": Case(table, lambda: dense_model(normalization=True), sgd, classes_loss),
+    "embedding, masked tokens, AdamW": Case(sentences, tagger, adamw, tokens_loss),
+    "embedding, masked tokens, clipping": Case(sentences, tagger, sgd, tokens_loss, {"clip_norm": 0.05}),
+    "embedding, masked tokens, 2 micro-batches": Case(sentences, tagger, adamw, tokens_loss, {"micro_batches": 2}),
+    "XLA": Case(table, lambda: dense_model(regularizer=L2), sgd, classes_loss, {"jit": True}),
+}
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], None]:
+    """Puts a case in the place of the hooks."""
+
+    def put(case: Case) -> None:
+        counts = {"train": 2 * 48 + 5, "validation": 21, "test": 9}
+
+        def compute_loss(labels, predictions, weights):
+            per_example_loss = case.per_example_loss(labels, predictions)
+            loss = tf.nn.compute_average_loss(
+                per_example_loss, sample_weight=weights, global_batch_size=task.config.global_batch_size
+            )
+            regularization = tf.nn.scale_regularization_loss(task.model.losses) / task.config.micro_batches
+            return loss + regularization, per_example_loss
+
+        def update_metrics(split, labels, predictions, per_example_loss, weights):
+            task.metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
+
+        hooks = {
+            "load_examples": lambda split: tf.data.Dataset.from_tensor_slices(case.examples(counts[split])),
+            "prepare_example": lambda features, labels, *, training: (features, labels),
+            "create_model": case.model,
+            "create_optimizer": lambda total_steps: case.optimizer(),
+            "create_metrics": lambda split: {"loss": keras.metrics.Mean()},
+            "compute_loss": compute_loss,
+            "update_metrics": update_metrics,
+        }
+        for name, hook in hooks.items():
+            monkeypatch.setattr(task, name, hook)
+
+    return put
+
+
+def plain_tensorflow(case: Case, global_batch_size: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Returns weights and metrics of a loop with no strategy, no micro-batches and no engine but its order of data."""
+    train.build(Config(global_batch_size=global_batch_size))
+    order = [list(train.batches["train"].distribute(train.strategy, epoch=epoch)) for epoch in range(EPOCHS)]
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    model, optimizer = case.model(), case.optimizer()
+    metrics = {}
+    for batches in order:
+        losses_seen, weights_seen = [], []
+        for features, labels, weights in batches:
+            with tf.GradientTape() as tape:
+                losses = case.per_example_loss(labels, model(features, training=True))
+                loss = tf.reduce_sum(losses * weights) / global_batch_size + sum(model.losses)
+            # An embedding's gradient as one tensor: the norm and Adam's moments of its slices are other numbers.
+            gradients = [tf.convert_to_tensor(each) for each in tape.gradient(loss, model.trainable_variables)]
+            if limit := case.settings.get("clip_norm"):
+                gradients, norm = tf.clip_by_global_norm(gradients, limit)
+                assert norm > limit, "The limit does not bind."
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            losses_seen.append(losses)
+            weights_seen.append(weights)
+        metrics["train/loss"] = np.average(np.concatenate(losses_seen), weights=np.concatenate(weights_seen))
+    features, labels, *weights = case.examples(21)
+    losses = case.per_example_loss(labels, model(features, training=False))
+    metrics["validation/loss"] = np.average(losses, weights=weights[0] if weights else None)
+    return {variable.path: variable.numpy() for variable in model.variables}, metrics
+
+
+def on_replicas(replicas: int, global_batch_size: int, **settings: Any) -> tuple[dict, dict]:
+    train.build(Config(simulated_devices=replicas, global_batch_size=global_batch_size, **settings))
+    assert train.strategy.num_replicas_in_sync == replicas
+    for epoch in range(EPOCHS):
+        metrics = train.train_epoch(epoch)
+    metrics |= train.validate()
+    return {variable.path: variable.numpy() for variable in task.model.variables}, metrics
+
+
+def assert_same(found: tuple[dict, dict], expected: tuple[dict, dict]) -> None:
+    assert found[1] == pytest.approx(expected[1], rel=1e-5)
+    assert found[0].keys() == expected[0].keys()
+    for name, weight in expected[0].items():
+        np.testing.assert_allclose(
+            found[0][name], weight, rtol=1e-5, atol=1e-5 * max(np.abs(weight).max(), 1e-3), err_msg=name
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replicas_agree_with_plain_tensorflow(name: str, install: Callable[[Case], None]) -> None:
+    case = CASES[name]
+    install(case)
+    expected = plain_tensorflow(case, 48)
+    for replicas in (1, 2, 3, 4):
+        assert_same(on_replicas(replicas, 48, **case.settings), expected)
+
+
+def test_five_replicas_agree_on_a_batch_of_65(install: Callable[[Case], None]) -> None:
+    case = CASES["synchronized BatchNorm"]
+    install(case)
+    expected = plain_tensorflow(case, 65)
+    for replicas in (1, 5):
+        assert_same(on_replicas(replicas, 65), expected)
+
+
+def test_synchronized_batchnorm_agrees_over_replicas_in_micro_batches(install: Callable[[Case], None]) -> None:
+    # Each micro-batch has statistics of its own, so the numbers are not those of the whole batch.
+    install(CASES["synchronized BatchNorm"])
+    expected = on_replicas(1, 48, micro_batches=3)
+    for replicas in (2, 4):
+        assert_same(on_replicas(replicas, 48, micro_batches=3), expected)
+
+
+def test_two_models_with_two_optimizers_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "tasks"))
+    import gan
+
+    monkeypatch.setattr(train, "task", gan)
+    found = []
+    for replicas in (1, 2, 4):
+        train.build(Config(simulated_devices=replicas, clip_norm=0.5, ema_decay=0.9))
+        metrics = train.train_epoch(0)
+        with train.weights_to_keep():
+            metrics |= train.validate()
+        found.append(({name: variable.numpy() for name, variable in model_variables(gan.model).items()}, metrics))
+    for other in found[1:]:
+        assert_same(other, found[0])

@@ -1,0 +1,87 @@
+"""What replicas hold that differs is made to differ, or to agree, on purpose."""
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import task
+import train
+from config import Config
+from engine.replicas import spread_seeds
+
+
+def dropout_model() -> keras.Model:
+    inner = keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5), keras.layers.GaussianNoise(1.0)])
+    return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), inner, keras.layers.Dense(10)])
+
+
+def masks() -> list[np.ndarray]:
+    """Returns what each replica's dropout and noise make of ones."""
+    inner = task.model.layers[1]
+    made = train.strategy.run(lambda: inner(tf.ones([4, 64]), training=True))
+    return [each.numpy() for each in train.strategy.experimental_local_results(made)]
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_dropout_differs_between_replicas_and_goes_on_after_a_restore(
+    replicas: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(task, "create_model", dropout_model)
+
+    def build(seed: int = 0) -> None:
+        train.build(Config(run_dir=tmp_path, simulated_devices=replicas, seed=seed))
+
+    build()
+    first = masks()
+    for index, one in enumerate(first):
+        for other in first[index + 1 :]:
+            assert not np.array_equal(one, other)
+    path = train.checkpoints.save(1, {})
+    second = masks()
+
+    build()
+    np.testing.assert_array_equal(masks(), first)
+    build(seed=1)
+    assert not np.array_equal(masks(), first)
+    train.checkpoints.restore(path)
+    spread_seeds(train.strategy, {"model": task.model})
+    np.testing.assert_array_equal(masks(), second)
+
+
+def test_first_replica_has_the_masks_of_one_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(task, "create_model", dropout_model)
+    found = []
+    for replicas in (1, 2):
+        train.build(Config(run_dir=tmp_path, simulated_devices=replicas))
+        found.append(masks()[0])
+    np.testing.assert_array_equal(*found)
+
+
+def normalized_model() -> keras.Model:
+    frozen = keras.layers.Dense(10)
+    frozen.trainable = False
+    return keras.Sequential(
+        [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.BatchNormalization(momentum=0.5), frozen]
+    )
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_unsynchronized_statistics_are_averaged_before_evaluation(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "create_model", normalized_model)
+    train.build(Config(simulated_devices=replicas, global_batch_size=36))
+    iterator = train.batches["train"].distribute(train.strategy)
+    train.run_steps["train"](iterator, tf.constant(2))
+    mean = task.model.layers[1].moving_mean.value
+    before = [value.numpy() for value in train.strategy.experimental_local_results(mean)]
+    assert not np.array_equal(before[0], before[1])
+    frozen = task.model.layers[2].kernel.numpy()
+    with train.weights_to_keep():
+        pass
+    for value in train.strategy.experimental_local_results(mean):
+        np.testing.assert_allclose(value.numpy(), np.mean(before, axis=0), rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(task.model.layers[2].kernel.numpy(), frozen)
