@@ -29,5 +29,4 @@ def test_other_task_trains_on_two_replicas(task: str, metric: str, limit: float,
 def test_shipped_tests_pass_with_another_task(task: str, bake: Callable[..., Bake]) -> None:
     project = bake()
     shutil.copy(TASKS / f"{task}.py", project.folder / "task.py")
-    # Its hooks carry no TODO(you) any more, so the table in the README is out of date.
-    project.run("python", "-m", "pytest", "-q", "--deselect", "tests/test_hooks.py::test_readme_lists_the_todo_hooks")
+    project.run("python", "-m", "pytest", "-q")

@@ -4,17 +4,25 @@ import re
 
 from rendering import PROJECT, TEMPLATE
 
-TABLE_ROW = r"^\| `\w+\.py` \| `[^`]+` \| .* \|$"
+
+def test_readmes_list_the_todo_hooks_in_file_order() -> None:
+    marked = [
+        (path.name, todo)
+        for path in sorted(PROJECT.rglob("*.py"))
+        for todo in re.findall(r"^ *# TODO\(you\): (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert 0 < len(marked) <= 10
+    for folder in (TEMPLATE, PROJECT):
+        readme = (folder / "README.md").read_text(encoding="utf-8")
+        assert re.findall(r"^\| `(\w+\.py)` \| `[^`]+` \| (.*) \|$", readme, re.MULTILINE) == marked
 
 
-def test_readme_lists_the_todo_hooks_of_the_project() -> None:
-    # The project's own test holds its table to its TODO lines.
-    ours, of_project = (
-        re.findall(TABLE_ROW, (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-        for folder in (TEMPLATE, PROJECT)
-    )
-    assert ours == of_project
-    assert 0 < len(ours) <= 10
+def test_hooks_stand_under_the_functions_that_the_readme_names() -> None:
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+    for file, name, todo in re.findall(r"^\| `(\w+\.py)` \| `([^`]+)` \| (.*) \|$", readme, re.MULTILINE):
+        code = (PROJECT / file).read_text(encoding="utf-8")
+        before = code[: code.index(f"# TODO(you): {todo}")]
+        assert re.findall(r"^(?:def|class) (\w+)", before, re.MULTILINE)[-1] == name
 
 
 def test_readme_shows_every_file_of_the_project() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -28,8 +29,12 @@ class Config:
     fresh: bool = False
     """Move the run in --run-dir aside (runs/default.1) and start anew."""
 
+    check: bool = False
+    """Examine the task on a few batches, tell what to mend, and train nothing."""
+
     epochs: int = 30
-    """Passes over the training examples."""
+    """Passes over the training examples. More of them continue a finished run, with the learning rate's schedule
+    stretched to all of them."""
     global_batch_size: int = 32
     """Examples per step over all replicas together; the number of replicas has to divide it."""
     learning_rate: float = 3e-3
@@ -87,13 +92,22 @@ class Config:
             raise BadInput(f"{flag(name)} {getattr(self, name)} {rule}")
 
     def as_json(self) -> dict[str, bool | int | float | str]:
-        """Returns the settings as plain values, for config.json."""
-        return {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(self).items()}
+        """Returns the settings as config.json holds them; what JSON has no form for becomes text."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
 
 # These may differ when a run is resumed; any other setting would make it another run.
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"run_dir", "fresh", "epochs", "strategy", "simulated_devices", "steps_per_execution", "keep_checkpoints"}
+    {
+        "run_dir",
+        "fresh",
+        "check",
+        "epochs",
+        "strategy",
+        "simulated_devices",
+        "steps_per_execution",
+        "keep_checkpoints",
+    }
 )
 
 
@@ -115,7 +129,11 @@ def read_settings(arguments: Sequence[str] | None = None) -> Config:
     except SystemExit as ended:
         if not ended.code:
             raise  # --help was printed.
-        # tyro draws a box, in Unicode or ASCII: a title, a rule, the reason, a rule, where the help is.
+        # tyro draws a box, in Unicode or ASCII: a title, then paragraphs between rules, last where the help is.
         text = re.sub(r"[╭╮╰╯│\s]+", " ", messages.getvalue())
-        reason = [*re.split(r"[─-]{10,}", text), text][1].strip(" .")
-        raise BadInput(f"{reason}; see: python train.py --help") from None
+        paragraphs = [paragraph.strip(" .") for paragraph in re.split(r"[─-]{10,}", text)]
+        told = [paragraph for paragraph in paragraphs[1:] if paragraph and not paragraph.startswith("For full")]
+        reason = told[0] if told else text.strip()
+        suggested = re.search(r"Perhaps you meant: (--[a-z-]+)", text)
+        hint = f"did you mean {suggested[1]}?" if suggested else "see: python train.py --help"
+        raise BadInput(f"{reason}; {hint}") from None

@@ -2,13 +2,16 @@
 
     python train.py                          this machine, whatever it has
     python train.py --simulated-devices 4    four replicas on any CPU
+    python train.py --check                  examines the task without training
     python train.py --help                   every setting
 
 The same command again resumes a run that was stopped.
 """
 
 import contextlib
+import hashlib
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +23,7 @@ import tensorflow as tf
 
 import task
 from config import MAY_CHANGE_ON_RESUME, Config, read_settings
+from engine.check import check_task
 from engine.checkpoint import Checkpoints, weights_sha256
 from engine.data import Batches, check_micro_batches, check_same_structure
 from engine.errors import Diverged, exit_codes
@@ -29,10 +33,12 @@ from engine.objects import (
     build_models,
     build_optimizers,
     by_name,
+    check_hooks,
     check_jit,
     check_loss,
     check_loss_objects,
     check_metrics,
+    check_scope,
     learning_rate,
     metric_results,
     model_variables,
@@ -40,7 +46,7 @@ from engine.objects import (
     trainable_variables,
 )
 from engine.replicas import average_statistics, spread_seeds
-from engine.report import Report, print_facts
+from engine.report import Report, console, print_facts
 from engine.run_directory import CONFIG, RESULT, check_run_directory, open_run_directory, read_json, write_json
 from engine.strategy import create_strategy, describe_strategy
 
@@ -66,6 +72,7 @@ def build(settings: Config) -> None:
         BadInput: the settings, the hooks of task.py and this machine do not go together.
     """
     global config, strategy, batches, run_steps, steps_at_once, checkpoints, best, direction, moving_average
+    check_hooks(task)
     config = task.config = settings
     strategy = create_strategy(config.strategy, config.simulated_devices)
     # Names and random numbers start anew, so that one process can build the same objects twice.
@@ -93,6 +100,7 @@ def build(settings: Config) -> None:
     with strategy.scope():
         task.model = task.create_model()
         build_models(task.model, batches["train"].element_spec[0])
+        check_scope(strategy, task.model, "task.create_model")
         optimizer = task.create_optimizer(total_steps=config.epochs * batches["train"].steps)
         task.optimizer = build_optimizers(optimizer, task.model, config.precision)
         task.loss_objects = task.create_loss_objects()
@@ -104,7 +112,7 @@ def build(settings: Config) -> None:
         check_jit(task.model, strategy.num_replicas_in_sync)
     check_metrics(task.metrics, config.monitor)
     direction = resolve_direction(config.monitor, config.monitor_direction)
-    check_loss(getattr(task, "compute_loss", None), task.model, batches["train"].element_spec)
+    check_loss(task, strategy, batches["train"].element_spec)
 
     # Compiled anew with every build: a compiled function keeps using the objects it was first called with.
     run_steps = {
@@ -179,11 +187,11 @@ def one_pass(split: str, epoch: int = 0) -> dict[str, float]:
         if not np.isfinite(losses).all():
             first = np.flatnonzero(~np.isfinite(losses))[0]
             raise Diverged(
-                f"the loss of {split} step {done + first + 1} in epoch {epoch + 1} is {losses[first]}; "
-                f"{checkpoints.directory} holds the state before it; a smaller --learning-rate (with --fresh) may help"
+                f"the loss of {split} step {done + first + 1} in epoch {epoch + 1} is {losses[first]}: try a smaller "
+                f"--learning-rate with --fresh, or look for what is not finite with --check"
             )
         done += count
-        if config.steps_per_execution == "auto":
+        if config.steps_per_execution == "auto" and count == steps_at_once[split]:
             # A second's worth, reached by doubling: the first call compiles, and so looks slow.
             steps_at_once[split] = max(1, min(2 * count, int(count / seconds)))
     results = metric_results(task.metrics, split)
@@ -200,9 +208,9 @@ def train_epoch(epoch: int) -> dict[str, float]:
     return one_pass("train", epoch)
 
 
-def validate() -> dict[str, float]:
-    """Returns the validation metrics of the weights as they are."""
-    return one_pass("validation")
+def validate(epoch: int = 0) -> dict[str, float]:
+    """Returns the validation metrics of the weights as they are, after an epoch counted from 0."""
+    return one_pass("validation", epoch)
 
 
 def test() -> dict[str, float]:
@@ -230,11 +238,11 @@ def run_epochs(progress: dict[str, Any]) -> None:
         progress["step"] += batches["train"].steps
 
         with weights_to_keep():
-            validation_metrics = validate()
+            validation_metrics = validate(progress["epoch"] - 1)
             score = {**train_metrics, **validation_metrics}[config.monitor]
             improved = is_better(score, progress["best_score"], direction)
             if improved:
-                progress["best_epoch"], progress["best_score"] = progress["epoch"], score
+                progress |= {"best_epoch": progress["epoch"], "best_step": progress["step"], "best_score": score}
                 best.save(progress["step"], progress)
 
         seconds = time.monotonic() - started
@@ -243,7 +251,7 @@ def run_epochs(progress: dict[str, Any]) -> None:
             "epoch": progress["epoch"],
             "step": progress["step"],
             "seconds": seconds,
-            "examples_per_second": batches["train"].number_of_examples / train_seconds,
+            "examples_per_second": (batches["train"].number_of_examples - batches["train"].left_out) / train_seconds,
             "learning_rate": learning_rate(task.optimizer),
             **train_metrics,
             **validation_metrics,
@@ -257,18 +265,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program; `arguments` replaces the command line. Exit codes: see engine/errors.py."""
     with exit_codes():
         settings = read_settings(arguments)
+        if settings.check:
+            sys.exit(0 if check_task(sys.modules[__name__], task, settings) else 2)
         check_run_directory(settings.run_dir, settings.as_json(), MAY_CHANGE_ON_RESUME, fresh=settings.fresh)
         result = None if settings.fresh else read_json(settings.run_dir / RESULT)
         if result and result["epochs"] >= settings.epochs:
-            print_facts(f"Finished already: {settings.run_dir} (--epochs continues it, --fresh starts anew)", result)
+            warn_of_another_task(settings.run_dir)
+            title = f"Finished already after {result['epochs']} epochs (more --epochs continue it, --fresh starts anew)"
+            print_facts(title, result)
             return
 
         build(settings)
-        progress = {"epoch": 0, "step": 0, "seconds": 0.0, "best_epoch": None, "best_score": None}
+        progress = {"epoch": 0, "step": 0, "seconds": 0.0, "best_epoch": None, "best_step": None, "best_score": None}
         resumed_from = None if settings.fresh else checkpoints.newest()
         if resumed_from:
             progress = checkpoints.restore(resumed_from)
             spread_seeds(strategy, by_name(task.model, "model"))
+            warn_of_another_task(settings.run_dir)
         open_run_directory(settings.run_dir, fresh=settings.fresh)
         write_json(settings.run_dir / CONFIG, describe_run())
         (settings.run_dir / RESULT).unlink(missing_ok=True)
@@ -277,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_epochs(progress)
 
         fingerprint = weights_sha256(model_variables(task.model))
-        best.restore(best.newest())
+        best.restore(best.path(progress["best_step"]))
         result = {
             **test(),
             "epochs": progress["epoch"],
@@ -291,12 +304,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_facts("Result, of the best weights", result)
 
 
+def warn_of_another_task(run_dir: Path) -> None:
+    """Says so if task.py is not the one that the run in `run_dir` began with."""
+    if (read_json(run_dir / CONFIG) or {}).get("task_sha256") != task_sha256():
+        console.print(
+            f"task.py has changed since the run in {run_dir} began: --fresh trains the new one from the start"
+        )
+
+
+def task_sha256() -> str:
+    """Returns the SHA-256 of the file task.py, in hex."""
+    return hashlib.sha256(Path(task.__file__).read_bytes()).hexdigest()
+
+
 def describe_run() -> dict[str, Any]:
     """Returns what config.json holds: the settings, and what else the numbers depend on."""
     return {
         "settings": config.as_json(),
         "strategy": describe_strategy(strategy),
         "replicas": strategy.num_replicas_in_sync,
+        "task_sha256": task_sha256(),
         "versions": {"tensorflow": tf.__version__, "keras": keras.__version__, "python": platform.python_version()},
     }
 

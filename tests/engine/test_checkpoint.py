@@ -49,6 +49,23 @@ def test_newest_are_kept_in_the_order_of_their_steps(tmp_path: Path) -> None:
     assert checkpoints.newest().name == "step-00000100"
 
 
+def test_saving_an_earlier_step_drops_the_later_ones(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, variables(a=(2,)), keep=2)
+    for step in (10, 20, 30, 15):
+        checkpoints.save(step, {})
+    assert [path.name for path in checkpoints.paths()] == ["step-00000015"]
+
+
+def test_other_files_beside_are_left_alone(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, variables(a=(2,)), keep=1)
+    checkpoints.save(1, {})
+    (tmp_path / "step-00000009.bak").mkdir()
+    (tmp_path / "step-notes.txt").write_text("mine")
+    checkpoints.save(2, {})
+    assert checkpoints.newest().name == "step-00000002"
+    assert (tmp_path / "step-00000009.bak").exists()
+
+
 def test_half_written_checkpoint_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, variables(a=(2,)), keep=2)
     checkpoints.save(1, {})

@@ -1,6 +1,7 @@
 """Settings, run directories and hooks that cannot work end in one line and exit code 2, and leave nothing behind."""
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,10 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         (("--keep-checkpoints=0",), "--keep-checkpoints 0 must be 1 or more"),
         (("--shuffle-buffer-size=0",), "--shuffle-buffer-size 0 must be 1 or more"),
         (("--epochz=3",), "Unrecognized options: --epochz=3; see: python train.py --help"),
+        (("--epochz", "3"), "Unrecognized options: --epochz, 3; did you mean --epochs?"),
+        (("--micro-batches=3",), "--micro-batches 3 does not divide the 32 examples of a replica's share: use one of"),
+        (("--clip-norm=-1",), "--clip-norm -1.0 must be a finite number above 0"),
+        (("--ema-decay=1",), "--ema-decay 1.0 must be between 0 and 1"),
         (("runs/default",), "Unrecognized options: runs/default; see: python train.py --help"),
         (("--strategy=horovod",), "invalid choice 'horovod' for argument '--strategy'"),
         (("--strategy=one_device", "--simulated-devices=2"), "--simulated-devices 2 with --strategy one_device"),
@@ -104,6 +109,43 @@ def test_broken_config_is_refused(refused: Refused, tmp_path: Path) -> None:
     assert "config.json is not the JSON that a run writes" in refused()
 
 
+def test_directory_whose_name_is_too_long_is_refused(refused: Refused, tmp_path: Path) -> None:
+    assert "cannot be used (File name too long)" in refused(run_dir=tmp_path / ("n" * 300))
+
+
+def test_jit_with_a_synchronized_layer_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    def normalized():
+        layers = [keras.layers.Flatten(), keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(10)]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+    monkeypatch.setattr(task, "create_model", normalized)
+    assert "--jit with the layer 'batch_normalization'" in refused("--jit", "--simulated-devices=2")
+
+
+def test_damaged_checkpoint_is_refused_and_the_way_on_works(refused: Refused, tmp_path: Path) -> None:
+    train.main([f"--run-dir={tmp_path / 'run'}", "--epochs=2"])
+    newest = tmp_path / "run" / "checkpoints" / "step-00000078"
+    data = newest / "state.data-00000-of-00001"
+    data.write_bytes(data.read_bytes()[:1000])
+    line = refused("--epochs=3")
+    assert f"{newest} is damaged" in line
+    assert "delete it to go on from step-00000039" in line
+    (newest / "record.json").unlink()
+    assert f"{newest} is no whole checkpoint" in refused("--epochs=3")
+    shutil.rmtree(newest)
+    train.main([f"--run-dir={tmp_path / 'run'}", "--epochs=2"])
+
+
+def test_another_task_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    arguments = [f"--run-dir={tmp_path / 'run'}", "--epochs=1"]
+    train.main(arguments)
+    train.main(arguments)
+    assert "task.py has changed" not in capsys.readouterr().out
+    monkeypatch.setattr(task, "__file__", train.__file__)
+    train.main(arguments)
+    assert "task.py has changed since the run" in capsys.readouterr().out
+
+
 def test_run_with_other_settings_or_another_model_is_refused(
     refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +182,18 @@ def square_loss(labels, predictions, weights):
     return tf.nn.compute_average_loss(per_example_loss, sample_weight=weights, global_batch_size=32), per_example_loss
 
 
+LOAD_EXAMPLES = task.load_examples
+
+
+def square_loss_renamed(truth, guess, sample_weight):
+    return square_loss(truth, guess, sample_weight)
+
+
+def step_with_renamed_loss(batch):
+    features, labels, weights = batch
+    return task.compute_loss(truth=labels, guess=task.model(features), sample_weight=weights)[0]
+
+
 def one_value(labels, predictions, weights):
     return tf.reduce_mean(predictions)
 
@@ -166,7 +220,31 @@ FAULTY_HOOKS = {
     "rank trap": ({"compute_loss": square_loss}, "task.compute_loss returned a per-example loss of shape (32, 32)"),
     "one loss": ({"compute_loss": one_value}, "task.compute_loss returned"),
     "no model": ({"create_model": lambda: None}, "task.create_model returned None as 'model'"),
-    "unbuildable model": ({"create_model": unbuildable_model}, "task.create_model returned 'model' without variables"),
+    "unbuildable model": (
+        {"create_model": unbuildable_model},
+        "task.create_model returned 'model', which does not accept features of the shapes [32, 8, 8, 1]",
+    ),
+    "model of another shape": (
+        {
+            "create_model": lambda: keras.Sequential(
+                [keras.Input((7, 7, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
+            )
+        },
+        "task.create_model returned 'model', which does not accept features of the shapes [32, 8, 8, 1]",
+    ),
+    "three values": (
+        {"prepare_example": lambda features, labels, *, training: (features, labels, 1.0)},
+        "task.prepare_example returned (",
+    ),
+    "batched examples": (
+        {"load_examples": lambda split: LOAD_EXAMPLES(split).batch(4)},
+        "task.prepare_example failed on an example of (float32[None, 8, 8, 1], int32[None])",
+    ),
+    "no test step": ({"test_step": None}, "task.py has no function test_step"),
+    "other parameters, rank trap": (
+        {"compute_loss": square_loss_renamed, "validation_step": step_with_renamed_loss},
+        "task.compute_loss returned a per-example loss of shape (32, 32)",
+    ),
     "stray optimizer": (
         {"create_optimizer": lambda total_steps: {"critic": keras.optimizers.SGD()}},
         "task.create_optimizer returned an optimizer 'critic'",
@@ -207,7 +285,7 @@ def test_divergence_ends_with_its_step_and_exit_code_3(
     with pytest.raises(SystemExit) as ended:
         train.main([f"--run-dir={tmp_path}", "--epochs=3"])
     assert ended.value.code == 3
-    assert "the loss of train step 2 in epoch 2 is inf" in capsys.readouterr().err
+    assert "ERROR: the loss of train step 2 in epoch 2 is inf" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000039"]
     assert not (tmp_path / "result.json").exists()
 

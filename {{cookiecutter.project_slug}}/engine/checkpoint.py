@@ -7,13 +7,14 @@ written under a temporary name and renamed, so a directory with a checkpoint's n
 
 import hashlib
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from engine.errors import BadInput
+from engine.errors import BadInput, first_line
 from engine.run_directory import read_json, write_json
 
 Variables = dict[str, tf.Variable]
@@ -31,15 +32,23 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """Returns the checkpoints there are, oldest first."""
-        return sorted(self.directory.glob("step-*"))
+        found = self.directory.glob("step-*")
+        return sorted(path for path in found if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir())
+
+    def path(self, step: int) -> Path:
+        """Returns where the checkpoint of `step` is, or would be."""
+        return self.directory / f"step-{step:08d}"
 
     def newest(self) -> Path | None:
         """Returns the newest checkpoint, or None."""
         return next(reversed(self.paths()), None)
 
     def save(self, step: int, record: dict[str, Any]) -> Path:
-        """Writes the variables and `record` (JSON values) as the checkpoint of `step`; then removes the oldest."""
-        final = self.directory / f"step-{step:08d}"
+        """Writes the variables and `record` (JSON values) as the checkpoint of `step`; then removes the oldest.
+
+        Checkpoints of later steps are removed too: they are of a run that was taken up again from before them.
+        """
+        final = self.path(step)
         temporary = self.directory / f".{final.name}.{os.getpid()}"
         temporary.mkdir(parents=True)
         self._state.write(str(temporary / "state"))
@@ -48,13 +57,17 @@ class Checkpoints:
             shutil.rmtree(final)
         temporary.rename(final)
         leftovers = [path for path in self.directory.glob(".step-*") if path.is_dir()]
-        for path in [*leftovers, *self.paths()[: -self.keep]]:
+        paths = self.paths()
+        later = paths[paths.index(final) + 1 :]
+        for path in [*leftovers, *later, *paths[: -len(later) or None][: -self.keep]]:
             shutil.rmtree(path)
         return final
 
     def verify(self, path: Path) -> dict[str, Any]:
         """Returns the record of the checkpoint at `path`. Raises BadInput if its variables are not exactly ours."""
         record = read_json(path / "record.json")
+        if record is None:
+            raise BadInput(f"{path} is no whole checkpoint (no record.json): {self._way_on(path)}")
         expected, found = _description(self.variables), record["variables"]
         differences = [
             f"{name} {_kind(found.get(name))} there and {_kind(expected.get(name))} now"
@@ -72,8 +85,14 @@ class Checkpoints:
     def restore(self, path: Path) -> dict[str, Any]:
         """Sets the variables to those of the checkpoint at `path`, which `verify` accepts; returns its record."""
         record = self.verify(path)
-        self._state.read(str(path / "state")).assert_consumed()
+        try:
+            self._state.read(str(path / "state")).assert_consumed()
+        except (tf.errors.OpError, IndexError, ValueError) as problem:
+            raise BadInput(f"{path} is damaged ({first_line(problem)}): {self._way_on(path)}") from problem
         return record
+
+    def _way_on(self, path: Path) -> str:
+        return f"delete it to go on from {self.paths()[-2].name}" if len(self.paths()) > 1 else "use --fresh"
 
 
 def weights_sha256(variables: Variables) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from engine.errors import BadInput
+from engine.errors import BadInput, first_line
 
 PREPARED_BATCHES = tf.data.AUTOTUNE
 
@@ -75,7 +75,7 @@ class Batches:
         self.examples = load_examples(split)
         self.number_of_examples = _checked_length(split, self.examples)
         self._prepare_example = prepare_example
-        self._takes_seed = "seed" in inspect.signature(prepare_example).parameters
+        self._options = {"training", "seed"} & set(inspect.signature(prepare_example).parameters)
 
         self.steps, self.left_out = divmod(self.number_of_examples, global_batch_size)
         if self.left_out and (keep_last_batch or not self.training):
@@ -85,7 +85,17 @@ class Batches:
                 f"--global-batch-size {global_batch_size} is larger than the {self.number_of_examples} examples of "
                 f"task.load_examples({split!r}): use a smaller one, or --keep-last-batch"
             )
-        self.element_spec = self._batched(epoch=0, first_step=0, context=tf.distribute.InputContext()).element_spec
+        try:
+            batched = self._batched(epoch=0, first_step=0, context=tf.distribute.InputContext())
+        except BadInput:
+            raise
+        except Exception as problem:
+            raise BadInput(
+                f"task.prepare_example failed on an example of {_short(self.examples.element_spec)}, as "
+                f"task.load_examples({split!r}) returned it ({first_line(problem)}): examples come one by one, not in "
+                "batches"
+            ) from problem
+        self.element_spec = batched.element_spec
         _check_static(split, self.element_spec)
 
     def distribute(self, strategy: tf.distribute.Strategy, *, epoch: int = 0, first_step: int = 0) -> Any:
@@ -113,11 +123,15 @@ class Batches:
 
         def prepare(position, example):
             features, labels, *own_weight = example
-            seeded = {}
-            if self._takes_seed:
-                # Keyed by the place in the epoch's order, not drawn: a resumed run and any number of replicas agree.
-                seeded["seed"] = tf.random.experimental.stateless_fold_in([seed, 0], position)
-            features, labels = self._prepare_example(features, labels, training=self.training, **seeded)
+            # The seed is made from the place in the epoch: it is the same after a resume and for any replicas.
+            options = {
+                "training": self.training,
+                "seed": tf.random.experimental.stateless_fold_in([seed, 0], position),
+            }
+            prepared = self._prepare_example(features, labels, **{name: options[name] for name in self._options})
+            if not isinstance(prepared, tuple) or len(prepared) != 2:
+                raise BadInput(f"task.prepare_example returned {prepared!r}: return (features, labels)")
+            features, labels = prepared
             weight = tf.cast(own_weight[0], tf.float32) if own_weight else tf.constant(1.0)
             return features, labels, tf.where(position < self.number_of_examples, weight, 0.0)
 

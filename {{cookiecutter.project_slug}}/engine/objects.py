@@ -5,14 +5,14 @@ discriminator, say). `by_name` makes both the same to the rest of the engine.
 """
 
 import contextlib
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from engine.errors import BadInput
+from engine.errors import BadInput, first_line
 from engine.gradients import prepare_optimizer
 from engine.replicas import layers_of
 
@@ -25,6 +25,27 @@ def by_name(objects: Any, kind: str) -> dict[str, Any]:
     return dict(objects) if isinstance(objects, Mapping) else {kind: objects}
 
 
+# What train.py and the steps use of task.py.
+HOOKS = (
+    "load_examples",
+    "prepare_example",
+    "create_model",
+    "create_optimizer",
+    "create_loss_objects",
+    "create_metrics",
+    "train_step",
+    "validation_step",
+    "test_step",
+)
+
+
+def check_hooks(task: ModuleType) -> None:
+    """Raises BadInput if task.py lacks a hook."""
+    missing = [name for name in HOOKS if not callable(getattr(task, name, None))]
+    if missing:
+        raise BadInput(f"task.py has no function {', '.join(missing)}: it needs every one of {', '.join(HOOKS)}")
+
+
 def build_models(model: Any, features_spec: Any) -> None:
     """Creates the variables of every model that has none yet, by a call on zeros of the features' shape.
 
@@ -34,17 +55,30 @@ def build_models(model: Any, features_spec: Any) -> None:
     for name, each in by_name(model, "model").items():
         if not isinstance(each, keras.Model):
             raise BadInput(f"task.create_model returned {each!r} as {name!r}: return a keras.Model, or a dict of them")
-        if each.built:
-            continue
+        if each.built and isinstance(model, Mapping):
+            continue  # One of several models may take what another one makes.
         zeros = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), features_spec)
         try:
             each(zeros, training=False)
         except Exception as problem:
             raise BadInput(
-                f"task.create_model returned {name!r} without variables, and a call on features of the shapes "
-                f"{tf.nest.map_structure(lambda spec: spec.shape.as_list(), features_spec)} failed "
-                f"({str(problem).splitlines()[0]}): begin it with keras.Input"
+                f"task.create_model returned {name!r}, which does not accept features of the shapes "
+                f"{tf.nest.map_structure(lambda spec: spec.shape.as_list(), features_spec)} ({first_line(problem)}): "
+                "let its first layer take what task.prepare_example returns"
             ) from problem
+
+
+def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> None:
+    """Raises BadInput if a variable of the models, optimizers or metrics was made outside the strategy's scope."""
+    if strategy.num_replicas_in_sync == 1:
+        return
+    for each in by_name(objects, hook).values():
+        for variable in each.variables:
+            if not strategy.extended.variable_created_in_scope(variable.value):
+                raise BadInput(
+                    f"{hook} returned the variable {variable.path}, which was made outside the strategy's scope: make "
+                    "it inside the hook, not when the file is imported"
+                )
 
 
 def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
@@ -154,37 +188,51 @@ def check_jit(model: Any, replicas: int) -> None:
                 )
 
 
-def check_loss(compute_loss: Callable[..., Any] | None, model: Any, batch_spec: Any) -> None:
-    """Raises BadInput unless compute_loss(labels, predictions, weights) gives one scalar and one value per example.
+def check_loss(task: ModuleType, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:
+    """Raises BadInput unless compute_loss gives one scalar and one value per example.
 
     A loss of shape [share, share] (labels [share] against predictions [share, 1]) or one that is already a mean
-    trains without an error, and wrongly; so this traces the hook once, on the shapes of one replica's share. A task
-    of several models, or with a compute_loss of other parameters, is left alone.
+    trains without an error, and wrongly; so this traces validation_step once and looks at what compute_loss returns in
+    it. A task without a compute_loss, or with one that returns something else, is left alone.
     """
-    if not isinstance(model, keras.Model) or not callable(compute_loss):
+    compute_loss = getattr(task, "compute_loss", None)
+    if not callable(compute_loss):
         return
-    if list(inspect.signature(compute_loss).parameters) != ["labels", "predictions", "weights"]:
-        return
-    features, labels, weights = batch_spec
-    share = weights.shape[0]
+    returned: list[Any] = []
 
-    @tf.function
-    def traced(features, labels, weights):
-        return compute_loss(labels, model(features, training=False), weights)
+    def noted(*arguments: Any, **options: Any) -> Any:
+        returned.append(compute_loss(*arguments, **options))
+        return returned[-1]
 
-    hook = "task.compute_loss"
-    rule = f"one value per example, shape ({share},), is needed; in task.create_loss_objects use reduction='none'"
+    share = batch_spec[2].shape[0]
+    rule = (
+        f"one value per example, shape ({share},), is needed: average over any other axes, and let the losses of "
+        "task.create_loss_objects have reduction='none'"
+    )
+    traced = tf.function(lambda batch: strategy.run(task.validation_step, args=(batch,)))
+    task.compute_loss = noted
     try:
-        returned = traced.get_concrete_function(features, labels, weights).structured_outputs
+        traced.get_concrete_function(batch_spec)
     except ValueError as problem:
         # What tf.nn.compute_average_loss says of a scalar.
         if "per_example_loss" not in str(problem):
             raise
-        raise BadInput(f"{hook} was given a loss that is one number for the whole batch: {rule}") from problem
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise BadInput(f"{hook} returned {returned!r}: return (loss, per_example_loss)")
-    loss, per_example_loss = returned
-    if tuple(per_example_loss.shape) != (share,):
-        raise BadInput(f"{hook} returned a per-example loss of shape {tuple(per_example_loss.shape)}: {rule}")
-    if loss.shape.rank != 0:
-        raise BadInput(f"{hook} returned a loss of shape {tuple(loss.shape)}: one number is needed")
+        raise BadInput(
+            f"task.compute_loss was given a loss that is one number for the whole batch: {rule}"
+        ) from problem
+    except Exception:
+        if not any(isinstance(each, tf.Tensor) for each in returned):
+            raise
+    finally:
+        task.compute_loss = compute_loss
+    for each in returned:
+        if isinstance(each, tf.Tensor):
+            raise BadInput(f"task.compute_loss returned one tensor {each.shape}: return (loss, per_example_loss)")
+        if not isinstance(each, tuple) or len(each) != 2 or not all(isinstance(part, tf.Tensor) for part in each):
+            continue
+        loss, per_example_loss = each
+        if tuple(per_example_loss.shape) != (share,):
+            shape = tuple(per_example_loss.shape)
+            raise BadInput(f"task.compute_loss returned a per-example loss of shape {shape}: {rule}")
+        if loss.shape.rank != 0:
+            raise BadInput(f"task.compute_loss returned a loss of shape {tuple(loss.shape)}: one number is needed")

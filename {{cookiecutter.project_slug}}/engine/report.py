@@ -33,7 +33,7 @@ class Report:
         """Continues the report in `run_dir` after its first `epochs_done` epochs."""
         self.run_dir = run_dir
         self.epochs = epochs
-        self.rows: list[dict[str, Any]] = _read_rows(run_dir / "metrics.csv")[:epochs_done]
+        self.rows = [row for row in _read_rows(run_dir / "metrics.csv") if row["epoch"] <= epochs_done]
         self._summaries = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
         self._curves_drawn = time.monotonic()
 
@@ -73,7 +73,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         return []
     with io.StringIO(path.read_text(encoding="utf-8"), newline="") as lines:
         return [
-            {name: int(text) if name in ("epoch", "step") else float(text) for name, text in row.items() if text}
+            {name: int(float(text)) if name in ("epoch", "step") else float(text) for name, text in row.items() if text}
             for row in csv.DictReader(lines)
         ]
 

@@ -28,14 +28,18 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def read_json(path: Path) -> Any:
-    """Returns the JSON in `path`, or None if there is no such file. Raises BadInput if it is not JSON."""
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Returns the JSON object in `path`, or None if there is no such file. Raises BadInput if it is none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(value, dict):
+            return value
+        problem = f"it holds a {type(value).__name__}"
     except FileNotFoundError:
         return None
-    except ValueError as problem:
-        raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or use --fresh") from None
+    except ValueError as error:
+        problem = str(error)
+    raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or use --fresh")
 
 
 def check_run_directory(run_dir: Path, settings: dict[str, Any], may_change: frozenset[str], *, fresh: bool) -> None:
@@ -47,24 +51,28 @@ def check_run_directory(run_dir: Path, settings: dict[str, Any], may_change: fro
         may_change: the settings in which a resumed run may differ from its beginning.
         fresh: whether what is there will be moved aside.
     """
-    existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+    try:
+        existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+    except OSError as problem:
+        raise BadInput(f"--run-dir {run_dir} cannot be used ({problem.strerror}): choose another directory") from None
     if not existing.is_dir():
         raise BadInput(f"--run-dir {run_dir}: {existing} is a file: choose another directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise BadInput(f"--run-dir {run_dir}: {existing} cannot be written: choose another directory")
     if not run_dir.exists() or not any(run_dir.iterdir()):
         return
-    recorded = read_json(run_dir / CONFIG) if not fresh else {}
-    if not (run_dir / CONFIG).exists() or not isinstance(recorded, dict):
+    if not (run_dir / CONFIG).exists():
         raise BadInput(f"--run-dir {run_dir} holds files and no run (no {CONFIG}): choose another directory")
     if fresh:
         return
-    earlier = recorded.get("settings", {})
+    earlier = read_json(run_dir / CONFIG).get("settings", {})
     names = (name for name in {**earlier, **settings} if name not in may_change)
     differing = [name for name in names if earlier.get(name) != settings.get(name)]
     if differing:
         changes = ", ".join(
-            f"--{name.replace('_', '-')} {earlier.get(name)} there and {settings.get(name)} now" for name in differing
+            f"--{name.replace('_', '-')} {earlier.get(name, 'not recorded')} there and "
+            f"{settings.get(name, 'no setting')} now"
+            for name in differing
         )
         raise BadInput(
             f"--run-dir {run_dir} holds a run with other settings ({changes}): use the same ones, another --run-dir, "
@@ -76,6 +84,7 @@ def open_run_directory(run_dir: Path, *, fresh: bool) -> None:
     """Makes `run_dir`; with `fresh`, moves what is there to the first free of `run_dir`.1, .2, ..."""
     try:
         if fresh and run_dir.exists() and any(run_dir.iterdir()):
+            run_dir = run_dir.resolve()  # "." has no name to change.
             number = 1
             while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
                 number += 1

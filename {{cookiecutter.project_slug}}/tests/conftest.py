@@ -3,11 +3,9 @@
 All tests share one process with four simulated devices, and build the program on one, two or four of them.
 """
 
-import dataclasses
 from pathlib import Path
 
 import pytest
-import tensorflow as tf
 
 import task
 from config import Config
@@ -16,7 +14,6 @@ from engine.strategy import create_strategy
 create_strategy("mirrored", simulated_devices=4)
 
 # Three and a bit batches to train on; evaluation splits that no batch size divides.
-GLOBAL_BATCH_SIZE = 8
 EXAMPLES = {"train": 27, "validation": 13, "test": 9}
 
 
@@ -24,16 +21,10 @@ EXAMPLES = {"train": 27, "validation": 13, "test": 9}
 def few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens every split of task.load_examples."""
     load_examples = task.load_examples
-
-    def load_few(split: str) -> tf.data.Dataset:
-        return load_examples(split).take(EXAMPLES[split])
-
-    monkeypatch.setattr(task, "load_examples", load_few)
+    monkeypatch.setattr(task, "load_examples", lambda split: load_examples(split).take(EXAMPLES[split]))
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Config:
     """Settings of a run that takes a moment."""
-    return dataclasses.replace(
-        Config(), run_dir=tmp_path / "run", epochs=3, global_batch_size=GLOBAL_BATCH_SIZE, strategy="auto"
-    )
+    return Config(run_dir=tmp_path / "run", epochs=3, global_batch_size=8)

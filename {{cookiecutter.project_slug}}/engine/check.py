@@ -1,0 +1,279 @@
+"""python train.py --check: runs the hooks on a few batches and tells what would go wrong, before it does.
+
+One replica and two simulated ones compute the same batches, and have to come to the same numbers. Randomness inside
+the model is switched off for that comparison, and unsynchronized BatchNormalization is reported and then synchronized,
+so that one cause does not hide another.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from engine.errors import BadInput, first_line, where_raised
+from engine.measure import BATCHES, Measured, close, differing_gradients, few_examples, measure, recording_optimizers
+from engine.objects import by_name, model_variables
+from engine.report import console
+
+EXAMPLES_READ_TWICE = 1000
+REPEATED_STEPS = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing examined: where (a hook, by file and function), whether it holds, and what was found or is to do."""
+
+    where: str
+    holds: bool
+    text: str
+
+
+def check_task(program: ModuleType, task: ModuleType, settings: Any) -> bool:
+    """Prints a table of findings; returns whether all hold. Trains nothing that is kept, and writes nothing.
+
+    Args:
+        program: the module train.py.
+        task: the module task.py.
+        settings: the settings that training would have.
+    """
+    # One and two replicas have to be able to share a batch, in the micro-batches asked for.
+    unit = 2 * settings.micro_batches
+    with tempfile.TemporaryDirectory() as folder:
+        settings = dataclasses.replace(
+            settings,
+            run_dir=Path(folder),
+            strategy="auto",
+            simulated_devices=2,
+            precision="float32",
+            jit=False,
+            global_batch_size=max(unit, settings.global_batch_size // unit * unit),
+            steps_per_execution=BATCHES - 1,  # Two calls of unequal length in an epoch show whether both share a trace.
+        )
+        program.create_strategy(settings.strategy, settings.simulated_devices)
+        findings: list[Finding] = []
+        try:
+            for examine in (_examine_data, _examine_replicas, _examine_evaluation, _examine_state, _examine_learning):
+                examine(program, task, settings, findings.append)
+        except BadInput as problem:
+            findings.append(Finding(_hook_in(str(problem)), False, str(problem)))
+        except Exception as problem:  # noqa: BLE001 - Whatever the hooks raise is a finding.
+            findings.append(Finding(where_raised(problem), False, f"raised {first_line(problem)}"))
+    width = max(len(finding.where) for finding in findings)
+    for finding in findings:
+        console.print(f"{'ok ' if finding.holds else 'FIX'}  {finding.where:<{width}}  {finding.text}")
+    broken = sum(not finding.holds for finding in findings)
+    console.print(f"{broken} of {len(findings)} findings to fix" if broken else f"All {len(findings)} hold.")
+    return not broken
+
+
+Add = Callable[[Finding], None]
+
+# --- What is examined -------------------------------------------------------------------------------------------------
+
+
+def _examine_data(program: ModuleType, task: ModuleType, settings: Any, add: Add) -> None:
+    """The examples: structure, length, order, finite values, labels in range."""
+    for split in program.SPLITS:
+        once, again = (_fingerprints(task.load_examples(split)) for _ in range(2))
+        if once != again:
+            place = next(index for index, (one, other) in enumerate(zip(once, again, strict=False)) if one != other)
+            text = (
+                f"task.load_examples({split!r}) gave another example number {place} the second time: return them in "
+                "the same order every time; they are shuffled for you"
+            )
+            add(Finding("task.py load_examples", False, text))
+    program.build(dataclasses.replace(settings, simulated_devices=1))
+    sizes = ", ".join(f"{split} {batches.number_of_examples}" for split, batches in program.batches.items())
+    add(Finding("task.py load_examples", True, f"{sizes} examples of one structure, in the same order twice"))
+    batch_size = settings.global_batch_size
+    shares = [str(number) for number in range(1, batch_size + 1) if batch_size % number == 0]
+    add(Finding("--global-batch-size", True, f"{batch_size} can be shared by {', '.join(shares)} replicas"))
+
+    for split in program.SPLITS:
+        for batch in itertools.islice(program.batches[split].distribute(program.strategy), 20):
+            _examine_batch(task, split, batch)
+    add(Finding("task.py prepare_example", True, "finite features, and labels that the model can predict"))
+
+
+def _examine_batch(task: ModuleType, split: str, batch: Any) -> None:
+    features, labels, weights = batch
+    for part in tf.nest.flatten(features):
+        if part.dtype.is_floating and not bool(tf.reduce_all(tf.math.is_finite(part))):
+            raise BadInput(
+                f"task.prepare_example returned features that are not finite for {split!r}: mend or drop them"
+            )
+    if not isinstance(task.model, keras.Model) or not isinstance(labels, tf.Tensor) or not labels.dtype.is_integer:
+        return
+    predictions = task.model(features, training=False)
+    if not isinstance(predictions, tf.Tensor) or predictions.shape.rank != labels.shape.rank + 1:
+        return
+    classes = predictions.shape[-1]
+    low, high = int(tf.reduce_min(labels)), int(tf.reduce_max(labels))
+    # Negative labels often mark padding, and the loss then has to leave them out.
+    loss_fails = False
+    if low < 0:
+        try:
+            loss_fails = not math.isfinite(float(task.compute_loss(labels, predictions, weights)[0]))
+        except tf.errors.InvalidArgumentError:
+            loss_fails = True
+    if high >= classes or loss_fails:
+        raise BadInput(
+            f"task.load_examples({split!r}) returned labels from {low} to {high}, and the model predicts {classes} "
+            f"classes, 0 to {classes - 1}: mend the labels or the model's last layer"
+        )
+
+
+def _examine_replicas(program: ModuleType, task: ModuleType, settings: Any, add: Add) -> None:
+    """Loss, gradients and metrics: the same on one replica and on two."""
+    with few_examples(task, settings.global_batch_size), recording_optimizers(task):
+        one = measure(program, task, dataclasses.replace(settings, micro_batches=1), 1)
+        two = measure(program, task, settings, 2)
+
+    for name in one.unsynchronized:
+        text = f"layer {name!r} normalizes each replica's share by itself: use BatchNormalization(synchronized=True)"
+        add(Finding("task.py create_model", False, text))
+    if one.random_layers:
+        text = f"random in training, so not the same on one replica and two: {', '.join(one.random_layers)}"
+        add(Finding("task.py create_model", True, text))
+    for name in two.outside_scope:
+        text = f"variable {name!r} is made outside strategy.scope(): make it in one of the create_* hooks"
+        add(Finding("task.py train_step", False, text))
+    for name in two.without_gradient:
+        text = f"{name} gets no gradient: use it in the loss, or set its layer's trainable = False"
+        add(Finding("task.py train_step", False, text))
+
+    if close(one.loss, two.loss):
+        add(Finding("task.py compute_loss", True, f"loss {one.loss:.6g} on one replica and on two"))
+    else:
+        text = f"the loss is {one.loss:.6g} on one replica and {two.loss:.6g} on two: {_why(one, two)}"
+        add(Finding("task.py compute_loss", False, text))
+    differing = differing_gradients(one, two)
+    if not differing:
+        add(Finding("task.py train_step", True, f"the same gradients of {len(one.gradients)} variables"))
+    elif close(one.loss, two.loss):
+        text = f"the loss agrees, and the gradient of {differing[0]} differs between one replica and two: "
+        add(Finding("task.py train_step", False, text + "update with apply_gradients, without a sum of your own"))
+    metrics_differ = [name for name in one.metrics if not close(one.metrics[name], two.metrics[name])]
+    for name in metrics_differ:
+        text = (
+            f"{name} is {one.metrics[name]:.6g} on one replica and {two.metrics[name]:.6g} on two: feed it values per"
+        )
+        where = _feeds_metrics(task, name.split("/")[0])
+        text += " example, unscaled, with sample_weight=weights"
+        add(Finding(f"task.py {where}", False, text))
+    if not metrics_differ:
+        add(Finding("task.py create_metrics", True, f"the same {', '.join(one.metrics)}"))
+    retraced = {split: count for split, count in two.traces.items() if count != 1}
+    for split, count in retraced.items():
+        text = f"the {split} steps were traced {count} times: give a compiled function tensors, as tf.constant(count), "
+        add(Finding("train.py one_pass", False, text + "not Python numbers"))
+    if not retraced:
+        add(Finding("train.py one_pass", True, "every compiled function was traced once"))
+
+
+def _examine_evaluation(program: ModuleType, task: ModuleType, settings: Any, add: Add) -> None:
+    """Validation and test leave the model as it is, and count no padding."""
+    batch_size = settings.global_batch_size
+    with few_examples(task, batch_size):
+        # The same examples, with more padding in the last batch.
+        larger = {"global_batch_size": BATCHES * batch_size, "keep_last_batch": True}
+        program.build(dataclasses.replace(settings, simulated_devices=1, **larger))
+        padded = {**program.validate(), **program.test()}
+        program.build(dataclasses.replace(settings, simulated_devices=1))
+        for split, evaluate in (("validation", program.validate), ("test", program.test)):
+            before = {name: variable.numpy() for name, variable in model_variables(task.model).items()}
+            results = evaluate()
+            after = {name: variable.numpy() for name, variable in model_variables(task.model).items()}
+            changed = [name for name in before if not np.array_equal(before[name], after[name])]
+            text = f"{split} changes {changed[0]}: call the model with training=False" if changed else "changes nothing"
+            add(Finding(f"task.py {split}_step", not changed, text))
+            for name in (name for name in results if not changed and not close(results[name], padded[name])):
+                text = f"{name} depends on how much padding the last batch has: pass sample_weight=weights to it"
+                add(Finding(f"task.py {_feeds_metrics(task, split)}", False, text))
+
+
+def _examine_state(program: ModuleType, task: ModuleType, settings: Any, add: Add) -> None:
+    """What is saved is what is restored."""
+    with few_examples(task, settings.global_batch_size):
+        program.build(settings)
+    state = program.checkpoints.variables
+    saved = {name: variable.numpy() for name, variable in state.items()}
+    path = program.checkpoints.save(1, {})
+    for variable in state.values():
+        variable.assign(tf.zeros_like(variable))
+    program.checkpoints.restore(path)
+    lost = [name for name, value in saved.items() if not np.array_equal(state[name].numpy(), value)]
+    text = f"{lost[0]} is not what was saved" if lost else f"{len(state)} variables saved and restored"
+    add(Finding("checkpoint", not lost, text))
+
+
+def _examine_learning(program: ModuleType, task: ModuleType, settings: Any, add: Add) -> None:
+    """The loss falls on one repeated batch; how long an epoch would take."""
+    program.build(dataclasses.replace(settings, simulated_devices=1))
+    train = program.batches["train"]
+    batch = next(train.distribute(program.strategy))
+    repeated = iter(tf.data.Dataset.from_tensors(batch).repeat())
+    first = program.run_steps["train"](repeated, tf.constant(1)).numpy()
+    started = time.monotonic()
+    losses = np.concatenate([first, program.run_steps["train"](repeated, tf.constant(REPEATED_STEPS - 1)).numpy()])
+    seconds = (time.monotonic() - started) / (REPEATED_STEPS - 1)
+    text = f"from {losses[0]:.4g} to {losses[-1]:.4g} in {REPEATED_STEPS} steps on one batch"
+    several = len(by_name(task.optimizer, "optimizer")) > 1  # Which work against each other in a GAN.
+    falls = bool(losses[-5:].mean() < losses[0])
+    if not falls and not several:
+        text += ": it has to fall; look at --learning-rate, and at what task.create_optimizer makes of it"
+    add(Finding("task.py create_optimizer", falls or several, f"the loss goes {text}"))
+    text = f"about {train.steps * seconds:.0f} s on one CPU device without input, {1 / seconds:.0f} steps/s"
+    add(Finding("one epoch", True, f"{text}{_peak_memory()}"))
+
+
+# --- How it is examined -----------------------------------------------------------------------------------------------
+
+
+def _fingerprints(examples: tf.data.Dataset) -> list[bytes]:
+    """Returns the bytes of the first examples, or nothing where the engine will refuse what the hook returned."""
+    if not isinstance(examples, tf.data.Dataset):
+        return []
+    first = examples.take(EXAMPLES_READ_TWICE).as_numpy_iterator()
+    return [b"".join(np.asarray(part).tobytes() for part in tf.nest.flatten(example)) for example in first]
+
+
+def _feeds_metrics(task: ModuleType, split: str) -> str:
+    return "update_metrics" if hasattr(task, "update_metrics") else f"{split}_step"
+
+
+def _peak_memory() -> str:
+    try:
+        import resource
+    except ImportError:  # Windows does not tell.
+        return ""
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return f"; {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.1f} GiB of memory at the most so far"
+
+
+def _why(one: Measured, two: Measured) -> str:
+    """Returns what the losses of one and of two replicas say about how they were scaled, and what to do."""
+    if one.regularization and close(two.loss - one.loss, one.regularization):
+        return "it adds model.losses once per replica; use tf.nn.scale_regularization_loss(model.losses)"
+    if close(two.loss, 2 * one.loss):
+        return "it is divided by a replica's share; divide by config.global_batch_size"
+    if close(two.loss, one.loss / 2):
+        return "it is divided by the number of replicas a second time; leave that division out"
+    return "divide the sum of the per-example losses by config.global_batch_size, and nothing else"
+
+
+def _hook_in(message: str) -> str:
+    """Returns "task.py <function>" for a message that names "task.<function>"."""
+    named = re.search(r"\btask\.(\w+)", message)
+    return f"task.py {named[1]}" if named else "settings"
