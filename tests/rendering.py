@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ TEMPLATE = Path(__file__).parent.parent
 PROJECT = TEMPLATE / "{{cookiecutter.project_slug}}"
 TASKS = Path(__file__).parent / "tasks"
 
-# Bytecode or caches inside the template's folder would be rendered into every project.
+# Bytecode or caches inside the template's folder would be rendered into every project that a developer renders.
 sys.dont_write_bytecode = True
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 os.environ["RUFF_NO_CACHE"] = "true"
@@ -50,9 +51,13 @@ def cookiecutter(output: Path, **answers: str) -> subprocess.CompletedProcess[st
     asked = json.loads((TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8"))
     unknown = [name for name in answers if name not in asked]
     assert not unknown, f"cookiecutter ignores answers to questions it does not ask: {unknown}"
+    # Caches that a developer's tools left in the template's folder would be rendered too.
+    template = output.parent / f"{output.name}.template"
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "runs", "__pycache__", ".*_cache")
+    shutil.copytree(TEMPLATE, template, ignore=ignored)
     config = output.parent / f"{output.name}.cookiecutterrc"
     config.write_text(f"replay_dir: {json.dumps(str(output.parent / 'replay'))}\n", encoding="utf-8")
     given = [f"{name}={value}" for name, value in answers.items()]
-    command = ["cookiecutter", "--no-input", "--config-file", config, "--output-dir", output, TEMPLATE, *given]
+    command = ["cookiecutter", "--no-input", "--config-file", config, "--output-dir", output, template, *given]
     output.mkdir(exist_ok=True)
     return run(*command, folder=output)

@@ -59,7 +59,12 @@ def refusal(tmp_path: Path, **answers: str) -> list[str]:
     done = cookiecutter(output, **answers)
     assert done.returncode == 1
     assert not list(output.iterdir())
-    assert {path.name for path in tmp_path.iterdir()} <= {"output", "output.cookiecutterrc", "replay"}
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        "output",
+        "output.cookiecutterrc",
+        "output.template",
+        "replay",
+    }
     assert "Traceback" not in done.stderr
     assert "INJECTED" not in done.stdout.splitlines()
     return (done.stdout + done.stderr).splitlines()

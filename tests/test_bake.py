@@ -17,6 +17,7 @@ FILES = {
     "engine/__init__.py",
     "engine/check.py",
     "engine/checkpoint.py",
+    "engine/console.py",
     "engine/data.py",
     "engine/errors.py",
     "engine/gradients.py",

@@ -9,7 +9,6 @@ The same command again resumes a run that was stopped.
 """
 
 import contextlib
-import hashlib
 import platform
 import sys
 import time
@@ -23,31 +22,25 @@ import tensorflow as tf
 
 import task
 from config import MAY_CHANGE_ON_RESUME, Config, read_settings
+from engine import objects
 from engine.check import check_task
 from engine.checkpoint import Checkpoints, weights_sha256
-from engine.data import Batches, check_micro_batches, check_same_structure
+from engine.console import print_facts
+from engine.data import Batches, load_splits
 from engine.errors import Diverged, exit_codes
 from engine.gradients import MovingAverage
 from engine.monitor import is_better, resolve_direction
-from engine.objects import (
-    build_models,
-    build_optimizers,
-    by_name,
-    check_hooks,
-    check_jit,
-    check_loss,
-    check_loss_objects,
-    check_metrics,
-    check_scope,
-    learning_rate,
-    metric_results,
-    model_variables,
-    optimizer_variables,
-    trainable_variables,
-)
 from engine.replicas import average_statistics, spread_seeds
-from engine.report import Report, console, print_facts
-from engine.run_directory import CONFIG, RESULT, check_run_directory, open_run_directory, read_json, write_json
+from engine.report import Report
+from engine.run_directory import (
+    CONFIG,
+    RESULT,
+    check_run_directory,
+    file_sha256,
+    open_run_directory,
+    read_json,
+    write_json,
+)
 from engine.strategy import create_strategy, describe_strategy
 
 SPLITS = ("train", "validation", "test")
@@ -72,47 +65,29 @@ def build(settings: Config) -> None:
         BadInput: the settings, the hooks of task.py and this machine do not go together.
     """
     global config, strategy, batches, run_steps, steps_at_once, checkpoints, best, direction, moving_average
-    check_hooks(task)
+    objects.check_hooks(task)
     config = task.config = settings
     strategy = create_strategy(config.strategy, config.simulated_devices)
     # Names and random numbers start anew, so that one process can build the same objects twice.
     keras.utils.clear_session()
     keras.utils.set_random_seed(config.seed)
     keras.config.set_dtype_policy(config.precision)
-
-    batches = {
-        split: Batches(
-            split,
-            load_examples=task.load_examples,
-            prepare_example=task.prepare_example,
-            replicas=strategy.num_replicas_in_sync,
-            global_batch_size=config.global_batch_size,
-            seed=config.seed,
-            shuffle_buffer_size=config.shuffle_buffer_size,
-            keep_last_batch=config.keep_last_batch,
-        )
-        for split in SPLITS
-    }
-    check_same_structure(batches)
-    check_micro_batches(config.micro_batches, batches["train"].share)
+    batches = load_splits(SPLITS, task, config, strategy.num_replicas_in_sync)
 
     # KEEP: All variables are made inside the scope, and before anything is compiled.
     with strategy.scope():
         task.model = task.create_model()
-        build_models(task.model, batches["train"].element_spec[0])
-        check_scope(strategy, task.model, "task.create_model")
+        objects.build_models(task.model, batches["train"].element_spec[0])
+        objects.check_scope(strategy, task.model, "task.create_model")
         optimizer = task.create_optimizer(total_steps=config.epochs * batches["train"].steps)
-        task.optimizer = build_optimizers(optimizer, task.model, config.precision)
+        task.optimizer = objects.build_optimizers(optimizer, task.model, config.precision)
         task.loss_objects = task.create_loss_objects()
         task.metrics = {split: task.create_metrics(split) for split in SPLITS}
-        moving_average = MovingAverage(trainable_variables(task.model), config.ema_decay) if config.ema_decay else None
-    spread_seeds(strategy, by_name(task.model, "model"))
-    check_loss_objects(task.loss_objects)
-    if config.jit:
-        check_jit(task.model, strategy.num_replicas_in_sync)
-    check_metrics(task.metrics, config.monitor)
+        trained = objects.trainable_variables(task.model)
+        moving_average = MovingAverage(trained, config.ema_decay) if config.ema_decay else None
+    objects.check_objects(task, config, strategy, batches["train"].element_spec)
     direction = resolve_direction(config.monitor, config.monitor_direction)
-    check_loss(task, strategy, batches["train"].element_spec)
+    spread_seeds(strategy, objects.by_name(task.model, "model"))
 
     # Compiled anew with every build: a compiled function keeps using the objects it was first called with.
     run_steps = {
@@ -122,8 +97,8 @@ def build(settings: Config) -> None:
     }
     steps_at_once = dict.fromkeys(SPLITS, 1 if config.steps_per_execution == "auto" else config.steps_per_execution)
 
-    weights = model_variables(task.model)
-    state = {**weights, **optimizer_variables(task.optimizer)}
+    weights = objects.model_variables(task.model)
+    state = {**weights, **objects.optimizer_variables(task.optimizer)}
     if moving_average:
         state |= {f"average/{name}": average for name, average in moving_average.averages.items()}
     checkpoints = Checkpoints(config.run_dir / "checkpoints", state, keep=config.keep_checkpoints)
@@ -194,7 +169,7 @@ def one_pass(split: str, epoch: int = 0) -> dict[str, float]:
         if config.steps_per_execution == "auto" and count == steps_at_once[split]:
             # A second's worth, reached by doubling: the first call compiles, and so looks slow.
             steps_at_once[split] = max(1, min(2 * count, int(count / seconds)))
-    results = metric_results(task.metrics, split)
+    results = objects.metric_results(task.metrics, split)
     for metric in task.metrics[split].values():
         metric.reset_state()
     return results
@@ -221,7 +196,7 @@ def test() -> dict[str, float]:
 @contextlib.contextmanager
 def weights_to_keep() -> Iterator[None]:
     """Puts in place, for a while, the weights that are validated, tested and kept as the best."""
-    average_statistics(strategy, by_name(task.model, "model"))
+    average_statistics(strategy, objects.by_name(task.model, "model"))
     with moving_average.in_place() if moving_average else contextlib.nullcontext():
         yield
 
@@ -252,7 +227,7 @@ def run_epochs(progress: dict[str, Any]) -> None:
             "step": progress["step"],
             "seconds": seconds,
             "examples_per_second": (batches["train"].number_of_examples - batches["train"].left_out) / train_seconds,
-            "learning_rate": learning_rate(task.optimizer),
+            "learning_rate": objects.learning_rate(task.optimizer),
             **train_metrics,
             **validation_metrics,
         }
@@ -267,10 +242,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = read_settings(arguments)
         if settings.check:
             sys.exit(0 if check_task(sys.modules[__name__], task, settings) else 2)
-        check_run_directory(settings.run_dir, settings.as_json(), MAY_CHANGE_ON_RESUME, fresh=settings.fresh)
+        task_file = Path(task.__file__)
+        check_run_directory(settings.run_dir, settings.as_json(), MAY_CHANGE_ON_RESUME, task_file, fresh=settings.fresh)
         result = None if settings.fresh else read_json(settings.run_dir / RESULT)
         if result and result["epochs"] >= settings.epochs:
-            warn_of_another_task(settings.run_dir)
             title = f"Finished already after {result['epochs']} epochs (more --epochs continue it, --fresh starts anew)"
             print_facts(title, result)
             return
@@ -280,8 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         resumed_from = None if settings.fresh else checkpoints.newest()
         if resumed_from:
             progress = checkpoints.restore(resumed_from)
-            spread_seeds(strategy, by_name(task.model, "model"))
-            warn_of_another_task(settings.run_dir)
+            spread_seeds(strategy, objects.by_name(task.model, "model"))
         open_run_directory(settings.run_dir, fresh=settings.fresh)
         write_json(settings.run_dir / CONFIG, describe_run())
         (settings.run_dir / RESULT).unlink(missing_ok=True)
@@ -289,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         run_epochs(progress)
 
-        fingerprint = weights_sha256(model_variables(task.model))
+        fingerprint = weights_sha256(objects.model_variables(task.model))
         best.restore(best.path(progress["best_step"]))
         result = {
             **test(),
@@ -304,26 +278,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_facts("Result, of the best weights", result)
 
 
-def warn_of_another_task(run_dir: Path) -> None:
-    """Says so if task.py is not the one that the run in `run_dir` began with."""
-    if (read_json(run_dir / CONFIG) or {}).get("task_sha256") != task_sha256():
-        console.print(
-            f"task.py has changed since the run in {run_dir} began: --fresh trains the new one from the start"
-        )
-
-
-def task_sha256() -> str:
-    """Returns the SHA-256 of the file task.py, in hex."""
-    return hashlib.sha256(Path(task.__file__).read_bytes()).hexdigest()
-
-
 def describe_run() -> dict[str, Any]:
     """Returns what config.json holds: the settings, and what else the numbers depend on."""
     return {
         "settings": config.as_json(),
         "strategy": describe_strategy(strategy),
         "replicas": strategy.num_replicas_in_sync,
-        "task_sha256": task_sha256(),
+        "task_sha256": file_sha256(Path(task.__file__)),
         "versions": {"tensorflow": tf.__version__, "keras": keras.__version__, "python": platform.python_version()},
     }
 
@@ -337,7 +298,7 @@ def print_plan(resumed_from: Path | None) -> None:
         "batch": f"{config.global_batch_size} examples, {train.share} on each replica",
         "examples": ", ".join(f"{split} {each.number_of_examples}" for split, each in batches.items()),
         "epochs": f"{config.epochs} of {train.steps} steps{left_out}",
-        "parameters": f"{sum(model.count_params() for model in by_name(task.model, 'model').values()):,}",
+        "parameters": f"{sum(model.count_params() for model in objects.by_name(task.model, 'model').values()):,}",
         "run directory": str(config.run_dir) + (f", resumed from {resumed_from.name}" if resumed_from else ""),
     }
     print_facts("Training", facts)

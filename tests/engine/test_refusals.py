@@ -141,7 +141,8 @@ def test_another_task_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     train.main(arguments)
     train.main(arguments)
     assert "task.py has changed" not in capsys.readouterr().out
-    monkeypatch.setattr(task, "__file__", train.__file__)
+    (tmp_path / "task.py").write_text("# Another one.\n")
+    monkeypatch.setattr(task, "__file__", str(tmp_path / "task.py"))
     train.main(arguments)
     assert "task.py has changed since the run" in capsys.readouterr().out
 

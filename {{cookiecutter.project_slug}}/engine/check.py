@@ -21,10 +21,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from engine.console import console
 from engine.errors import BadInput, first_line, where_raised
 from engine.measure import BATCHES, Measured, close, differing_gradients, few_examples, measure, recording_optimizers
 from engine.objects import by_name, model_variables
-from engine.report import console
 
 EXAMPLES_READ_TWICE = 1000
 REPEATED_STEPS = 40

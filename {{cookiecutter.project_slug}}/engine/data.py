@@ -6,7 +6,8 @@ examples however many replicas and input pipelines share it, and whatever was sk
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,6 @@ def per_replica_batch_size(global_batch_size: int, replicas: int) -> int:
             f"--global-batch-size {global_batch_size} cannot be shared equally by {replicas} replicas: use {use}"
         )
     return global_batch_size // replicas
-
-
-def check_micro_batches(micro_batches: int, share: int) -> None:
-    """Raises BadInput unless a replica's share can be computed in `micro_batches` equal parts."""
-    if share % micro_batches:
-        divisors = [str(number) for number in range(1, share + 1) if share % number == 0]
-        raise BadInput(
-            f"--micro-batches {micro_batches} does not divide the {share} examples of a replica's share: "
-            f"use one of {', '.join(divisors)}"
-        )
 
 
 class Batches:
@@ -143,6 +134,33 @@ class Batches:
         return batches.with_options(options)
 
 
+def load_splits(splits: Sequence[str], task: ModuleType, settings: Any, replicas: int) -> dict[str, Batches]:
+    """Returns the batches of every split. Raises BadInput if hooks, settings and replicas do not go together.
+
+    Args:
+        splits: names for task.load_examples, "train" among them.
+        task: what has load_examples and prepare_example.
+        settings: what has global_batch_size, micro_batches, seed, shuffle_buffer_size and keep_last_batch.
+        replicas: how many share a global batch.
+    """
+    batches = {
+        split: Batches(
+            split,
+            load_examples=task.load_examples,
+            prepare_example=task.prepare_example,
+            replicas=replicas,
+            global_batch_size=settings.global_batch_size,
+            seed=settings.seed,
+            shuffle_buffer_size=settings.shuffle_buffer_size,
+            keep_last_batch=settings.keep_last_batch,
+        )
+        for split in splits
+    }
+    check_same_structure(batches)
+    _check_micro_batches(settings.micro_batches, batches["train"].share)
+    return batches
+
+
 def _epoch_seed(seed: int, epoch: int) -> int:
     """Returns a seed (0 to 2**31 - 1) that differs for neighbouring seeds and epochs in every bit."""
     return int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0] >> 1)
@@ -183,6 +201,16 @@ def check_same_structure(splits: dict[str, Batches]) -> None:
                 f"task.load_examples({name!r}) and task.prepare_example gave batches of {_short(found)}, but those of "
                 f"'train' are {_short(expected)}: every split needs the same structure, shapes and dtypes"
             )
+
+
+def _check_micro_batches(micro_batches: int, share: int) -> None:
+    """Raises BadInput unless a replica's share can be computed in `micro_batches` equal parts."""
+    if share % micro_batches:
+        divisors = [str(number) for number in range(1, share + 1) if share % number == 0]
+        raise BadInput(
+            f"--micro-batches {micro_batches} does not divide the {share} examples of a replica's share: "
+            f"use one of {', '.join(divisors)}"
+        )
 
 
 def _check_static(split: str, spec: Any) -> None:

@@ -155,7 +155,23 @@ def metric_results(metrics: Metrics, split: str) -> dict[str, float]:
     return results
 
 
-def check_metrics(metrics: Metrics, monitor: str) -> None:
+def check_objects(task: ModuleType, settings: Any, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:
+    """Raises BadInput if the objects of task.py cannot give the same numbers on any number of replicas.
+
+    Args:
+        task: what has the global objects, and the hooks that made them.
+        settings: what has monitor and jit.
+        strategy: the strategy in whose scope they were made.
+        batch_spec: what one replica receives, as tf.TensorSpec.
+    """
+    _check_loss_objects(task.loss_objects)
+    _check_metrics(task.metrics, settings.monitor)
+    if settings.jit:
+        _check_jit(task.model, strategy.num_replicas_in_sync)
+    _check_loss(task, strategy, batch_spec)
+
+
+def _check_metrics(metrics: Metrics, monitor: str) -> None:
     """Raises BadInput if a metric's result is not one number, or `monitor` names none of those there are."""
     for split in metrics:
         # Some metrics make their variables, and so a result, with their first update.
@@ -166,7 +182,7 @@ def check_metrics(metrics: Metrics, monitor: str) -> None:
         raise BadInput(f"--monitor {monitor} names no metric: use one of {', '.join(names)}")
 
 
-def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
+def _check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
     """Raises BadInput for a loss that averages by itself: Keras divides it by the number of replicas as well."""
     for name, loss in loss_objects.items():
         reduction = getattr(loss, "reduction", None)
@@ -177,7 +193,7 @@ def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
             )
 
 
-def check_jit(model: Any, replicas: int) -> None:
+def _check_jit(model: Any, replicas: int) -> None:
     """Raises BadInput for a layer that needs the other replicas in the middle of what --jit compiles."""
     for each in by_name(model, "model").values():
         for layer in layers_of(each):
@@ -188,7 +204,7 @@ def check_jit(model: Any, replicas: int) -> None:
                 )
 
 
-def check_loss(task: ModuleType, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:
+def _check_loss(task: ModuleType, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:
     """Raises BadInput unless compute_loss gives one scalar and one value per example.
 
     A loss of shape [share, share] (labels [share] against predictions [share, 1]) or one that is already a mean

@@ -12,18 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.figure
-import rich.console
 import tensorflow as tf
 
+from engine.console import console
 from engine.run_directory import write_whole
 
 # The columns that are not metrics, in the order of metrics.csv; metrics follow.
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
 # curves.png is drawn at the end of a run and, in between, at most this often: TensorBoard is the live view.
 SECONDS_BETWEEN_CURVES = 30.0
-
-# Markup would take "[32]" in a text for a style.
-console = rich.console.Console(soft_wrap=True, highlight=False, markup=False)
 
 
 class Report:
@@ -58,14 +55,6 @@ class Report:
         """Draws curves.png: one panel per metric, its splits over the epochs."""
         write_whole(self.run_dir / "curves.png", functools.partial(_draw, self.rows))
         self._curves_drawn = time.monotonic()
-
-
-def print_facts(title: str, facts: dict[str, Any]) -> None:
-    """Prints what is about to happen, or what came out: a title, then a name and a value per line."""
-    console.print(title, style="bold")
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        console.print(f"  {name:<{width}}  {value}")
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:

@@ -1,11 +1,13 @@
 """The directory of one run: whether it may be used, and files that are written whole or not at all."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.console import console
 from engine.errors import BadInput
 
 CONFIG = "config.json"
@@ -42,13 +44,18 @@ def read_json(path: Path) -> dict[str, Any] | None:
     raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or use --fresh")
 
 
-def check_run_directory(run_dir: Path, settings: dict[str, Any], may_change: frozenset[str], *, fresh: bool) -> None:
+def check_run_directory(
+    run_dir: Path, settings: dict[str, Any], may_change: frozenset[str], task_file: Path, *, fresh: bool
+) -> None:
     """Raises BadInput unless `run_dir` is new, or (without `fresh`) holds a run with these settings. Changes nothing.
+
+    Says so if the run was begun with another task.py: whether it is another task, only its author knows.
 
     Args:
         run_dir: the run's directory; need not exist.
         settings: the settings as config.json holds them.
         may_change: the settings in which a resumed run may differ from its beginning.
+        task_file: the file task.py.
         fresh: whether what is there will be moved aside.
     """
     try:
@@ -65,7 +72,8 @@ def check_run_directory(run_dir: Path, settings: dict[str, Any], may_change: fro
         raise BadInput(f"--run-dir {run_dir} holds files and no run (no {CONFIG}): choose another directory")
     if fresh:
         return
-    earlier = read_json(run_dir / CONFIG).get("settings", {})
+    recorded = read_json(run_dir / CONFIG)
+    earlier = recorded.get("settings", {})
     names = (name for name in {**earlier, **settings} if name not in may_change)
     differing = [name for name in names if earlier.get(name) != settings.get(name)]
     if differing:
@@ -78,6 +86,13 @@ def check_run_directory(run_dir: Path, settings: dict[str, Any], may_change: fro
             f"--run-dir {run_dir} holds a run with other settings ({changes}): use the same ones, another --run-dir, "
             "or --fresh"
         )
+    if recorded.get("task_sha256") != file_sha256(task_file):
+        console.print(f"{task_file.name} has changed since the run in {run_dir} began: --fresh trains the new one")
+
+
+def file_sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file's bytes, in hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def open_run_directory(run_dir: Path, *, fresh: bool) -> None:
