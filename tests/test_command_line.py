@@ -91,6 +91,14 @@ def test_bad_setting_is_one_line_and_exit_code_2(arguments: tuple[str, ...], rea
     assert not list(tmp_path.iterdir())
 
 
+def test_check_of_the_shipped_task_has_nothing_to_mend(default_bake: Bake) -> None:
+    before = default_bake.files()
+    out = default_bake.run("python", "train.py", "--check").stdout.splitlines()
+    assert all(line.startswith("ok ") for line in out[:-1])
+    assert out[-1] == f"All {len(out) - 1} hold."
+    assert default_bake.files() == before
+
+
 def test_help_explains_every_setting() -> None:
     done = run("python", "train.py", "--help", folder=PROJECT)
     assert done.returncode == 0

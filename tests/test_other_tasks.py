@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rendering import TASKS, Bake
+from rendering import TASKS, Bake, run
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,63 @@ def test_other_task_trains_on_two_replicas(task: str, metric: str, limit: float,
     assert project.result("runs/two")[metric] == pytest.approx(project.result("runs/one")[metric], rel=1e-4)
 
 
+BROKEN_RULES = {
+    "the replica's own batch size": ("global_batch_size=config.global_batch_size", "global_batch_size=len(labels)"),
+    "a metric that counts padding": (
+        "update_state(labels, predictions, sample_weight=weights)",
+        "update_state(labels, predictions)",
+    ),
+    "a layer of each replica's own": (
+        "keras.layers.Flatten(),",
+        "keras.layers.Flatten(),\n            keras.layers.BatchNormalization(),",
+    ),
+    "training mode in validation": ("model(features, training=False)", "model(features, training=True)"),
+    "an own sum of gradients": (
+        "    apply_gradients(optimizer",
+        "    gradients = tf.distribute.get_replica_context().all_reduce('SUM', gradients)\n    apply_gradients(optimizer",
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rule", BROKEN_RULES)
+def test_shipped_tests_and_check_fail_when_a_rule_is_broken(rule: str, bake: Callable[..., Bake]) -> None:
+    project = bake()
+    sound, broken = BROKEN_RULES[rule]
+    path = project.folder / "task.py"
+    code = path.read_text(encoding="utf-8")
+    assert sound in code
+    code = code.replace(sound, broken)
+    if "training" in rule:
+        # Which shows only if the model has a layer that is another one in training.
+        code = code.replace(
+            "keras.layers.Flatten(),", "keras.layers.Flatten(),\n            keras.layers.Dropout(0.2),"
+        )
+    path.write_text(code, encoding="utf-8")
+    tests = run("python", "-m", "pytest", "-q", "-x", folder=project.folder)
+    assert tests.returncode == 1, tests.stdout
+    check = run("python", "train.py", "--check", folder=project.folder)
+    assert check.returncode == 2, check.stdout
+    assert "FIX  task.py " in check.stdout
+
+
+@pytest.mark.long
+def test_shipped_tests_and_check_pass_with_dropout_and_regularization(bake: Callable[..., Bake]) -> None:
+    project = bake()
+    path = project.folder / "task.py"
+    code = path.read_text(encoding="utf-8")
+    dense = 'keras.layers.Dense(64, activation="gelu"'
+    assert dense in code
+    regularized = f"keras.layers.Dropout(0.3),\n            {dense}, kernel_regularizer=keras.regularizers.L2(0.01)"
+    path.write_text(code.replace(dense, regularized), encoding="utf-8")
+    project.run("python", "-m", "pytest", "-q")
+    assert "not the same on one replica and two: dropout" in project.run("python", "train.py", "--check").stdout
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("task", ["tabular_regression", "gan"])
 def test_shipped_tests_pass_with_another_task(task: str, bake: Callable[..., Bake]) -> None:
     project = bake()
     shutil.copy(TASKS / f"{task}.py", project.folder / "task.py")
     project.run("python", "-m", "pytest", "-q")
+    project.run("python", "train.py", "--check")

@@ -25,17 +25,8 @@ def take_steps(count: int) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_overflow_on_the_last_replica_skips_the_step_on_all(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    overflowing = tf.Variable(True)
-    compute_loss = task.compute_loss
-
-    def overflow_on_the_last(labels, predictions, weights):
-        loss, per_example_loss = compute_loss(labels, predictions, weights)
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        planted = tf.logical_and(overflowing, tf.equal(replica, replicas - 1))
-        return tf.where(planted, np.inf, 1.0) * loss, per_example_loss
-
-    monkeypatch.setattr(task, "compute_loss", overflow_on_the_last)
+def test_overflow_on_the_last_replica_skips_the_step_on_all(replicas: int, overflow_on_the_last: tf.Variable) -> None:
+    overflow_on_the_last.assign(True)
     train.build(Config(simulated_devices=replicas, precision="mixed_float16"))
     assert task.model.layers[1].compute_dtype == "float16"
     before = {name: variable.numpy() for name, variable in model_variables(task.model).items()}
@@ -49,7 +40,7 @@ def test_overflow_on_the_last_replica_skips_the_step_on_all(replicas: int, monke
             np.testing.assert_array_equal(value, before[name])
     assert task.optimizer.iterations.numpy() == 0
 
-    overflowing.assign(False)
+    overflow_on_the_last.assign(False)
     take_steps(3)
     assert task.optimizer.dynamic_scale.numpy() == scale / 2
     assert task.optimizer.iterations.numpy() == 3
@@ -124,6 +115,22 @@ def test_loss_scale_of_the_user_is_refused() -> None:
 
 
 @pytest.fixture
+def overflow_on_the_last(monkeypatch: pytest.MonkeyPatch) -> tf.Variable:
+    """A switch: while it is on, the last replica's loss is infinite."""
+    switch = tf.Variable(False)
+    compute_loss = task.compute_loss
+
+    def overflowing(labels, predictions, weights):
+        loss, per_example_loss = compute_loss(labels, predictions, weights)
+        replica = tf.distribute.get_replica_context()
+        planted = tf.logical_and(switch, tf.equal(replica.replica_id_in_sync_group, replica.num_replicas_in_sync - 1))
+        return tf.where(planted, np.inf, 1.0) * loss, per_example_loss
+
+    monkeypatch.setattr(task, "compute_loss", overflowing)
+    return switch
+
+
+@pytest.fixture
 def final_loss() -> Callable[..., float]:
     """Trains the shipped task for some epochs; returns the last validation loss."""
 
@@ -134,6 +141,27 @@ def final_loss() -> Callable[..., float]:
         return train.validate()["validation/loss"]
 
     return train_with
+
+
+@pytest.mark.long
+def test_float16_ends_where_float32_does_though_a_step_overflowed(overflow_on_the_last: tf.Variable) -> None:
+    found = {}
+    for precision in ("float32", "mixed_float16"):
+        train.build(Config(epochs=10, precision=precision, simulated_devices=2))
+        train.train_epoch(0)
+        if precision == "mixed_float16":
+            scale = task.optimizer.dynamic_scale.numpy()
+            overflow_on_the_last.assign(True)
+            take_steps(1)
+            overflow_on_the_last.assign(False)
+            assert task.optimizer.dynamic_scale.numpy() == scale / 2
+            for metric in task.metrics["train"].values():
+                metric.reset_state()
+        for epoch in range(1, 10):
+            results = train.train_epoch(epoch)
+        found[precision] = {**results, **train.validate()}
+    for name in ("train/loss", "validation/loss"):
+        assert found["mixed_float16"][name] == pytest.approx(found["float32"][name], rel=0.01)
 
 
 def test_bfloat16_trains(final_loss: Callable[..., float]) -> None:
