@@ -45,6 +45,8 @@ class Config:
     strategy: Literal["auto", "one_device", "mirrored"] = "auto"
     """What to train on. auto: one device -> one_device, several -> mirrored. mirrored: every GPU of this machine, or
     every simulated device, holds a copy of the model."""
+    deterministic: bool = False
+    """Make every run of the same command bit-equal, whatever the model; slower. Without it most models' runs are."""
     simulated_devices: int = 0
     """Train on N logical CPU devices in place of real ones, to try distribution on any machine. 0: real devices."""
     steps_per_execution: Literal["auto"] | int = "auto"

@@ -41,7 +41,7 @@ from engine.run_directory import (
     read_json,
     write_json,
 )
-from engine.strategy import create_strategy, describe_strategy
+from engine.strategy import create_strategy, describe_strategy, make_deterministic
 
 SPLITS = ("train", "validation", "test")
 
@@ -68,6 +68,8 @@ def build(settings: Config) -> None:
     objects.check_hooks(task)
     config = task.config = settings
     strategy = create_strategy(config.strategy, config.simulated_devices)
+    if config.deterministic:
+        make_deterministic()
     # Names and random numbers start anew, so that one process can build the same objects twice.
     keras.utils.clear_session()
     keras.utils.set_random_seed(config.seed)

@@ -54,7 +54,7 @@ def create_loss_objects():
 
 
 def create_metrics(split):
-    return {"error": keras.metrics.MeanSquaredError()}
+    return {"loss": keras.metrics.Mean(), "error": keras.metrics.MeanSquaredError()}
 
 
 def compute_loss(labels, predictions, weights):
@@ -69,8 +69,9 @@ def train_step(batch):
     features, labels, weights = batch
     with tf.GradientTape() as tape:
         predictions = model(features, training=True)
-        loss, _ = compute_loss(labels, predictions, weights)
+        loss, per_example_loss = compute_loss(labels, predictions, weights)
     optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+    metrics["train"]["loss"].update_state(per_example_loss, sample_weight=weights)
     metrics["train"]["error"].update_state(labels, predictions, sample_weight=weights)
     return loss
 
@@ -78,8 +79,10 @@ def train_step(batch):
 def evaluation_step(split, batch):
     features, labels, weights = batch
     predictions = model(features, training=False)
+    loss, per_example_loss = compute_loss(labels, predictions, weights)
+    metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
     metrics[split]["error"].update_state(labels, predictions, sample_weight=weights)
-    return compute_loss(labels, predictions, weights)[0]
+    return loss
 
 
 def validation_step(batch):

@@ -43,6 +43,17 @@ def create_strategy(name: str, simulated_devices: int = 0) -> tf.distribute.Stra
     return _one_device() if name == "one_device" else _mirrored(tuple(devices), simulated=simulated_devices > 0)
 
 
+def make_deterministic() -> None:
+    """Makes all operations of this process, from here on, give the same bits every time.
+
+    Besides TensorFlow's own switch this leaves out one of its graph optimizations. Together with another one it may
+    rewrite the gradients of several replicas in one order or in another, from trace to trace; a sum in another order
+    is rounded in another way.
+    """
+    tf.config.experimental.enable_op_determinism()
+    tf.config.optimizer.set_experimental_options({"dependency_optimization": False})
+
+
 def describe_strategy(strategy: tf.distribute.Strategy) -> str:
     """Returns the name that --strategy has for `strategy`."""
     return "mirrored" if isinstance(strategy, tf.distribute.MirroredStrategy) else "one_device"

@@ -18,6 +18,7 @@ def arguments(settings: Config, run_dir: Path) -> list[str]:
         f"--epochs={settings.epochs}",
         f"--global-batch-size={settings.global_batch_size}",
         "--simulated-devices=2",
+        "--deterministic",
     ]
 
 
