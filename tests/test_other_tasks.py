@@ -48,8 +48,8 @@ BROKEN_RULES = {
     ),
     "training mode in validation": ("model(features, training=False)", "model(features, training=True)"),
     "an own sum of gradients": (
-        "    apply_gradients(optimizer",
-        "    gradients = tf.distribute.get_replica_context().all_reduce('SUM', gradients)\n    apply_gradients(optimizer",
+        "    apply_gradients(",
+        "    gradients = tf.distribute.get_replica_context().all_reduce('SUM', gradients)\n    apply_gradients(",
     ),
 }
 

@@ -168,7 +168,8 @@ def test_bfloat16_trains(final_loss: Callable[..., float]) -> None:
     assert final_loss(4, precision="mixed_bfloat16", simulated_devices=2) < 1.2 * final_loss(4)
 
 
-def test_none_gradient_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [{"clip_norm": 1.0}, {"micro_batches": 2}], ids=["clipping", "micro-batches"])
+def test_none_gradient_is_left_out(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     class WithSpare(keras.Model):
         def __init__(self):
             super().__init__()
@@ -182,7 +183,7 @@ def test_none_gradient_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.used(tf.reshape(features, [-1, 64]))
 
     monkeypatch.setattr(task, "create_model", WithSpare)
-    train.build(Config(simulated_devices=2, clip_norm=1.0))
+    train.build(Config(simulated_devices=2, **settings))
     before = task.model.spare.kernel.numpy(), task.model.used.kernel.numpy()
     take_steps(2)
     np.testing.assert_array_equal(task.model.spare.kernel.numpy(), before[0])

@@ -46,7 +46,8 @@ def in_micro_batches(loss_and_gradients: Callable[..., Any], batch: Any, *, coun
     parts = []
     for first in range(count):
         # The next part begins when the one before has ended, so that its memory is free.
-        with tf.control_dependencies(tf.nest.flatten(parts[-1][:2]) if parts else []):
+        before = [each for each in tf.nest.flatten(parts[-1][:2]) if each is not None] if parts else []
+        with tf.control_dependencies(before):
             part = tf.nest.map_structure(lambda tensor, first=first: tf.identity(tensor[first::count]), batch)
         loss, gradients, outputs = compute(part)
         if parts:
