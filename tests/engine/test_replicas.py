@@ -1,5 +1,6 @@
 """What replicas hold that differs is made to differ, or to agree, on purpose."""
 
+import json
 from pathlib import Path
 
 import keras
@@ -49,6 +50,27 @@ def test_dropout_differs_between_replicas_and_goes_on_after_a_restore(
     train.checkpoints.restore(path)
     spread_seeds(train.strategy, {"model": task.model})
     np.testing.assert_array_equal(masks(), second)
+
+
+def test_stopped_run_with_dropout_ends_bit_equal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(task, "create_model", dropout_model)
+    flags = ["--epochs=3", "--simulated-devices=2"]
+    train.main([f"--run-dir={tmp_path / 'whole'}", *flags])
+    train_epoch = train.train_epoch
+
+    def train_one_epoch(epoch: int) -> dict[str, float]:
+        if epoch == 1:
+            raise InterruptedError
+        return train_epoch(epoch)
+
+    with monkeypatch.context() as stopping, pytest.raises(InterruptedError):
+        stopping.setattr(train, "train_epoch", train_one_epoch)
+        train.main([f"--run-dir={tmp_path / 'stopped'}", *flags])
+    train.main([f"--run-dir={tmp_path / 'stopped'}", *flags])
+    whole, stopped = (
+        json.loads((tmp_path / name / "result.json").read_text(encoding="utf-8")) for name in ("whole", "stopped")
+    )
+    assert stopped["weights_sha256"] == whole["weights_sha256"]
 
 
 def test_first_replica_has_the_masks_of_one_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
