@@ -52,6 +52,23 @@ def test_overflow_on_the_last_replica_skips_the_step_on_all(replicas: int, overf
     assert not np.array_equal(task.model.trainable_variables[0].numpy(), next(iter(before.values())))
 
 
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_clipped_update_has_the_norm_of_the_limit(
+    replicas: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With a loss scale the gradients are that much larger, and so is the limit.
+    monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(1.0))
+    train.build(Config(simulated_devices=replicas, precision=precision, clip_norm=0.05))
+    before = [variable.numpy() for variable in task.model.trainable_variables]
+    take_steps(1)
+    if precision == "mixed_float16":
+        while task.optimizer.iterations.numpy() == 0:  # The scale begins so high that it overflows.
+            take_steps(1)
+    changes = [variable.numpy() - b for variable, b in zip(task.model.trainable_variables, before, strict=True)]
+    assert np.sqrt(sum((change**2).sum() for change in changes)) == pytest.approx(0.05, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("settings", "sums"),
     [({}, 1), ({"micro_batches": 2}, 1), ({"ema_decay": 0.9}, 1), ({"clip_norm": 1.0}, 2)],
