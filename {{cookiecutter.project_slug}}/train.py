@@ -82,9 +82,12 @@ def build(settings: Config) -> None:
         objects.build_models(task.model, batches["train"].element_spec[0])
         objects.check_scope(strategy, task.model, "task.create_model")
         optimizer = task.create_optimizer(total_steps=config.epochs * batches["train"].steps)
+        objects.check_scope(strategy, optimizer, "task.create_optimizer")
         task.optimizer = objects.build_optimizers(optimizer, task.model, config.precision)
         task.loss_objects = task.create_loss_objects()
         task.metrics = {split: task.create_metrics(split) for split in SPLITS}
+        for of_split in task.metrics.values():
+            objects.check_scope(strategy, of_split, "task.create_metrics")
         trained = objects.trainable_variables(task.model)
         moving_average = MovingAverage(trained, config.ema_decay) if config.ema_decay else None
     objects.check_objects(task, config, strategy, batches["train"].element_spec)

@@ -147,6 +147,10 @@ def model_made_outside():
     return OUTSIDE["model"]
 
 
+def metrics_made_outside(split):
+    return OUTSIDE[split]
+
+
 def counting_step(batch):
     OUTSIDE["counter"].assign_add(1)
     return ORIGINAL["train_step"](batch)
@@ -222,7 +226,7 @@ def rising_loss(total_steps):
     return keras.optimizers.SGD(-0.1)
 
 
-ORIGINAL = {name: getattr(task, name) for name in ("train_step", "load_examples")}
+ORIGINAL = {name: getattr(task, name) for name in ("train_step", "load_examples", "create_metrics")}
 L2 = keras.regularizers.L2(0.1)
 
 FAULTS = {
@@ -244,6 +248,12 @@ FAULTS = {
         "use --clip-norm",
     ),
     "model outside the scope": ({"create_model": model_made_outside}, "task.py create_model", "outside"),
+    "optimizer outside the scope": (
+        {"create_optimizer": lambda total_steps: OUTSIDE["optimizer"]},
+        "task.py create_optimizer",
+        "outside",
+    ),
+    "metric outside the scope": ({"create_metrics": metrics_made_outside}, "task.py create_metrics", "outside"),
     "variable outside the scope": ({"train_step": counting_step}, "task.py train_step", "'steps_seen"),
     "no gradient": (
         {"create_model": model_with_a_spare_variable},
@@ -278,6 +288,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found_and_the_hook_named(fault: str, check: Check) -> None:
     OUTSIDE["model"] = linear_model()
+    OUTSIDE["optimizer"] = keras.optimizers.SGD(0.1)
+    OUTSIDE.update({split: ORIGINAL["create_metrics"](split) for split in train.SPLITS})
     OUTSIDE["counter"] = tf.Variable(0, name="steps_seen")
     hooks, where, text = FAULTS[fault]
     holds, lines = check(hooks)

@@ -84,18 +84,21 @@ Add = Callable[[Finding], None]
 
 def _examine_data(program: ModuleType, task: ModuleType, settings: Any, add: Add) -> None:
     """The examples: structure, length, order, finite values, labels in range."""
+    ordered = True
     for split in program.SPLITS:
         once, again = (_fingerprints(task.load_examples(split)) for _ in range(2))
         if once != again:
-            place = next(index for index, (one, other) in enumerate(zip(once, again, strict=False)) if one != other)
+            ordered = False
+            differing = (index for index, (one, other) in enumerate(zip(once, again, strict=False)) if one != other)
             text = (
-                f"task.load_examples({split!r}) gave another example number {place} the second time: return them in "
-                "the same order every time; they are shuffled for you"
+                f"task.load_examples({split!r}) gave another example number {next(differing, len(again))} the second "
+                "time: return them in the same order every time; they are shuffled for you"
             )
             add(Finding("task.py load_examples", False, text))
     program.build(dataclasses.replace(settings, simulated_devices=1))
     sizes = ", ".join(f"{split} {batches.number_of_examples}" for split, batches in program.batches.items())
-    add(Finding("task.py load_examples", True, f"{sizes} examples of one structure, in the same order twice"))
+    if ordered:
+        add(Finding("task.py load_examples", True, f"{sizes} examples of one structure, in the same order twice"))
     batch_size = settings.global_batch_size
     shares = [str(number) for number in range(1, batch_size + 1) if batch_size % number == 0]
     add(Finding("--global-batch-size", True, f"{batch_size} can be shared by {', '.join(shares)} replicas"))
@@ -166,12 +169,9 @@ def _examine_replicas(program: ModuleType, task: ModuleType, settings: Any, add:
         add(Finding("task.py train_step", False, text + "update with apply_gradients, without a sum of your own"))
     metrics_differ = [name for name in one.metrics if not close(one.metrics[name], two.metrics[name])]
     for name in metrics_differ:
-        text = (
-            f"{name} is {one.metrics[name]:.6g} on one replica and {two.metrics[name]:.6g} on two: feed it values per"
-        )
-        where = _feeds_metrics(task, name.split("/")[0])
-        text += " example, unscaled, with sample_weight=weights"
-        add(Finding(f"task.py {where}", False, text))
+        where = f"task.py {_feeds_metrics(task, name.split('/')[0])}"
+        text = f"{name} is {one.metrics[name]:.6g} on one replica and {two.metrics[name]:.6g} on two: "
+        add(Finding(where, False, text + "feed it values per example, unscaled, with sample_weight=weights"))
     if not metrics_differ:
         add(Finding("task.py create_metrics", True, f"the same {', '.join(one.metrics)}"))
     retraced = {split: count for split, count in two.traces.items() if count != 1}

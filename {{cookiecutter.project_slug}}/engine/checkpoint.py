@@ -32,8 +32,8 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """Returns the checkpoints there are, oldest first."""
-        found = self.directory.glob("step-*")
-        return sorted(path for path in found if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir())
+        found = (path for path in self.directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
+        return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
 
     def path(self, step: int) -> Path:
         """Returns where the checkpoint of `step` is, or would be."""
@@ -49,6 +49,9 @@ class Checkpoints:
         Checkpoints of later steps are removed too: they are of a run that was taken up again from before them.
         """
         final = self.path(step)
+        # What a killed process left half-written; in a container the next one may have the same number.
+        for leftover in self.directory.glob(".step-*"):
+            shutil.rmtree(leftover)
         temporary = self.directory / f".{final.name}.{os.getpid()}"
         temporary.mkdir(parents=True)
         self._state.write(str(temporary / "state"))
@@ -56,10 +59,9 @@ class Checkpoints:
         if final.exists():  # The same step again, after a kill between the save and what followed it.
             shutil.rmtree(final)
         temporary.rename(final)
-        leftovers = [path for path in self.directory.glob(".step-*") if path.is_dir()]
         paths = self.paths()
-        later = paths[paths.index(final) + 1 :]
-        for path in [*leftovers, *later, *paths[: -len(later) or None][: -self.keep]]:
+        earlier, later = paths[: paths.index(final) + 1], paths[paths.index(final) + 1 :]
+        for path in [*later, *earlier[: -self.keep]]:
             shutil.rmtree(path)
         return final
 
