@@ -57,6 +57,34 @@ def tokens_loss(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(losses * mask, axis=1) / tf.reduce_sum(mask, axis=1)
 
 
+def two_losses(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of two weighted losses, [share]."""
+    distance = tf.reduce_mean(tf.square(predictions - tf.one_hot(labels, 3)), axis=1)
+    return 0.7 * classes_loss(labels, predictions) + 0.3 * distance
+
+
+def images(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns images [count, 4, 4, 1] and a class per pixel [count, 4, 4]."""
+    features = np.random.default_rng(count).normal(size=(count, 4, 4, 1)).astype("float32")
+    return features, (features[..., 0] > 0.3).astype("int32")
+
+
+def pixels_loss(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
+    """Returns each image's mean over its pixels, [share]."""
+    return tf.reduce_mean(classes_loss(labels, predictions), axis=(1, 2))
+
+
+def segmenter() -> keras.Model:
+    return keras.Sequential([keras.Input((4, 4, 1)), keras.layers.Conv2D(2, 3, padding="same")])
+
+
+def active_model() -> keras.Model:
+    """Adds a loss that depends on the batch, and one that does not."""
+    penalty = keras.regularizers.L2(0.05)
+    hidden = keras.layers.Dense(8, activation="gelu", activity_regularizer=penalty, bias_regularizer=penalty)
+    return keras.Sequential([keras.Input((6,)), hidden, keras.layers.Dense(3)])
+
+
 def dense_model(*, regularizer: Any = None, normalization: bool = False) -> keras.Model:
     layers = [keras.Input((6,)), keras.layers.Dense(8, kernel_regularizer=regularizer, use_bias=not normalization)]
     if normalization:
@@ -85,6 +113,10 @@ CASES = {
     ),
     "AdamW, 4 micro-batches": Case(table, dense_model, adamw, classes_loss, {"micro_batches": 4}),
     "AdamW, clipping": Case(table, dense_model, adamw, classes_loss, {"clip_norm": 0.2}),
+    "two losses, activity regularizer, 2 micro-batches": Case(
+        table, active_model, sgd, two_losses, {"micro_batches": 2}
+    ),
+    "a label per pixel": Case(images, segmenter, sgd, pixels_loss),
     "synchronized BatchNorm": Case(table, lambda: dense_model(normalization=True), sgd, classes_loss),
     "embedding, masked tokens, AdamW": Case(sentences, tagger, adamw, tokens_loss),
     "embedding, masked tokens, clipping": Case(sentences, tagger, sgd, tokens_loss, {"clip_norm": 0.05}),
