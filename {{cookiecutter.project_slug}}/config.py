@@ -33,8 +33,7 @@ class Config:
     """Examine the task on a few batches, tell what to mend, and train nothing."""
 
     epochs: int = 30
-    """Passes over the training examples. More of them continue a finished run, with the learning rate's schedule
-    stretched to all of them."""
+    """Passes over the examples. More of them continue a finished run; a schedule is then stretched to all."""
     global_batch_size: int = 32
     """Examples per step over all replicas together; the number of replicas has to divide it."""
     learning_rate: float = 3e-3
@@ -43,8 +42,7 @@ class Config:
     """Fixes initial weights, the order of examples, and augmentation."""
 
     strategy: Literal["auto", "one_device", "mirrored"] = "auto"
-    """What to train on. auto: one device -> one_device, several -> mirrored. mirrored: every GPU of this machine, or
-    every simulated device, holds a copy of the model."""
+    """mirrored: each GPU, or simulated device, has a copy of the model. auto: one_device on one, else mirrored."""
     deterministic: bool = False
     """Make every run of the same command bit-equal, whatever the model; slower. Without it most models' runs are."""
     simulated_devices: int = 0
