@@ -29,7 +29,7 @@ help:
 demo: .venv/installed
 	@rm -rf build/demo
 	@$(BIN)/cookiecutter --no-input --default-config --output-dir build/demo .
-	@cd $(DEMO) && $(CURDIR)/$(BIN)/python train.py --simulated-devices 2
+	@cd $(DEMO) && "$(CURDIR)/$(BIN)/python" train.py --simulated-devices 2
 	@echo "The run's files are in $(DEMO)/runs/default, the project in $(DEMO)."
 
 test: .venv/installed

@@ -33,7 +33,7 @@ def _broken_slug_rules(slug: str) -> Iterator[str]:
     elif slug in sys.stdlib_module_names:
         yield "is the name of a module of Python's standard library: choose another name"
     elif slug in OWN_MODULES:
-        yield "is the name of a file of the generated project: choose another name"
+        yield "is a name that the generated project keeps for itself: choose another name"
     elif slug in IMPORTED_MODULES:
         yield "is the name of a package that the project imports: choose another name"
     if slug.lower() in WINDOWS_DEVICES:

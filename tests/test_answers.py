@@ -10,7 +10,7 @@ from rendering import Bake, cookiecutter
 
 LETTERS = "has to begin with a lower-case letter and go on with lower-case letters, digits and underscores only"
 STANDARD = "is the name of a module of Python's standard library"
-FILE = "is the name of a file of the generated project"
+FILE = "is a name that the generated project keeps for itself"
 PACKAGE = "is the name of a package that the project imports"
 
 REFUSED_SLUGS = {

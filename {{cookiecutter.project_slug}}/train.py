@@ -107,7 +107,8 @@ def build(settings: Config) -> None:
     if moving_average:
         state |= {f"average/{name}": average for name, average in moving_average.averages.items()}
     checkpoints = Checkpoints(config.run_dir / "checkpoints", state, keep=config.keep_checkpoints)
-    best = Checkpoints(config.run_dir / "best", weights, keep=1)
+    # Two, because the newest checkpoint names the one before, until the next checkpoint is whole.
+    best = Checkpoints(config.run_dir / "best", weights, keep=2)
 
 
 # --- One batch on all replicas ----------------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         task_file = Path(task.__file__)
         check_run_directory(settings.run_dir, settings.as_json(), MAY_CHANGE_ON_RESUME, task_file, fresh=settings.fresh)
         result = None if settings.fresh else read_json(settings.run_dir / RESULT)
-        if result and result["epochs"] >= settings.epochs:
+        if result and result.get("epochs", 0) >= settings.epochs:
             title = f"Finished already after {result['epochs']} epochs (more --epochs continue it, --fresh starts anew)"
             print_facts(title, result)
             return

@@ -64,9 +64,39 @@ def normalized_model() -> keras.Model:
     return linear_model(keras.layers.BatchNormalization(synchronized=True), regularizer=keras.regularizers.L2(0.1))
 
 
-@pytest.mark.parametrize("model", [partly_frozen_model, random_model, normalized_model])
-def test_sound_model_is_no_false_alarm(model: Callable[[], keras.Model], check: Check) -> None:
-    assert check({"create_model": model}) == (True, [])
+def flipping_model() -> keras.Model:
+    return linear_model(keras.layers.Reshape((8, 8, 1)), keras.layers.RandomFlip(), keras.layers.Flatten())
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (partly_frozen_model, {}),
+        (random_model, {}),
+        (normalized_model, {}),
+        (normalized_model, {"micro_batches": 2}),
+        (flipping_model, {}),
+    ],
+)
+def test_sound_model_is_no_false_alarm(model: Callable[[], keras.Model], settings: dict, check: Check) -> None:
+    assert check({"create_model": model}, **settings) == (True, [])
+
+
+def test_labels_that_are_no_classes_are_no_false_alarm(check: Check) -> None:
+    def distance(labels, predictions, weights):
+        per_example_loss = tf.square(tf.cast(labels, tf.float32) - tf.reduce_mean(predictions, axis=1))
+        return average(per_example_loss, weights), per_example_loss
+
+    load_examples = task.load_examples
+    hooks = {
+        "load_examples": lambda split: load_examples(split).map(lambda features, label: (features, 3 * label)),
+        "compute_loss": distance,
+        "create_metrics": lambda split: {"loss": keras.metrics.Mean()},
+        "update_metrics": lambda split, labels, predictions, per_example_loss, weights: task.metrics[split][
+            "loss"
+        ].update_state(per_example_loss, sample_weight=weights),
+    }
+    assert check(hooks) == (True, [])
 
 
 def test_random_layers_are_named(check: Check, capsys: pytest.CaptureFixture[str]) -> None:

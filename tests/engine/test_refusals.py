@@ -241,6 +241,9 @@ FAULTY_HOOKS = {
         {"load_examples": lambda split: LOAD_EXAMPLES(split).batch(4)},
         "task.prepare_example failed on an example of (float32[None, 8, 8, 1], int32[None])",
     ),
+    "list of losses": ({"create_loss_objects": list}, "task.create_loss_objects returned []: return a dict"),
+    "list of metrics": ({"create_metrics": lambda split: []}, "task.create_metrics returned []"),
+    "no optimizer": ({"create_optimizer": lambda total_steps: None}, "task.create_optimizer returned None"),
     "no test step": ({"test_step": None}, "task.py has no function test_step"),
     "other parameters, rank trap": (
         {"compute_loss": square_loss_renamed, "validation_step": step_with_renamed_loss},

@@ -8,6 +8,7 @@ so that one cause does not hide another.
 import dataclasses
 import itertools
 import math
+import pickle
 import re
 import sys
 import tempfile
@@ -23,8 +24,18 @@ import tensorflow as tf
 
 from engine.console import console
 from engine.errors import BadInput, first_line, where_raised
-from engine.measure import BATCHES, Measured, close, differing_gradients, few_examples, measure, recording_optimizers
+from engine.measure import (
+    BATCHES,
+    Measured,
+    close,
+    differing_gradients,
+    few_examples,
+    measure,
+    recording_optimizers,
+    switch_off,
+)
 from engine.objects import by_name, model_variables
+from engine.replicas import layers_of
 
 EXAMPLES_READ_TWICE = 1000
 REPEATED_STEPS = 40
@@ -57,6 +68,7 @@ def check_task(program: ModuleType, task: ModuleType, settings: Any) -> bool:
             simulated_devices=2,
             precision="float32",
             jit=False,
+            clip_norm=None,  # Clipping makes a gradient that is too large look right.
             global_batch_size=max(unit, settings.global_batch_size // unit * unit),
             steps_per_execution=BATCHES - 1,  # Two calls of unequal length in an epoch show whether both share a trace.
         )
@@ -123,14 +135,14 @@ def _examine_batch(task: ModuleType, split: str, batch: Any) -> None:
         return
     classes = predictions.shape[-1]
     low, high = int(tf.reduce_min(labels)), int(tf.reduce_max(labels))
-    # Negative labels often mark padding, and the loss then has to leave them out.
+    # Such labels may mark padding, or be no classes at all: the loss knows.
     loss_fails = False
-    if low < 0:
+    if classes > 1 and (low < 0 or high >= classes):
         try:
             loss_fails = not math.isfinite(float(task.compute_loss(labels, predictions, weights)[0]))
         except tf.errors.InvalidArgumentError:
             loss_fails = True
-    if high >= classes or loss_fails:
+    if loss_fails:
         raise BadInput(
             f"task.load_examples({split!r}) returned labels from {low} to {high}, and the model predicts {classes} "
             f"classes, 0 to {classes - 1}: mend the labels or the model's last layer"
@@ -141,6 +153,8 @@ def _examine_replicas(program: ModuleType, task: ModuleType, settings: Any, add:
     """Loss, gradients and metrics: the same on one replica and on two."""
     with few_examples(task, settings.global_batch_size), recording_optimizers(task):
         one = measure(program, task, dataclasses.replace(settings, micro_batches=1), 1)
+        if one.synchronized and settings.micro_batches > 1:  # Whose statistics are those of a micro-batch.
+            one = measure(program, task, settings, 1)
         two = measure(program, task, settings, 2)
 
     for name in one.unsynchronized:
@@ -155,6 +169,11 @@ def _examine_replicas(program: ModuleType, task: ModuleType, settings: Any, add:
     for name in two.without_gradient:
         text = f"{name} gets no gradient: use it in the loss, or set its layer's trainable = False"
         add(Finding("task.py train_step", False, text))
+
+    if one.still_random:
+        text = f"not compared, because {', '.join(one.still_random)} cannot be switched off: rather augment in"
+        add(Finding("task.py train_step", True, f"{text} task.prepare_example"))
+        return
 
     if close(one.loss, two.loss):
         add(Finding("task.py compute_loss", True, f"loss {one.loss:.6g} on one replica and on two"))
@@ -220,9 +239,13 @@ def _examine_state(program: ModuleType, task: ModuleType, settings: Any, add: Ad
 
 def _examine_learning(program: ModuleType, task: ModuleType, settings: Any, add: Add) -> None:
     """The loss falls on one repeated batch; how long an epoch would take."""
-    program.build(dataclasses.replace(settings, simulated_devices=1))
-    train = program.batches["train"]
-    batch = next(train.distribute(program.strategy))
+    steps = max(1, int(task.load_examples("train").cardinality()) // settings.global_batch_size)
+    with few_examples(task, settings.global_batch_size):
+        # As many epochs as let a schedule run through in the steps there are.
+        epochs = math.ceil(REPEATED_STEPS / BATCHES)
+        program.build(dataclasses.replace(settings, simulated_devices=1, epochs=epochs))
+        batch = next(program.batches["train"].distribute(program.strategy))
+    switch_off([layer for each in by_name(task.model, "model").values() for layer in layers_of(each)])
     repeated = iter(tf.data.Dataset.from_tensors(batch).repeat())
     first = program.run_steps["train"](repeated, tf.constant(1)).numpy()
     started = time.monotonic()
@@ -234,7 +257,7 @@ def _examine_learning(program: ModuleType, task: ModuleType, settings: Any, add:
     if not falls and not several:
         text += ": it has to fall; look at --learning-rate, and at what task.create_optimizer makes of it"
     add(Finding("task.py create_optimizer", falls or several, f"the loss goes {text}"))
-    text = f"about {train.steps * seconds:.0f} s on one CPU device without input, {1 / seconds:.0f} steps/s"
+    text = f"about {steps * seconds:.0f} s on one CPU device without input, {1 / seconds:.0f} steps/s"
     add(Finding("one epoch", True, f"{text}{_peak_memory()}"))
 
 
@@ -246,7 +269,8 @@ def _fingerprints(examples: tf.data.Dataset) -> list[bytes]:
     if not isinstance(examples, tf.data.Dataset):
         return []
     first = examples.take(EXAMPLES_READ_TWICE).as_numpy_iterator()
-    return [b"".join(np.asarray(part).tobytes() for part in tf.nest.flatten(example)) for example in first]
+    # Texts are objects, whose bytes are addresses; pickle takes any value.
+    return [pickle.dumps([np.asarray(part).tolist() for part in tf.nest.flatten(example)]) for example in first]
 
 
 def _feeds_metrics(task: ModuleType, split: str) -> str:
@@ -275,5 +299,5 @@ def _why(one: Measured, two: Measured) -> str:
 
 def _hook_in(message: str) -> str:
     """Returns "task.py <function>" for a message that names "task.<function>"."""
-    named = re.search(r"\btask\.(\w+)", message)
+    named = re.search(r"\btask\.(?!py\b)(\w+)", message)
     return f"task.py {named[1]}" if named else "settings"

@@ -57,18 +57,18 @@ class Checkpoints:
         self._state.write(str(temporary / "state"))
         write_json(temporary / "record.json", {**record, "step": step, "variables": _description(self.variables)})
         if final.exists():  # The same step again, after a kill between the save and what followed it.
-            shutil.rmtree(final)
+            _remove(final)
         temporary.rename(final)
         paths = self.paths()
         earlier, later = paths[: paths.index(final) + 1], paths[paths.index(final) + 1 :]
         for path in [*later, *earlier[: -self.keep]]:
-            shutil.rmtree(path)
+            _remove(path)
         return final
 
     def verify(self, path: Path) -> dict[str, Any]:
         """Returns the record of the checkpoint at `path`. Raises BadInput if its variables are not exactly ours."""
         record = read_json(path / "record.json")
-        if record is None:
+        if record is None or "variables" not in record:
             raise BadInput(f"{path} is no whole checkpoint (no record.json): {self._way_on(path)}")
         expected, found = _description(self.variables), record["variables"]
         differences = [
@@ -105,6 +105,11 @@ def weights_sha256(variables: Variables) -> str:
         digest.update(f"{name} {value.dtype} {value.shape}\n".encode())
         digest.update(value.tobytes())
     return digest.hexdigest()
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint; it loses its name first, so that half of it is never taken for one."""
+    shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
 
 
 def _description(variables: Variables) -> dict[str, list[Any]]:

@@ -34,6 +34,8 @@ class Measured:
     outside_scope: list[str]
     traces: dict[str, int]
     random_layers: list[str]
+    still_random: list[str]
+    synchronized: list[str]
     unsynchronized: list[str]
 
 
@@ -56,7 +58,9 @@ def measure(program: ModuleType, task: ModuleType, settings: Any, replicas: int)
         BadInput: the loss or a gradient is not finite.
     """
     program.build(dataclasses.replace(settings, simulated_devices=replicas))
-    random_layers, unsynchronized = switch_off(task.model)
+    layers = [layer for each in by_name(task.model, "model").values() for layer in layers_of(each)]
+    synchronized = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
+    random_layers, still_random, unsynchronized = switch_off(layers)
     models = by_name(task.model, "model").values()
     optimizers = by_name(task.optimizer, "optimizer").values()
     regularization = sum(float(loss) for model in models for loss in model.losses)
@@ -95,6 +99,8 @@ def measure(program: ModuleType, task: ModuleType, settings: Any, replicas: int)
         outside_scope=_outside_scope(program.strategy, concrete.graph.variables) if replicas > 1 else [],
         traces={split: function.experimental_get_tracing_count() for split, function in program.run_steps.items()},
         random_layers=random_layers,
+        still_random=still_random,
+        synchronized=synchronized,
         unsynchronized=unsynchronized,
     )
 
@@ -108,18 +114,26 @@ def _outside_scope(strategy: tf.distribute.Strategy, variables: Any) -> list[str
     ]
 
 
-def switch_off(model: Any) -> tuple[list[str], list[str]]:
-    """Takes randomness out of the layers, and synchronizes them; returns the names of both kinds."""
-    random_layers, unsynchronized = [], []
-    for layer in (layer for each in by_name(model, "model").values() for layer in layers_of(each)):
-        for name in RANDOMNESS:
-            if isinstance(getattr(layer, name, None), float) and getattr(layer, name):
-                setattr(layer, name, 0.0)
-                random_layers.append(layer.name)
+def switch_off(layers: list[keras.layers.Layer]) -> tuple[list[str], list[str], list[str]]:
+    """Takes randomness out of the layers, and synchronizes them.
+
+    Returns the names of the random layers, of those among them that could not be switched off, and of those that were
+    not synchronized.
+    """
+    random_layers, still_random, unsynchronized = [], [], []
+    for layer in layers:
+        strengths = [name for name in RANDOMNESS if isinstance(getattr(layer, name, None), float)]
+        if any(getattr(layer, name) for name in strengths):
+            random_layers.append(layer.name)
+        for name in strengths:
+            setattr(layer, name, 0.0)
+        if not strengths and any(isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values()):
+            random_layers.append(layer.name)
+            still_random.append(layer.name)
         if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized and layer.trainable:
             layer.synchronized = True
             unsynchronized.append(layer.name)
-    return random_layers, unsynchronized
+    return random_layers, still_random, unsynchronized
 
 
 def few_examples(task: ModuleType, global_batch_size: int) -> contextlib.AbstractContextManager[None]:

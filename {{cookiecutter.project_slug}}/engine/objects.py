@@ -69,12 +69,12 @@ def build_models(model: Any, features_spec: Any) -> None:
 
 
 def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> None:
-    """Raises BadInput if a variable of the models, optimizers or metrics was made outside the strategy's scope."""
-    if strategy.num_replicas_in_sync == 1:
-        return
+    """Raises BadInput if the models, optimizers or metrics are none, or made outside the strategy's scope."""
     for each in by_name(objects, hook).values():
+        if not hasattr(each, "variables"):
+            raise BadInput(f"{hook} returned {each!r}: return what its docstring says")
         for variable in each.variables:
-            if not strategy.extended.variable_created_in_scope(variable.value):
+            if strategy.num_replicas_in_sync > 1 and not strategy.extended.variable_created_in_scope(variable.value):
                 raise BadInput(
                     f"{hook} returned the variable {variable.path}, which was made outside the strategy's scope: make "
                     "it inside the hook, not when the file is imported"
@@ -184,6 +184,8 @@ def _check_metrics(metrics: Metrics, monitor: str) -> None:
 
 def _check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
     """Raises BadInput for a loss that averages by itself: Keras divides it by the number of replicas as well."""
+    if not isinstance(loss_objects, Mapping):
+        raise BadInput(f"task.create_loss_objects returned {loss_objects!r}: return a dict of losses by name")
     for name, loss in loss_objects.items():
         reduction = getattr(loss, "reduction", None)
         if reduction not in (None, "none"):
@@ -231,7 +233,7 @@ def _check_loss(task: ModuleType, strategy: tf.distribute.Strategy, batch_spec: 
         traced.get_concrete_function(batch_spec)
     except ValueError as problem:
         # What tf.nn.compute_average_loss says of a scalar.
-        if "per_example_loss" not in str(problem):
+        if "Invalid value passed for `per_example_loss`" not in str(problem):
             raise
         raise BadInput(
             f"task.compute_loss was given a loss that is one number for the whole batch: {rule}"

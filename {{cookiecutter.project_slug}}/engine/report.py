@@ -52,7 +52,9 @@ class Report:
             self.draw_curves()
 
     def draw_curves(self) -> None:
-        """Draws curves.png: one panel per metric, its splits over the epochs."""
+        """Draws curves.png: one panel per metric, its splits over the epochs. Nothing, if there are no rows."""
+        if not self.rows:
+            return
         write_whole(self.run_dir / "curves.png", functools.partial(_draw, self.rows))
         self._curves_drawn = time.monotonic()
 

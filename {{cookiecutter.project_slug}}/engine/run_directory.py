@@ -73,7 +73,7 @@ def check_run_directory(
     if fresh:
         return
     recorded = read_json(run_dir / CONFIG)
-    earlier = recorded.get("settings", {})
+    earlier = recorded.get("settings") or {}
     names = (name for name in {**earlier, **settings} if name not in may_change)
     differing = [name for name in names if earlier.get(name) != settings.get(name)]
     if differing:

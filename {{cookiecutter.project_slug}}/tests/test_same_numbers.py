@@ -31,6 +31,10 @@ def test_one_two_and_four_replicas_agree(option: str, settings: Config) -> None:
     with recording_optimizers(task):
         # One replica without micro-batches is what all others have to equal.
         one = measure(train, task, dataclasses.replace(settings, micro_batches=1), 1)
+        if one.synchronized:  # Whose statistics are those of a micro-batch.
+            one = measure(train, task, settings, 1)
+        if one.still_random:
+            pytest.skip(f"{one.still_random} cannot be switched off; augment in prepare_example to be compared")
         assert not one.unsynchronized, "These layers normalize each replica's share by itself."
         assert not one.without_gradient, "These variables get no gradient."
         for replicas in (2, 4):
