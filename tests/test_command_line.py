@@ -16,6 +16,7 @@ def test_run_leaves_what_the_design_says(default_bake: Bake, tmp_path: Path) -> 
     run_dir = tmp_path / "run"
     out = default_bake.run("python", "train.py", "--run-dir", run_dir, *SHORT).stdout
     assert {path.name for path in run_dir.iterdir()} == {
+        ".lock",
         "best",
         "checkpoints",
         "config.json",

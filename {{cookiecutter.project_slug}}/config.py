@@ -31,6 +31,13 @@ class Config:
 
     check: bool = False
     """Examine the task on a few batches, tell what to mend, and train nothing."""
+    evaluate_only: bool = False
+    """Print the validation and test metrics of the run's best weights, or of --init-from; train and write nothing."""
+
+    init_from: Path | None = None
+    """Begin a new run with the weights of another run, a .weights.h5 or .keras file, or a tf.train.Checkpoint."""
+    init_partial: bool = False
+    """Let --init-from give only the weights that it and the model have in common."""
 
     epochs: int = 30
     """Passes over the examples. More of them continue a finished run; a schedule is then stretched to all."""
@@ -70,13 +77,24 @@ class Config:
     """The metric that decides which weights are the best: those are tested after the last epoch."""
     monitor_direction: Literal["auto", "min", "max"] = "auto"
     """Whether lower or higher is better. auto: by the metric's name."""
+    patience: int | None = None
+    """Stop after that many epochs without a better --monitor."""
+
+    checkpoint_every_steps: int | None = None
+    """Save at every multiple of that many steps too, besides at the end of each epoch."""
     keep_checkpoints: int = 3
     """Number of newest checkpoints to keep. The best weights are kept beside them."""
+    async_checkpoints: bool = False
+    """Write checkpoints in a thread of its own, while training goes on; takes memory for one more copy of the state."""
 
     def __post_init__(self) -> None:
         """Raises BadInput for the first value that breaks its rule."""
         for name in ("epochs", "global_batch_size", "micro_batches", "shuffle_buffer_size", "keep_checkpoints"):
             self._require(name, getattr(self, name) >= 1, "must be 1 or more")
+        for name in ("patience", "checkpoint_every_steps"):
+            value = getattr(self, name)
+            self._require(name, value is None or value >= 1, "must be 1 or more")
+        self._require("init_partial", not self.init_partial or self.init_from is not None, "needs --init-from")
         if self.steps_per_execution != "auto":
             self._require("steps_per_execution", self.steps_per_execution >= 1, "must be auto, or 1 or more")
         self._require("simulated_devices", self.simulated_devices >= 0, "must be 0 (real devices) or more")
@@ -102,11 +120,15 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "run_dir",
         "fresh",
         "check",
+        "evaluate_only",
         "epochs",
         "strategy",
         "simulated_devices",
         "steps_per_execution",
+        "patience",
+        "checkpoint_every_steps",
         "keep_checkpoints",
+        "async_checkpoints",
     }
 )
 

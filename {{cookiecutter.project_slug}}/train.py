@@ -8,11 +8,11 @@
 The same command again resumes a run that was stopped.
 """
 
+import concurrent.futures
 import contextlib
-import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,29 @@ import task
 from config import MAY_CHANGE_ON_RESUME, Config, read_settings
 from engine import objects
 from engine.check import check_task
-from engine.checkpoint import Checkpoints, weights_sha256
+from engine.checkpoint import Checkpoints, restore_newest, weights_sha256
 from engine.console import print_facts
 from engine.data import Batches, load_splits
-from engine.errors import Diverged, exit_codes
+from engine.errors import BadInput, Diverged, exit_codes
 from engine.gradients import MovingAverage
-from engine.monitor import is_better, resolve_direction
-from engine.replicas import average_statistics, spread_seeds
+from engine.initial_weights import load_initial_weights
+from engine.monitor import resolve_direction
+from engine.plan import describe_run, print_plan
+from engine.preemption import Preemption, saved_at_the_end
+from engine.progress import Progress
+from engine.replicas import average_statistics, is_seed, spread_seeds
 from engine.report import Report
 from engine.run_directory import (
+    BEST,
+    CHECKPOINTS,
     CONFIG,
     RESULT,
-    check_run_directory,
-    file_sha256,
-    open_run_directory,
+    RunDirectory,
     read_json,
     write_json,
 )
-from engine.strategy import create_strategy, describe_strategy, make_deterministic
+from engine.state import State, run_state
+from engine.strategy import create_strategy, make_deterministic
 
 SPLITS = ("train", "validation", "test")
 
@@ -52,7 +57,9 @@ strategy: tf.distribute.Strategy
 batches: dict[str, Batches]  # split -> its batches
 run_steps: dict[str, Callable[..., tf.Tensor]]  # split -> the compiled function that runs its steps
 steps_at_once: dict[str, int]  # split -> how many steps its next call runs
-checkpoints: Checkpoints  # the whole state, at the end of each epoch
+progress: Progress  # how far the run has come
+preemption: Preemption  # whether a signal has asked the run to stop
+checkpoints: Checkpoints  # the whole state, at the end of each epoch and every --checkpoint-every-steps
 best: Checkpoints  # the weights that --monitor says are the best
 direction: str  # "min" or "max": which --monitor is better
 moving_average: MovingAverage | None  # of the weights, with --ema-decay
@@ -64,7 +71,8 @@ def build(settings: Config) -> None:
     Raises:
         BadInput: the settings, the hooks of task.py and this machine do not go together.
     """
-    global config, strategy, batches, run_steps, steps_at_once, checkpoints, best, direction, moving_average
+    global config, strategy, batches, run_steps, steps_at_once, direction, moving_average
+    global progress, preemption, checkpoints, best
     objects.check_hooks(task)
     config = task.config = settings
     strategy = create_strategy(config.strategy, config.simulated_devices)
@@ -90,9 +98,11 @@ def build(settings: Config) -> None:
             objects.check_scope(strategy, of_split, "task.create_metrics")
         trained = objects.trainable_variables(task.model)
         moving_average = MovingAverage(trained, config.ema_decay) if config.ema_decay else None
+    objects.build_metrics(task, strategy, batches["train"].element_spec)
     objects.check_objects(task, config, strategy, batches["train"].element_spec)
     direction = resolve_direction(config.monitor, config.monitor_direction)
-    spread_seeds(strategy, objects.by_name(task.model, "model"))
+    weights = objects.model_variables(task.model)
+    spread_seeds(strategy, [variable for name, variable in weights.items() if is_seed(name)])
 
     # Compiled anew with every build: a compiled function keeps using the objects it was first called with.
     run_steps = {
@@ -102,13 +112,13 @@ def build(settings: Config) -> None:
     }
     steps_at_once = dict.fromkeys(SPLITS, 1 if config.steps_per_execution == "auto" else config.steps_per_execution)
 
-    weights = objects.model_variables(task.model)
-    state = {**weights, **objects.optimizer_variables(task.optimizer)}
-    if moving_average:
-        state |= {f"average/{name}": average for name, average in moving_average.averages.items()}
-    checkpoints = Checkpoints(config.run_dir / "checkpoints", state, keep=config.keep_checkpoints)
-    # Two, because the newest checkpoint names the one before, until the next checkpoint is whole.
-    best = Checkpoints(config.run_dir / "best", weights, keep=2)
+    progress, preemption = Progress(), Preemption()
+    state = run_state(strategy, task, moving_average)
+    writer = concurrent.futures.ThreadPoolExecutor(max_workers=1) if config.async_checkpoints else None
+    checkpoints = Checkpoints(config.run_dir / CHECKPOINTS, state, keep=config.keep_checkpoints, writer=writer)
+    # One more than there are checkpoints, because each of them may name another one as the best.
+    keep = config.keep_checkpoints + 1
+    best = Checkpoints(config.run_dir / BEST, State(strategy, weights), keep=keep, writer=writer)
 
 
 # --- One batch on all replicas ----------------------------------------------------------------------------------------
@@ -153,40 +163,53 @@ def compile_steps(distributed_step: Callable[..., tf.Tensor]) -> Callable[..., t
 
 
 def one_pass(split: str, epoch: int = 0) -> dict[str, float]:
-    """Runs all batches of a split; returns its metrics as "<split>/<name>", and resets them.
+    """Runs the batches of a split that are left to run; returns its metrics as "<split>/<name>", and resets them.
 
     Raises:
         Diverged: a loss is not finite.
+        Stopped: a signal has come; what was done so far is in `progress` and in the metrics.
     """
-    iterator = batches[split].distribute(strategy, epoch=epoch)
-    done, steps = 0, batches[split].steps
-    while done < steps:
-        count = min(steps_at_once[split], steps - done)
+    done = progress.steps_of_pass.setdefault(split, 0)
+    iterator = batches[split].distribute(strategy, epoch=epoch, first_step=done)
+    while done < batches[split].steps:
+        preemption.check()
+        count = min(steps_at_once[split], batches[split].steps - done)
+        if split == "train" and config.checkpoint_every_steps:
+            # To the next multiple, counted from the first epoch on, so that resumes move none.
+            count = min(count, config.checkpoint_every_steps - progress.step % config.checkpoint_every_steps)
         started = time.monotonic()
         losses = run_steps[split](iterator, tf.constant(count)).numpy()
         seconds = time.monotonic() - started
         if not np.isfinite(losses).all():
             first = np.flatnonzero(~np.isfinite(losses))[0]
-            raise Diverged(
-                f"the loss of {split} step {done + first + 1} in epoch {epoch + 1} is {losses[first]}: try a smaller "
-                f"--learning-rate with --fresh, or look for what is not finite with --check"
-            )
+            raise Diverged(f"the loss of {split} step {done + first + 1} in epoch {epoch + 1} is {losses[first]}")
         done += count
+        progress.add(split, count, seconds)
         if config.steps_per_execution == "auto" and count == steps_at_once[split]:
             # A second's worth, reached by doubling: the first call compiles, and so looks slow.
             steps_at_once[split] = max(1, min(2 * count, int(count / seconds)))
+        if split == "train" and done < batches[split].steps and is_time_to_save():
+            checkpoints.save(progress.step, progress.record())
     results = objects.metric_results(task.metrics, split)
     for metric in task.metrics[split].values():
         metric.reset_state()
+    progress.steps_of_pass[split] = 0
     return results
+
+
+def is_time_to_save() -> bool:
+    """Returns whether this step is a multiple of --checkpoint-every-steps."""
+    return config.checkpoint_every_steps is not None and progress.step % config.checkpoint_every_steps == 0
 
 
 # --- Epochs -----------------------------------------------------------------------------------------------------------
 
 
 def train_epoch(epoch: int) -> dict[str, float]:
-    """Trains on every batch of one epoch, counted from 0; returns the training metrics."""
-    return one_pass("train", epoch)
+    """Trains on the batches of one epoch, counted from 0, that are left; returns the training metrics of all."""
+    metrics = one_pass("train", epoch)
+    average_statistics(strategy, objects.by_name(task.model, "model"))
+    return metrics
 
 
 def validate(epoch: int = 0) -> dict[str, float]:
@@ -199,47 +222,42 @@ def test() -> dict[str, float]:
     return one_pass("test")
 
 
-@contextlib.contextmanager
-def weights_to_keep() -> Iterator[None]:
+def weights_to_keep() -> contextlib.AbstractContextManager[None]:
     """Puts in place, for a while, the weights that are validated, tested and kept as the best."""
-    average_statistics(strategy, objects.by_name(task.model, "model"))
-    with moving_average.in_place() if moving_average else contextlib.nullcontext():
-        yield
+    return moving_average.in_place() if moving_average else contextlib.nullcontext()
 
 
-def run_epochs(progress: dict[str, Any]) -> None:
-    """Trains, validates, reports and saves until `progress` (what a checkpoint records) has all epochs."""
-    report = Report(config.run_dir, epochs=config.epochs, epochs_done=progress["epoch"])
-    while progress["epoch"] < config.epochs:
+def run_epochs() -> None:
+    """Trains, validates, reports and saves until all epochs are done, or none was better for --patience of them."""
+    report = Report(config.run_dir, epochs=config.epochs, epochs_done=progress.epoch)
+    while progress.epoch < config.epochs and not is_out_of_patience():
         # TODO(you): Change what happens in an epoch, and between epochs.
-        started = time.monotonic()
-        train_metrics = train_epoch(progress["epoch"])
-        train_seconds = time.monotonic() - started
-        progress["epoch"] += 1
-        progress["step"] += batches["train"].steps
-
+        if not progress.train_metrics:  # Else it was stopped in the middle of the validation.
+            progress.train_metrics = train_epoch(progress.epoch)
         with weights_to_keep():
-            validation_metrics = validate(progress["epoch"] - 1)
-            score = {**train_metrics, **validation_metrics}[config.monitor]
-            improved = is_better(score, progress["best_score"], direction)
+            metrics = {**progress.train_metrics, **validate(progress.epoch)}
+            seconds, train_seconds = progress.end_epoch()
+            improved = progress.consider(metrics[config.monitor], direction)
             if improved:
-                progress |= {"best_epoch": progress["epoch"], "best_step": progress["step"], "best_score": score}
-                best.save(progress["step"], progress)
-
-        seconds = time.monotonic() - started
-        progress["seconds"] += seconds
+                best.save(progress.step, progress.record())
         row = {
-            "epoch": progress["epoch"],
-            "step": progress["step"],
+            "epoch": progress.epoch,
+            "step": progress.step,
             "seconds": seconds,
             "examples_per_second": (batches["train"].number_of_examples - batches["train"].left_out) / train_seconds,
             "learning_rate": objects.learning_rate(task.optimizer),
-            **train_metrics,
-            **validation_metrics,
+            **metrics,
         }
         report.epoch(row, is_best=improved)
-        checkpoints.save(progress["step"], progress)
+        checkpoints.save(progress.step, progress.record())
     report.draw_curves()
+
+
+def is_out_of_patience() -> bool:
+    return config.patience is not None and progress.epochs_without_improvement >= config.patience
+
+
+# --- The program ------------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -248,66 +266,93 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = read_settings(arguments)
         if settings.check:
             sys.exit(0 if check_task(sys.modules[__name__], task, settings) else 2)
-        task_file = Path(task.__file__)
-        check_run_directory(settings.run_dir, settings.as_json(), MAY_CHANGE_ON_RESUME, task_file, fresh=settings.fresh)
-        result = None if settings.fresh else read_json(settings.run_dir / RESULT)
-        if result and result.get("epochs", 0) >= settings.epochs:
-            title = f"Finished already after {result['epochs']} epochs (more --epochs continue it, --fresh starts anew)"
-            print_facts(title, result)
-            return
-
-        build(settings)
-        progress = {"epoch": 0, "step": 0, "seconds": 0.0, "best_epoch": None, "best_step": None, "best_score": None}
-        resumed_from = None if settings.fresh else checkpoints.newest()
-        if resumed_from:
-            progress = checkpoints.restore(resumed_from)
-            spread_seeds(strategy, objects.by_name(task.model, "model"))
-        open_run_directory(settings.run_dir, fresh=settings.fresh)
-        write_json(settings.run_dir / CONFIG, describe_run())
-        (settings.run_dir / RESULT).unlink(missing_ok=True)
-        print_plan(resumed_from)
-
-        run_epochs(progress)
-
-        fingerprint = weights_sha256(objects.model_variables(task.model))
-        best.restore(best.path(progress["best_step"]))
-        result = {
-            **test(),
-            "epochs": progress["epoch"],
-            "step": progress["step"],
-            "best_epoch": progress["best_epoch"],
-            f"best_{settings.monitor}": progress["best_score"],
-            "seconds": progress["seconds"],
-            "weights_sha256": fingerprint,
-        }
-        write_json(settings.run_dir / RESULT, result)
-        print_facts("Result, of the best weights", result)
+        run_directory = RunDirectory(settings.run_dir)
+        if not settings.fresh:
+            run_directory.check_same_run(settings.as_json(), MAY_CHANGE_ON_RESUME, Path(task.__file__))
+        if settings.evaluate_only:
+            evaluate(settings)
+        else:
+            with run_directory.held():
+                train(settings, run_directory)
 
 
-def describe_run() -> dict[str, Any]:
-    """Returns what config.json holds: the settings, and what else the numbers depend on."""
+def train(settings: Config, run_directory: RunDirectory) -> None:
+    """Begins a run, or goes on with the one in the directory, and ends it with the test of its best weights."""
+    result = None if settings.fresh else read_json(settings.run_dir / RESULT)
+    if result and is_finished(result, settings):
+        told = "more --epochs, or --patience, continue it; --fresh starts anew"
+        print_facts(f"Finished already after {result['epochs']} epochs ({told})", result)
+        return
+
+    build(settings)
+    begins = None if settings.fresh else resume()
+    if not begins:
+        begins = initialize() if settings.init_from else "with new weights"
+    run_directory.open(fresh=settings.fresh)
+    write_json(settings.run_dir / CONFIG, describe_run(settings, strategy, task))
+    (settings.run_dir / RESULT).unlink(missing_ok=True)
+    print_plan(settings, strategy, batches, task, begins)
+
+    with preemption.listening():
+        with saved_at_the_end(checkpoints, best, progress):
+            run_epochs()
+        write_json(settings.run_dir / RESULT, test_the_best())
+    print_facts("Result, of the best weights", read_json(settings.run_dir / RESULT))
+
+
+def test_the_best() -> dict[str, Any]:
+    """Returns what result.json holds: the test metrics of the best weights, and what the run came to."""
+    fingerprint = weights_sha256(objects.model_variables(task.model))
+    best.restore(best.path(progress.best_step))
     return {
-        "settings": config.as_json(),
-        "strategy": describe_strategy(strategy),
-        "replicas": strategy.num_replicas_in_sync,
-        "task_sha256": file_sha256(Path(task.__file__)),
-        "versions": {"tensorflow": tf.__version__, "keras": keras.__version__, "python": platform.python_version()},
+        **test(),
+        "epochs": progress.epoch,
+        "step": progress.step,
+        "best_epoch": progress.best_epoch,
+        f"best_{config.monitor}": progress.best_score,
+        "epochs_without_improvement": progress.epochs_without_improvement,
+        "seconds": progress.seconds,
+        "weights_sha256": fingerprint,
     }
 
 
-def print_plan(resumed_from: Path | None) -> None:
-    """Prints once, before training, what is about to happen."""
-    train = batches["train"]
-    left_out = f", {train.left_out} examples left out of each (--keep-last-batch keeps them)" if train.left_out else ""
-    facts = {
-        "strategy": f"{describe_strategy(strategy)}, {strategy.num_replicas_in_sync} replica(s)",
-        "batch": f"{config.global_batch_size} examples, {train.share} on each replica",
-        "examples": ", ".join(f"{split} {each.number_of_examples}" for split, each in batches.items()),
-        "epochs": f"{config.epochs} of {train.steps} steps{left_out}",
-        "parameters": f"{sum(model.count_params() for model in objects.by_name(task.model, 'model').values()):,}",
-        "run directory": str(config.run_dir) + (f", resumed from {resumed_from.name}" if resumed_from else ""),
-    }
-    print_facts("Training", facts)
+def is_finished(result: dict[str, Any], settings: Config) -> bool:
+    out_of_patience = settings.patience and result.get("epochs_without_improvement", 0) >= settings.patience
+    return bool(result.get("epochs", 0) >= settings.epochs or out_of_patience)
+
+
+def resume() -> str | None:
+    """Takes up the run where its newest whole checkpoint was made; returns which, or None if there is none."""
+    global progress
+    newest = restore_newest(checkpoints, best)
+    if newest is None:
+        return None
+    path, progress = newest
+    return f"resumed from {path.name}"
+
+
+def initialize() -> str:
+    """Begins with the weights of --init-from; returns which they are."""
+    report = load_initial_weights(config.init_from, task.model, partial=config.init_partial)
+    if moving_average:
+        moving_average.start_anew()
+    return report
+
+
+def evaluate(settings: Config) -> None:
+    """Prints the validation and test metrics of the best weights of the run, or of --init-from if there is no run."""
+    build(settings)
+    if resume():
+        if progress.best_step is None:
+            raise BadInput(f"--evaluate-only: the run in {settings.run_dir} has not been validated yet: train on first")
+        best.restore(best.path(progress.best_step))
+        weights = best.path(progress.best_step)
+        progress.steps_of_pass = {}
+    elif settings.init_from:
+        weights = initialize()
+    else:
+        raise BadInput(f"--evaluate-only: {settings.run_dir} holds no checkpoint: train first, or give --init-from")
+    print_facts(f"Evaluation of {weights}", {**validate(), **test()})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""Checkpoints are whole, verified by name, and only the newest are kept."""
+"""Checkpoints are whole, verified by name and by checksum, and only the newest are kept."""
 
+import concurrent.futures
 import hashlib
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from engine.checkpoint import Checkpoints, weights_sha256
-from engine.errors import BadInput
+from engine.checkpoint import Checkpoints, Damaged, restore_newest, weights_sha256
+from engine.errors import BadInput, CannotWrite, Diverged
+from engine.progress import Progress
+from engine.state import State
 from engine.strategy import create_strategy
 
 
@@ -16,72 +20,130 @@ def variables(**shapes: tuple[int, ...]) -> dict[str, tf.Variable]:
     return {name.replace("_", "/"): tf.Variable(tf.zeros(shape)) for name, shape in shapes.items()}
 
 
+def of(directory: Path, named: dict[str, tf.Variable], **options) -> Checkpoints:
+    return Checkpoints(directory, State(tf.distribute.get_strategy(), named), **{"keep": 1, **options})
+
+
 def test_restored_variables_and_record_are_those_saved(tmp_path: Path) -> None:
-    saved = {"a/b.c": tf.Variable([1.5, 2.5]), "a": tf.Variable(3, dtype=tf.int64), "a/ü#2": tf.Variable([[7]])}
-    path = Checkpoints(tmp_path, saved, keep=1).save(12, {"best_score": 0.1, "best_epoch": None})
+    saved = {
+        "a/b.c": tf.Variable([1.5, 2.5]),
+        "a": tf.Variable(3, dtype=tf.int64),
+        "a/ü#2": tf.Variable([[7]]),
+        "seed": tf.Variable([1, 2**32 - 1], dtype=tf.uint32),
+        "half": tf.Variable(tf.cast([1.0, 1 / 3], tf.bfloat16)),
+    }
+    path = of(tmp_path, saved).save(12, {"best_score": 0.1, "best_epoch": None})
     others = {name: tf.Variable(tf.zeros_like(variable)) for name, variable in saved.items()}
-    record = Checkpoints(tmp_path, others, keep=1).restore(path)
-    assert (record["step"], record["best_score"], record["best_epoch"]) == (12, 0.1, None)
+    record = of(tmp_path, others).restore(path)
+    assert record == {"step": 12, "best_score": 0.1, "best_epoch": None}
     for name, variable in saved.items():
         np.testing.assert_array_equal(others[name].numpy(), variable.numpy())
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 4), (4, 2)])
-def test_another_number_of_replicas_restores_every_replica(first: int, second: int, tmp_path: Path) -> None:
-    with create_strategy("auto", first).scope():
-        saved = {"v": tf.Variable([1.0, 2.0])}
-    saved["v"].assign([0.1, 0.2])
-    path = Checkpoints(tmp_path, saved, keep=1).save(1, {})
-    strategy = create_strategy("auto", second)
+def on(replicas: int, **values: list[float]) -> State:
+    """Returns a state on some replicas: "alike", "seed" and "mean" variables, and what a metric sums up."""
+    strategy = create_strategy("auto", replicas)
+    summed = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
     with strategy.scope():
-        other = {"v": tf.Variable([9.0, 9.0])}
+        alike = {"alike": tf.Variable([0.0, 0.0])}
+        own = {
+            "layer/seed_generator_state": tf.Variable([0, 0], dtype=tf.uint32),
+            "mean": tf.Variable(0.0),
+            "total": tf.Variable(0.0, **summed),
+        }
+    return State(strategy, alike, own)
+
+
+def test_every_replica_gets_back_its_own(tmp_path: Path) -> None:
+    state = on(3)
+    values = {
+        "alike": np.array([0.1, 0.2], "float32"),
+        "layer/seed_generator_state": np.array([[1, 2], [3, 4], [5, 6]], "uint32"),
+        "mean": np.array([0.1, 0.2, 0.3], "float32"),
+        "total": np.array([1.1, 2.2, 3.3], "float32"),
+    }
+    state.assign(values)
+    path = Checkpoints(tmp_path, state, keep=1).save(1, {})
+    other = on(3)
     Checkpoints(tmp_path, other, keep=1).restore(path)
-    for value in strategy.experimental_local_results(other["v"]):
-        np.testing.assert_array_equal(value.numpy(), saved["v"].numpy())
+    for name, value in values.items():
+        np.testing.assert_array_equal(other.values()[name], value)
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 4), (4, 2), (2, 3)])
+def test_another_number_of_replicas_restores_what_it_means(first: int, second: int, tmp_path: Path) -> None:
+    state = on(first)
+    state.assign(
+        {
+            "alike": np.array([0.1, 0.2], "float32"),
+            "layer/seed_generator_state": np.array([[7 + replica, 2] for replica in range(first)], "uint32"),
+            "mean": np.arange(first, dtype="float32"),
+            "total": np.arange(1, first + 1, dtype="float32"),
+        }
+    )
+    path = Checkpoints(tmp_path, state, keep=1).save(1, {})
+    other = on(second)
+    Checkpoints(tmp_path, other, keep=1).restore(path)
+    found = other.values()
+    for value in other.strategy.experimental_local_results(other.alike["alike"]):
+        np.testing.assert_array_equal(value.numpy(), np.array([0.1, 0.2], "float32"))
+    np.testing.assert_array_equal(found["mean"], [(first - 1) / 2] * second)
+    assert found["total"].sum() == first * (first + 1) / 2 == other.own["total"].numpy()
+    seeds = found["layer/seed_generator_state"]
+    np.testing.assert_array_equal(seeds[0], [7, 2])
+    assert len(np.unique(seeds, axis=0)) == second
+
+
+def test_statistics_that_agree_stay_the_same_bits_on_any_number_of_replicas(tmp_path: Path) -> None:
+    state = on(3)
+    some = np.linspace(0.5, 1.0, 100, dtype="float32")
+    rounded = [number for number in some if np.full(3, number).mean(dtype="float32") != number]
+    state.assign({**state.values(), "mean": np.full(3, rounded[0])})
+    path = Checkpoints(tmp_path, state, keep=1).save(1, {})
+    for replicas in (1, 2, 4):
+        other = on(replicas)
+        Checkpoints(tmp_path, other, keep=1).restore(path)
+        np.testing.assert_array_equal(other.values()["mean"], np.full(replicas, rounded[0]))
 
 
 def test_newest_are_kept_in_the_order_of_their_steps(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, variables(a=(2,)), keep=2)
-    assert checkpoints.newest() is None
+    checkpoints = of(tmp_path, variables(a=(2,)), keep=2)
+    assert checkpoints.paths() == []
     for step in (1, 9, 10, 99_999_999, 100_000_000):
         checkpoints.save(step, {})
     assert [path.name for path in checkpoints.paths()] == ["step-99999999", "step-100000000"]
-    assert checkpoints.newest().name == "step-100000000"
 
 
 def test_saving_an_earlier_step_drops_the_later_ones(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, variables(a=(2,)), keep=2)
+    checkpoints = of(tmp_path, variables(a=(2,)), keep=2)
     for step in (10, 20, 30, 15):
         checkpoints.save(step, {})
     assert [path.name for path in checkpoints.paths()] == ["step-00000015"]
 
 
 def test_other_files_beside_are_left_alone(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, variables(a=(2,)), keep=1)
+    checkpoints = of(tmp_path, variables(a=(2,)))
     checkpoints.save(1, {})
     (tmp_path / "step-00000009.bak").mkdir()
     (tmp_path / "step-notes.txt").write_text("mine")
     checkpoints.save(2, {})
-    assert checkpoints.newest().name == "step-00000002"
+    assert [path.name for path in checkpoints.paths()] == ["step-00000002"]
     assert (tmp_path / "step-00000009.bak").exists()
 
 
 def test_half_written_checkpoint_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = Checkpoints(tmp_path, variables(a=(2,)), keep=2)
+    checkpoints = of(tmp_path, variables(a=(2,)), keep=2)
     checkpoints.save(1, {})
-    with monkeypatch.context() as killing:
-        killing.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            checkpoints.save(2, {})
-    assert checkpoints.newest().name == "step-00000001"
-    # The next save of the same process, or of one with its number, removes what was left behind.
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000002.part")
+    assert [path.name for path in checkpoints.paths()] == ["step-00000001"]
+    # The next save removes what was left behind.
     checkpoints.save(2, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
 def test_same_step_is_saved_again(tmp_path: Path) -> None:
     state = {"a": tf.Variable(1.0)}
-    checkpoints = Checkpoints(tmp_path, state, keep=1)
+    checkpoints = of(tmp_path, state)
     checkpoints.save(5, {})
     state["a"].assign(2.0)
     path = checkpoints.save(5, {})
@@ -90,11 +152,35 @@ def test_same_step_is_saved_again(tmp_path: Path) -> None:
     assert state["a"].numpy() == 2.0
 
 
+def test_what_is_written_in_a_thread_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+    state = {"a": tf.Variable([1.0, 2.0])}
+    (tmp_path / "run").mkdir()
+    checkpoints = of(tmp_path / "run" / "checkpoints", state, keep=2, writer=writer)
+    begun = concurrent.futures.Future()
+    write = Checkpoints._write
+    with monkeypatch.context() as slowly:
+        slowly.setattr(Checkpoints, "_write", lambda *arguments: begun.result(timeout=60) or write(*arguments))
+        path = checkpoints.save(1, {})
+        state["a"].assign([3.0, 4.0])
+        assert not path.exists()
+        begun.set_result(None)
+        checkpoints.wait()
+    checkpoints.restore(path)
+    np.testing.assert_array_equal(state["a"].numpy(), [1.0, 2.0])
+
+    shutil.rmtree(tmp_path / "run")
+    checkpoints.save(2, {})
+    with pytest.raises(CannotWrite, match="moved or deleted"):
+        checkpoints.wait()
+    checkpoints.wait()  # Told once.
+
+
 def test_other_variables_are_refused_by_name(tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path, variables(same=(1,), gone=(2,), reshaped=(3,)), keep=1).save(1, {})
+    path = of(tmp_path, variables(same=(1,), gone=(2,), reshaped=(3,))).save(1, {})
     ours = variables(same=(1,), reshaped=(4,), added=(5,))
     with pytest.raises(BadInput) as refused:
-        Checkpoints(tmp_path, ours, keep=1).restore(path)
+        of(tmp_path, ours).restore(path)
     for difference in (
         "3 variables differ",
         "gone float32[2] there and absent now",
@@ -103,6 +189,65 @@ def test_other_variables_are_refused_by_name(tmp_path: Path) -> None:
     ):
         assert difference in str(refused.value)
     assert all((variable.numpy() == 0).all() for variable in ours.values())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_saved(value: float, tmp_path: Path) -> None:
+    state = {"model/a": tf.Variable([1.0, 2.0]), "metrics/train/ratio": tf.Variable(value)}
+    checkpoints = of(tmp_path, state, keep=2)
+    checkpoints.save(1, {})  # A metric may be anything.
+    state["model/a"].assign([1.0, value])
+    with pytest.raises(Diverged, match="after step 2 the variable model/a is not finite"):
+        checkpoints.save(2, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    path.unlink()
+    if how == "emptied":
+        path.write_bytes(b"")
+    elif how == "cut short":
+        path.write_bytes(content[: len(content) * 3 // 5])
+    elif how == "changed":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["removed", "emptied", "cut short", "changed"])
+@pytest.mark.parametrize("file", ["state.index", "state.data-00000-of-00001", "record.json", "SHA256SUMS"])
+def test_damage_is_found_and_the_checkpoint_before_is_used(file: str, how: str, tmp_path: Path, capsys) -> None:
+    state = variables(a=(1000,), b=())
+    checkpoints, best = of(tmp_path / "states", state, keep=3), of(tmp_path / "best", state, keep=3)
+    for step in (1, 2):
+        state["a"].assign(tf.fill([1000], float(step)))
+        progress = Progress(step=step)
+        best.save(step, progress.record())
+        checkpoints.save(step, Progress(step=step, best_step=step).record())
+    state["a"].assign(tf.zeros([1000]))
+
+    damage(tmp_path / "states" / "step-00000002" / file, how)
+    with pytest.raises(Damaged, match="step-00000002 is damaged"):
+        checkpoints.read(tmp_path / "states" / "step-00000002")
+    assert (state["a"].numpy() == 0).all()
+    path, progress = restore_newest(checkpoints, best)
+    assert (path.name, progress.step, state["a"].numpy()[0]) == ("step-00000001", 1, 1.0)
+    assert "step-00000002 is damaged" in capsys.readouterr().out
+
+    # A checkpoint whose best weights are damaged is of no use either.
+    damage(tmp_path / "best" / "step-00000001" / file, how)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(BadInput, match="holds no whole checkpoint"):
+        restore_newest(checkpoints, best)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_record_of_something_else_is_damage(tmp_path: Path) -> None:
+    state = variables(a=(2,))
+    checkpoints = of(tmp_path, state)
+    checkpoints.save(1, {**Progress(step=1).record(), "colour": "red"})
+    with pytest.raises(BadInput, match="no whole checkpoint"):
+        restore_newest(checkpoints, of(tmp_path / "best", state))
 
 
 def test_fingerprint_is_the_one_documented() -> None:

@@ -1,7 +1,6 @@
 """Settings, run directories and hooks that cannot work end in one line and exit code 2, and leave nothing behind."""
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,20 +121,6 @@ def test_jit_with_a_synchronized_layer_is_refused(refused: Refused, monkeypatch:
     assert "--jit with the layer 'batch_normalization'" in refused("--jit", "--simulated-devices=2")
 
 
-def test_damaged_checkpoint_is_refused_and_the_way_on_works(refused: Refused, tmp_path: Path) -> None:
-    train.main([f"--run-dir={tmp_path / 'run'}", "--epochs=2"])
-    newest = tmp_path / "run" / "checkpoints" / "step-00000078"
-    data = newest / "state.data-00000-of-00001"
-    data.write_bytes(data.read_bytes()[:1000])
-    line = refused("--epochs=3")
-    assert f"{newest} is damaged" in line
-    assert "delete it to go on from step-00000039" in line
-    (newest / "record.json").unlink()
-    assert f"{newest} is no whole checkpoint" in refused("--epochs=3")
-    shutil.rmtree(newest)
-    train.main([f"--run-dir={tmp_path / 'run'}", "--epochs=2"])
-
-
 def test_another_task_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     arguments = [f"--run-dir={tmp_path / 'run'}", "--epochs=1"]
     train.main(arguments)
@@ -154,6 +139,8 @@ def test_run_with_other_settings_or_another_model_is_refused(
     line = refused("--epochs=2", "--seed=1", "--global-batch-size=64")
     assert "other settings (--global-batch-size 32 there and 64 now, --seed 0 there and 1 now)" in line
     assert "--fresh" in line
+    assert "--micro-batches 1 there and 2 now" in refused("--epochs=2", "--micro-batches=2")
+    assert "--precision float32 there and mixed_float16 now" in refused("--epochs=2", "--precision=mixed_float16")
 
     create_model = task.create_model
     narrower = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])

@@ -1,103 +1,190 @@
-"""The state of a run on disk: save, verify, restore, keep the newest.
+"""The state of a run on disk: save, restore, keep the newest.
 
-One checkpoint is one directory, `step-00000135/`: the variables as a tf.train.Checkpoint (`state.index`,
-`state.data-*`), and beside it `record.json`, the run's counters and every variable's name, dtype and shape. It is
-written under a temporary name and renamed, so a directory with a checkpoint's name is a whole checkpoint.
+One checkpoint is one directory, `step-00000135/`: every variable under its name, in TensorFlow's own format
+(`state.index`, `state.data-*`, for tf.train.load_checkpoint), the counts and scores (`record.json`), and `SHA256SUMS`.
+It is written under a temporary name and renamed, so a directory with a checkpoint's name was whole once; what was
+damaged since is found by checksums, before any variable is changed.
 """
 
+import concurrent.futures
 import hashlib
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from engine.errors import BadInput, first_line
-from engine.run_directory import read_json, write_json
+from engine.console import console
+from engine.errors import BadInput, Diverged, first_line
+from engine.progress import Progress
+from engine.run_directory import file_sha256, read_json, write_json, write_whole, writing
+from engine.state import State, Values
 
-Variables = dict[str, tf.Variable]
+RECORD = "record.json"
+INDEX = "state.index"
+CHECKSUMS = "SHA256SUMS"
+
+
+class Damaged(Exception):
+    """A checkpoint cannot be read as it was written. The text is one line: which, and why."""
 
 
 class Checkpoints:
-    """The newest `keep` checkpoints of some variables, in one directory."""
+    """The newest `keep` checkpoints of a state, in one directory."""
 
-    def __init__(self, directory: Path, variables: Variables, *, keep: int) -> None:
-        """`variables` maps a unique name to a variable; a name is how a checkpoint's content is recognised."""
+    def __init__(
+        self, directory: Path, state: State, *, keep: int, writer: concurrent.futures.Executor | None = None
+    ) -> None:
+        """With a `writer`, files are written in its thread, while training goes on."""
         self.directory = directory
-        self.variables = variables
+        self.state = state
         self.keep = keep
-        self._state = tf.train.Checkpoint(variables=variables)
+        self._writer = writer
+        self._being_written: concurrent.futures.Future | None = None
 
     def paths(self) -> list[Path]:
         """Returns the checkpoints there are, oldest first."""
-        found = (path for path in self.directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
-        return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
+        return checkpoint_paths(self.directory)
 
     def path(self, step: int) -> Path:
         """Returns where the checkpoint of `step` is, or would be."""
         return self.directory / f"step-{step:08d}"
 
-    def newest(self) -> Path | None:
-        """Returns the newest checkpoint, or None."""
-        return next(reversed(self.paths()), None)
-
     def save(self, step: int, record: dict[str, Any]) -> Path:
-        """Writes the variables and `record` (JSON values) as the checkpoint of `step`; then removes the oldest.
+        """Writes the state and `record` (JSON values) as the checkpoint of `step`; then removes the oldest.
 
         Checkpoints of later steps are removed too: they are of a run that was taken up again from before them.
-        """
-        final = self.path(step)
-        # What a killed process left half-written; in a container the next one may have the same number.
-        for leftover in self.directory.glob(".step-*"):
-            shutil.rmtree(leftover)
-        temporary = self.directory / f".{final.name}.{os.getpid()}"
-        temporary.mkdir(parents=True)
-        self._state.write(str(temporary / "state"))
-        write_json(temporary / "record.json", {**record, "step": step, "variables": _description(self.variables)})
-        if final.exists():  # The same step again, after a kill between the save and what followed it.
-            _remove(final)
-        temporary.rename(final)
-        paths = self.paths()
-        earlier, later = paths[: paths.index(final) + 1], paths[paths.index(final) + 1 :]
-        for path in [*later, *earlier[: -self.keep]]:
-            _remove(path)
-        return final
 
-    def verify(self, path: Path) -> dict[str, Any]:
-        """Returns the record of the checkpoint at `path`. Raises BadInput if its variables are not exactly ours."""
-        record = read_json(path / "record.json")
-        if record is None or "variables" not in record:
-            raise BadInput(f"{path} is no whole checkpoint (no record.json): {self._way_on(path)}")
-        expected, found = _description(self.variables), record["variables"]
-        differences = [
-            f"{name} {_kind(found.get(name))} there and {_kind(expected.get(name))} now"
-            for name in {**expected, **found}
-            if expected.get(name) != found.get(name)
-        ]
-        if differences:
+        Raises:
+            Diverged: a variable is not finite; nothing is written.
+            CannotWrite: the disk refused; what was there is as it was. With a writer, the next call may raise it.
+        """
+        self.wait()
+        values, record = self.state.values(), {**record, "step": step}
+        for name, value in values.items():
+            if not name.startswith("metrics/") and not _is_finite(value):
+                raise Diverged(f"after step {step} the variable {name} is not finite: nothing of it was saved")
+        if self._writer:
+            self._being_written = self._writer.submit(self._write, step, values, record)
+        else:
+            self._write(step, values, record)
+        return self.path(step)
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk. Raises CannotWrite if it could not be written."""
+        written, self._being_written = self._being_written, None
+        if written:
+            written.result()
+
+    def read(self, path: Path) -> tuple[Values, dict[str, Any]]:
+        """Returns the values and the record of the checkpoint at `path`; changes nothing.
+
+        Raises:
+            Damaged: a file is missing, cut short or changed.
+            BadInput: it is whole, and of other variables.
+        """
+        values, record = read_checkpoint(path)
+        if differences := self.state.differences(values):
             raise BadInput(
                 f"{path} is of another model or optimizer ({len(differences)} variables differ: "
                 f"{', '.join(differences[:3])}): restore the hooks it was made with, or use another --run-dir, "
                 "or --fresh"
             )
-        return record
+        return values, record
 
     def restore(self, path: Path) -> dict[str, Any]:
-        """Sets the variables to those of the checkpoint at `path`, which `verify` accepts; returns its record."""
-        record = self.verify(path)
-        try:
-            self._state.read(str(path / "state")).assert_consumed()
-        except (tf.errors.OpError, IndexError, ValueError) as problem:
-            raise BadInput(f"{path} is damaged ({first_line(problem)}): {self._way_on(path)}") from problem
+        """Sets the state to that of the checkpoint at `path`; returns its record. Raises what `read` raises."""
+        values, record = self.read(path)
+        self.state.assign(values)
         return record
 
-    def _way_on(self, path: Path) -> str:
-        return f"delete it to go on from {self.paths()[-2].name}" if len(self.paths()) > 1 else "use --fresh"
+    def _write(self, step: int, values: Values, record: dict[str, Any]) -> None:
+        final = self.path(step)
+        temporary = self.directory / f".{final.name}.part"
+        with writing(final):
+            # Not its parents: that the run's directory is gone means that somebody deleted it.
+            self.directory.mkdir(exist_ok=True)
+            # What a killed process left half-written, or half-removed.
+            for leftover in self.directory.glob(".step-*"):
+                shutil.rmtree(leftover)
+            temporary.mkdir()
+            try:
+                tf.raw_ops.SaveV2(
+                    prefix=str(temporary / "state"),
+                    tensor_names=list(values),
+                    shape_and_slices=[""] * len(values),
+                    tensors=list(values.values()),
+                )
+                write_json(temporary / RECORD, record)
+                write_whole(
+                    temporary / CHECKSUMS, lambda path: path.write_text(_checksums(temporary), encoding="utf-8")
+                )
+                if final.exists():  # The same step again, after a stop between the save and what followed it.
+                    _remove(final)
+                temporary.rename(final)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)  # A full disk needs the room.
+                raise
+            paths = self.paths()
+            earlier, later = paths[: paths.index(final) + 1], paths[paths.index(final) + 1 :]
+            for path in [*later, *earlier[: -self.keep]]:
+                _remove(path)
 
 
-def weights_sha256(variables: Variables) -> str:
+def restore_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Progress] | None:
+    """Restores the newest checkpoint that is whole, and whose best weights are; says which ones are damaged.
+
+    Returns:
+        The checkpoint and what it records, or None if there is none.
+
+    Raises:
+        BadInput: there are checkpoints, and none is whole or it is of other variables. Nothing is deleted.
+    """
+    for path in reversed(checkpoints.paths()):
+        try:
+            values, record = checkpoints.read(path)
+            progress = Progress(**record)
+            if progress.best_step is not None:
+                best.read(best.path(progress.best_step))
+        except (Damaged, TypeError) as problem:
+            console.print(f"{problem}, and is left out")
+            continue
+        checkpoints.state.assign(values)
+        return path, progress
+    if checkpoints.paths():
+        raise BadInput(
+            f"{checkpoints.directory} holds no whole checkpoint: bring one back from a copy, or use --fresh, which "
+            "moves the run aside and starts anew"
+        )
+    return None
+
+
+def checkpoint_paths(directory: Path) -> list[Path]:
+    """Returns the checkpoints in a directory, oldest first."""
+    found = (path for path in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
+    return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def read_checkpoint(path: Path) -> tuple[Values, dict[str, Any]]:
+    """Returns the values and the record of the checkpoint at `path`. Raises Damaged unless they are as written."""
+    try:
+        if (path / CHECKSUMS).read_text(encoding="utf-8") != _checksums(path):
+            raise Damaged(f"{path} is damaged ({RECORD} or {INDEX} is not the one that was written)")
+        record = read_json(path / RECORD)
+        reader = tf.train.load_checkpoint(str(path / "state"))
+        return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}, record
+    except (BadInput, OSError, tf.errors.OpError, LookupError, ValueError, RuntimeError) as problem:
+        raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
+
+
+def _checksums(path: Path) -> str:
+    """Returns the checksums of the small files, as sha256sum writes them; those of the tensors are in the index."""
+    return "".join(f"{file_sha256(path / name)}  {name}\n" for name in (RECORD, INDEX))
+
+
+def weights_sha256(variables: dict[str, tf.Variable]) -> str:
     """Returns the SHA-256, in hex, over each variable's name, dtype, shape and bytes, in the order given."""
     digest = hashlib.sha256()
     for name, variable in variables.items():
@@ -107,14 +194,10 @@ def weights_sha256(variables: Variables) -> str:
     return digest.hexdigest()
 
 
+def _is_finite(value: np.ndarray) -> bool:
+    return not tf.as_dtype(value.dtype).is_floating or bool(np.isfinite(value).all())
+
+
 def _remove(path: Path) -> None:
     """Removes a checkpoint; it loses its name first, so that half of it is never taken for one."""
     shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
-
-
-def _description(variables: Variables) -> dict[str, list[Any]]:
-    return {name: [variable.dtype.name, variable.shape.as_list()] for name, variable in variables.items()}
-
-
-def _kind(described: list[Any] | None) -> str:
-    return "absent" if described is None else f"{described[0]}{described[1]}"

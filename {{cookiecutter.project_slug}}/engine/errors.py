@@ -20,17 +20,29 @@ class Diverged(Exception):
     exit_code = 3
 
 
+class Stopped(Exception):
+    """A signal asked the run to stop; the same command goes on with it. The text says where its state is."""
+
+    exit_code = 42
+
+
+class CannotWrite(Exception):
+    """The disk is full, or the run's directory is not what it was. The text names the file; older files are whole."""
+
+    exit_code = 1
+
+
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """Ends the program with one line on stderr and the exit code of a BadInput, a Diverged or Ctrl-C inside."""
+    """Ends the program with one line on stderr and the exit code of one of the above, or of Ctrl-C, inside."""
     try:
         yield
-    except (BadInput, Diverged) as ending:
+    except (BadInput, Diverged, Stopped, CannotWrite) as ending:
         line = " ".join(str(ending).split())  # A value may hold line breaks.
-        print(f"ERROR: {line}", file=sys.stderr, flush=True)
+        print(line if isinstance(ending, Stopped) else f"ERROR: {line}", file=sys.stderr, flush=True)
         sys.exit(ending.exit_code)
     except KeyboardInterrupt:
-        print("Stopped. The same command goes on from the last checkpoint.", file=sys.stderr, flush=True)
+        print("Stopped by Ctrl-C. The same command goes on from the last checkpoint.", file=sys.stderr, flush=True)
         sys.exit(130)
 
 

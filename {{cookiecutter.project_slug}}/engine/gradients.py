@@ -135,6 +135,11 @@ class MovingAverage:
         self._decay = decay
         self.averages = {name: tf.Variable(variable, trainable=False) for name, variable in variables.items()}
 
+    def start_anew(self) -> None:
+        """Takes the variables' values for averages."""
+        for name, variable in self._variables.items():
+            self.averages[name].assign(tf.identity(variable))
+
     def update(self) -> None:
         """Moves the averages by one step; outside the replicas, in the graph."""
         for name, average in self.averages.items():

@@ -82,8 +82,8 @@ def measure(program: ModuleType, task: ModuleType, settings: Any, replicas: int)
     # At 0 all metrics are of the same weights.
     for name, variable in variables.items():
         variable.assign(before[name])
-        if program.moving_average:
-            program.moving_average.averages[name].assign(before[name])
+    if program.moving_average:
+        program.moving_average.start_anew()
     for optimizer in optimizers:
         optimizer.learning_rate.assign(0.0)
     metrics = program.train_epoch(0)

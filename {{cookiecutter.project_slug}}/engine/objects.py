@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from engine import replicas
 from engine.errors import BadInput, first_line
 from engine.gradients import prepare_optimizer
 from engine.replicas import layers_of
@@ -106,6 +107,27 @@ def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
     return built if isinstance(optimizer, Mapping) else built["optimizer"]
 
 
+def build_metrics(task: ModuleType, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:
+    """Creates the variables of metrics that would make them with their first update, such as F1Score.
+
+    In a compiled step that fails on several replicas, so such a split's step runs once before, on zeros; what it did
+    to anything else is undone.
+    """
+    steps = {"train": task.train_step, "validation": task.validation_step, "test": task.test_step}
+    for split, step in steps.items():
+        if all(metric.variables for metric in task.metrics[split].values()):
+            continue
+        changed = [*model_variables(task.model).values(), *optimizer_variables(task.optimizer).values()]
+        of_replicas = [each for variable in changed for each in strategy.experimental_local_results(variable)]
+        before = [tf.identity(each) for each in of_replicas]
+        zeros = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), batch_spec)
+        strategy.run(step, args=(zeros,))
+        for each, value in zip(of_replicas, before, strict=True):
+            each.assign(value)
+        for metric in task.metrics[split].values():
+            metric.reset_state()
+
+
 def model_variables(model: Any) -> dict[str, tf.Variable]:
     """Returns every variable of every model, trained or not, seed states too, under a unique name, in model order."""
     return _variables(by_name(model, "model"))
@@ -120,6 +142,18 @@ def trainable_variables(model: Any) -> dict[str, tf.Variable]:
     """Returns the variables of every model that training changes, under the names of `model_variables`."""
     trained = {id(variable.value) for each in by_name(model, "model").values() for variable in each.trainable_variables}
     return {name: variable for name, variable in model_variables(model).items() if id(variable) in trained}
+
+
+def own_variables(model: Any) -> dict[str, tf.Variable]:
+    """Returns the variables of every model that may differ between replicas, under the names of `model_variables`."""
+    own = {id(variable.value) for variable in replicas.own_variables(by_name(model, "model"))}
+    return {name: variable for name, variable in model_variables(model).items() if id(variable) in own}
+
+
+def metric_variables(metrics: Metrics) -> dict[str, tf.Variable]:
+    """Returns every variable of the metrics under a unique name."""
+    named = {f"metrics/{split}/{name}": metric for split in metrics for name, metric in metrics[split].items()}
+    return _variables(named)
 
 
 def _variables(objects: dict[str, Any]) -> dict[str, tf.Variable]:

@@ -1,6 +1,6 @@
 """What replicas hold that differs: the seeds of dropout, and the statistics of BatchNormalization."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -9,26 +9,31 @@ import tensorflow as tf
 SEED_STEP = 2654435769
 
 
-def spread_seeds(strategy: tf.distribute.Strategy, models: dict[str, keras.Model]) -> None:
+def is_seed(path: str) -> bool:
+    """Returns whether the variable of this path is the state of a keras.random.SeedGenerator."""
+    return path.rsplit("/", 1)[-1].startswith("seed_generator_state")
+
+
+def own_variables(models: dict[str, keras.Model]) -> Iterator[keras.Variable]:
+    """Yields the variables that may differ between replicas: seeds, and what unsynchronized layers measure."""
+    for model in models.values():
+        yield from (variable for variable in model.variables if is_seed(variable.path))
+        yield from _statistics(model)
+
+
+def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable]) -> None:
     """Gives every replica seeds of its own, for dropout and other random layers; the first keeps what there is.
 
-    All replicas begin with equal seeds, and so would drop the same units. A checkpoint holds the first replica's, so
-    call this after the models are built, and again after every restore; in between all replicas count alike.
+    All replicas begin with equal seeds, and so would drop the same units. From then on all replicas count alike.
     """
-    if strategy.num_replicas_in_sync == 1:
+    if strategy.num_replicas_in_sync == 1 or not seeds:
         return
-    states = [
-        variable
-        for model in models.values()
-        for variable in model.variables
-        if variable.path.endswith("seed_generator_state")
-    ]
 
     def spread() -> None:
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.uint32)
-        for state in states:
+        for seed in seeds:
             offset = replica * tf.constant(SEED_STEP, tf.uint32)
-            state.assign(state.value + tf.cast(tf.stack([offset, tf.zeros_like(offset)]), state.dtype))
+            seed.assign(seed + tf.cast(tf.stack([offset, tf.zeros_like(offset)]), seed.dtype))
 
     tf.function(strategy.run)(spread)
 
@@ -42,9 +47,7 @@ def average_statistics(strategy: tf.distribute.Strategy, models: dict[str, keras
     statistics = [
         variable
         for model in models.values()
-        for layer in layers_of(model)
-        if not getattr(layer, "synchronized", False)
-        for variable in layer._non_trainable_variables
+        for variable in _statistics(model)
         if variable.dtype.startswith(("float", "bfloat"))
     ]
     if strategy.num_replicas_in_sync == 1 or not statistics:
@@ -56,6 +59,12 @@ def average_statistics(strategy: tf.distribute.Strategy, models: dict[str, keras
             variable.assign(replica.all_reduce(tf.distribute.ReduceOp.MEAN, tf.identity(variable.value)))
 
     tf.function(strategy.run)(average)
+
+
+def _statistics(model: keras.Model) -> Iterator[keras.Variable]:
+    for layer in layers_of(model):
+        if not getattr(layer, "synchronized", False):
+            yield from layer._non_trainable_variables
 
 
 def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:

@@ -15,7 +15,7 @@ import matplotlib.figure
 import tensorflow as tf
 
 from engine.console import console
-from engine.run_directory import write_whole
+from engine.run_directory import write_whole, writing
 
 # The columns that are not metrics, in the order of metrics.csv; metrics follow.
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
@@ -31,7 +31,8 @@ class Report:
         self.run_dir = run_dir
         self.epochs = epochs
         self.rows = [row for row in _read_rows(run_dir / "metrics.csv") if row["epoch"] <= epochs_done]
-        self._summaries = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
+        with writing(run_dir / "tensorboard"):
+            self._summaries = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
         self._curves_drawn = time.monotonic()
 
     def epoch(self, row: dict[str, Any], *, is_best: bool) -> None:
@@ -43,10 +44,10 @@ class Report:
             f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}  {numbers}  "
             f"{row['seconds']:.1f} s  {row['examples_per_second']:,.0f} examples/s{'  best' if is_best else ''}"
         )
-        with self._summaries.as_default(step=row["step"]):
+        with writing(self.run_dir / "tensorboard"), self._summaries.as_default(step=row["step"]):
             for name in ("learning_rate", "examples_per_second", *metrics):
                 tf.summary.scalar(name, row[name])
-        self._summaries.flush()
+            self._summaries.flush()
         write_whole(self.run_dir / "metrics.csv", functools.partial(_write_rows, self.rows))
         if time.monotonic() - self._curves_drawn > SECONDS_BETWEEN_CURVES:
             self.draw_curves()

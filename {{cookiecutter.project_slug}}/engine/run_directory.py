@@ -1,31 +1,58 @@
-"""The directory of one run: whether it may be used, and files that are written whole or not at all."""
+"""The directory of one run: whether it may be used, by one program at a time, and files that are written whole."""
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
+import tensorflow as tf
+
 from engine.console import console
-from engine.errors import BadInput
+from engine.errors import BadInput, CannotWrite
 
 CONFIG = "config.json"
 RESULT = "result.json"
+CHECKPOINTS = "checkpoints"
+BEST = "best"
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns whatever the disk refuses inside into CannotWrite, which names `path`."""
+    try:
+        yield
+    except (OSError, tf.errors.OpError) as problem:
+        reason = getattr(problem, "strerror", None) or re.sub(r"\{\{.*?\}\}|\[Op:\w+\]", "", str(problem)).strip()
+        what_to_do = "make room" if path.parent.exists() else "it was moved or deleted: put it back"
+        raise CannotWrite(
+            f"{path} cannot be written ({reason}): {what_to_do}, then start the same command again; "
+            "what was written before is whole"
+        ) from problem
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Has `write` write to a temporary path, then renames it to `path`, so that no reader sees half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Has `write` write to a temporary path, then renames it to `path`, so that no reader sees half a file.
+
+    Raises:
+        CannotWrite: the disk is full, or the directory is gone or read-only.
+    """
+    temporary = path.with_name(f".{path.name}.part")
+    with writing(path):
+        try:
+            write(temporary)
+            temporary.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as indented JSON, whole or not at all."""
+    """Writes `value` as indented JSON, whole or not at all. Raises CannotWrite."""
     text = json.dumps(value, indent=2) + "\n"
     write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
@@ -44,66 +71,113 @@ def read_json(path: Path) -> dict[str, Any] | None:
     raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or use --fresh")
 
 
-def check_run_directory(
-    run_dir: Path, settings: dict[str, Any], may_change: frozenset[str], task_file: Path, *, fresh: bool
-) -> None:
-    """Raises BadInput unless `run_dir` is new, or (without `fresh`) holds a run with these settings. Changes nothing.
-
-    Says so if the run was begun with another task.py: whether it is another task, only its author knows.
-
-    Args:
-        run_dir: the run's directory; need not exist.
-        settings: the settings as config.json holds them.
-        may_change: the settings in which a resumed run may differ from its beginning.
-        task_file: the file task.py.
-        fresh: whether what is there will be moved aside.
-    """
-    try:
-        existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
-    except OSError as problem:
-        raise BadInput(f"--run-dir {run_dir} cannot be used ({problem.strerror}): choose another directory") from None
-    if not existing.is_dir():
-        raise BadInput(f"--run-dir {run_dir}: {existing} is a file: choose another directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise BadInput(f"--run-dir {run_dir}: {existing} cannot be written: choose another directory")
-    if not run_dir.exists() or not any(run_dir.iterdir()):
-        return
-    if not (run_dir / CONFIG).exists():
-        raise BadInput(f"--run-dir {run_dir} holds files and no run (no {CONFIG}): choose another directory")
-    if fresh:
-        return
-    recorded = read_json(run_dir / CONFIG)
-    earlier = recorded.get("settings") or {}
-    names = (name for name in {**earlier, **settings} if name not in may_change)
-    differing = [name for name in names if earlier.get(name) != settings.get(name)]
-    if differing:
-        changes = ", ".join(
-            f"--{name.replace('_', '-')} {earlier.get(name, 'not recorded')} there and "
-            f"{settings.get(name, 'no setting')} now"
-            for name in differing
-        )
-        raise BadInput(
-            f"--run-dir {run_dir} holds a run with other settings ({changes}): use the same ones, another --run-dir, "
-            "or --fresh"
-        )
-    if recorded.get("task_sha256") != file_sha256(task_file):
-        console.print(f"{task_file.name} has changed since the run in {run_dir} began: --fresh trains the new one")
-
-
 def file_sha256(path: Path) -> str:
     """Returns the SHA-256 of a file's bytes, in hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def open_run_directory(run_dir: Path, *, fresh: bool) -> None:
-    """Makes `run_dir`; with `fresh`, moves what is there to the first free of `run_dir`.1, .2, ..."""
-    try:
-        if fresh and run_dir.exists() and any(run_dir.iterdir()):
-            run_dir = run_dir.resolve()  # "." has no name to change.
-            number = 1
-            while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
-                number += 1
-            run_dir.rename(aside)
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise BadInput(f"--run-dir {run_dir} cannot be made ({problem}): choose another directory") from None
+class RunDirectory:
+    """The directory of a run, which one program uses at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Changes nothing; the directory need not exist."""
+        self.path = path
+        self._lock = filelock.FileLock(path / ".lock")
+
+    def check_same_run(self, settings: dict[str, Any], may_change: frozenset[str], task_file: Path) -> None:
+        """Raises BadInput unless the directory is new, or holds a run with these settings. Changes nothing.
+
+        Says so if the run was begun with another task.py: whether it is another task, only its author knows.
+
+        Args:
+            settings: the settings as config.json holds them.
+            may_change: the settings in which a resumed run may differ from its beginning.
+            task_file: the file task.py.
+        """
+        recorded = read_json(self.path / CONFIG) if self._exists() else None
+        if recorded is None:
+            return
+        earlier = recorded.get("settings") or {}
+        names = (name for name in {**earlier, **settings} if name not in may_change)
+        differing = [name for name in names if earlier.get(name) != settings.get(name)]
+        if differing:
+            changes = ", ".join(
+                f"--{name.replace('_', '-')} {earlier.get(name, 'not recorded')} there and "
+                f"{settings.get(name, 'no setting')} now"
+                for name in differing
+            )
+            raise BadInput(
+                f"--run-dir {self.path} holds a run with other settings ({changes}): use the same ones, another "
+                "--run-dir, or --fresh"
+            )
+        if recorded.get("task_sha256") != file_sha256(task_file):
+            console.print(
+                f"{task_file.name} has changed since the run in {self.path} began: --fresh trains the new one"
+            )
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps others out of the directory, if it exists; `open` makes it.
+
+        Raises:
+            BadInput: it cannot be used, it holds other files than a run's, or another run is using it.
+        """
+        if self._exists():
+            self._hold()
+        try:
+            yield
+        finally:
+            self._lock.release(force=True)
+
+    def open(self, *, fresh: bool) -> None:
+        """Makes the directory; with `fresh`, moves what is there to the first free of run.1, run.2, ..."""
+        try:
+            if fresh and self._exists():
+                self._move_aside()
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise BadInput(f"--run-dir {self.path} cannot be made ({problem}): choose another directory") from None
+        self._hold()
+
+    def _exists(self) -> bool:
+        """Returns whether there is a run in the directory. Raises BadInput if none can be."""
+        path = self.path
+        try:
+            existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        except OSError as problem:
+            raise BadInput(f"--run-dir {path} cannot be used ({problem.strerror}): choose another directory") from None
+        if not existing.is_dir():
+            raise BadInput(f"--run-dir {path}: {existing} is a file: choose another directory")
+        if existing != path and not os.access(existing, os.W_OK | os.X_OK):
+            raise BadInput(f"--run-dir {path}: {existing} cannot be written: choose another directory")
+        if not path.exists():
+            return False
+        if (path / CONFIG).exists():
+            return True
+        # With hidden files only it may be of a run that was killed before it wrote config.json.
+        if not all(each.name.startswith(".") for each in path.iterdir()):
+            raise BadInput(f"--run-dir {path} holds files and no run (no {CONFIG}): choose another directory")
+        return False
+
+    def _hold(self) -> None:
+        try:
+            self._lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise BadInput(
+                f"--run-dir {self.path} is in use by another run: wait for it to end, or use another --run-dir"
+            ) from None
+        except NotImplementedError:
+            console.print(f"{self.path} is on a file system without locks: let only one run use it")
+        except OSError as problem:
+            raise BadInput(
+                f"--run-dir {self.path} cannot be written ({problem.strerror}): choose another directory"
+            ) from None
+
+    def _move_aside(self) -> None:
+        path = self.path.resolve()  # "." has no name to change.
+        number = 1
+        while (aside := path.with_name(f"{path.name}.{number}")).exists():
+            number += 1
+        self._lock.release(force=True)
+        path.rename(aside)
+        (aside / ".lock").unlink(missing_ok=True)

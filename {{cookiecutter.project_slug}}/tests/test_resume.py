@@ -2,12 +2,15 @@
 
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import train
 from config import Config
+from engine.errors import Stopped
+from engine.preemption import Preemption
 
 TIME_COLUMNS = ("seconds", "examples_per_second")
 
@@ -18,6 +21,7 @@ def arguments(settings: Config, run_dir: Path) -> list[str]:
         f"--epochs={settings.epochs}",
         f"--global-batch-size={settings.global_batch_size}",
         "--simulated-devices=2",
+        "--steps-per-execution=1",
         "--deterministic",
     ]
 
@@ -33,20 +37,23 @@ def result_without_times(run_dir: Path) -> dict[str, float | str]:
 
 
 def test_stopped_run_ends_bit_equal(settings: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped as by a signal in the middle of an epoch, in a validation, and once more before it goes on."""
     train.main(arguments(settings, tmp_path / "whole"))
 
-    train_epoch = train.train_epoch
+    steps = {split: train.batches[split].steps for split in ("train", "validation")}
+    for steps_until_stopped in (sum(steps.values()) + 1, steps["train"], 0):
+        left = iter(range(steps_until_stopped))
 
-    def train_until_the_second_epoch(epoch: int) -> dict[str, float]:
-        if epoch == 1:
-            raise InterruptedError
-        return train_epoch(epoch)
+        def check(_: Preemption, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise Stopped("stopped by a test")
 
-    with monkeypatch.context() as stopping:
-        stopping.setattr(train, "train_epoch", train_until_the_second_epoch)
-        with pytest.raises(InterruptedError):
-            train.main(arguments(settings, tmp_path / "stopped"))
-    assert not (tmp_path / "stopped" / "result.json").exists()
+        with monkeypatch.context() as stopping:
+            stopping.setattr(Preemption, "check", check)
+            with pytest.raises(SystemExit) as ended:
+                train.main(arguments(settings, tmp_path / "stopped"))
+        assert ended.value.code == 42
+        assert not (tmp_path / "stopped" / "result.json").exists()
     train.main(arguments(settings, tmp_path / "stopped"))
 
     assert rows_without_times(tmp_path / "stopped") == rows_without_times(tmp_path / "whole")

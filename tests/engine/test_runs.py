@@ -1,0 +1,402 @@
+"""Runs of train.py in this process: begun, taken up again, begun with other weights, stopped early, evaluated."""
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import task
+import train
+from config import Config
+from engine.checkpoint import Checkpoints, read_checkpoint
+from engine.errors import BadInput, Stopped
+from engine.initial_weights import load_initial_weights
+from engine.objects import model_variables
+from engine.run_directory import RunDirectory
+
+SHORT = ("--global-batch-size=60", "--simulated-devices=1")
+
+
+def small_model(*more: keras.layers.Layer, without_last: bool = False) -> keras.Model:
+    layers = [
+        keras.layers.Flatten(),
+        keras.layers.Dense(8, activation="tanh"),
+        keras.layers.BatchNormalization(synchronized=True),
+        keras.layers.Dropout(0.1),
+        keras.layers.Dense(10),
+        *more,
+    ]
+    return keras.Sequential([keras.Input((8, 8, 1)), *(layers[:-1] if without_last else layers)])
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "create_model", small_model)
+
+
+@pytest.fixture
+def ended(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs train.py with flags; returns its exit code and the last line on stderr."""
+
+    def end(run_dir: Path, *flags: str) -> tuple[int, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ending:
+            train.main([f"--run-dir={run_dir}", *SHORT, *flags])
+        return ending.value.code, capsys.readouterr().err.strip().splitlines()[-1]
+
+    return end
+
+
+def run(run_dir: Path, *flags: str) -> dict[str, Any]:
+    """Runs train.py with flags; returns the result."""
+    train.main([f"--run-dir={run_dir}", *SHORT, *flags])
+    return json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+
+
+def rows(run_dir: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((run_dir / "metrics.csv").read_text(encoding="utf-8").splitlines()))
+
+
+# --- When is saved, and what is restored ------------------------------------------------------------------------------
+
+
+def test_saves_are_at_multiples_whatever_the_chunks_and_the_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+    save = Checkpoints.save
+
+    def noted(checkpoints: Checkpoints, step: int, record: dict[str, Any]) -> Path:
+        if checkpoints is train.checkpoints:
+            saved.append(step)
+        return save(checkpoints, step, record)
+
+    monkeypatch.setattr(Checkpoints, "save", noted)
+    expected = [7, 14, 20, 21, 28, 35, 40, 42, 49, 56, 60]  # 20 steps per epoch.
+    for chunk in ("auto", "1", "5", "100"):
+        saved.clear()
+        flags = ("--checkpoint-every-steps=7", f"--steps-per-execution={chunk}", "--keep-checkpoints=20")
+        run(tmp_path / chunk, "--epochs=3", *flags)
+        assert saved == expected
+        # As after a kill between the steps 14 and 20, and of a run that had other chunks.
+        for path in train.checkpoints.paths()[2:]:
+            shutil.rmtree(path)
+        (tmp_path / chunk / "result.json").unlink()
+        saved.clear()
+        run(tmp_path / chunk, "--epochs=3", "--checkpoint-every-steps=7", "--steps-per-execution=4")
+        assert saved == expected[2:]
+
+
+def test_every_variable_is_restored_on_other_numbers_of_replicas(tmp_path: Path, monkeypatch) -> None:
+    at_restore: list[dict[str, np.ndarray]] = []
+    run_epochs = train.run_epochs
+
+    def noted() -> None:
+        at_restore.append(train.checkpoints.state.values())
+        run_epochs()
+
+    monkeypatch.setattr(train, "run_epochs", noted)
+    before: dict[str, np.ndarray] = {}
+    for epochs, replicas in ((1, 2), (2, 1), (3, 4)):
+        run(tmp_path, f"--epochs={epochs}", f"--simulated-devices={replicas}", "--ema-decay=0.9")
+        restored, saved = at_restore[-1], before
+        assert not saved or restored.keys() == saved.keys()
+        for name, value in saved.items():
+            if name in train.checkpoints.state.own:
+                # Of the seeds the first replica's stays; all else agrees at the end of an epoch.
+                of_all = 1 if "seed_generator" in name else len(restored[name])
+                np.testing.assert_array_equal(restored[name][:of_all], [value[0]] * of_all, err_msg=name)
+            else:
+                np.testing.assert_array_equal(restored[name], value, err_msg=name)
+        before = read_checkpoint(train.checkpoints.paths()[-1])[0]
+    assert [int(row["epoch"]) for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_metrics_that_make_their_variables_late_are_in_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
+        return {"loss": keras.metrics.Mean(), "f1": keras.metrics.F1Score(average="macro")}
+
+    def update_metrics(split, labels, predictions, per_example_loss, weights) -> None:
+        task.metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
+        one_hot = tf.one_hot(labels, 10)
+        task.metrics[split]["f1"].update_state(one_hot, tf.nn.softmax(predictions), sample_weight=weights)
+
+    flags = ("--epochs=1", "--simulated-devices=2", "--steps-per-execution=3")
+    without = run(tmp_path / "without", *flags)
+    monkeypatch.setattr(task, "create_metrics", create_metrics)
+    monkeypatch.setattr(task, "update_metrics", update_metrics)
+    expected = run(tmp_path / "whole", *flags)
+    assert expected["weights_sha256"] == without["weights_sha256"]  # To make them changed nothing else.
+    with monkeypatch.context() as stopping:
+        stopping.setattr(train.Preemption, "check", stopped_after(5))
+        assert ended(tmp_path / "stopped", *flags)[0] == 42
+    assert "metrics/train/f1/f1_score/true_positives" in train.checkpoints.state.own
+    found = run(tmp_path / "stopped", *flags)
+    assert (found["weights_sha256"], found["test/f1"]) == (expected["weights_sha256"], expected["test/f1"])
+    assert rows(tmp_path / "stopped")[0]["train/f1"] == rows(tmp_path / "whole")[0]["train/f1"]
+
+
+def stopped_after(chunks: int) -> Callable[..., None]:
+    left = iter(range(chunks))
+
+    def check(_: Any) -> None:
+        if next(left, None) is None:
+            raise Stopped("stopped by a test")
+
+    return check
+
+
+def test_damaged_newest_checkpoint_is_told_and_the_run_ends_equal(tmp_path: Path, capsys) -> None:
+    expected = run(tmp_path / "whole", "--epochs=3")
+    shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
+    newest = tmp_path / "damaged" / "checkpoints" / "step-00000060"
+    data = newest / "state.data-00000-of-00001"
+    data.write_bytes(data.read_bytes()[:1000])
+    (tmp_path / "damaged" / "result.json").unlink()
+    capsys.readouterr()
+    found = run(tmp_path / "damaged", "--epochs=3")
+    out = capsys.readouterr().out
+    assert "step-00000060 is damaged" in out
+    assert "resumed from step-00000040" in out
+    assert {**found, "seconds": 0} == {**expected, "seconds": 0}
+
+
+def test_without_a_whole_checkpoint_nothing_is_deleted(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
+    run(tmp_path, "--epochs=2")
+    for record in tmp_path.glob("checkpoints/*/record.json"):
+        record.unlink()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    code, line = ended(tmp_path, "--epochs=3")
+    assert code == 2
+    assert "holds no whole checkpoint" in line
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+# --- --patience -------------------------------------------------------------------------------------------------------
+
+
+def test_patience_ends_a_run_and_more_of_it_continues_it(tmp_path: Path, monkeypatch, capsys) -> None:
+    scores = [0.5, 0.6, 0.55, 0.58, 0.59, 0.7, 0.1, 0.1, 0.1]
+    validate = train.validate
+    monkeypatch.setattr(train, "validate", lambda epoch=0: {**validate(epoch), "validation/accuracy": scores[epoch]})
+    flags = ("--epochs=9", "--monitor=validation/accuracy")
+    result = run(tmp_path, *flags, "--patience=2")
+    assert (result["epochs"], result["best_epoch"], result["epochs_without_improvement"]) == (4, 2, 2)
+    assert len(rows(tmp_path)) == 4
+    capsys.readouterr()
+    train.main([f"--run-dir={tmp_path}", *SHORT, *flags, "--patience=2"])
+    assert "Finished already after 4 epochs" in capsys.readouterr().out
+    result = run(tmp_path, *flags, "--patience=3")
+    assert (result["epochs"], result["best_epoch"]) == (5, 2)
+    result = run(tmp_path, *flags)
+    assert (result["epochs"], result["best_epoch"], result["best_validation/accuracy"]) == (9, 6, 0.7)
+
+
+# --- --init-from ------------------------------------------------------------------------------------------------------
+
+
+FORMS = {
+    "run directory": ".",
+    "checkpoint": "checkpoints/step-00000020",
+    ".weights.h5": "m.weights.h5",
+    ".keras": "m.keras",
+    "tf.train.Checkpoint of the model": "model",
+    "tf.train.Checkpoint with the model": "object",
+}
+
+
+def weights() -> dict[str, np.ndarray]:
+    return {name: v.numpy() for name, v in model_variables(task.model).items() if "seed_generator" not in name}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A run of one epoch on two replicas, with its weights in all the FORMS beside, and the weights."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(task, "create_model", small_model)
+        run(folder, "--epochs=1", "--simulated-devices=2")
+    task.model.save_weights(folder / FORMS[".weights.h5"])
+    task.model.save(folder / FORMS[".keras"])
+    tf.train.Checkpoint(task.model).write(str(folder / "model"))
+    tf.train.Checkpoint(model=task.model, step=tf.Variable(3)).write(str(folder / "object"))
+    return folder, weights()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_initial_weights_are_those_of_the_file(form: str, trained: tuple[Path, dict[str, np.ndarray]]) -> None:
+    folder, expected = trained
+    path = folder / FORMS[form]
+    for replicas in (1, 2):
+        train.build(Config(simulated_devices=replicas, init_from=path, ema_decay=0.9, seed=5))
+        seeds = {name: variable.numpy() for name, variable in model_variables(task.model).items()}
+        report = train.initialize()
+        assert report.startswith("8 of the model's 8 variables from ")
+        for name, value in expected.items():
+            for of_replica in train.strategy.experimental_local_results(model_variables(task.model)[name]):
+                np.testing.assert_array_equal(of_replica.numpy(), value)
+        for name, average in train.moving_average.averages.items():
+            np.testing.assert_array_equal(average.numpy(), expected[name])
+        for name, variable in model_variables(task.model).items():
+            if "seed_generator" in name:
+                np.testing.assert_array_equal(variable.numpy(), seeds[name])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_another_model_are_refused_unless_asked_for(
+    form: str, trained: tuple[Path, dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = trained
+    path = folder / FORMS[form]
+    monkeypatch.setattr(task, "create_model", lambda: small_model(keras.layers.Dense(10, name="dense_2")))
+    train.build(Config(simulated_devices=2))
+    initial = weights()
+    with pytest.raises(BadInput, match="--init-partial loads what matches"):
+        load_initial_weights(path, task.model, partial=False)
+
+    train.build(Config(simulated_devices=2))
+    report = load_initial_weights(path, task.model, partial=True)
+    assert report.startswith("8 of the model's 10 variables from ")
+    assert report.endswith("; without model/sequential/dense_2/kernel, model/sequential/dense_2/bias")
+    for name, value in weights().items():
+        np.testing.assert_array_equal(value, expected.get(name, initial[name]))
+
+
+@pytest.mark.parametrize("form", ["run directory", ".weights.h5"])
+def test_weights_left_over_are_refused_unless_asked_for(form: str, trained: tuple[Path, dict[str, np.ndarray]]) -> None:
+    path = trained[0] / FORMS[form]
+    keras.utils.clear_session()
+    model = small_model(without_last=True)
+    with pytest.raises(BadInput, match="2 of the file's left over: --init-partial"):
+        load_initial_weights(path, model, partial=False)
+    assert "2 of the file's left over" in load_initial_weights(path, model, partial=True)
+
+
+def test_what_holds_no_weights_is_refused(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
+    (tmp_path / "text.keras").write_text("no archive")
+    for path, reason in (
+        (tmp_path / "nothing", "is nothing that weights can be loaded from: it has to be a run directory"),
+        (tmp_path / "text.keras", "does not fit the model"),
+    ):
+        code, line = ended(tmp_path / "run", f"--init-from={path}")
+        assert code == 2
+        assert line.startswith(f"ERROR: --init-from {path} {reason}")
+        assert not (tmp_path / "run").exists()
+    assert "--init-partial True needs --init-from" in ended(tmp_path / "run", "--init-partial")[1]
+
+
+def test_run_begun_with_weights_resumes_its_own_state(
+    trained: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, capsys
+) -> None:
+    shutil.copytree(trained[0], tmp_path / "trained")
+    before = json.loads((tmp_path / "trained" / "result.json").read_text(encoding="utf-8"))
+    # At such a learning rate the weights stay where they begin; the moving averages of the normalization do not.
+    flags = (f"--init-from={tmp_path / 'trained'}", "--learning-rate=1e-12")
+    first = run(tmp_path / "next", "--epochs=1", *flags)
+    out = capsys.readouterr().out
+    assert f"8 of the model's 8 variables from {tmp_path}/trained/best/step-00000020" in out
+    kernel = "model/sequential/dense/kernel"
+    np.testing.assert_allclose(weights()[kernel], trained[1][kernel], atol=1e-9)
+    assert first["test/loss"] == pytest.approx(before["test/loss"], rel=0.2)
+    shutil.rmtree(tmp_path / "trained")
+    second = run(tmp_path / "next", "--epochs=2", *flags)
+    assert "resumed from step-00000020" in capsys.readouterr().out
+    assert second["epochs"] == 2
+
+
+# --- --evaluate-only --------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_is_of_the_best_weights_and_changes_nothing(
+    tmp_path: Path, capsys, ended: Callable[..., tuple[int, str]]
+) -> None:
+    assert "holds no checkpoint" in ended(tmp_path / "run", "--evaluate-only")[1]
+    assert not list(tmp_path.iterdir())
+    result = run(tmp_path / "run", "--epochs=2", "--ema-decay=0.9")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    capsys.readouterr()
+    for replicas in (1, 4):
+        flags = ("--epochs=2", "--ema-decay=0.9", "--evaluate-only", f"--simulated-devices={replicas}")
+        train.main([f"--run-dir={tmp_path / 'run'}", *SHORT, *flags])
+        told = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
+        assert float(told["test/loss"]) == pytest.approx(result["test/loss"], rel=1e-5)
+        assert float(told["validation/loss"]) == pytest.approx(result["best_validation/loss"], rel=1e-5)
+    train.main([f"--run-dir={tmp_path / 'none'}", *SHORT, "--evaluate-only", f"--init-from={tmp_path / 'run'}"])
+    assert f"{result['test/loss']:.4f}" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+# --- What goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_directory_in_use_is_refused(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
+    run(tmp_path, "--epochs=1")
+    before = sorted(tmp_path.parent.iterdir())
+    with RunDirectory(tmp_path).held():
+        for flags in (("--epochs=2",), ("--fresh",)):
+            code, line = ended(tmp_path, *flags)
+            assert (code, "is in use by another run" in line) == (2, True)
+    assert sorted(tmp_path.parent.iterdir()) == before
+    run(tmp_path, "--epochs=2")
+
+
+@pytest.mark.parametrize("flags", [(), ("--async-checkpoints",)], ids=["at once", "in a thread"])
+def test_deleted_directory_ends_the_run_with_one_line(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    validate = train.validate
+
+    def delete_and_validate(epoch: int = 0) -> dict[str, float]:
+        if epoch == 1:
+            (tmp_path / "run").rename(tmp_path / "elsewhere")
+        return validate(epoch)
+
+    monkeypatch.setattr(train, "validate", delete_and_validate)
+    code, line = ended(tmp_path / "run", "--epochs=3", *flags)
+    assert code == 1
+    assert "cannot be written" in line
+    assert "it was moved or deleted" in line
+    assert not (tmp_path / "run").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(task, "create_model", small_model)
+    (tmp_path / "elsewhere").rename(tmp_path / "run")
+    run(tmp_path / "run", "--epochs=3", *flags)
+
+
+def test_divergence_names_the_step_and_the_way_on_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    train_step = task.train_step
+
+    def spoiled_step(batch):
+        loss = train_step(batch)
+        # The loss is finite in this step, and from the next one on it is not.
+        spoil = tf.where(task.optimizer.iterations == 30, float("nan"), 0.0)
+        task.model.trainable_variables[0].assign_add(tf.fill([64, 8], spoil))
+        return loss
+
+    with monkeypatch.context() as diverging:
+        diverging.setattr(task, "train_step", spoiled_step)
+        code, line = ended(tmp_path / "run", "--epochs=2", "--checkpoint-every-steps=14")
+        assert code == 3
+        assert "the loss of train step 11 in epoch 2 is nan" in line
+        last = tmp_path / "run" / "checkpoints" / "step-00000028"
+        assert f"the last good state is {last}" in line
+        # Steps in which the loss shows nothing yet, but a save is due.
+        code, line = ended(tmp_path / "other", "--epochs=2", "--checkpoint-every-steps=15")
+        assert code == 3
+        assert "after step 30 the variable model/sequential/dense/kernel is not finite" in line
+        assert f"--init-from {tmp_path / 'other'}/checkpoints/step-00000020" in line
+    for path in tmp_path.glob("*/*/step-*"):
+        for name, value in read_checkpoint(path)[0].items():
+            assert value.dtype.kind in "iu" or np.isfinite(value).all(), f"{path} {name}"
+    run(tmp_path / "new", "--epochs=1", f"--init-from={last}", "--learning-rate=1e-3")

@@ -1,0 +1,153 @@
+"""Runs the generated project again and again, ends it each time before its time, and lets the last life end by itself.
+
+    python lives.py --run-dir DIR --log FILE --ends 10 --signal SIGKILL --seed 0 -- <arguments of train.py>
+
+The task is the default one with dropout. The program is imported once and every life is a fork of that, because to
+import TensorFlow takes longer than all the rest. SIGKILL comes at a random time, in the middle of a save, or in a
+validation, in turns; any other signal comes at a random time. On stdout there is one JSON line per life, which tells
+how it ended; in the log a line per chunk of steps, which tells how many they were.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rendering import PROJECT
+
+sys.path.insert(0, str(PROJECT))
+
+import keras
+import tensorflow as tf
+
+import task
+import train
+
+LONGEST = 120.0  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a life is ended: by a signal `delay` seconds after its first steps, or by SIGKILL at a call in a place."""
+
+    place: str = "anywhere"
+    delay: float | None = None
+    call: float | None = None
+    """Which call, counted from 1; 1.5 is after the first one."""
+
+
+def draw_end(place: str, draw: random.Random) -> End:
+    if place == "anywhere":
+        return End(delay=draw.uniform(0, 0.5))
+    # Of the calls in a save, or of the chunks in the validations: there are few of them before the next kill is due.
+    return End(place, call=draw.randrange(2, {"saving": 24, "validation": 8}[place]) / 2)
+
+
+def killed_at(call: float | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator: the process is killed at a call of one of the functions that it is given."""
+    calls = 0
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            number = calls
+            if number == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = function(*arguments, **options)
+            if number + 0.5 == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return counted
+
+    return decorate
+
+
+def live(arguments: list[str], end: End, log: Path) -> int:
+    """Runs the program in this process; returns its exit code."""
+    create_model, compile_steps = task.create_model, train.compile_steps
+    kill = killed_at(end.call)
+
+    def create_with_dropout() -> keras.Model:
+        *layers, last = create_model().layers
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Dropout(0.3), last])
+
+    def compile_logged(step: Callable[..., Any]) -> Callable[..., Any]:
+        steps = compile_steps(step)
+
+        def logged(iterator: Any, count: Any) -> Any:
+            losses = steps(iterator, count)
+            with log.open("a", encoding="utf-8") as lines:
+                lines.write(f"{step.__name__} {int(count)}\n")
+            return losses
+
+        return kill(logged) if end.place == "validation" and step is train.distributed_validation_step else logged
+
+    task.create_model, train.compile_steps = create_with_dropout, compile_logged
+    if end.place == "saving":
+        Path.rename, Path.replace, shutil.rmtree = map(kill, (Path.rename, Path.replace, shutil.rmtree))
+        tf.raw_ops.SaveV2 = kill(tf.raw_ops.SaveV2)
+    try:
+        train.main(arguments)
+    except SystemExit as ending:
+        return ending.code
+    return 0
+
+
+def lead(arguments: list[str], end: End, number: int, log: Path) -> int:
+    """Runs one life and ends it with the signal `number`; returns its exit code, or the signal as a negative number."""
+    chunks_before = chunks(log)
+    child = os.fork()
+    if not child:
+        code = live(arguments, end, log)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    began, due = time.monotonic(), None
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if due is None and end.delay is not None and chunks(log) > chunks_before:
+            due = time.monotonic() + end.delay
+        if due is not None and time.monotonic() > due:
+            os.kill(child, number)
+            due = float("inf")
+        if time.monotonic() > began + LONGEST:
+            os.kill(child, signal.SIGKILL)
+            raise TimeoutError(f"a life took longer than {LONGEST} s")
+        time.sleep(0.002)
+
+
+def chunks(log: Path) -> int:
+    return len(log.read_text(encoding="utf-8").splitlines()) if log.exists() else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--ends", type=int, default=0)
+    parser.add_argument("--signal", default="SIGKILL")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("arguments", nargs="*")
+    options = parser.parse_args()
+    draw, number = random.Random(options.seed), signal.Signals[options.signal]
+    places = ("anywhere", "saving", "validation") if number == signal.SIGKILL else ("anywhere",)
+    ends = [draw_end(places[life % len(places)], draw) for life in range(options.ends)]
+    for end in (*ends, End()):
+        code = lead([f"--run-dir={options.run_dir}", *options.arguments], end, number, options.log)
+        print(json.dumps({"place": end.place, "ended": code}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

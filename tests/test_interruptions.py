@@ -1,0 +1,132 @@
+"""A run that is killed or stopped, at any moment and many times, ends as if it had not been."""
+
+import collections
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rendering import PROJECT, run
+
+LIVES = Path(__file__).parent / "lives.py"
+# Small chunks and frequent saves, so that the ends fall on many kinds of moments.
+FLAGS = ("--epochs=6", "--steps-per-execution=3", "--checkpoint-every-steps=5")
+LAYOUTS = {"one_device": ("--simulated-devices=1",), "two_replicas": ("--simulated-devices=2", "--async-checkpoints")}
+TIME_COLUMNS = ("seconds", "examples_per_second")
+
+Lives = list[dict[str, Any]]
+
+
+def lives(folder: Path, *arguments: str, ends: int = 0, **options: Any) -> Lives:
+    """Runs lives.py; returns how each life ended."""
+    given = [f"--{name}={value}" for name, value in options.items()]
+    command = ["python", LIVES, f"--run-dir={folder}", f"--log={folder}.log", f"--ends={ends}", *given, "--", *FLAGS]
+    done = run(*command, *arguments, folder=folder.parent)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def outcome(run_dir: Path) -> tuple[Any, Any]:
+    """Returns what may not depend on interruptions: the rows of metrics.csv, and result.json, without times."""
+    with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as lines:
+        rows = [{name: text for name, text in row.items() if name not in TIME_COLUMNS} for row in csv.DictReader(lines)]
+    result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+    return rows, {name: value for name, value in result.items() if name not in TIME_COLUMNS}
+
+
+def steps_run(folder: Path) -> dict[str, int]:
+    steps: dict[str, int] = collections.Counter()
+    for line in Path(f"{folder}.log").read_text(encoding="utf-8").splitlines():
+        name, count = line.split()
+        steps[name] += int(count)
+    return dict(steps)
+
+
+@pytest.fixture(scope="session", params=LAYOUTS)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
+    """A run that nothing interrupts, and the arguments that are its layout's."""
+    folder = tmp_path_factory.mktemp("whole") / request.param
+    assert lives(folder, *LAYOUTS[request.param]) == [{"place": "anywhere", "ended": 0}]
+    return folder, LAYOUTS[request.param]
+
+
+def assert_killed_run_ends_equal(whole: tuple[Path, tuple[str, ...]], folder: Path, ends: int, seed: int) -> None:
+    uninterrupted, layout = whole
+    found = lives(folder, *layout, ends=ends, signal="SIGKILL", seed=seed)
+    killed = collections.Counter(life["place"] for life in found if life["ended"] == -signal.SIGKILL)
+    assert set(killed) == {"anywhere", "saving", "validation"}
+    assert killed.total() >= 0.8 * ends  # A place may not be reached any more near the end.
+    assert found[-1]["ended"] == 0
+    assert outcome(folder) == outcome(uninterrupted)
+    # Half-written files of the killed are gone.
+    assert not [path for path in folder.rglob(".*") if path.name != ".lock"]
+
+
+def test_killed_run_ends_bit_equal(whole: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+    assert_killed_run_ends_equal(whole, tmp_path / "killed", ends=10, seed=0)
+
+
+@pytest.mark.long
+def test_often_killed_run_ends_bit_equal(whole: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+    assert_killed_run_ends_equal(whole, tmp_path / "killed", ends=50, seed=int(time.time()))
+
+
+def test_stopped_run_computes_no_step_twice(whole: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+    uninterrupted, layout = whole
+    for number, ends in (("SIGTERM", 4), ("SIGINT", 1)):
+        folder = tmp_path / number
+        found = lives(folder, *layout, ends=ends, signal=number, seed=1)
+        assert [life["ended"] for life in found] == [42] * ends + [0]
+        assert outcome(folder) == outcome(uninterrupted)
+        assert steps_run(folder) == steps_run(uninterrupted)
+
+
+def test_second_signal_ends_at_once_in_a_chunk_without_end() -> None:
+    program = """
+import tensorflow as tf
+from engine.preemption import Preemption
+
+endless = tf.function(lambda: tf.while_loop(lambda _: tf.random.uniform([]) < 2.0, lambda x: (x,), (0.0,)))
+with Preemption().listening():
+    print("ready", flush=True)
+    endless()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline().startswith("SIGTERM: the running steps end")
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+
+
+def test_full_disk_is_one_line_and_the_run_goes_on_with_more_room(tmp_path: Path) -> None:
+    command = ["python", "train.py", f"--run-dir={tmp_path / 'run'}", "--epochs=2", "--simulated-devices=1"]
+    # No file may be larger than 1,000 kB: the weights fit, the whole state does not.
+    full = run("bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *command, folder=PROJECT)
+    (line,) = [line for line in full.stderr.splitlines() if line.startswith("ERROR: ")]
+    assert full.returncode == 1
+    assert "step-00000039 cannot be written" in line
+    assert "File too large" in line
+    assert "Traceback" not in full.stderr
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+    assert run(*command, "--keep-checkpoints=9", folder=PROJECT).returncode == 0
+    assert run(*command, f"--run-dir={tmp_path / 'other'}", folder=PROJECT).returncode == 0
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "other")
+    checkpoints = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()}
+    more = run("bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *command, "--epochs=3", folder=PROJECT)
+    assert more.returncode == 1
+    assert {path: path.read_bytes() for path in checkpoints} == checkpoints

@@ -1,0 +1,44 @@
+"""What a run is, told before it begins: config.json, and the lines on the console."""
+
+import platform
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from engine.console import print_facts
+from engine.data import Batches
+from engine.objects import by_name
+from engine.run_directory import file_sha256
+from engine.strategy import describe_strategy
+
+
+def describe_run(settings: Any, strategy: tf.distribute.Strategy, task: ModuleType) -> dict[str, Any]:
+    """Returns what config.json holds: the settings, and what else the numbers depend on."""
+    return {
+        "settings": settings.as_json(),
+        "strategy": describe_strategy(strategy),
+        "replicas": strategy.num_replicas_in_sync,
+        "task_sha256": file_sha256(Path(task.__file__)),
+        "versions": {"tensorflow": tf.__version__, "keras": keras.__version__, "python": platform.python_version()},
+    }
+
+
+def print_plan(
+    settings: Any, strategy: tf.distribute.Strategy, batches: dict[str, Batches], task: ModuleType, begins: str
+) -> None:
+    """Prints what is about to happen; `begins` says with which weights."""
+    train = batches["train"]
+    left_out = f", {train.left_out} examples left out of each (--keep-last-batch keeps them)" if train.left_out else ""
+    facts = {
+        "strategy": f"{describe_strategy(strategy)}, {strategy.num_replicas_in_sync} replica(s)",
+        "batch": f"{settings.global_batch_size} examples, {train.share} on each replica",
+        "examples": ", ".join(f"{split} {each.number_of_examples}" for split, each in batches.items()),
+        "epochs": f"{settings.epochs} of {train.steps} steps{left_out}",
+        "parameters": f"{sum(model.count_params() for model in by_name(task.model, 'model').values()):,}",
+        "begins": begins,
+        "run directory": str(settings.run_dir),
+    }
+    print_facts("Training", facts)

@@ -1,0 +1,85 @@
+"""SIGTERM and Ctrl-C: the first lets the running chunk of steps end, for the state to be saved; a second ends at once.
+
+Batch systems and clouds announce with SIGTERM that they take the machine back.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+from engine.checkpoint import Checkpoints
+from engine.console import console
+from engine.errors import Diverged, Stopped
+from engine.progress import Progress
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Preemption:
+    """Whether this process was asked to stop."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+
+    def check(self) -> None:
+        """Raises Stopped if a signal has come. Call it between chunks of steps."""
+        if self.signal:
+            raise Stopped(f"stopped by {self.signal}")
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes the signals while it lasts; for the main thread, after the strategy is made."""
+        # Python runs a handler only between two operations of the main thread, and that may be in a long chunk. The
+        # number of the signal is written to a pipe at once, and a thread is waiting there.
+        reading, written = os.pipe()
+        os.set_blocking(written, False)
+        handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        others = signal.set_wakeup_fd(written)
+        thread = threading.Thread(target=self._wait, args=(reading,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(others)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            os.close(written)
+            thread.join()
+            os.close(reading)
+
+    def _wait(self, reading: int) -> None:
+        while numbers := os.read(reading, 1):
+            if numbers[0] not in SIGNALS:
+                continue
+            if self.signal:
+                # Whatever is being written has its temporary name, so nothing on disk is harmed.
+                os._exit(128 + numbers[0])
+            self.signal = signal.Signals(numbers[0]).name
+            console.print(f"{self.signal}: the running steps end, then the state is saved; a second one ends at once")
+
+
+@contextlib.contextmanager
+def saved_at_the_end(checkpoints: Checkpoints, best: Checkpoints, progress: Progress) -> Iterator[None]:
+    """Saves the state if a signal stops what is inside, and ends no other way than with all files written.
+
+    Raises:
+        Diverged: what is inside did; how to go on from the last good state is added to the message.
+    """
+    try:
+        yield
+    except Stopped as problem:
+        saved = checkpoints.save(progress.step, progress.record())
+        raise Stopped(f"{problem}, the state is in {saved}: the same command goes on") from problem
+    except Diverged as problem:
+        paths = checkpoints.paths()
+        last = f"the last good state is {paths[-1]}, " if paths else ""
+        begin = f"--init-from {paths[-1]} and a new --run-dir" if paths else "--fresh"
+        raise Diverged(
+            f"{problem}; {last}and nothing after it was saved: use {begin} with a smaller --learning-rate or "
+            "--clip-norm, or look for what is not finite with --check"
+        ) from problem
+    finally:
+        checkpoints.wait()
+        best.wait()

@@ -1,0 +1,54 @@
+"""How far a run has come: what a checkpoint records beside the variables."""
+
+import dataclasses
+from typing import Any
+
+from engine.monitor import is_better
+
+
+@dataclasses.dataclass
+class Progress:
+    """Counts and scores of a run, all of them JSON values."""
+
+    epoch: int = 0
+    """Whole epochs done."""
+    step: int = 0
+    """Training steps done."""
+    steps_of_pass: dict[str, int] = dataclasses.field(default_factory=dict)
+    """split -> steps done of a pass over it that has not ended."""
+    train_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The training metrics of the running epoch, once it has been trained."""
+    seconds_of_epoch: dict[str, float] = dataclasses.field(default_factory=dict)
+    """split -> seconds that the running epoch has taken so far."""
+    seconds: float = 0.0
+    """Seconds that all whole epochs took."""
+    best_epoch: int | None = None
+    best_step: int | None = None
+    best_score: float | None = None
+    epochs_without_improvement: int = 0
+
+    def add(self, split: str, steps: int, seconds: float) -> None:
+        """Counts steps of a pass over a split."""
+        self.step += steps if split == "train" else 0
+        self.steps_of_pass[split] = self.steps_of_pass.get(split, 0) + steps
+        self.seconds_of_epoch[split] = self.seconds_of_epoch.get(split, 0.0) + seconds
+
+    def end_epoch(self) -> tuple[float, float]:
+        """Counts one more epoch; returns the seconds that it took, and those of them that went into training."""
+        seconds, train_seconds = sum(self.seconds_of_epoch.values()), self.seconds_of_epoch.get("train", 0.0)
+        self.epoch += 1
+        self.seconds += seconds
+        self.train_metrics, self.seconds_of_epoch = {}, {}
+        return seconds, train_seconds
+
+    def consider(self, score: float, direction: str) -> bool:
+        """Returns whether the score of the epoch that has ended is the best so far ("min" or "max")."""
+        improved = is_better(score, self.best_score, direction)
+        self.epochs_without_improvement = 0 if improved else self.epochs_without_improvement + 1
+        if improved:
+            self.best_epoch, self.best_step, self.best_score = self.epoch, self.step, score
+        return improved
+
+    def record(self) -> dict[str, Any]:
+        """Returns what `Progress(**record)` makes again."""
+        return dataclasses.asdict(self)

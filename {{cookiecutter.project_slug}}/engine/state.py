@@ -1,0 +1,97 @@
+"""The variables of a run by name, and their values as arrays.
+
+Most variables are alike on all replicas and have one value. Some are each replica's own: what a metric has counted so
+far, the seeds of dropout, the statistics of a BatchNormalization that is not synchronized. Of those every replica's
+value is kept, or a run that is taken up again would go on a little differently.
+"""
+
+from types import ModuleType
+
+import numpy as np
+import tensorflow as tf
+
+from engine.gradients import MovingAverage
+from engine.objects import metric_variables, model_variables, optimizer_variables, own_variables
+from engine.replicas import is_seed, spread_seeds
+
+Variables = dict[str, tf.Variable]
+Values = dict[str, np.ndarray]
+
+
+class State:
+    """Some variables, each under a name of its own."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, alike: Variables, own: Variables | None = None) -> None:
+        """`alike` have one value on all replicas, `own` each replica's own; no name may be in both."""
+        self.strategy = strategy
+        self.alike = alike
+        self.own = own or {}
+
+    def values(self) -> Values:
+        """Returns copies of the values: [...] of a variable that is alike, [replicas, ...] of each replica's own."""
+        values = {name: variable.numpy() for name, variable in self.alike.items()}
+        for name, variable in self.own.items():
+            values[name] = np.stack([each.numpy() for each in self.strategy.experimental_local_results(variable)])
+        return values
+
+    def assign(self, values: Values) -> None:
+        """Sets every variable. What other numbers of replicas had of their own is combined first."""
+        for name, variable in self.alike.items():
+            variable.assign(values[name])
+        seeds = []
+        for name, variable in self.own.items():
+            replicas, rows = self.strategy.experimental_local_results(variable), values[name]
+            if len(rows) != len(replicas):
+                rows = _shared_out(rows, variable, len(replicas))
+                seeds += [variable] if is_seed(name) else []
+            for each, row in zip(replicas, rows, strict=True):
+                each.assign(row)
+        spread_seeds(self.strategy, seeds)
+
+    def differences(self, values: Values) -> list[str]:
+        """Returns, as texts, in what the names, dtypes and shapes of `values` are not those of the variables."""
+        expected = {
+            name: _kind(variable.dtype.name, variable.shape) for name, variable in {**self.alike, **self.own}.items()
+        }
+        found = {
+            name: _kind(value.dtype.name, value.shape[1:] if name in self.own else value.shape)
+            for name, value in values.items()
+        }
+        return [
+            f"{name} {found.get(name, 'absent')} there and {expected.get(name, 'absent')} now"
+            for name in sorted({**expected, **found})
+            if expected.get(name) != found.get(name)
+        ]
+
+
+def run_state(strategy: tf.distribute.Strategy, task: ModuleType, moving_average: MovingAverage | None) -> State:
+    """Returns what training changes: models, optimizers, averages, and the metrics so far."""
+    own = own_variables(task.model)
+    alike = {name: variable for name, variable in model_variables(task.model).items() if name not in own}
+    alike |= optimizer_variables(task.optimizer)
+    if moving_average:
+        alike |= {f"average/{name}": average for name, average in moving_average.averages.items()}
+    # No state is saved during the test.
+    metrics = {split: of_split for split, of_split in task.metrics.items() if split != "test"}
+    return State(strategy, alike, {**own, **metric_variables(metrics)})
+
+
+def one_of_replicas(rows: np.ndarray) -> np.ndarray:
+    """Returns the one value [...] that stands for the replicas' own ones [replicas, ...]: their mean."""
+    # The mean of equal numbers may be rounded to another number, and whole numbers have none: of seeds it is the first.
+    if rows.dtype.kind in "iu" or (rows == rows[0]).all():
+        return rows[0]
+    return rows.mean(axis=0, dtype=rows.dtype)
+
+
+def _shared_out(rows: np.ndarray, variable: tf.Variable, replicas: int) -> np.ndarray:
+    """Returns for `replicas` what was of another number of them; what is summed over them stays the same in sum."""
+    if variable.aggregation == tf.VariableAggregation.SUM:
+        shares = np.zeros((replicas, *rows.shape[1:]), rows.dtype)
+        shares[0] = rows.sum(axis=0, dtype=rows.dtype)
+        return shares
+    return np.stack([one_of_replicas(rows)] * replicas)
+
+
+def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}{list(shape)}"
