@@ -6,7 +6,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := build/demo/my_training
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # Bytecode or caches inside the template's folder would be rendered into every project.
 export PYTHONDONTWRITEBYTECODE := 1

@@ -28,7 +28,7 @@ from engine.checkpoint import Checkpoints, restore_newest, weights_sha256
 from engine.console import print_facts
 from engine.data import Batches, load_splits
 from engine.errors import BadInput, Diverged, exit_codes
-from engine.gradients import MovingAverage
+from engine.gradients import MovingAverage, check_loss_scale
 from engine.initial_weights import load_initial_weights
 from engine.monitor import resolve_direction
 from engine.plan import describe_run, print_plan
@@ -183,6 +183,8 @@ def one_pass(split: str, epoch: int = 0) -> dict[str, float]:
         if not np.isfinite(losses).all():
             first = np.flatnonzero(~np.isfinite(losses))[0]
             raise Diverged(f"the loss of {split} step {done + first + 1} in epoch {epoch + 1} is {losses[first]}")
+        for optimizer in objects.by_name(task.optimizer, "optimizer").values():
+            check_loss_scale(optimizer)
         done += count
         progress.add(split, count, seconds)
         if config.steps_per_execution == "auto" and count == steps_at_once[split]:

@@ -400,3 +400,30 @@ def test_divergence_names_the_step_and_the_way_on_works(
         for name, value in read_checkpoint(path)[0].items():
             assert value.dtype.kind in "iu" or np.isfinite(value).all(), f"{path} {name}"
     run(tmp_path / "new", "--epochs=1", f"--init-from={last}", "--learning-rate=1e-3")
+
+
+def test_gradients_that_are_never_finite_end_a_float16_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    compute_loss = task.compute_loss
+
+    def without_slope(labels, predictions, weights):
+        loss, per_example_loss = compute_loss(labels, predictions, weights)
+        return loss + tf.sqrt(0.0 * tf.reduce_sum(task.model.trainable_variables[0])), per_example_loss
+
+    monkeypatch.setattr(task, "compute_loss", without_slope)
+    code, line = ended(tmp_path, "--epochs=9", "--precision=mixed_float16")
+    assert code == 3
+    assert "the loss scale is down to" in line
+
+
+def test_file_in_the_place_of_a_folder_ends_the_run_with_one_line(
+    tmp_path: Path, ended: Callable[..., tuple[int, str]]
+) -> None:
+    run(tmp_path, "--epochs=1")
+    shutil.move(tmp_path / "best", tmp_path / "elsewhere")
+    (tmp_path / "best").write_text("mine")
+    code, line = ended(tmp_path, "--epochs=2")
+    assert code == 2
+    assert "holds no whole checkpoint" in line
+    assert (tmp_path / "best").read_text() == "mine"

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from engine.errors import BadInput
+from engine.errors import BadInput, Diverged
 
 # Arguments of a Keras optimizer that are wrong on several replicas, and the setting that is right.
 REFUSED_ARGUMENTS = {
@@ -23,6 +23,9 @@ REFUSED_ARGUMENTS = {
     "use_ema": "--ema-decay",
     "loss_scale_factor": "--precision mixed_float16",
 }
+
+# It begins at 2**15; a gradient that overflows float16 at this scale is beyond any that a step could use.
+LOWEST_LOSS_SCALE = 2.0**-10
 
 # --- In the step, on each replica -------------------------------------------------------------------------------------
 
@@ -123,6 +126,16 @@ def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> 
                 f"replicas: leave it out and use {setting}"
             )
     return keras.optimizers.LossScaleOptimizer(optimizer) if precision == "mixed_float16" else optimizer
+
+
+def check_loss_scale(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises Diverged if the loss scale of mixed_float16 has fallen so far that every step was skipped for long."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        scale = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
+        if scale < LOWEST_LOSS_SCALE:
+            raise Diverged(
+                f"the loss scale is down to {scale:g}, because no scale makes the gradients finite: every step is skipped"
+            )
 
 
 class MovingAverage:

@@ -1,0 +1,73 @@
+"""What saving costs: the default run with a checkpoint at every epoch, written at once and in a thread.
+
+    python benchmarks/checkpoint_cost.py [--rounds 3] [-- <arguments of train.py>]
+
+Each run is a process of its own, in turns. Counted are the seconds that the loop spends in saves (of the whole state
+and of the best weights) and the seconds that it spends in steps, the first epoch left out, because it compiles.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).parent.parent / "{{cookiecutter.project_slug}}"
+WAYS = {"at once": [], "in a thread": ["--async-checkpoints"]}
+
+
+def measure(arguments: list[str]) -> dict[str, float]:
+    """Trains in this process; returns the seconds in saves and in steps."""
+    sys.path.insert(0, str(PROJECT))
+    import train
+    from engine.checkpoint import Checkpoints
+
+    saving: list[float] = []
+    save, one_pass = Checkpoints.save, train.one_pass
+    stepping: list[float] = []
+
+    def timed(function: Any, seconds: list[float]) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*given, **options)
+            seconds.append(time.perf_counter() - started)
+            return result
+
+        return call
+
+    Checkpoints.save, train.one_pass = timed(save, saving), timed(one_pass, stepping)
+    train.main(arguments)
+    # Per epoch there is a pass to train and one to validate; after the last one, the test.
+    return {"saving": sum(saving[2:]), "steps": sum(stepping[2:-1]), "saves": len(saving[2:])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--measure", action="store_true", help="measure in this process: used for the rounds")
+    parser.add_argument("arguments", nargs="*", help="arguments of train.py")
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(options.arguments)))
+        return
+    shares: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(options.rounds):
+        for way, flags in WAYS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                arguments = [f"--run-dir={folder}", *flags, *options.arguments]
+                command = [sys.executable, __file__, "--measure", "--", *arguments]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])
+            shares[way].append(found["saving"] / found["steps"])
+            each = 1000 * found["saving"] / found["saves"]
+            print(f"{way}: {found['saves']} saves of {each:.1f} ms, {100 * shares[way][-1]:.1f} % of the steps' time")
+    for way in WAYS:
+        print(f"median {way}: {100 * statistics.median(shares[way]):.1f} %")
+
+
+if __name__ == "__main__":
+    main()
