@@ -94,6 +94,7 @@ class Config:
         for name in ("patience", "checkpoint_every_steps"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "must be 1 or more")
+        self._require("fresh", not (self.fresh and self.evaluate_only), "leaves nothing for --evaluate-only")
         self._require("init_partial", not self.init_partial or self.init_from is not None, "needs --init-from")
         if self.steps_per_execution != "auto":
             self._require("steps_per_execution", self.steps_per_execution >= 1, "must be auto, or 1 or more")
@@ -107,7 +108,8 @@ class Config:
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
-            raise BadInput(f"{flag(name)} {getattr(self, name)} {rule}")
+            value = getattr(self, name)
+            raise BadInput(f"{flag(name)} {rule}" if value is True else f"{flag(name)} {value} {rule}")
 
     def as_json(self) -> dict[str, bool | int | float | str]:
         """Returns the settings as config.json holds them; what JSON has no form for becomes text."""

@@ -234,7 +234,7 @@ def run_epochs() -> None:
     report = Report(config.run_dir, epochs=config.epochs, epochs_done=progress.epoch)
     while progress.epoch < config.epochs and not is_out_of_patience():
         # TODO(you): Change what happens in an epoch, and between epochs.
-        if not progress.train_metrics:  # Else it was stopped in the middle of the validation.
+        if progress.train_metrics is None:  # Else it was stopped in the middle of the validation.
             progress.train_metrics = train_epoch(progress.epoch)
         with weights_to_keep():
             metrics = {**progress.train_metrics, **validate(progress.epoch)}

@@ -291,7 +291,7 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path, ended: Callable[..., t
         assert code == 2
         assert line.startswith(f"ERROR: --init-from {path} {reason}")
         assert not (tmp_path / "run").exists()
-    assert "--init-partial True needs --init-from" in ended(tmp_path / "run", "--init-partial")[1]
+    assert "--init-partial needs --init-from" in ended(tmp_path / "run", "--init-partial")[1]
 
 
 def test_run_begun_with_weights_resumes_its_own_state(

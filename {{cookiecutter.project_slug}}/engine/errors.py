@@ -21,7 +21,7 @@ class Diverged(Exception):
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop; the same command goes on with it. The text says where its state is."""
+    """A signal asked the run to stop, and its state is saved; the same command goes on with it."""
 
     exit_code = 42
 
@@ -39,7 +39,8 @@ def exit_codes() -> Iterator[None]:
         yield
     except (BadInput, Diverged, Stopped, CannotWrite) as ending:
         line = " ".join(str(ending).split())  # A value may hold line breaks.
-        print(line if isinstance(ending, Stopped) else f"ERROR: {line}", file=sys.stderr, flush=True)
+        told = f"{line}; the same command goes on" if isinstance(ending, Stopped) else f"ERROR: {line}"
+        print(told, file=sys.stderr, flush=True)
         sys.exit(ending.exit_code)
     except KeyboardInterrupt:
         print("Stopped by Ctrl-C. The same command goes on from the last checkpoint.", file=sys.stderr, flush=True)

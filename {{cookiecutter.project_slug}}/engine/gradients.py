@@ -134,7 +134,7 @@ def check_loss_scale(optimizer: keras.optimizers.Optimizer) -> None:
         scale = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
         if scale < LOWEST_LOSS_SCALE:
             raise Diverged(
-                f"the loss scale is down to {scale:g}, because no scale makes the gradients finite: every step is skipped"
+                f"the loss scale is down to {scale:g}, as no scale makes the gradients finite: all steps are skipped"
             )
 
 

@@ -71,7 +71,7 @@ def saved_at_the_end(checkpoints: Checkpoints, best: Checkpoints, progress: Prog
         yield
     except Stopped as problem:
         saved = checkpoints.save(progress.step, progress.record())
-        raise Stopped(f"{problem}, the state is in {saved}: the same command goes on") from problem
+        raise Stopped(f"{problem}, the state is in {saved}") from problem
     except Diverged as problem:
         paths = checkpoints.paths()
         last = f"the last good state is {paths[-1]}, " if paths else ""

@@ -16,7 +16,7 @@ class Progress:
     """Training steps done."""
     steps_of_pass: dict[str, int] = dataclasses.field(default_factory=dict)
     """split -> steps done of a pass over it that has not ended."""
-    train_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    train_metrics: dict[str, float] | None = None
     """The training metrics of the running epoch, once it has been trained."""
     seconds_of_epoch: dict[str, float] = dataclasses.field(default_factory=dict)
     """split -> seconds that the running epoch has taken so far."""
@@ -38,7 +38,7 @@ class Progress:
         seconds, train_seconds = sum(self.seconds_of_epoch.values()), self.seconds_of_epoch.get("train", 0.0)
         self.epoch += 1
         self.seconds += seconds
-        self.train_metrics, self.seconds_of_epoch = {}, {}
+        self.train_metrics, self.seconds_of_epoch = None, {}
         return seconds, train_seconds
 
     def consider(self, score: float, direction: str) -> bool:
