@@ -8,7 +8,6 @@
 The same command again resumes a run that was stopped.
 """
 
-import concurrent.futures
 import contextlib
 import sys
 import time
@@ -24,7 +23,7 @@ import task
 from config import MAY_CHANGE_ON_RESUME, Config, read_settings
 from engine import objects
 from engine.check import check_task
-from engine.checkpoint import Checkpoints, restore_newest, weights_sha256
+from engine.checkpoint import Checkpoints, Writer, read_newest, weights_sha256
 from engine.console import print_facts
 from engine.data import Batches, load_splits
 from engine.errors import BadInput, Diverged, exit_codes
@@ -58,7 +57,7 @@ batches: dict[str, Batches]  # split -> its batches
 run_steps: dict[str, Callable[..., tf.Tensor]]  # split -> the compiled function that runs its steps
 steps_at_once: dict[str, int]  # split -> how many steps its next call runs
 progress: Progress  # how far the run has come
-preemption: Preemption  # whether a signal has asked the run to stop
+preemption = Preemption()  # whether a signal has asked the run to stop
 checkpoints: Checkpoints  # the whole state, at the end of each epoch and every --checkpoint-every-steps
 best: Checkpoints  # the weights that --monitor says are the best
 direction: str  # "min" or "max": which --monitor is better
@@ -72,7 +71,7 @@ def build(settings: Config) -> None:
         BadInput: the settings, the hooks of task.py and this machine do not go together.
     """
     global config, strategy, batches, run_steps, steps_at_once, direction, moving_average
-    global progress, preemption, checkpoints, best
+    global progress, checkpoints, best
     objects.check_hooks(task)
     config = task.config = settings
     strategy = create_strategy(config.strategy, config.simulated_devices)
@@ -112,9 +111,8 @@ def build(settings: Config) -> None:
     }
     steps_at_once = dict.fromkeys(SPLITS, 1 if config.steps_per_execution == "auto" else config.steps_per_execution)
 
-    progress, preemption = Progress(), Preemption()
-    state = run_state(strategy, task, moving_average)
-    writer = concurrent.futures.ThreadPoolExecutor(max_workers=1) if config.async_checkpoints else None
+    progress = Progress()
+    state, writer = run_state(strategy, task, moving_average), Writer(in_thread=config.async_checkpoints)
     checkpoints = Checkpoints(config.run_dir / CHECKPOINTS, state, keep=config.keep_checkpoints, writer=writer)
     # One more than there are checkpoints, because each of them may name another one as the best.
     keep = config.keep_checkpoints + 1
@@ -183,10 +181,10 @@ def one_pass(split: str, epoch: int = 0) -> dict[str, float]:
         if not np.isfinite(losses).all():
             first = np.flatnonzero(~np.isfinite(losses))[0]
             raise Diverged(f"the loss of {split} step {done + first + 1} in epoch {epoch + 1} is {losses[first]}")
-        for optimizer in objects.by_name(task.optimizer, "optimizer").values():
-            check_loss_scale(optimizer)
         done += count
         progress.add(split, count, seconds)
+        for optimizer in objects.by_name(task.optimizer, "optimizer").values():
+            check_loss_scale(optimizer, progress.step)
         if config.steps_per_execution == "auto" and count == steps_at_once[split]:
             # A second's worth, reached by doubling: the first call compiles, and so looks slow.
             steps_at_once[split] = max(1, min(2 * count, int(count / seconds)))
@@ -229,9 +227,8 @@ def weights_to_keep() -> contextlib.AbstractContextManager[None]:
     return moving_average.in_place() if moving_average else contextlib.nullcontext()
 
 
-def run_epochs() -> None:
+def run_epochs(report: Report) -> None:
     """Trains, validates, reports and saves until all epochs are done, or none was better for --patience of them."""
-    report = Report(config.run_dir, epochs=config.epochs, epochs_done=progress.epoch)
     while progress.epoch < config.epochs and not is_out_of_patience():
         # TODO(you): Change what happens in an epoch, and between epochs.
         if progress.train_metrics is None:  # Else it was stopped in the middle of the validation.
@@ -286,18 +283,21 @@ def train(settings: Config, run_directory: RunDirectory) -> None:
         print_facts(f"Finished already after {result['epochs']} epochs ({told})", result)
         return
 
-    build(settings)
-    begins = None if settings.fresh else resume()
-    if not begins:
-        begins = initialize() if settings.init_from else "with new weights"
-    run_directory.open(fresh=settings.fresh)
-    write_json(settings.run_dir / CONFIG, describe_run(settings, strategy, task))
-    (settings.run_dir / RESULT).unlink(missing_ok=True)
-    print_plan(settings, strategy, batches, task, begins)
-
+    create_strategy(settings.strategy, settings.simulated_devices)
     with preemption.listening():
-        with saved_at_the_end(checkpoints, best, progress):
-            run_epochs()
+        build(settings)
+        begins = None if settings.fresh else resume()
+        if not begins:
+            begins = initialize() if settings.init_from else "with new weights"
+        run_directory.open(fresh=settings.fresh)
+        report = Report(settings.run_dir, epochs=settings.epochs, epochs_done=progress.epoch)
+        task_sha256 = run_directory.task_sha256(Path(task.__file__))
+        write_json(settings.run_dir / CONFIG, describe_run(settings, strategy, task_sha256))
+        (settings.run_dir / RESULT).unlink(missing_ok=True)
+        print_plan(settings, strategy, batches, task, begins)
+
+        with saved_at_the_end(checkpoints, progress):
+            run_epochs(report)
         write_json(settings.run_dir / RESULT, test_the_best())
     print_facts("Result, of the best weights", read_json(settings.run_dir / RESULT))
 
@@ -319,17 +319,30 @@ def test_the_best() -> dict[str, Any]:
 
 
 def is_finished(result: dict[str, Any], settings: Config) -> bool:
-    out_of_patience = settings.patience and result.get("epochs_without_improvement", 0) >= settings.patience
-    return bool(result.get("epochs", 0) >= settings.epochs or out_of_patience)
+    """Returns whether a run that ended with `result` has nothing left to do."""
+    epochs, without_improvement = (result.get(name) for name in ("epochs", "epochs_without_improvement"))
+    if not isinstance(epochs, int) or not isinstance(without_improvement, int):
+        return False
+    return epochs >= settings.epochs or (settings.patience is not None and without_improvement >= settings.patience)
 
 
 def resume() -> str | None:
-    """Takes up the run where its newest whole checkpoint was made; returns which, or None if there is none."""
+    """Takes up the run where its newest whole checkpoint was made; returns which, or None if there is none yet."""
     global progress
-    newest = restore_newest(checkpoints, best)
+    newest = read_newest(checkpoints, best)
     if newest is None:
+        if (config.run_dir / RESULT).exists() or len(best.paths()) > 1:
+            raise BadInput(
+                f"{checkpoints.directory} is empty, and the run has gone far: bring the checkpoints back, begin a new "
+                "--run-dir with --init-from this one, or use --fresh, which moves the run aside"
+            )
         return None
-    path, progress = newest
+    path, values, progress = newest
+    if progress.epochs_begun() > config.epochs:
+        raise BadInput(
+            f"--epochs {config.epochs}: the run was stopped in epoch {progress.epochs_begun()}: ask for that many"
+        )
+    checkpoints.state.assign(values)
     return f"resumed from {path.name}"
 
 
@@ -344,12 +357,12 @@ def initialize() -> str:
 def evaluate(settings: Config) -> None:
     """Prints the validation and test metrics of the best weights of the run, or of --init-from if there is no run."""
     build(settings)
-    if resume():
-        if progress.best_step is None:
+    if newest := read_newest(checkpoints, best):
+        _, _, reached = newest
+        if reached.best_step is None:
             raise BadInput(f"--evaluate-only: the run in {settings.run_dir} has not been validated yet: train on first")
-        best.restore(best.path(progress.best_step))
-        weights = best.path(progress.best_step)
-        progress.steps_of_pass = {}
+        weights = best.path(reached.best_step)
+        best.restore(weights)
     elif settings.init_from:
         weights = initialize()
     else:

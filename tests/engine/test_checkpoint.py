@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from engine.checkpoint import Checkpoints, Damaged, restore_newest, weights_sha256
+from engine.checkpoint import Checkpoints, Damaged, Writer, read_newest, weights_sha256
 from engine.errors import BadInput, CannotWrite, Diverged
 from engine.progress import Progress
 from engine.state import State
@@ -152,8 +152,22 @@ def test_same_step_is_saved_again(tmp_path: Path) -> None:
     assert state["a"].numpy() == 2.0
 
 
+def test_kill_while_a_step_is_saved_again_leaves_one_of_both(tmp_path: Path) -> None:
+    state = variables(a=(2,))
+    checkpoints, best = of(tmp_path / "states", state), of(tmp_path / "best", state)
+    path = checkpoints.save(5, Progress(step=5).record())
+    # Killed between the two renames.
+    path.rename(tmp_path / "states" / ".step-00000005.replaced")
+    found, _, progress = read_newest(checkpoints, best)
+    assert (found, progress.step) == (path, 5)
+    # Killed after them.
+    shutil.copytree(path, tmp_path / "states" / ".step-00000005.replaced")
+    checkpoints.save(6, Progress(step=6).record())
+    assert [each.name for each in (tmp_path / "states").iterdir()] == ["step-00000006"]
+
+
 def test_what_is_written_in_a_thread_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+    writer = Writer(in_thread=True)
     state = {"a": tf.Variable([1.0, 2.0])}
     (tmp_path / "run").mkdir()
     checkpoints = of(tmp_path / "run" / "checkpoints", state, keep=2, writer=writer)
@@ -165,15 +179,28 @@ def test_what_is_written_in_a_thread_is_the_state_at_the_call(tmp_path: Path, mo
         state["a"].assign([3.0, 4.0])
         assert not path.exists()
         begun.set_result(None)
-        checkpoints.wait()
+        writer.wait()
     checkpoints.restore(path)
     np.testing.assert_array_equal(state["a"].numpy(), [1.0, 2.0])
 
     shutil.rmtree(tmp_path / "run")
-    checkpoints.save(2, {})
-    with pytest.raises(CannotWrite, match="moved or deleted"):
-        checkpoints.wait()
-    checkpoints.wait()  # Told once.
+    for tell in (lambda: checkpoints.save(4, {}), writer.wait):
+        checkpoints.save(2, {})
+        checkpoints.save(3, {})
+        with pytest.raises(CannotWrite, match="moved or deleted"):
+            tell()
+        writer.wait()  # Told once.
+
+
+def test_nothing_is_written_that_names_what_was_not(tmp_path: Path) -> None:
+    writer, state = Writer(in_thread=True), variables(a=(2,))
+    best, checkpoints = (of(tmp_path / name / "it", state, writer=writer) for name in ("best", "states"))
+    (tmp_path / "states").mkdir()
+    best.save(1, {})
+    checkpoints.save(1, {"best_step": 1})
+    with pytest.raises(CannotWrite, match="best"):
+        writer.wait()
+    assert checkpoints.paths() == []
 
 
 def test_other_variables_are_refused_by_name(tmp_path: Path) -> None:
@@ -189,6 +216,14 @@ def test_other_variables_are_refused_by_name(tmp_path: Path) -> None:
     ):
         assert difference in str(refused.value)
     assert all((variable.numpy() == 0).all() for variable in ours.values())
+
+
+def test_what_was_infinite_from_the_start_is_saved(tmp_path: Path) -> None:
+    checkpoints = of(tmp_path, {"mask": tf.Variable([0.0, float("-inf")])})
+    checkpoints.save(1, {})
+    checkpoints.state.alike["mask"].assign([0.0, float("nan")])
+    with pytest.raises(Diverged, match="mask is not finite"):
+        checkpoints.save(2, {})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -230,15 +265,15 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(file: str, how: str, 
     with pytest.raises(Damaged, match="step-00000002 is damaged"):
         checkpoints.read(tmp_path / "states" / "step-00000002")
     assert (state["a"].numpy() == 0).all()
-    path, progress = restore_newest(checkpoints, best)
-    assert (path.name, progress.step, state["a"].numpy()[0]) == ("step-00000001", 1, 1.0)
-    assert "step-00000002 is damaged" in capsys.readouterr().out
+    path, values, progress = read_newest(checkpoints, best)
+    assert (path.name, progress.step, values["a"][0]) == ("step-00000001", 1, 1.0)
+    assert "step-00000002 is left out" in capsys.readouterr().out
 
     # A checkpoint whose best weights are damaged is of no use either.
     damage(tmp_path / "best" / "step-00000001" / file, how)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(BadInput, match="holds no whole checkpoint"):
-        restore_newest(checkpoints, best)
+    with pytest.raises(BadInput, match="holds no checkpoint to go on from"):
+        read_newest(checkpoints, best)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -246,8 +281,8 @@ def test_record_of_something_else_is_damage(tmp_path: Path) -> None:
     state = variables(a=(2,))
     checkpoints = of(tmp_path, state)
     checkpoints.save(1, {**Progress(step=1).record(), "colour": "red"})
-    with pytest.raises(BadInput, match="no whole checkpoint"):
-        restore_newest(checkpoints, of(tmp_path / "best", state))
+    with pytest.raises(BadInput, match="is not of a run"):
+        read_newest(checkpoints, of(tmp_path / "best", state))
 
 
 def test_fingerprint_is_the_one_documented() -> None:

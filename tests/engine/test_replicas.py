@@ -105,3 +105,8 @@ def test_unsynchronized_statistics_are_averaged_before_evaluation(
     for value in train.strategy.experimental_local_results(mean):
         np.testing.assert_allclose(value.numpy(), np.mean(before, axis=0), rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(task.model.layers[2].kernel.numpy(), frozen)
+
+    train.train_epoch(0)
+    first, *others = train.strategy.experimental_local_results(mean)
+    for other in others:
+        np.testing.assert_array_equal(other.numpy(), first.numpy())

@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from engine.checkpoint import Checkpoints, read_checkpoint
 from engine.errors import BadInput, Stopped
 from engine.initial_weights import load_initial_weights
 from engine.objects import model_variables
+from engine.report import Report
 from engine.run_directory import RunDirectory
 
 SHORT = ("--global-batch-size=60", "--simulated-devices=1")
@@ -80,7 +83,7 @@ def test_saves_are_at_multiples_whatever_the_chunks_and_the_resumes(
 
     monkeypatch.setattr(Checkpoints, "save", noted)
     expected = [7, 14, 20, 21, 28, 35, 40, 42, 49, 56, 60]  # 20 steps per epoch.
-    for chunk in ("auto", "1", "5", "100"):
+    for chunk in ("auto", "5", "100"):
         saved.clear()
         flags = ("--checkpoint-every-steps=7", f"--steps-per-execution={chunk}", "--keep-checkpoints=20")
         run(tmp_path / chunk, "--epochs=3", *flags)
@@ -98,9 +101,9 @@ def test_every_variable_is_restored_on_other_numbers_of_replicas(tmp_path: Path,
     at_restore: list[dict[str, np.ndarray]] = []
     run_epochs = train.run_epochs
 
-    def noted() -> None:
+    def noted(report: Report) -> None:
         at_restore.append(train.checkpoints.state.values())
-        run_epochs()
+        run_epochs(report)
 
     monkeypatch.setattr(train, "run_epochs", noted)
     before: dict[str, np.ndarray] = {}
@@ -165,7 +168,7 @@ def test_damaged_newest_checkpoint_is_told_and_the_run_ends_equal(tmp_path: Path
     capsys.readouterr()
     found = run(tmp_path / "damaged", "--epochs=3")
     out = capsys.readouterr().out
-    assert "step-00000060 is damaged" in out
+    assert "step-00000060 is left out" in out
     assert "resumed from step-00000040" in out
     assert {**found, "seconds": 0} == {**expected, "seconds": 0}
 
@@ -177,7 +180,7 @@ def test_without_a_whole_checkpoint_nothing_is_deleted(tmp_path: Path, ended: Ca
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     code, line = ended(tmp_path, "--epochs=3")
     assert code == 2
-    assert "holds no whole checkpoint" in line
+    assert "holds no checkpoint to go on from" in line
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -335,6 +338,19 @@ def test_evaluation_is_of_the_best_weights_and_changes_nothing(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
+def test_evaluation_of_a_run_stopped_in_a_validation_counts_from_the_start(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    flags = ("--epochs=2", "--steps-per-execution=1")
+    with monkeypatch.context() as stopping:
+        stopping.setattr(train.Preemption, "check", stopped_after(20 + 3 + 20 + 2))
+        assert ended(tmp_path, *flags)[0] == 42
+    assert json.loads((train.checkpoints.paths()[-1] / "record.json").read_text())["steps_of_pass"]["validation"] == 2
+    train.main([f"--run-dir={tmp_path}", *SHORT, *flags, "--evaluate-only"])
+    told = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  validation/"))
+    assert float(told["validation/loss"]) == float(rows(tmp_path)[0]["validation/loss"])
+
+
 # --- What goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -364,7 +380,7 @@ def test_deleted_directory_ends_the_run_with_one_line(
     code, line = ended(tmp_path / "run", "--epochs=3", *flags)
     assert code == 1
     assert "cannot be written" in line
-    assert "it was moved or deleted" in line
+    assert "which was moved or deleted" in line
     assert not (tmp_path / "run").exists()
     monkeypatch.undo()
     monkeypatch.setattr(task, "create_model", small_model)
@@ -417,13 +433,109 @@ def test_gradients_that_are_never_finite_end_a_float16_run(
     assert "the loss scale is down to" in line
 
 
-def test_file_in_the_place_of_a_folder_ends_the_run_with_one_line(
-    tmp_path: Path, ended: Callable[..., tuple[int, str]]
+def test_lost_files_are_told_and_nothing_more_is_lost(
+    tmp_path: Path, ended: Callable[..., tuple[int, str]], capsys
+) -> None:
+    run(tmp_path / "run", "--epochs=2")
+    for lost, reason in (
+        ("checkpoints", "is empty, and the run has gone far"),
+        ("best", "best/step-00000040 is damaged"),
+    ):
+        shutil.copytree(tmp_path / "run", tmp_path / lost)
+        shutil.rmtree(tmp_path / lost / lost)
+        for put in (lambda path: None, lambda path: path.write_text("mine")):
+            put(tmp_path / lost / lost)
+            before = sorted(tmp_path.joinpath(lost).rglob("*"))
+            code, line = ended(tmp_path / lost, "--epochs=3")
+            assert (code, reason in line) == (2, True), line
+            assert sorted(tmp_path.joinpath(lost).rglob("*")) == before
+    (tmp_path / "run" / "metrics.csv").unlink()
+    run(tmp_path / "run", "--epochs=3")
+    assert "metrics.csv lacks 2 of 2 epochs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("metrics.csv", "epoch,step\n1,a\n"),
+        ("metrics.csv", "step\n1\n"),
+        ("metrics.csv", "epoch,step\n1,20,3\n"),
+        ("metrics.csv", "epoch\n2\n1\n"),
+        ("config.json", "[]"),
+        ("config.json", '{"settings": [1]}'),
+        ("config.json", "{"),
+    ],
+)
+def test_files_broken_by_hand_are_one_line(
+    file: str, content: str, tmp_path: Path, ended: Callable[..., tuple[int, str]]
 ) -> None:
     run(tmp_path, "--epochs=1")
-    shutil.move(tmp_path / "best", tmp_path / "elsewhere")
-    (tmp_path / "best").write_text("mine")
+    (tmp_path / file).write_text(content)
     code, line = ended(tmp_path, "--epochs=2")
-    assert code == 2
-    assert "holds no whole checkpoint" in line
-    assert (tmp_path / "best").read_text() == "mine"
+    assert (code, line.startswith(f"ERROR: {tmp_path / file} ")) == (2, True), line
+    assert (tmp_path / "result.json").exists()
+
+
+def test_result_broken_by_hand_is_made_again(tmp_path: Path) -> None:
+    expected = run(tmp_path, "--epochs=1")
+    for content in ('{"epochs": "1"}', "{}"):
+        (tmp_path / "result.json").write_text(content)
+        assert run(tmp_path, "--epochs=1") == expected
+
+
+def test_fewer_epochs_than_were_begun_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    with monkeypatch.context() as stopping:
+        stopping.setattr(train.Preemption, "check", stopped_after(12))
+        assert ended(tmp_path, "--epochs=3", "--steps-per-execution=4")[0] == 42
+    assert "--epochs 1: the run was stopped in epoch 2: ask for that many" in ended(tmp_path, "--epochs=1")[1]
+    assert run(tmp_path, "--epochs=2")["step"] == 40
+
+
+def test_signal_before_the_first_step_saves_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    load_splits = train.load_splits
+
+    def load_and_signal(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # As `timeout` does.
+        return load_splits(*arguments)
+
+    with monkeypatch.context() as signalling:
+        signalling.setattr(train, "load_splits", load_and_signal)
+        code, line = ended(tmp_path, "--epochs=1")
+    assert code == 42
+    assert line.startswith(f"stopped by SIGTERM, the state is in {tmp_path / 'checkpoints' / 'step-00000000'}")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert run(tmp_path, "--epochs=1")["step"] == 20
+
+
+def test_fresh_moves_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    run(tmp_path / "real", "--epochs=1")
+    (tmp_path / "link").symlink_to("real")
+    run(tmp_path / "link", "--epochs=1", "--fresh")
+    assert (tmp_path / "link.1").is_symlink()
+    assert (tmp_path / "real" / "result.json").exists()
+    assert not (tmp_path / "link").is_symlink()
+
+
+def test_fresh_in_the_current_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(Path("."), "--epochs=1")
+    code, line = ended(Path("."), "--epochs=1", "--fresh")
+    assert (code, "--fresh cannot move --run-dir ., in which it was started" in line) == (2, True)
+    assert Path("result.json").exists()
+
+
+def test_own_column_in_a_row_is_reported(tmp_path: Path) -> None:
+    report = Report(tmp_path, epochs=1, epochs_done=0)
+    report.epoch(
+        {"epoch": 1, "step": 1, "seconds": 1.0, "examples_per_second": 1.0, "learning_rate": 0.1, "mine": 2.0},
+        is_best=False,
+    )
+    report.draw_curves()
+    assert rows(tmp_path)[0]["mine"] == "2.0"

@@ -10,6 +10,7 @@ import concurrent.futures
 import hashlib
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,49 @@ class Damaged(Exception):
     """A checkpoint cannot be read as it was written. The text is one line: which, and why."""
 
 
+class Writer:
+    """Has files written, in order: at once, or in a thread while training goes on."""
+
+    def __init__(self, *, in_thread: bool = False) -> None:
+        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1) if in_thread else None
+        self._under_way: list[concurrent.futures.Future] = []
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Has `write` called, unless one before it failed: a checkpoint may name weights that were not written."""
+        if self._thread is None:
+            write()
+            return
+
+        def write_after(before: list[concurrent.futures.Future]) -> None:
+            for each in before:
+                each.result()
+            write()
+
+        self._under_way.append(self._thread.submit(write_after, list(self._under_way)))
+
+    def wait_for_room(self) -> None:
+        """Returns when so little is under way that memory holds one more. Raises CannotWrite as `wait` does."""
+        if len(self._under_way) > 1:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when all is written. Raises CannotWrite, once, if something could not be."""
+        under_way, self._under_way = self._under_way, []
+        for each in under_way:
+            each.result()
+
+
 class Checkpoints:
     """The newest `keep` checkpoints of a state, in one directory."""
 
-    def __init__(
-        self, directory: Path, state: State, *, keep: int, writer: concurrent.futures.Executor | None = None
-    ) -> None:
-        """With a `writer`, files are written in its thread, while training goes on."""
+    def __init__(self, directory: Path, state: State, *, keep: int, writer: Writer | None = None) -> None:
+        """A `writer` may be shared, where one checkpoint names another."""
         self.directory = directory
         self.state = state
         self.keep = keep
-        self._writer = writer
-        self._being_written: concurrent.futures.Future | None = None
+        self.writer = writer or Writer()
+        # A mask may be infinite from the start; a weight that becomes so has diverged.
+        self._infinite = {name for name, variable in state.alike.items() if _has(tf.math.is_inf, variable)}
 
     def paths(self) -> list[Path]:
         """Returns the checkpoints there are, oldest first."""
@@ -58,25 +90,17 @@ class Checkpoints:
         Checkpoints of later steps are removed too: they are of a run that was taken up again from before them.
 
         Raises:
-            Diverged: a variable is not finite; nothing is written.
-            CannotWrite: the disk refused; what was there is as it was. With a writer, the next call may raise it.
+            Diverged: a variable is not finite any more; nothing is written.
+            CannotWrite: the disk refused; what was there is as it was. From a thread it comes with a later call.
         """
-        self.wait()
+        self.writer.wait_for_room()
         values, record = self.state.values(), {**record, "step": step}
         for name, value in values.items():
-            if not name.startswith("metrics/") and not _is_finite(value):
-                raise Diverged(f"after step {step} the variable {name} is not finite: nothing of it was saved")
-        if self._writer:
-            self._being_written = self._writer.submit(self._write, step, values, record)
-        else:
-            self._write(step, values, record)
+            infinite = name not in self._infinite and _has(np.isinf, value)
+            if not name.startswith("metrics/") and (infinite or _has(np.isnan, value)):
+                raise Diverged(f"after step {step} the variable {name} is not finite")
+        self.writer.submit(lambda: self._write(step, values, record))
         return self.path(step)
-
-    def wait(self) -> None:
-        """Returns when the last save is on disk. Raises CannotWrite if it could not be written."""
-        written, self._being_written = self._being_written, None
-        if written:
-            written.result()
 
     def read(self, path: Path) -> tuple[Values, dict[str, Any]]:
         """Returns the values and the record of the checkpoint at `path`; changes nothing.
@@ -102,7 +126,7 @@ class Checkpoints:
 
     def _write(self, step: int, values: Values, record: dict[str, Any]) -> None:
         final = self.path(step)
-        temporary = self.directory / f".{final.name}.part"
+        temporary, replaced = (self.directory / f".{final.name}.{kind}" for kind in ("part", "replaced"))
         with writing(final):
             # Not its parents: that the run's directory is gone means that somebody deleted it.
             self.directory.mkdir(exist_ok=True)
@@ -121,44 +145,62 @@ class Checkpoints:
                 write_whole(
                     temporary / CHECKSUMS, lambda path: path.write_text(_checksums(temporary), encoding="utf-8")
                 )
-                if final.exists():  # The same step again, after a stop between the save and what followed it.
-                    _remove(final)
+                if final.exists():  # A signal may come between a save and the next step.
+                    final.rename(replaced)
                 temporary.rename(final)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)  # A full disk needs the room.
+                self.bring_back()
                 raise
-            paths = self.paths()
-            earlier, later = paths[: paths.index(final) + 1], paths[paths.index(final) + 1 :]
-            for path in [*later, *earlier[: -self.keep]]:
-                _remove(path)
+        paths = self.paths()
+        earlier, later = paths[: paths.index(final) + 1], paths[paths.index(final) + 1 :]
+        for path in [*([replaced] if replaced.exists() else []), *later, *earlier[: -self.keep]]:
+            _remove(path)
+
+    def bring_back(self) -> None:
+        """Gives back its name to a checkpoint that was to be replaced, if the one in its place did not come to be."""
+        for replaced in self.directory.glob(".step-*.replaced"):
+            final = replaced.with_name(replaced.stem.removeprefix("."))
+            if not final.exists():
+                replaced.rename(final)
 
 
-def restore_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Progress] | None:
-    """Restores the newest checkpoint that is whole, and whose best weights are; says which ones are damaged.
+def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Values, Progress] | None:
+    """Reads the newest checkpoint that is whole, and whose best weights are; says which ones are damaged.
 
     Returns:
-        The checkpoint and what it records, or None if there is none.
+        The checkpoint, its values and what it records, or None if there is none.
 
     Raises:
         BadInput: there are checkpoints, and none is whole or it is of other variables. Nothing is deleted.
     """
+    problems = []
+    for each in (checkpoints, best):
+        each.bring_back()
     for path in reversed(checkpoints.paths()):
         try:
             values, record = checkpoints.read(path)
-            progress = Progress(**record)
+            progress = _progress(path, record)
             if progress.best_step is not None:
                 best.read(best.path(progress.best_step))
-        except (Damaged, TypeError) as problem:
-            console.print(f"{problem}, and is left out")
+        except Damaged as problem:
+            problems.append(problem)
+            console.print(f"{path.name} is left out: {problem}")
             continue
-        checkpoints.state.assign(values)
-        return path, progress
-    if checkpoints.paths():
+        return path, values, progress
+    if problems:
         raise BadInput(
-            f"{checkpoints.directory} holds no whole checkpoint: bring one back from a copy, or use --fresh, which "
-            "moves the run aside and starts anew"
+            f"{checkpoints.directory} holds no checkpoint to go on from ({problems[0]}): bring its files back from a "
+            "copy, begin a new --run-dir with --init-from one that is whole, or use --fresh, which moves the run aside"
         )
     return None
+
+
+def _progress(path: Path, record: dict[str, Any]) -> Progress:
+    try:
+        return Progress(**record)
+    except TypeError as problem:
+        raise Damaged(f"{path} is damaged ({RECORD} is not of a run: {problem})") from None
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
@@ -194,10 +236,14 @@ def weights_sha256(variables: dict[str, tf.Variable]) -> str:
     return digest.hexdigest()
 
 
-def _is_finite(value: np.ndarray) -> bool:
-    return not tf.as_dtype(value.dtype).is_floating or bool(np.isfinite(value).all())
+def _has(kind: Callable[[Any], Any], value: np.ndarray | tf.Variable) -> bool:
+    """Returns whether a number in `value` is of a kind, such as np.isnan; whole numbers and texts are of none."""
+    return tf.as_dtype(value.dtype).is_floating and bool(np.any(kind(value)))
 
 
 def _remove(path: Path) -> None:
     """Removes a checkpoint; it loses its name first, so that half of it is never taken for one."""
-    shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
+    try:
+        shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
+    except OSError as problem:
+        console.print(f"{path} is not needed any more, and cannot be removed ({problem.strerror})")

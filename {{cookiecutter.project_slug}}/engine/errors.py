@@ -39,11 +39,17 @@ def exit_codes() -> Iterator[None]:
         yield
     except (BadInput, Diverged, Stopped, CannotWrite) as ending:
         line = " ".join(str(ending).split())  # A value may hold line breaks.
-        told = f"{line}; the same command goes on" if isinstance(ending, Stopped) else f"ERROR: {line}"
+        told = (
+            f"{line}; the same command, without --fresh, goes on" if isinstance(ending, Stopped) else f"ERROR: {line}"
+        )
         print(told, file=sys.stderr, flush=True)
         sys.exit(ending.exit_code)
     except KeyboardInterrupt:
-        print("Stopped by Ctrl-C. The same command goes on from the last checkpoint.", file=sys.stderr, flush=True)
+        print(
+            "Stopped by Ctrl-C before the first step. The same command goes on from what is saved.",
+            file=sys.stderr,
+            flush=True,
+        )
         sys.exit(130)
 
 

@@ -128,13 +128,13 @@ def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> 
     return keras.optimizers.LossScaleOptimizer(optimizer) if precision == "mixed_float16" else optimizer
 
 
-def check_loss_scale(optimizer: keras.optimizers.Optimizer) -> None:
+def check_loss_scale(optimizer: keras.optimizers.Optimizer, step: int) -> None:
     """Raises Diverged if the loss scale of mixed_float16 has fallen so far that every step was skipped for long."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         scale = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
         if scale < LOWEST_LOSS_SCALE:
             raise Diverged(
-                f"the loss scale is down to {scale:g}, as no scale makes the gradients finite: all steps are skipped"
+                f"at step {step} the loss scale is down to {scale:g}, as no scale makes the gradients finite"
             )
 
 

@@ -1,7 +1,6 @@
 """What a run is, told before it begins: config.json, and the lines on the console."""
 
 import platform
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,17 +10,16 @@ import tensorflow as tf
 from engine.console import print_facts
 from engine.data import Batches
 from engine.objects import by_name
-from engine.run_directory import file_sha256
 from engine.strategy import describe_strategy
 
 
-def describe_run(settings: Any, strategy: tf.distribute.Strategy, task: ModuleType) -> dict[str, Any]:
+def describe_run(settings: Any, strategy: tf.distribute.Strategy, task_sha256: str) -> dict[str, Any]:
     """Returns what config.json holds: the settings, and what else the numbers depend on."""
     return {
         "settings": settings.as_json(),
         "strategy": describe_strategy(strategy),
         "replicas": strategy.num_replicas_in_sync,
-        "task_sha256": file_sha256(Path(task.__file__)),
+        "task_sha256": task_sha256,
         "versions": {"tensorflow": tf.__version__, "keras": keras.__version__, "python": platform.python_version()},
     }
 

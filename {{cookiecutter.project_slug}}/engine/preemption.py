@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 from engine.checkpoint import Checkpoints
@@ -15,6 +16,8 @@ from engine.errors import Diverged, Stopped
 from engine.progress import Progress
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A terminal, or a program that ends a group of processes, may send the same signal twice.
+SECONDS_AS_ONE = 1.0
 
 
 class Preemption:
@@ -22,6 +25,7 @@ class Preemption:
 
     def __init__(self) -> None:
         self.signal: str | None = None
+        self._came = 0.0
 
     def check(self) -> None:
         """Raises Stopped if a signal has come. Call it between chunks of steps."""
@@ -31,6 +35,7 @@ class Preemption:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Takes the signals while it lasts; for the main thread, after the strategy is made."""
+        self.signal = None
         # Python runs a handler only between two operations of the main thread, and that may be in a long chunk. The
         # number of the signal is written to a pipe at once, and a thread is waiting there.
         reading, written = os.pipe()
@@ -53,25 +58,30 @@ class Preemption:
         while numbers := os.read(reading, 1):
             if numbers[0] not in SIGNALS:
                 continue
+            if self.signal and time.monotonic() < self._came + SECONDS_AS_ONE:
+                continue
             if self.signal:
                 # Whatever is being written has its temporary name, so nothing on disk is harmed.
                 os._exit(128 + numbers[0])
-            self.signal = signal.Signals(numbers[0]).name
+            self.signal, self._came = signal.Signals(numbers[0]).name, time.monotonic()
             console.print(f"{self.signal}: the running steps end, then the state is saved; a second one ends at once")
 
 
 @contextlib.contextmanager
-def saved_at_the_end(checkpoints: Checkpoints, best: Checkpoints, progress: Progress) -> Iterator[None]:
+def saved_at_the_end(checkpoints: Checkpoints, progress: Progress) -> Iterator[None]:
     """Saves the state if a signal stops what is inside, and ends no other way than with all files written.
 
     Raises:
         Diverged: what is inside did; how to go on from the last good state is added to the message.
     """
     try:
-        yield
-    except Stopped as problem:
-        saved = checkpoints.save(progress.step, progress.record())
-        raise Stopped(f"{problem}, the state is in {saved}") from problem
+        try:
+            yield
+        except Stopped as problem:
+            saved = checkpoints.save(progress.step, progress.record())
+            raise Stopped(f"{problem}, the state is in {saved}") from problem
+        finally:
+            checkpoints.writer.wait()
     except Diverged as problem:
         paths = checkpoints.paths()
         last = f"the last good state is {paths[-1]}, " if paths else ""
@@ -80,6 +90,3 @@ def saved_at_the_end(checkpoints: Checkpoints, best: Checkpoints, progress: Prog
             f"{problem}; {last}and nothing after it was saved: use {begin} with a smaller --learning-rate or "
             "--clip-norm, or look for what is not finite with --check"
         ) from problem
-    finally:
-        checkpoints.wait()
-        best.wait()

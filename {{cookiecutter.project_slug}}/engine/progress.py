@@ -49,6 +49,10 @@ class Progress:
             self.best_epoch, self.best_step, self.best_score = self.epoch, self.step, score
         return improved
 
+    def epochs_begun(self) -> int:
+        """Returns how many epochs have begun, whole ones included."""
+        return self.epoch + (any(self.steps_of_pass.values()) or self.train_metrics is not None)
+
     def record(self) -> dict[str, Any]:
         """Returns what `Progress(**record)` makes again."""
         return dataclasses.asdict(self)

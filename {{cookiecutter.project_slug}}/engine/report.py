@@ -15,6 +15,7 @@ import matplotlib.figure
 import tensorflow as tf
 
 from engine.console import console
+from engine.errors import BadInput, first_line
 from engine.run_directory import write_whole, writing
 
 # The columns that are not metrics, in the order of metrics.csv; metrics follow.
@@ -31,6 +32,8 @@ class Report:
         self.run_dir = run_dir
         self.epochs = epochs
         self.rows = [row for row in _read_rows(run_dir / "metrics.csv") if row["epoch"] <= epochs_done]
+        if len(self.rows) < epochs_done:
+            console.print(f"{run_dir / 'metrics.csv'} lacks {epochs_done - len(self.rows)} of {epochs_done} epochs")
         with writing(run_dir / "tensorboard"):
             self._summaries = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
         self._curves_drawn = time.monotonic()
@@ -63,11 +66,19 @@ class Report:
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    with io.StringIO(path.read_text(encoding="utf-8"), newline="") as lines:
-        return [
-            {name: int(float(text)) if name in ("epoch", "step") else float(text) for name, text in row.items() if text}
-            for row in csv.DictReader(lines)
-        ]
+    try:
+        with io.StringIO(path.read_text(encoding="utf-8"), newline="") as lines:
+            rows = [
+                {name: int(text) if name in ("epoch", "step") else float(text) for name, text in row.items() if text}
+                for row in csv.DictReader(lines, strict=True)
+            ]
+        epochs = [row["epoch"] for row in rows]
+        if epochs == sorted(set(epochs)):
+            return rows
+        problem = "its epochs do not rise"
+    except (OSError, ValueError, TypeError, KeyError, csv.Error) as error:
+        problem = first_line(error)
+    raise BadInput(f"{path} is not what a run writes ({problem}): restore it, move it away, or use --fresh")
 
 
 def _write_rows(rows: list[dict[str, Any]], path: Path) -> None:
@@ -81,13 +92,12 @@ def _write_rows(rows: list[dict[str, Any]], path: Path) -> None:
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     # The figure is made directly: matplotlib.pyplot would choose a window system, and keep every figure in memory.
-    names = list(dict.fromkeys(name.split("/", 1)[1] for row in rows for name in row if name not in COLUMNS))
+    names = list(dict.fromkeys(name.rsplit("/", 1)[-1] for row in rows for name in row if name not in COLUMNS))
     figure = matplotlib.figure.Figure(figsize=(5 * len(names), 4), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        for split in ("train", "validation"):
-            key = f"{split}/{name}"
+        for key in (f"train/{name}", f"validation/{name}", name):
             if having := [row for row in rows if key in row]:
-                axes.plot([row["epoch"] for row in having], [row[key] for row in having], label=split)
+                axes.plot([row["epoch"] for row in having], [row[key] for row in having], label=key)
         axes.set_xlabel("epoch")
         axes.set_title(name)
         axes.legend()

@@ -28,9 +28,14 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, tf.errors.OpError) as problem:
         reason = getattr(problem, "strerror", None) or re.sub(r"\{\{.*?\}\}|\[Op:\w+\]", "", str(problem)).strip()
-        what_to_do = "make room" if path.parent.exists() else "it was moved or deleted: put it back"
+        if not path.parent.exists():
+            what_to_do = "put the directory back, which was moved or deleted"
+        elif re.search("no space|too large|quota", reason, re.IGNORECASE):
+            what_to_do = "make room"
+        else:
+            what_to_do = "let it be written"
         raise CannotWrite(
-            f"{path} cannot be written ({reason}): {what_to_do}, then start the same command again; "
+            f"{path} cannot be written ({reason}): {what_to_do}, then start the same command, without --fresh, again; "
             "what was written before is whole"
         ) from problem
 
@@ -66,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         problem = f"it holds a {type(value).__name__}"
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         problem = str(error)
     raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or use --fresh")
 
@@ -97,7 +102,9 @@ class RunDirectory:
         recorded = read_json(self.path / CONFIG) if self._exists() else None
         if recorded is None:
             return
-        earlier = recorded.get("settings") or {}
+        earlier = recorded.get("settings")
+        if not isinstance(earlier, dict):
+            raise BadInput(f"{self.path / CONFIG} holds no settings: restore it, or use --fresh")
         names = (name for name in {**earlier, **settings} if name not in may_change)
         differing = [name for name in names if earlier.get(name) != settings.get(name)]
         if differing:
@@ -114,6 +121,11 @@ class RunDirectory:
             console.print(
                 f"{task_file.name} has changed since the run in {self.path} began: --fresh trains the new one"
             )
+
+    def task_sha256(self, task_file: Path) -> str:
+        """Returns the fingerprint of the task.py that the run here was begun with, or is about to be."""
+        recorded = read_json(self.path / CONFIG) or {}
+        return recorded.get("task_sha256") or file_sha256(task_file)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -144,20 +156,17 @@ class RunDirectory:
         path = self.path
         try:
             existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+            listed = [each.name for each in path.iterdir()] if existing == path and path.is_dir() else []
         except OSError as problem:
             raise BadInput(f"--run-dir {path} cannot be used ({problem.strerror}): choose another directory") from None
         if not existing.is_dir():
             raise BadInput(f"--run-dir {path}: {existing} is a file: choose another directory")
         if existing != path and not os.access(existing, os.W_OK | os.X_OK):
             raise BadInput(f"--run-dir {path}: {existing} cannot be written: choose another directory")
-        if not path.exists():
-            return False
-        if (path / CONFIG).exists():
-            return True
         # With hidden files only it may be of a run that was killed before it wrote config.json.
-        if not all(each.name.startswith(".") for each in path.iterdir()):
+        if CONFIG not in listed and not all(name.startswith(".") for name in listed):
             raise BadInput(f"--run-dir {path} holds files and no run (no {CONFIG}): choose another directory")
-        return False
+        return CONFIG in listed
 
     def _hold(self) -> None:
         try:
@@ -174,7 +183,9 @@ class RunDirectory:
             ) from None
 
     def _move_aside(self) -> None:
-        path = self.path.resolve()  # "." has no name to change.
+        if Path.cwd().is_relative_to(self.path.resolve()):
+            raise BadInput(f"--fresh cannot move --run-dir {self.path}, in which it was started: start it elsewhere")
+        path = self.path.absolute()  # Of a link it is the link that moves.
         number = 1
         while (aside := path.with_name(f"{path.name}.{number}")).exists():
             number += 1
