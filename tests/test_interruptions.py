@@ -77,7 +77,8 @@ def test_killed_run_ends_bit_equal(whole: tuple[Path, tuple[str, ...]], tmp_path
 
 @pytest.mark.long
 def test_often_killed_run_ends_bit_equal(whole: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
-    assert_killed_run_ends_equal(whole, tmp_path / "killed", ends=50, seed=int(time.time()))
+    seed = int(time.time())
+    assert_killed_run_ends_equal(whole, tmp_path / f"killed_by_{seed}", ends=50, seed=seed)
 
 
 def test_stopped_run_computes_no_step_twice(whole: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What lies between the tape and the weights, where replicas could disagree."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -13,6 +15,9 @@ from config import Config
 from engine.errors import BadInput
 from engine.gradients import in_micro_batches, prepare_optimizer
 from engine.objects import model_variables
+from rendering import run
+
+TESTS = Path(__file__).parent.parent
 
 
 def values_on_replicas(variable: tf.Variable) -> list[np.ndarray]:
@@ -229,3 +234,14 @@ def test_embedding_gradients_become_whole_tensors_because_adam_gets_slices_wrong
     # Only the tokens that occur more than once are wrong.
     assert (difference[[1, 4]] > 0.01).all(), difference
     assert (difference[[0, 2, 3]] < 1e-6).all(), difference
+
+
+@pytest.mark.long
+def test_micro_batches_take_less_memory_for_the_same_loss() -> None:
+    found = {}
+    for micro_batches in ("1", "4"):
+        done = run("python", TESTS / "peak_memory.py", micro_batches, folder=TESTS)
+        assert done.returncode == 0, done.stderr
+        found[micro_batches] = json.loads(done.stdout.splitlines()[-1])
+    assert found["4"]["loss"] == pytest.approx(found["1"]["loss"], rel=1e-6)
+    assert found["4"]["mebibytes"] < 0.5 * found["1"]["mebibytes"]  # Measured: 311 and 67.

@@ -75,7 +75,8 @@ def pixels_loss(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
 
 
 def segmenter() -> keras.Model:
-    return keras.Sequential([keras.Input((4, 4, 1)), keras.layers.Conv2D(2, 3, padding="same")])
+    hidden = keras.layers.Conv2D(4, 3, padding="same", activation="gelu")
+    return keras.Sequential([keras.Input((4, 4, 1)), hidden, keras.layers.Conv2D(2, 3, padding="same")])
 
 
 def active_model() -> keras.Model:
@@ -122,6 +123,10 @@ CASES = {
     "embedding, masked tokens, clipping": Case(sentences, tagger, sgd, tokens_loss, {"clip_norm": 0.05}),
     "embedding, masked tokens, 2 micro-batches": Case(sentences, tagger, adamw, tokens_loss, {"micro_batches": 2}),
     "XLA": Case(table, lambda: dense_model(regularizer=L2), sgd, classes_loss, {"jit": True}),
+    "XLA, a label per pixel, clipping, 2 micro-batches": Case(
+        images, segmenter, adamw, pixels_loss, {"jit": True, "clip_norm": 0.05, "micro_batches": 2}
+    ),
+    "XLA, embedding, masked tokens": Case(sentences, tagger, adamw, tokens_loss, {"jit": True}),
 }
 
 
@@ -205,7 +210,13 @@ def assert_same(found: tuple[dict, dict], expected: tuple[dict, dict]) -> None:
         )
 
 
-@pytest.mark.parametrize("name", CASES)
+# XLA compiles for each number of replicas anew.
+SLOW = {name for name in CASES if name.startswith("XLA, ")}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in SLOW else []) for name in CASES]
+)
 def test_replicas_agree_with_plain_tensorflow(name: str, install: Callable[[Case], None]) -> None:
     case = CASES[name]
     install(case)

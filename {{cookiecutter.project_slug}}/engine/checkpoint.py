@@ -244,6 +244,6 @@ def _has(kind: Callable[[Any], Any], value: np.ndarray | tf.Variable) -> bool:
 def _remove(path: Path) -> None:
     """Removes a checkpoint; it loses its name first, so that half of it is never taken for one."""
     try:
-        shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
+        shutil.rmtree(path.rename(path.with_name(f".{path.name.removeprefix('.')}.removed")))
     except OSError as problem:
         console.print(f"{path} is not needed any more, and cannot be removed ({problem.strerror})")

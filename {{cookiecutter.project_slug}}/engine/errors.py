@@ -46,7 +46,7 @@ def exit_codes() -> Iterator[None]:
         sys.exit(ending.exit_code)
     except KeyboardInterrupt:
         print(
-            "Stopped by Ctrl-C before the first step. The same command goes on from what is saved.",
+            "Stopped by Ctrl-C. What was saved before is whole.",
             file=sys.stderr,
             flush=True,
         )
