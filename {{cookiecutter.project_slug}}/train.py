@@ -290,6 +290,8 @@ def train(settings: Config, run_directory: RunDirectory) -> None:
         if not begins:
             begins = initialize() if settings.init_from else "with new weights"
         run_directory.open(fresh=settings.fresh)
+        for each in (checkpoints, best):
+            each.clear()
         report = Report(settings.run_dir, epochs=settings.epochs, epochs_done=progress.epoch)
         task_sha256 = run_directory.task_sha256(Path(task.__file__))
         write_json(settings.run_dir / CONFIG, describe_run(settings, strategy, task_sha256))

@@ -21,7 +21,7 @@ from engine.checkpoint import Checkpoints, read_checkpoint
 from engine.errors import BadInput, Stopped
 from engine.initial_weights import load_initial_weights
 from engine.objects import model_variables
-from engine.report import Report
+from engine.report import COLUMNS, Report
 from engine.run_directory import RunDirectory
 
 SHORT = ("--global-batch-size=60", "--simulated-devices=1")
@@ -156,6 +156,51 @@ def stopped_after(chunks: int) -> Callable[..., None]:
             raise Stopped("stopped by a test")
 
     return check
+
+
+def assert_stopped_run_ends_equal(
+    stops: tuple[int, ...], folder: Path, flags: tuple[str, ...], ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stops a run after so many chunks each time, and compares it with one that is not stopped."""
+    expected = run(folder / "whole", *flags)
+    for chunks in stops:
+        with monkeypatch.context() as stopping:
+            stopping.setattr(train.Preemption, "check", stopped_after(chunks))
+            assert ended(folder / "stopped", *flags)[0] == 42
+    found = run(folder / "stopped", *flags)
+    timeless = [
+        {name: text for name, text in row.items() if name not in COLUMNS[2:4]} for row in rows(folder / "whole")
+    ]
+    assert [{name: row[name] for name in timeless[0]} for row in rows(folder / "stopped")] == timeless
+    assert {**found, "seconds": 0} == {**expected, "seconds": 0}
+
+
+@pytest.mark.long
+def test_stopped_run_with_every_kind_of_state_ends_bit_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    def each_on_its_own() -> keras.Model:
+        layers = [keras.layers.Flatten(), keras.layers.Dense(8), keras.layers.BatchNormalization()]
+        layers += [keras.layers.Dropout(0.2), keras.layers.Dense(10, kernel_regularizer="l2")]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+    monkeypatch.setattr(task, "create_model", each_on_its_own)
+    flags = ("--epochs=2", "--simulated-devices=3", "--steps-per-execution=3", "--keep-last-batch", "--clip-norm=0.5")
+    flags += ("--ema-decay=0.9", "--micro-batches=2", "--precision=mixed_float16", "--checkpoint-every-steps=5")
+    # In the first epoch, before its validation, and in the second epoch.
+    assert_stopped_run_ends_equal((3, 6, 5), tmp_path, flags, ended, monkeypatch)
+
+
+def test_stopped_run_of_two_models_ends_bit_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "tasks"))
+    import gan
+
+    monkeypatch.setattr(train, "task", gan)
+    monitor = next(iter(gan.create_metrics("validation")))
+    flags = ("--epochs=2", "--steps-per-execution=1", f"--monitor=validation/{monitor}", "--monitor-direction=min")
+    assert_stopped_run_ends_equal((2, 6), tmp_path, flags, ended, monkeypatch)
 
 
 def test_damaged_newest_checkpoint_is_told_and_the_run_ends_equal(tmp_path: Path, capsys) -> None:

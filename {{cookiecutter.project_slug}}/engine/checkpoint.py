@@ -130,9 +130,7 @@ class Checkpoints:
         with writing(final):
             # Not its parents: that the run's directory is gone means that somebody deleted it.
             self.directory.mkdir(exist_ok=True)
-            # What a killed process left half-written, or half-removed.
-            for leftover in self.directory.glob(".step-*"):
-                shutil.rmtree(leftover)
+            self.clear()
             temporary.mkdir()
             try:
                 tf.raw_ops.SaveV2(
@@ -156,6 +154,12 @@ class Checkpoints:
         earlier, later = paths[: paths.index(final) + 1], paths[paths.index(final) + 1 :]
         for path in [*([replaced] if replaced.exists() else []), *later, *earlier[: -self.keep]]:
             _remove(path)
+
+    def clear(self) -> None:
+        """Removes what a killed process left half-written, or half-removed."""
+        with writing(self.directory):
+            for leftover in self.directory.glob(".step-*"):
+                shutil.rmtree(leftover)
 
     def bring_back(self) -> None:
         """Gives back its name to a checkpoint that was to be replaced, if the one in its place did not come to be."""
