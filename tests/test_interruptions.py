@@ -116,8 +116,9 @@ with Preemption().listening():
         process.kill()
 
 
-def test_full_disk_under_the_output_does_not_end_the_training(tmp_path: Path) -> None:
-    command = f"{sys.executable} train.py --run-dir={tmp_path / 'run'} --epochs=1 > /dev/full"
+@pytest.mark.parametrize("output", ["> /dev/full", "| true"], ids=["full disk", "nobody reads"])
+def test_output_that_goes_nowhere_does_not_end_the_training(output: str, tmp_path: Path) -> None:
+    command = f"{sys.executable} train.py --run-dir={tmp_path / 'run'} --epochs=1 {output}; exit ${{PIPESTATUS[0]}}"
     done = run("bash", "-c", command, folder=PROJECT)
     assert "Traceback" not in done.stderr
     assert done.returncode == 0

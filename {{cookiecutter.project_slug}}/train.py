@@ -23,8 +23,8 @@ import task
 from config import MAY_CHANGE_ON_RESUME, Config, read_settings
 from engine import objects
 from engine.check import check_task
-from engine.checkpoint import Checkpoints, Writer, read_newest, weights_sha256
-from engine.console import print_facts
+from engine.checkpoint import Checkpoints, Damaged, Writer, read_checkpoint, read_newest, weights_sha256
+from engine.console import console, print_facts
 from engine.data import Batches, load_splits
 from engine.errors import BadInput, Diverged, exit_codes
 from engine.gradients import MovingAverage, check_loss_scale
@@ -250,6 +250,8 @@ def run_epochs(report: Report) -> None:
         report.epoch(row, is_best=improved)
         checkpoints.save(progress.step, progress.record())
     report.draw_curves()
+    if is_out_of_patience():
+        console.print(f"No better {config.monitor} for {progress.epochs_without_improvement} epochs: stopped.")
 
 
 def is_out_of_patience() -> bool:
@@ -265,21 +267,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = read_settings(arguments)
         if settings.check:
             sys.exit(0 if check_task(sys.modules[__name__], task, settings) else 2)
+        if settings.evaluate_only:
+            evaluate(settings)
+            return
         run_directory = RunDirectory(settings.run_dir)
         if not settings.fresh:
             run_directory.check_same_run(settings.as_json(), MAY_CHANGE_ON_RESUME, Path(task.__file__))
-        if settings.evaluate_only:
-            evaluate(settings)
-        else:
-            with run_directory.held():
-                train(settings, run_directory)
+        with run_directory.held():
+            train(settings, run_directory)
 
 
 def train(settings: Config, run_directory: RunDirectory) -> None:
     """Begins a run, or goes on with the one in the directory, and ends it with the test of its best weights."""
     result = None if settings.fresh else read_json(settings.run_dir / RESULT)
     if result and is_finished(result, settings):
-        told = "more --epochs, or --patience, continue it; --fresh starts anew"
+        more = "--epochs" if result["epochs"] >= settings.epochs else "--patience"
+        told = f"more {more} would continue it; --fresh starts anew"
         print_facts(f"Finished already after {result['epochs']} epochs ({told})", result)
         return
 
@@ -356,19 +359,28 @@ def initialize() -> str:
     return report
 
 
-def evaluate(settings: Config) -> None:
-    """Prints the validation and test metrics of the best weights of the run, or of --init-from if there is no run."""
-    build(settings)
-    if newest := read_newest(checkpoints, best):
-        _, _, reached = newest
-        if reached.best_step is None:
-            raise BadInput(f"--evaluate-only: the run in {settings.run_dir} has not been validated yet: train on first")
-        weights = best.path(reached.best_step)
+def restore_best() -> Path:
+    """Sets the weights to those that the newest checkpoint says are the best; returns where they are."""
+    paths = checkpoints.paths()
+    if not paths:
+        raise BadInput(f"--evaluate-only: {checkpoints.directory} is empty: train first, or give --init-from")
+    try:
+        _, record = read_checkpoint(paths[-1])
+        if record.get("best_step") is None:
+            raise BadInput(f"--evaluate-only: {paths[-1]} is from before the first validation: train on first")
+        weights = best.path(record["best_step"])
         best.restore(weights)
-    elif settings.init_from:
-        weights = initialize()
-    else:
-        raise BadInput(f"--evaluate-only: {settings.run_dir} holds no checkpoint: train first, or give --init-from")
+    except Damaged as problem:
+        raise BadInput(
+            f"--evaluate-only: {problem}: bring it back, or give other weights with --init-from"
+        ) from problem
+    return weights
+
+
+def evaluate(settings: Config) -> None:
+    """Prints the validation and test metrics of --init-from, or else of the best weights of the run."""
+    build(settings)
+    weights = initialize() if settings.init_from else restore_best()
     print_facts(f"Evaluation of {weights}", {**validate(), **test()})
 
 

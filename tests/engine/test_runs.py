@@ -240,9 +240,9 @@ def test_patience_ends_a_run_and_more_of_it_continues_it(tmp_path: Path, monkeyp
     result = run(tmp_path, *flags, "--patience=2")
     assert (result["epochs"], result["best_epoch"], result["epochs_without_improvement"]) == (4, 2, 2)
     assert len(rows(tmp_path)) == 4
-    capsys.readouterr()
+    assert "No better validation/accuracy for 2 epochs: stopped." in capsys.readouterr().out
     train.main([f"--run-dir={tmp_path}", *SHORT, *flags, "--patience=2"])
-    assert "Finished already after 4 epochs" in capsys.readouterr().out
+    assert "Finished already after 4 epochs (more --patience" in capsys.readouterr().out
     result = run(tmp_path, *flags, "--patience=3")
     assert (result["epochs"], result["best_epoch"]) == (5, 2)
     result = run(tmp_path, *flags)
@@ -367,20 +367,28 @@ def test_run_begun_with_weights_resumes_its_own_state(
 def test_evaluation_is_of_the_best_weights_and_changes_nothing(
     tmp_path: Path, capsys, ended: Callable[..., tuple[int, str]]
 ) -> None:
-    assert "holds no checkpoint" in ended(tmp_path / "run", "--evaluate-only")[1]
+    assert "is empty: train first" in ended(tmp_path / "run", "--evaluate-only")[1]
     assert not list(tmp_path.iterdir())
     result = run(tmp_path / "run", "--epochs=2", "--ema-decay=0.9")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     capsys.readouterr()
     for replicas in (1, 4):
-        flags = ("--epochs=2", "--ema-decay=0.9", "--evaluate-only", f"--simulated-devices={replicas}")
+        flags = ("--evaluate-only", f"--simulated-devices={replicas}")  # No setting of the training matters.
         train.main([f"--run-dir={tmp_path / 'run'}", *SHORT, *flags])
         told = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
         assert float(told["test/loss"]) == pytest.approx(result["test/loss"], rel=1e-5)
         assert float(told["validation/loss"]) == pytest.approx(result["best_validation/loss"], rel=1e-5)
-    train.main([f"--run-dir={tmp_path / 'none'}", *SHORT, "--evaluate-only", f"--init-from={tmp_path / 'run'}"])
-    assert f"{result['test/loss']:.4f}" in capsys.readouterr().out
+    for run_dir in ("none", "run"):
+        train.main([f"--run-dir={tmp_path / run_dir}", *SHORT, "--evaluate-only", f"--init-from={tmp_path / 'run'}"])
+        assert f"{result['test/loss']:.4f}" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_evaluation_of_damaged_weights_is_refused(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
+    run(tmp_path, "--epochs=2")
+    (tmp_path / "best" / "step-00000040" / "record.json").unlink()
+    code, line = ended(tmp_path, "--evaluate-only")
+    assert (code, "best/step-00000040 is damaged" in line) == (2, True)
 
 
 def test_evaluation_of_a_run_stopped_in_a_validation_counts_from_the_start(
@@ -456,7 +464,7 @@ def test_divergence_names_the_step_and_the_way_on_works(
         code, line = ended(tmp_path / "other", "--epochs=2", "--checkpoint-every-steps=15")
         assert code == 3
         assert "after step 30 the variable model/sequential/dense/kernel is not finite" in line
-        assert f"--init-from {tmp_path / 'other'}/checkpoints/step-00000020" in line
+        assert f"the last good state is {tmp_path / 'other'}/checkpoints/step-00000020" in line
     for path in tmp_path.glob("*/*/step-*"):
         for name, value in read_checkpoint(path)[0].items():
             assert value.dtype.kind in "iu" or np.isfinite(value).all(), f"{path} {name}"
@@ -551,10 +559,14 @@ def test_signal_before_the_first_step_saves_too(
     with monkeypatch.context() as signalling:
         signalling.setattr(train, "load_splits", load_and_signal)
         code, line = ended(tmp_path, "--epochs=1")
+    # One more, while the program ends, does not take the exit code away.
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     assert code == 42
     assert line.startswith(f"stopped by SIGTERM, the state is in {tmp_path / 'checkpoints' / 'step-00000000'}")
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert run(tmp_path, "--epochs=1")["step"] == 20
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_fresh_moves_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def check_task(program: ModuleType, task: ModuleType, settings: Any) -> bool:
         task: the module task.py.
         settings: the settings that training would have.
     """
+    tf.get_logger().setLevel("ERROR")  # It warns of the many functions that are compiled here.
     # One and two replicas have to be able to share a batch, in the micro-batches asked for.
     unit = 2 * settings.micro_batches
     with tempfile.TemporaryDirectory() as folder:

@@ -178,13 +178,13 @@ def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Valu
     Raises:
         BadInput: there are checkpoints, and none is whole or it is of other variables. Nothing is deleted.
     """
-    problems = []
+    problems, whole = [], None
     for each in (checkpoints, best):
         each.bring_back()
     for path in reversed(checkpoints.paths()):
         try:
             values, record = checkpoints.read(path)
-            progress = _progress(path, record)
+            progress, whole = _progress(path, record), whole or path
             if progress.best_step is not None:
                 best.read(best.path(progress.best_step))
         except Damaged as problem:
@@ -195,7 +195,8 @@ def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Valu
     if problems:
         raise BadInput(
             f"{checkpoints.directory} holds no checkpoint to go on from ({problems[0]}): bring its files back from a "
-            "copy, begin a new --run-dir with --init-from one that is whole, or use --fresh, which moves the run aside"
+            f"copy, {f'begin a new --run-dir with --init-from {whole}, ' if whole else ''}or use --fresh, which moves "
+            "the run aside"
         )
     return None
 

@@ -14,7 +14,11 @@ class _Console(rich.console.Console):
         try:
             super().print(*objects, **options)
         except OSError:  # The disk that the output goes to is full, or whoever read it has ended.
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        """Goes on without a console; rich would end the program."""
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 # Lines are as long as they are, and "[32]" is a text, not a style.

@@ -42,7 +42,8 @@ def exit_codes() -> Iterator[None]:
         told = (
             f"{line}; the same command, without --fresh, goes on" if isinstance(ending, Stopped) else f"ERROR: {line}"
         )
-        print(told, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # Whoever reads it may have ended before.
+            print(told, file=sys.stderr, flush=True)
         sys.exit(ending.exit_code)
     except KeyboardInterrupt:
         print(

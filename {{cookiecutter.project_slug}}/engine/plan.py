@@ -34,7 +34,7 @@ def print_plan(
         "strategy": f"{describe_strategy(strategy)}, {strategy.num_replicas_in_sync} replica(s)",
         "batch": f"{settings.global_batch_size} examples, {train.share} on each replica",
         "examples": ", ".join(f"{split} {each.number_of_examples}" for split, each in batches.items()),
-        "epochs": f"{settings.epochs} of {train.steps} steps{left_out}",
+        "epochs": f"{settings.epochs}, each of {train.steps} steps{left_out}",
         "parameters": f"{sum(model.count_params() for model in by_name(task.model, 'model').values()):,}",
         "begins": begins,
         "run directory": str(settings.run_dir),

@@ -49,7 +49,8 @@ class Preemption:
         finally:
             signal.set_wakeup_fd(others)
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                # The end takes a moment, in which one more signal would take the exit code away.
+                signal.signal(number, signal.SIG_IGN if self.signal else handler)
             os.close(written)
             thread.join()
             os.close(reading)
@@ -85,7 +86,7 @@ def saved_at_the_end(checkpoints: Checkpoints, progress: Progress) -> Iterator[N
     except Diverged as problem:
         paths = checkpoints.paths()
         last = f"the last good state is {paths[-1]}, " if paths else ""
-        begin = f"--init-from {paths[-1]} and a new --run-dir" if paths else "--fresh"
+        begin = "--init-from it, or weights from before, and a new --run-dir," if paths else "--fresh"
         raise Diverged(
             f"{problem}; {last}and nothing after it was saved: use {begin} with a smaller --learning-rate or "
             "--clip-norm, or look for what is not finite with --check"
