@@ -16,7 +16,7 @@ from rendering import PROJECT, run
 
 LIVES = Path(__file__).parent / "lives.py"
 # Small chunks and frequent saves, so that the ends fall on many kinds of moments.
-FLAGS = ("--epochs=6", "--steps-per-execution=3", "--checkpoint-every-steps=5")
+FLAGS = ("--steps-per-execution=3", "--checkpoint-every-steps=5")
 LAYOUTS = {
     "one_device": ("--simulated-devices=1",),
     "two_replicas": ("--simulated-devices=2", "--async-checkpoints", "--keep-checkpoints=1"),
@@ -26,11 +26,11 @@ TIME_COLUMNS = ("seconds", "examples_per_second")
 Lives = list[dict[str, Any]]
 
 
-def lives(folder: Path, *arguments: str, ends: int = 0, **options: Any) -> Lives:
+def lives(folder: Path, *arguments: str, epochs: int = 10, ends: int = 0, **options: Any) -> Lives:
     """Runs lives.py; returns how each life ended."""
     given = [f"--{name}={value}" for name, value in options.items()]
     command = ["python", LIVES, f"--run-dir={folder}", f"--log={folder}.log", f"--ends={ends}", *given, "--", *FLAGS]
-    done = run(*command, *arguments, folder=folder.parent)
+    done = run(*command, f"--epochs={epochs}", *arguments, folder=folder.parent)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -59,9 +59,8 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder, LAYOUTS[request.param]
 
 
-def assert_killed_run_ends_equal(whole: tuple[Path, tuple[str, ...]], folder: Path, ends: int, seed: int) -> None:
-    uninterrupted, layout = whole
-    found = lives(folder, *layout, ends=ends, signal="SIGKILL", seed=seed)
+def assert_killed_run_ends_equal(uninterrupted: Path, folder: Path, *layout: str, ends: int, **options: int) -> None:
+    found = lives(folder, *layout, ends=ends, signal="SIGKILL", **options)
     killed = collections.Counter(life["place"] for life in found if life["ended"] == -signal.SIGKILL)
     assert set(killed) == {"anywhere", "saving", "validation"}
     assert killed.total() >= 0.8 * ends  # A place may not be reached any more near the end.
@@ -72,13 +71,17 @@ def assert_killed_run_ends_equal(whole: tuple[Path, tuple[str, ...]], folder: Pa
 
 
 def test_killed_run_ends_bit_equal(whole: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
-    assert_killed_run_ends_equal(whole, tmp_path / "killed", ends=10, seed=0)
+    uninterrupted, layout = whole
+    assert_killed_run_ends_equal(uninterrupted, tmp_path / "killed", *layout, ends=10, seed=0)
 
 
 @pytest.mark.long
-def test_often_killed_run_ends_bit_equal(whole: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_often_killed_run_ends_bit_equal(layout: tuple[str, ...], tmp_path: Path) -> None:
+    lives(tmp_path / "whole", *layout, epochs=40)
     seed = int(time.time())
-    assert_killed_run_ends_equal(whole, tmp_path / f"killed_by_{seed}", ends=50, seed=seed)
+    killed = tmp_path / f"killed_by_{seed}"
+    assert_killed_run_ends_equal(tmp_path / "whole", killed, *layout, ends=50, seed=seed, epochs=40)
 
 
 def test_stopped_run_computes_no_step_twice(whole: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
