@@ -33,6 +33,10 @@ class Config:
     """Examine the task on a few batches, tell what to mend, and train nothing."""
     evaluate_only: bool = False
     """Print the validation and test metrics of the run's best weights, or of --init-from; train and write nothing."""
+    evaluate_continuously: bool = False
+    """Beside a run in --run-dir, validate each of its checkpoints as it appears, until the run ends."""
+    evaluation_timeout: float = 3600.0
+    """Seconds without a new checkpoint after which --evaluate-continuously ends."""
 
     init_from: Path | None = None
     """Begin a new run with the weights of another run, a .weights.h5 or .keras file, or a tf.train.Checkpoint."""
@@ -48,8 +52,13 @@ class Config:
     seed: int = 0
     """Fixes initial weights, the order of examples, and augmentation."""
 
-    strategy: Literal["auto", "one_device", "mirrored"] = "auto"
-    """mirrored: each GPU, or simulated device, has a copy of the model. auto: one_device on one, else mirrored."""
+    strategy: Literal["auto", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server"] = "auto"
+    """mirrored: each GPU, or simulated device, has a copy of the model. multi_worker: those of several processes have.
+    auto: multi_worker where TF_CONFIG, Slurm or Kubernetes describes a cluster, else one_device or mirrored.
+    tpu: not measured. parameter_server: asynchronous, so without the promise of equal numbers, and unsupported with
+    Keras 3 by its authors."""
+    cluster_timeout: float = 300.0
+    """Seconds to wait for the other processes of a cluster at the start."""
     deterministic: bool = False
     """Make every run of the same command bit-equal, whatever the model; slower. Without it most models' runs are."""
     simulated_devices: int = 0
@@ -79,6 +88,8 @@ class Config:
     """Whether lower or higher is better. auto: by the metric's name."""
     patience: int | None = None
     """Stop after that many epochs without a better --monitor."""
+    validate_every_steps: int | None = None
+    """Validate at every multiple of that many steps too, besides at the end of each epoch."""
 
     checkpoint_every_steps: int | None = None
     """Save at every multiple of that many steps too, besides at the end of each epoch."""
@@ -91,16 +102,19 @@ class Config:
         """Raises BadInput for the first value that breaks its rule."""
         for name in ("epochs", "global_batch_size", "micro_batches", "shuffle_buffer_size", "keep_checkpoints"):
             self._require(name, getattr(self, name) >= 1, "must be 1 or more")
-        for name in ("patience", "checkpoint_every_steps"):
+        for name in ("patience", "checkpoint_every_steps", "validate_every_steps"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "must be 1 or more")
         self._require("fresh", not (self.fresh and self.evaluate_only), "leaves nothing for --evaluate-only")
+        self._require(
+            "evaluate_continuously", not (self.evaluate_continuously and self.fresh), "needs a run, not --fresh"
+        )
         self._require("init_partial", not self.init_partial or self.init_from is not None, "needs --init-from")
         if self.steps_per_execution != "auto":
             self._require("steps_per_execution", self.steps_per_execution >= 1, "must be auto, or 1 or more")
         self._require("simulated_devices", self.simulated_devices >= 0, "must be 0 (real devices) or more")
         self._require("seed", 0 <= self.seed < 2**31, "must be from 0 to 2147483647")
-        for name in ("learning_rate", "clip_norm"):
+        for name in ("learning_rate", "clip_norm", "cluster_timeout", "evaluation_timeout"):
             value = getattr(self, name)
             holds = value is None or (math.isfinite(value) and value > 0)
             self._require(name, holds, "must be a finite number above 0")
@@ -123,8 +137,11 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "fresh",
         "check",
         "evaluate_only",
+        "evaluate_continuously",
+        "evaluation_timeout",
         "epochs",
         "strategy",
+        "cluster_timeout",
         "simulated_devices",
         "steps_per_execution",
         "patience",

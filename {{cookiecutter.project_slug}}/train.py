@@ -1,14 +1,17 @@
-"""Trains task.py on one device or on many.
+"""Trains task.py on one device, many devices or many machines.
 
-    python train.py                          this machine, whatever it has
-    python train.py --simulated-devices 4    four replicas on any CPU
-    python train.py --check                  examines the task without training
-    python train.py --help                   every setting
+    python train.py                           this machine, whatever it has
+    python train.py --simulated-devices 4     four replicas on any CPU
+    python launch.py --workers 2              two processes of this machine
+    srun ... python train.py                  a cluster: each process finds the others by Slurm, Kubernetes or TF_CONFIG
+    python train.py --check                   examines the task without training
+    python train.py --help                    every setting
 
 The same command again resumes a run that was stopped.
 """
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +26,11 @@ import task
 from config import MAY_CHANGE_ON_RESUME, Config, read_settings
 from engine import objects
 from engine.check import check_task
-from engine.checkpoint import Checkpoints, Damaged, Writer, read_checkpoint, read_newest, weights_sha256
+from engine.checkpoint import Checkpoints, Writer, read_newest, weights_sha256
 from engine.console import console, print_facts
 from engine.data import Batches, load_splits
 from engine.errors import BadInput, Diverged, exit_codes
+from engine.evaluation import evaluate, evaluate_continuously
 from engine.gradients import MovingAverage, check_loss_scale
 from engine.initial_weights import load_initial_weights
 from engine.monitor import resolve_direction
@@ -41,11 +45,13 @@ from engine.run_directory import (
     CONFIG,
     RESULT,
     RunDirectory,
+    file_sha256,
     read_json,
     write_json,
 )
-from engine.state import State, run_state
+from engine.state import State, Values, run_state
 from engine.strategy import create_strategy, make_deterministic
+from engine.workers import Workers, peers_named
 
 SPLITS = ("train", "validation", "test")
 
@@ -53,6 +59,7 @@ SPLITS = ("train", "validation", "test")
 
 config: Config
 strategy: tf.distribute.Strategy
+workers: Workers  # the processes that train together: usually one, this one
 batches: dict[str, Batches]  # split -> its batches
 run_steps: dict[str, Callable[..., tf.Tensor]]  # split -> the compiled function that runs its steps
 steps_at_once: dict[str, int]  # split -> how many steps its next call runs
@@ -64,17 +71,27 @@ direction: str  # "min" or "max": which --monitor is better
 moving_average: MovingAverage | None  # of the weights, with --ema-decay
 
 
+def choose_strategy(settings: Config) -> tf.distribute.Strategy:
+    """Returns the strategy, the same one for the same settings; waits for the other processes of a cluster."""
+    facts = {f"--{name.replace('_', '-')}": value for name, value in settings.as_json().items() if name != "run_dir"}
+    facts["task.py's sha256"] = file_sha256(Path(task.__file__))
+    return create_strategy(
+        settings.strategy, settings.simulated_devices, cluster_timeout=settings.cluster_timeout, facts=facts
+    )
+
+
 def build(settings: Config) -> None:
     """Makes every global object from the settings; may be called again with others. Writes nothing.
 
     Raises:
         BadInput: the settings, the hooks of task.py and this machine do not go together.
     """
-    global config, strategy, batches, run_steps, steps_at_once, direction, moving_average
+    global config, strategy, workers, batches, run_steps, steps_at_once, direction, moving_average
     global progress, checkpoints, best
     objects.check_hooks(task)
     config = task.config = settings
-    strategy = create_strategy(config.strategy, config.simulated_devices)
+    strategy = choose_strategy(settings)
+    workers = Workers(strategy)
     if config.deterministic:
         make_deterministic()
     # Names and random numbers start anew, so that one process can build the same objects twice.
@@ -160,7 +177,7 @@ def compile_steps(distributed_step: Callable[..., tf.Tensor]) -> Callable[..., t
     return steps
 
 
-def one_pass(split: str, epoch: int = 0) -> dict[str, float]:
+def one_pass(split: str, epoch: int = 0, between_chunks: Callable[[], None] = lambda: None) -> dict[str, float]:
     """Runs the batches of a split that are left to run; returns its metrics as "<split>/<name>", and resets them.
 
     Raises:
@@ -170,11 +187,13 @@ def one_pass(split: str, epoch: int = 0) -> dict[str, float]:
     done = progress.steps_of_pass.setdefault(split, 0)
     iterator = batches[split].distribute(strategy, epoch=epoch, first_step=done)
     while done < batches[split].steps:
-        preemption.check()
+        preemption.check(workers)
+        between_chunks()
         count = min(steps_at_once[split], batches[split].steps - done)
-        if split == "train" and config.checkpoint_every_steps:
+        if split == "train":
             # To the next multiple, counted from the first epoch on, so that resumes move none.
-            count = min(count, config.checkpoint_every_steps - progress.step % config.checkpoint_every_steps)
+            for every in filter(None, (config.checkpoint_every_steps, config.validate_every_steps)):
+                count = min(count, every - progress.step % every)
         started = time.monotonic()
         losses = run_steps[split](iterator, tf.constant(count)).numpy()
         seconds = time.monotonic() - started
@@ -187,27 +206,27 @@ def one_pass(split: str, epoch: int = 0) -> dict[str, float]:
             check_loss_scale(optimizer, progress.step)
         if config.steps_per_execution == "auto" and count == steps_at_once[split]:
             # A second's worth, reached by doubling: the first call compiles, and so looks slow.
-            steps_at_once[split] = max(1, min(2 * count, int(count / seconds)))
-        if split == "train" and done < batches[split].steps and is_time_to_save():
+            steps_at_once[split] = workers.from_chief(lambda: max(1, min(2 * count, int(count / seconds))))
+        if split == "train" and done < batches[split].steps and is_multiple(config.checkpoint_every_steps):
             checkpoints.save(progress.step, progress.record())
     results = objects.metric_results(task.metrics, split)
     for metric in task.metrics[split].values():
         metric.reset_state()
-    progress.steps_of_pass[split] = 0
+    del progress.steps_of_pass[split]
     return results
 
 
-def is_time_to_save() -> bool:
-    """Returns whether this step is a multiple of --checkpoint-every-steps."""
-    return config.checkpoint_every_steps is not None and progress.step % config.checkpoint_every_steps == 0
+def is_multiple(every: int | None) -> bool:
+    """Returns whether this step is a multiple of a setting such as --checkpoint-every-steps."""
+    return every is not None and progress.step % every == 0
 
 
 # --- Epochs -----------------------------------------------------------------------------------------------------------
 
 
-def train_epoch(epoch: int) -> dict[str, float]:
+def train_epoch(epoch: int, report: Report | None = None) -> dict[str, float]:
     """Trains on the batches of one epoch, counted from 0, that are left; returns the training metrics of all."""
-    metrics = one_pass("train", epoch)
+    metrics = one_pass("train", epoch, between_chunks=lambda: validate_in_between(epoch, report))
     average_statistics(strategy, objects.by_name(task.model, "model"))
     return metrics
 
@@ -215,6 +234,25 @@ def train_epoch(epoch: int) -> dict[str, float]:
 def validate(epoch: int = 0) -> dict[str, float]:
     """Returns the validation metrics of the weights as they are, after an epoch counted from 0."""
     return one_pass("validation", epoch)
+
+
+def validate_in_between(epoch: int, report: Report | None) -> None:
+    """Validates and reports, if --validate-every-steps says so, in the middle of a training epoch."""
+    due = progress.steps_of_pass["train"] and is_multiple(config.validate_every_steps)
+    if not due or progress.validated_step == progress.step:
+        return
+    if "validation" not in progress.steps_of_pass:  # Else it was stopped in the middle of it.
+        average_statistics(strategy, objects.by_name(task.model, "model"))
+    with weights_to_keep():
+        metrics = validate(epoch)
+        improved = config.monitor in metrics and progress.consider(metrics[config.monitor], direction)
+        progress.validated_step = progress.step
+        if improved:
+            best.save(progress.step, progress.record())
+    if report:
+        workers.from_chief(lambda: report.validation(progress.step, metrics, is_best=improved))
+    if improved:  # Every checkpoint's best weights are kept, and there is room for one more.
+        checkpoints.save(progress.step, progress.record())
 
 
 def test() -> dict[str, float]:
@@ -232,7 +270,7 @@ def run_epochs(report: Report) -> None:
     while progress.epoch < config.epochs and not is_out_of_patience():
         # TODO(you): Change what happens in an epoch, and between epochs.
         if progress.train_metrics is None:  # Else it was stopped in the middle of the validation.
-            progress.train_metrics = train_epoch(progress.epoch)
+            progress.train_metrics = train_epoch(progress.epoch, report)
         with weights_to_keep():
             metrics = {**progress.train_metrics, **validate(progress.epoch)}
             seconds, train_seconds = progress.end_epoch()
@@ -247,15 +285,15 @@ def run_epochs(report: Report) -> None:
             "learning_rate": objects.learning_rate(task.optimizer),
             **metrics,
         }
-        report.epoch(row, is_best=improved)
+        workers.from_chief(functools.partial(report.epoch, row, is_best=improved))
         checkpoints.save(progress.step, progress.record())
-    report.draw_curves()
+    workers.from_chief(report.draw_curves)
     if is_out_of_patience():
-        console.print(f"No better {config.monitor} for {progress.epochs_without_improvement} epochs: stopped.")
+        console.print(f"No better {config.monitor} for {progress.epochs_without_improvement()} epochs: stopped.")
 
 
 def is_out_of_patience() -> bool:
-    return config.patience is not None and progress.epochs_without_improvement >= config.patience
+    return config.patience is not None and progress.epochs_without_improvement() >= config.patience
 
 
 # --- The program ------------------------------------------------------------------------------------------------------
@@ -263,48 +301,61 @@ def is_out_of_patience() -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program; `arguments` replaces the command line. Exit codes: see engine/errors.py."""
-    with exit_codes():
+    with exit_codes(), peers_named():
         settings = read_settings(arguments)
         if settings.check:
             sys.exit(0 if check_task(sys.modules[__name__], task, settings) else 2)
-        if settings.evaluate_only:
-            evaluate(settings)
-            return
-        run_directory = RunDirectory(settings.run_dir)
-        if not settings.fresh:
-            run_directory.check_same_run(settings.as_json(), MAY_CHANGE_ON_RESUME, Path(task.__file__))
-        with run_directory.held():
-            train(settings, run_directory)
+        elif settings.evaluate_only:
+            evaluate(sys.modules[__name__], settings)
+        elif settings.evaluate_continuously:
+            evaluate_continuously(sys.modules[__name__], settings)
+        else:
+            train(settings)
 
 
-def train(settings: Config, run_directory: RunDirectory) -> None:
+def train(settings: Config) -> None:
     """Begins a run, or goes on with the one in the directory, and ends it with the test of its best weights."""
-    result = None if settings.fresh else read_json(settings.run_dir / RESULT)
-    if result and is_finished(result, settings):
-        more = "--epochs" if result["epochs"] >= settings.epochs else "--patience"
-        told = f"more {more} would continue it; --fresh starts anew"
-        print_facts(f"Finished already after {result['epochs']} epochs ({told})", result)
-        return
+    from_chief = Workers(choose_strategy(settings)).from_chief
+    with contextlib.closing(RunDirectory(settings.run_dir)) as run_directory:
+        result = from_chief(lambda: look_into(run_directory, settings))
+        if result and is_finished(result, settings):
+            more = "--epochs" if result["epochs"] >= settings.epochs else "--patience"
+            told = f"more {more} would continue it; --fresh starts anew"
+            print_facts(f"Finished already after {result['epochs']} epochs ({told})", result)
+            return
+        with preemption.listening():
+            build(settings)
+            begins = None if settings.fresh else resume()
+            if not begins:
+                begins = initialize() if settings.init_from else "with new weights"
+            report = Report(settings.run_dir, epochs=settings.epochs)
+            from_chief(lambda: begin_writing(run_directory, report))
+            print_plan(settings, strategy, batches, task, begins)
 
-    create_strategy(settings.strategy, settings.simulated_devices)
-    with preemption.listening():
-        build(settings)
-        begins = None if settings.fresh else resume()
-        if not begins:
-            begins = initialize() if settings.init_from else "with new weights"
-        run_directory.open(fresh=settings.fresh)
-        for each in (checkpoints, best):
-            each.clear()
-        report = Report(settings.run_dir, epochs=settings.epochs, epochs_done=progress.epoch)
-        task_sha256 = run_directory.task_sha256(Path(task.__file__))
-        write_json(settings.run_dir / CONFIG, describe_run(settings, strategy, task_sha256))
-        (settings.run_dir / RESULT).unlink(missing_ok=True)
-        print_plan(settings, strategy, batches, task, begins)
+            with saved_at_the_end(checkpoints, progress):
+                run_epochs(report)
+            result = test_the_best()
+            from_chief(lambda: write_json(settings.run_dir / RESULT, result))
+    print_facts("Result, of the best weights", result)
 
-        with saved_at_the_end(checkpoints, progress):
-            run_epochs(report)
-        write_json(settings.run_dir / RESULT, test_the_best())
-    print_facts("Result, of the best weights", read_json(settings.run_dir / RESULT))
+
+def look_into(run_directory: RunDirectory, settings: Config) -> dict[str, Any] | None:
+    """Takes the run's directory for this run; returns the result of the run in it, if that has ended."""
+    if not settings.fresh:
+        run_directory.check_same_run(settings.as_json(), MAY_CHANGE_ON_RESUME, Path(task.__file__))
+    run_directory.hold()
+    return None if settings.fresh else read_json(settings.run_dir / RESULT)
+
+
+def begin_writing(run_directory: RunDirectory, report: Report) -> None:
+    """Makes the run's directory ready for what the run will write."""
+    run_directory.open(fresh=config.fresh)
+    for each in (checkpoints, best):
+        each.clear()
+    report.open(epochs_done=progress.epoch, validated_step=progress.validated_step or 0)
+    task_sha256 = run_directory.task_sha256(Path(task.__file__))
+    write_json(config.run_dir / CONFIG, describe_run(config, strategy, task_sha256))
+    (config.run_dir / RESULT).unlink(missing_ok=True)
 
 
 def test_the_best() -> dict[str, Any]:
@@ -317,7 +368,7 @@ def test_the_best() -> dict[str, Any]:
         "step": progress.step,
         "best_epoch": progress.best_epoch,
         f"best_{config.monitor}": progress.best_score,
-        "epochs_without_improvement": progress.epochs_without_improvement,
+        "epochs_without_improvement": progress.epochs_without_improvement(),
         "seconds": progress.seconds,
         "weights_sha256": fingerprint,
     }
@@ -334,9 +385,9 @@ def is_finished(result: dict[str, Any], settings: Config) -> bool:
 def resume() -> str | None:
     """Takes up the run where its newest whole checkpoint was made; returns which, or None if there is none yet."""
     global progress
-    newest = read_newest(checkpoints, best)
+    newest = workers.from_chief(lambda: read_newest(checkpoints, best))
     if newest is None:
-        if (config.run_dir / RESULT).exists() or len(best.paths()) > 1:
+        if workers.from_chief(lambda: (config.run_dir / RESULT).exists() or len(best.paths()) > 1):
             raise BadInput(
                 f"{checkpoints.directory} is empty, and the run has gone far: bring the checkpoints back, begin a new "
                 "--run-dir with --init-from this one, or use --fresh, which moves the run aside"
@@ -353,35 +404,18 @@ def resume() -> str | None:
 
 def initialize() -> str:
     """Begins with the weights of --init-from; returns which they are."""
-    report = load_initial_weights(config.init_from, task.model, partial=config.init_partial)
+    names = objects.model_variables(task.model)
+    weights = State(strategy, {name: variable for name, variable in names.items() if not is_seed(name)})
+
+    def load() -> tuple[str, Values]:
+        report = load_initial_weights(config.init_from, task.model, partial=config.init_partial)
+        return report, weights.values()
+
+    report, values = workers.from_chief(load)
+    weights.assign(values)
     if moving_average:
         moving_average.start_anew()
     return report
-
-
-def restore_best() -> Path:
-    """Sets the weights to those that the newest checkpoint says are the best; returns where they are."""
-    paths = checkpoints.paths()
-    if not paths:
-        raise BadInput(f"--evaluate-only: {checkpoints.directory} is empty: train first, or give --init-from")
-    try:
-        _, record = read_checkpoint(paths[-1])
-        if record.get("best_step") is None:
-            raise BadInput(f"--evaluate-only: {paths[-1]} is from before the first validation: train on first")
-        weights = best.path(record["best_step"])
-        best.restore(weights)
-    except Damaged as problem:
-        raise BadInput(
-            f"--evaluate-only: {problem}: bring it back, or give other weights with --init-from"
-        ) from problem
-    return weights
-
-
-def evaluate(settings: Config) -> None:
-    """Prints the validation and test metrics of --init-from, or else of the best weights of the run."""
-    build(settings)
-    weights = initialize() if settings.init_from else restore_best()
-    print_facts(f"Evaluation of {weights}", {**validate(), **test()})
 
 
 if __name__ == "__main__":

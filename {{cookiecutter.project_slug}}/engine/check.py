@@ -75,7 +75,7 @@ def check_task(program: ModuleType, task: ModuleType, settings: Any) -> bool:
             async_checkpoints=False,
             steps_per_execution=BATCHES - 1,  # Two calls of unequal length in an epoch show whether both share a trace.
         )
-        program.create_strategy(settings.strategy, settings.simulated_devices)
+        program.choose_strategy(settings)
         findings: list[Finding] = []
         try:
             for examine in (_examine_data, _examine_replicas, _examine_evaluation, _examine_state, _examine_learning):

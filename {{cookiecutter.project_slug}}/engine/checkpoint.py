@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.console import console
-from engine.errors import BadInput, Diverged, first_line
+from engine.errors import BadInput, Damaged, Diverged, first_line
 from engine.progress import Progress
 from engine.run_directory import file_sha256, read_json, write_json, write_whole, writing
 from engine.state import State, Values
@@ -26,10 +26,6 @@ from engine.state import State, Values
 RECORD = "record.json"
 INDEX = "state.index"
 CHECKSUMS = "SHA256SUMS"
-
-
-class Damaged(Exception):
-    """A checkpoint cannot be read as it was written. The text is one line: which, and why."""
 
 
 class Writer:
@@ -87,23 +83,24 @@ class Checkpoints:
     def save(self, step: int, record: dict[str, Any]) -> Path:
         """Writes the state and `record` (JSON values) as the checkpoint of `step`; then removes the oldest.
 
-        Checkpoints of later steps are removed too: they are of a run that was taken up again from before them.
+        Every worker has to call it; the chief writes. Checkpoints of later steps are removed too: they are of a run that was taken up again from before them.
 
         Raises:
             Diverged: a variable is not finite any more; nothing is written.
             CannotWrite: the disk refused; what was there is as it was. From a thread it comes with a later call.
         """
-        self.writer.wait_for_room()
+        from_chief = self.state.workers.from_chief
+        from_chief(self.writer.wait_for_room)
         values, record = self.state.values(), {**record, "step": step}
         for name, value in values.items():
             infinite = name not in self._infinite and _has(np.isinf, value)
             if not name.startswith("metrics/") and (infinite or _has(np.isnan, value)):
                 raise Diverged(f"after step {step} the variable {name} is not finite")
-        self.writer.submit(lambda: self._write(step, values, record))
+        from_chief(lambda: self.writer.submit(lambda: self._write(step, values, record)))
         return self.path(step)
 
     def read(self, path: Path) -> tuple[Values, dict[str, Any]]:
-        """Returns the values and the record of the checkpoint at `path`; changes nothing.
+        """Returns the values and the record of the checkpoint at `path`; changes nothing. For the chief.
 
         Raises:
             Damaged: a file is missing, cut short or changed.
@@ -119,8 +116,16 @@ class Checkpoints:
         return values, record
 
     def restore(self, path: Path) -> dict[str, Any]:
-        """Sets the state to that of the checkpoint at `path`; returns its record. Raises what `read` raises."""
-        values, record = self.read(path)
+        """Sets the state, on all workers, to that of the checkpoint at `path`, which only the chief has to see.
+
+        Returns its record, and raises what `read` raises.
+        """
+
+        def read() -> tuple[Values, dict[str, Any]]:
+            self.writer.wait()
+            return self.read(path)
+
+        values, record = self.state.workers.from_chief(read)
         self.state.assign(values)
         return record
 

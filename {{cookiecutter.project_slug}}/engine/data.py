@@ -109,8 +109,13 @@ class Batches:
             examples = examples.concatenate(padding)
         skipped = first_step * self.global_batch_size
         examples = examples.take(total).skip(skipped).enumerate(start=skipped)
-        # KEEP: After the shuffle, so that a global batch holds the same examples for any number of input pipelines.
-        examples = examples.shard(context.num_input_pipelines, context.input_pipeline_id)
+        if context.num_input_pipelines > 1:
+            # After the shuffle, so that a global batch holds the same examples for any number of input pipelines; and
+            # as one piece of it, so that each replica has the same ones as in one process.
+            piece = self.global_batch_size // context.num_input_pipelines
+            examples = examples.filter(
+                lambda position, _: position % self.global_batch_size // piece == context.input_pipeline_id
+            )
 
         def prepare(position, example):
             features, labels, *own_weight = example

@@ -32,12 +32,22 @@ class CannotWrite(Exception):
     exit_code = 1
 
 
+class Damaged(Exception):
+    """A checkpoint cannot be read as it was written. The text is one line: which, and why."""
+
+
+class PeerLost(Exception):
+    """Another process of the cluster is gone, so this one cannot go on. The text names it."""
+
+    exit_code = 1
+
+
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
     """Ends the program with one line on stderr and the exit code of one of the above, or of Ctrl-C, inside."""
     try:
         yield
-    except (BadInput, Diverged, Stopped, CannotWrite) as ending:
+    except (BadInput, Diverged, Stopped, CannotWrite, PeerLost) as ending:
         line = " ".join(str(ending).split())  # A value may hold line breaks.
         told = (
             f"{line}; the same command, without --fresh, goes on" if isinstance(ending, Stopped) else f"ERROR: {line}"

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.checkpoint import RECORD, Damaged, checkpoint_paths, read_checkpoint
-from engine.errors import BadInput, first_line
+from engine.checkpoint import RECORD, checkpoint_paths, read_checkpoint
+from engine.errors import BadInput, Damaged, first_line
 from engine.objects import by_name, model_variables
 from engine.replicas import is_seed
 from engine.run_directory import BEST, CHECKPOINTS

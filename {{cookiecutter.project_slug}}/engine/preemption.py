@@ -4,6 +4,7 @@ Batch systems and clouds announce with SIGTERM that they take the machine back.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from engine.checkpoint import Checkpoints
 from engine.console import console
 from engine.errors import Diverged, Stopped
 from engine.progress import Progress
+from engine.workers import Workers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A terminal, or a program that ends a group of processes, may send the same signal twice.
@@ -27,10 +29,10 @@ class Preemption:
         self.signal: str | None = None
         self._came = 0.0
 
-    def check(self) -> None:
-        """Raises Stopped if a signal has come. Call it between chunks of steps."""
-        if self.signal:
-            raise Stopped(f"stopped by {self.signal}")
+    def check(self, workers: Workers) -> None:
+        """Raises Stopped, on every worker, if a signal has come to any. Call it between chunks of steps."""
+        if stopped := workers.any(self.signal is not None):
+            raise Stopped(f"stopped by {self.signal or 'a signal to ' + ', '.join(stopped)}")
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -75,15 +77,15 @@ def saved_at_the_end(checkpoints: Checkpoints, progress: Progress) -> Iterator[N
     Raises:
         Diverged: what is inside did; how to go on from the last good state is added to the message.
     """
+    written = functools.partial(checkpoints.state.workers.from_chief, checkpoints.writer.wait)
     try:
-        try:
-            yield
-        except Stopped as problem:
-            saved = checkpoints.save(progress.step, progress.record())
-            raise Stopped(f"{problem}, the state is in {saved}") from problem
-        finally:
-            checkpoints.writer.wait()
+        yield
+    except Stopped as problem:
+        saved = checkpoints.save(progress.step, progress.record())
+        written()
+        raise Stopped(f"{problem}, the state is in {saved}") from problem
     except Diverged as problem:
+        written()
         paths = checkpoints.paths()
         last = f"the last good state is {paths[-1]}, " if paths else ""
         begin = "--init-from it, or weights from before, and a new --run-dir," if paths else "--fresh"
@@ -91,3 +93,8 @@ def saved_at_the_end(checkpoints: Checkpoints, progress: Progress) -> Iterator[N
             f"{problem}; {last}and nothing after it was saved: use {begin} with a smaller --learning-rate or "
             "--clip-norm, or look for what is not finite with --check"
         ) from problem
+    except BaseException:
+        # The other workers may not know of it, so nothing is asked of them.
+        checkpoints.writer.wait()
+        raise
+    written()

@@ -25,7 +25,8 @@ class Progress:
     best_epoch: int | None = None
     best_step: int | None = None
     best_score: float | None = None
-    epochs_without_improvement: int = 0
+    validated_step: int | None = None
+    """The step after which --validate-every-steps had the last whole validation."""
 
     def add(self, split: str, steps: int, seconds: float) -> None:
         """Counts steps of a pass over a split."""
@@ -42,12 +43,15 @@ class Progress:
         return seconds, train_seconds
 
     def consider(self, score: float, direction: str) -> bool:
-        """Returns whether the score of the epoch that has ended is the best so far ("min" or "max")."""
+        """Returns whether a score is the best so far ("min" or "max"), and remembers it if it is."""
         improved = is_better(score, self.best_score, direction)
-        self.epochs_without_improvement = 0 if improved else self.epochs_without_improvement + 1
         if improved:
-            self.best_epoch, self.best_step, self.best_score = self.epoch, self.step, score
+            self.best_epoch, self.best_step, self.best_score = self.epochs_begun(), self.step, score
         return improved
+
+    def epochs_without_improvement(self) -> int:
+        """Returns how many epochs have ended since the one with the best score."""
+        return self.epoch - (self.best_epoch or 0)
 
     def epochs_begun(self) -> int:
         """Returns how many epochs have begun, whole ones included."""

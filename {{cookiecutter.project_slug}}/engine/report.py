@@ -1,6 +1,6 @@
 """What a run tells: the console, metrics.csv, TensorBoard and curves.png.
 
-The rows of metrics.csv are the source; the other three show the same numbers. A resumed run keeps the rows up to the
+The rows of metrics.csv are the source; the other three show the same numbers. Only the chief reports. A resumed run keeps the rows up to the
 epoch it continues from and writes the rest again.
 """
 
@@ -22,38 +22,55 @@ from engine.run_directory import write_whole, writing
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
 # curves.png is drawn at the end of a run and, in between, at most this often: TensorBoard is the live view.
 SECONDS_BETWEEN_CURVES = 30.0
+VALIDATIONS = "validations.csv"
 
 
 class Report:
-    """One row per epoch, to everywhere."""
+    """One row per epoch, to everywhere; and one per validation between the ends of epochs, to validations.csv."""
 
-    def __init__(self, run_dir: Path, *, epochs: int, epochs_done: int) -> None:
-        """Continues the report in `run_dir` after its first `epochs_done` epochs."""
+    def __init__(self, run_dir: Path, *, epochs: int) -> None:
+        """Reads and writes nothing; `open` does."""
         self.run_dir = run_dir
         self.epochs = epochs
-        self.rows = [row for row in _read_rows(run_dir / "metrics.csv") if row["epoch"] <= epochs_done]
+
+    def open(self, *, epochs_done: int, validated_step: int) -> None:
+        """Continues the report in `run_dir` after `epochs_done` epochs and a validation after step `validated_step`."""
+        self.rows = [row for row in _read_rows(self.run_dir / "metrics.csv") if row["epoch"] <= epochs_done]
         if len(self.rows) < epochs_done:
-            console.print(f"{run_dir / 'metrics.csv'} lacks {epochs_done - len(self.rows)} of {epochs_done} epochs")
-        with writing(run_dir / "tensorboard"):
-            self._summaries = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
+            console.print(
+                f"{self.run_dir / 'metrics.csv'} lacks {epochs_done - len(self.rows)} of {epochs_done} epochs"
+            )
+        validations = _read_rows(self.run_dir / VALIDATIONS, key="step")
+        self.validations = [row for row in validations if row["step"] <= validated_step]
+        with writing(self.run_dir / "tensorboard"):
+            self._summaries = tf.summary.create_file_writer(str(self.run_dir / "tensorboard"))
         self._curves_drawn = time.monotonic()
 
     def epoch(self, row: dict[str, Any], *, is_best: bool) -> None:
         """Reports one epoch. `row` has the keys COLUMNS and "<split>/<metric>"."""
         self.rows.append(row)
         metrics = {name: value for name, value in row.items() if name not in COLUMNS}
-        numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         console.print(
-            f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}  {numbers}  "
+            f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}  {_numbers(metrics)}  "
             f"{row['seconds']:.1f} s  {row['examples_per_second']:,.0f} examples/s{'  best' if is_best else ''}"
         )
-        with writing(self.run_dir / "tensorboard"), self._summaries.as_default(step=row["step"]):
-            for name in ("learning_rate", "examples_per_second", *metrics):
-                tf.summary.scalar(name, row[name])
-            self._summaries.flush()
+        self._summarize(row["step"], {name: row[name] for name in ("learning_rate", "examples_per_second", *metrics)})
         write_whole(self.run_dir / "metrics.csv", functools.partial(_write_rows, self.rows))
         if time.monotonic() - self._curves_drawn > SECONDS_BETWEEN_CURVES:
             self.draw_curves()
+
+    def validation(self, step: int, metrics: dict[str, float], *, is_best: bool) -> None:
+        """Reports one validation between the ends of epochs: `metrics` as "validation/<metric>"."""
+        self.validations.append({"step": step, **metrics})
+        console.print(f"step {step}  {_numbers(metrics)}{'  best' if is_best else ''}")
+        self._summarize(step, metrics)
+        write_whole(self.run_dir / VALIDATIONS, functools.partial(_write_rows, self.validations))
+
+    def _summarize(self, step: int, values: dict[str, float]) -> None:
+        with writing(self.run_dir / "tensorboard"), self._summaries.as_default(step=step):
+            for name, value in values.items():
+                tf.summary.scalar(name, value)
+            self._summaries.flush()
 
     def draw_curves(self) -> None:
         """Draws curves.png: one panel per metric, its splits over the epochs. Nothing, if there are no rows."""
@@ -63,7 +80,43 @@ class Report:
         self._curves_drawn = time.monotonic()
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+class Evaluations:
+    """The validations of --evaluate-continuously: evaluations.csv, TensorBoard, and a line each."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Continues what is there, of a run that still has the same checkpoints."""
+        self._path = run_dir / "evaluations.csv"
+        self._rows = _read_rows(self._path, key="step")
+        self._passed_over: set[str] = set()
+        self._summaries = tf.summary.create_file_writer(str(run_dir / "tensorboard" / "evaluation"))
+
+    def __contains__(self, checkpoint: Path) -> bool:
+        return checkpoint.name in self._passed_over or any(row["step"] == _step(checkpoint) for row in self._rows)
+
+    def pass_over(self, checkpoint: Path) -> None:
+        self._passed_over.add(checkpoint.name)
+
+    def add(self, checkpoint: Path, metrics: dict[str, float]) -> None:
+        """Reports what was measured of a checkpoint."""
+        step = _step(checkpoint)
+        self._rows = sorted([*self._rows, {"step": step, **metrics}], key=lambda row: row["step"])
+        console.print(f"{checkpoint.name}  {_numbers(metrics)}")
+        with self._summaries.as_default(step=step):
+            for name, value in metrics.items():
+                tf.summary.scalar(name, value)
+            self._summaries.flush()
+        write_whole(self._path, functools.partial(_write_rows, self._rows))
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _numbers(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def _read_rows(path: Path, key: str = "epoch") -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
@@ -72,10 +125,10 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
                 {name: int(text) if name in ("epoch", "step") else float(text) for name, text in row.items() if text}
                 for row in csv.DictReader(lines, strict=True)
             ]
-        epochs = [row["epoch"] for row in rows]
-        if epochs == sorted(set(epochs)):
+        keys = [row[key] for row in rows]
+        if keys == sorted(set(keys)):
             return rows
-        problem = "its epochs do not rise"
+        problem = f"its {key}s do not rise"
     except (OSError, ValueError, TypeError, KeyError, csv.Error) as error:
         problem = first_line(error)
     raise BadInput(f"{path} is not what a run writes ({problem}): restore it, move it away, or use --fresh")

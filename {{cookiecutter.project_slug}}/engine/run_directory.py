@@ -127,19 +127,18 @@ class RunDirectory:
         recorded = read_json(self.path / CONFIG) or {}
         return recorded.get("task_sha256") or file_sha256(task_file)
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keeps others out of the directory, if it exists; `open` makes it.
+    def hold(self) -> None:
+        """Keeps others out of the directory, if it exists, until `close`; `open` makes it.
 
         Raises:
             BadInput: it cannot be used, it holds other files than a run's, or another run is using it.
         """
         if self._exists():
             self._hold()
-        try:
-            yield
-        finally:
-            self._lock.release(force=True)
+
+    def close(self) -> None:
+        """Lets others use the directory."""
+        self._lock.release(force=True)
 
     def open(self, *, fresh: bool) -> None:
         """Makes the directory; with `fresh`, moves what is there to the first free of run.1, run.2, ..."""

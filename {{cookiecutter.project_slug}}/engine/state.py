@@ -13,6 +13,7 @@ import tensorflow as tf
 from engine.gradients import MovingAverage
 from engine.objects import metric_variables, model_variables, optimizer_variables, own_variables
 from engine.replicas import is_seed, spread_seeds
+from engine.workers import Workers
 
 Variables = dict[str, tf.Variable]
 Values = dict[str, np.ndarray]
@@ -24,15 +25,19 @@ class State:
     def __init__(self, strategy: tf.distribute.Strategy, alike: Variables, own: Variables | None = None) -> None:
         """`alike` have one value on all replicas, `own` each replica's own; no name may be in both."""
         self.strategy = strategy
+        self.workers = Workers(strategy)
         self.alike = alike
         self.own = own or {}
 
     def values(self) -> Values:
         """Returns copies of the values: [...] of a variable that is alike, [replicas, ...] of each replica's own."""
         values = {name: variable.numpy() for name, variable in self.alike.items()}
-        for name, variable in self.own.items():
-            values[name] = np.stack([each.numpy() for each in self.strategy.experimental_local_results(variable)])
-        return values
+        here = {
+            name: np.stack([each.numpy() for each in self.strategy.experimental_local_results(variable)])
+            for name, variable in self.own.items()
+        }
+        everywhere = self.workers.gather(here)  # [workers, replicas of each, ...]
+        return values | {name: value.reshape(-1, *value.shape[2:]) for name, value in everywhere.items()}
 
     def assign(self, values: Values) -> None:
         """Sets every variable. What other numbers of replicas had of their own is combined first."""
@@ -40,11 +45,13 @@ class State:
             variable.assign(values[name])
         seeds = []
         for name, variable in self.own.items():
-            replicas, rows = self.strategy.experimental_local_results(variable), values[name]
-            if len(rows) != len(replicas):
-                rows = _shared_out(rows, variable, len(replicas))
+            here, rows = self.strategy.experimental_local_results(variable), values[name]
+            replicas = len(here) * self.workers.count
+            if len(rows) != replicas:
+                rows = _shared_out(rows, variable, replicas)
                 seeds += [variable] if is_seed(name) else []
-            for each, row in zip(replicas, rows, strict=True):
+            first = len(here) * self.workers.index
+            for each, row in zip(here, rows[first : first + len(here)], strict=True):
                 each.assign(row)
         spread_seeds(self.strategy, seeds)
 

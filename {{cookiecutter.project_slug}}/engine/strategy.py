@@ -1,32 +1,59 @@
-"""From a strategy's name to the tf.distribute strategy, over real or simulated devices.
+"""From a strategy's name to the tf.distribute strategy: real or simulated devices, one machine or a cluster of them.
 
 Devices that are asked for and not there are refused: TensorFlow itself would train on the CPU without a word.
 """
 
+import contextlib
 import functools
+import json
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
+from engine.cluster import ended_after, find_cluster, join
+from engine.console import console
 from engine.errors import BadInput
 
 
-def create_strategy(name: str, simulated_devices: int = 0) -> tf.distribute.Strategy:
-    """Returns the strategy for `name`: "auto", "one_device" or "mirrored".
+def create_strategy(
+    name: str,
+    simulated_devices: int = 0,
+    *,
+    cluster_timeout: float = 300.0,
+    facts: dict[str, Any] | None = None,
+) -> tf.distribute.Strategy:
+    """Returns the strategy for `name`, one of --strategy.
 
-    Call it before anything else uses TensorFlow: devices cannot be simulated once the runtime has started. The same
-    devices give the same strategy object, because two strategies over one set of GPUs share collective keys and abort
-    each other (tensorflow#61314).
+    Call it before anything else uses TensorFlow: devices cannot be simulated, and a cluster cannot be joined, once the
+    runtime has started. The same devices give the same strategy object, because two strategies over one set of GPUs
+    share collective keys and abort each other (tensorflow#61314).
 
     Args:
-        name: "auto" is "one_device" on one device and "mirrored" on several.
-        simulated_devices: logical CPU devices to make and use; 0 uses this machine's GPUs, or its CPU if it has none.
+        name: "auto" is "multi_worker" where the environment describes a cluster, else "one_device" on one device and
+            "mirrored" on several.
+        simulated_devices: logical CPU devices to make and use in this process; 0 uses this machine's GPUs, or its CPU
+            if it has none.
+        cluster_timeout: seconds to wait for the other tasks of a cluster.
+        facts: JSON values that have to be equal in all tasks of a cluster, such as the settings.
 
     Raises:
-        BadInput: the devices asked for are not there.
+        BadInput: the devices asked for are not there, or the cluster is not what it has to be.
     """
-    if os.environ.get("TF_CONFIG"):
-        raise BadInput("TF_CONFIG describes a cluster, and this program trains on one machine: unset TF_CONFIG")
+    cluster = find_cluster(os.environ)
+    if cluster and name not in ("auto", "multi_worker"):
+        raise BadInput(
+            f"--strategy {name}, and {cluster.source} describes a cluster of {len(cluster.tasks())}: use "
+            f"--strategy multi_worker, or start it without {cluster.source}"
+        )
+    if name == "multi_worker" and not cluster:
+        raise BadInput(
+            "--strategy multi_worker needs a cluster, and neither TF_CONFIG nor Slurm nor Kubernetes describes one of "
+            "several tasks: start the program with srun, or python launch.py --workers 2 -- ..."
+        )
+    if cluster:
+        return _multi_worker(simulated_devices, cluster_timeout, json.dumps(facts or {}))
     devices = _simulate(simulated_devices) if simulated_devices else _gpus()
     if name == "auto":
         name = "mirrored" if len(devices) > 1 else "one_device"
@@ -56,6 +83,8 @@ def make_deterministic() -> None:
 
 def describe_strategy(strategy: tf.distribute.Strategy) -> str:
     """Returns the name that --strategy has for `strategy`."""
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return "multi_worker"
     return "mirrored" if isinstance(strategy, tf.distribute.MirroredStrategy) else "one_device"
 
 
@@ -91,3 +120,34 @@ def _mirrored(devices: tuple[str, ...], *, simulated: bool) -> tf.distribute.Str
     # Collectives between logical CPUs cost more than a sum on one of them; GPUs keep the default, NCCL.
     reduction = tf.distribute.ReductionToOneDevice() if simulated else None
     return tf.distribute.MirroredStrategy(list(devices), cross_device_ops=reduction)
+
+
+@functools.cache
+def _multi_worker(simulated_devices: int, cluster_timeout: float, facts: str) -> tf.distribute.Strategy:
+    cluster = find_cluster(os.environ)
+    if simulated_devices:
+        _simulate(simulated_devices)
+    join(cluster, json.loads(facts), timeout=cluster_timeout)
+    console.quiet = not cluster.is_chief
+    late = f"--cluster-timeout {cluster_timeout:g}: TensorFlow did not start on all of {', '.join(cluster.tasks())}"
+    with _local_devices(simulated_devices), ended_after(cluster_timeout, late):
+        return tf.distribute.MultiWorkerMirroredStrategy()
+
+
+@contextlib.contextmanager
+def _local_devices(simulated: int) -> Iterator[None]:
+    """Lets the strategy take all simulated devices of this worker; by itself it takes all GPUs, or one CPU."""
+    if not simulated:
+        yield
+        return
+    from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+
+    def all_simulated(_: Any, __: Any, worker: str) -> tuple[tuple[str, ...], str]:
+        return tuple(f"{worker}/device:CPU:{number}" for number in range(simulated)), "CPU"
+
+    by_itself = CollectiveAllReduceExtended._initialize_local_devices
+    CollectiveAllReduceExtended._initialize_local_devices = all_simulated
+    try:
+        yield
+    finally:
+        CollectiveAllReduceExtended._initialize_local_devices = by_itself

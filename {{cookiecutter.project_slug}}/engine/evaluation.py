@@ -1,0 +1,95 @@
+"""Evaluation without training: once, of the best weights, or of every checkpoint of a run as it appears."""
+
+import os
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from engine.checkpoint import Checkpoints, read_checkpoint
+from engine.cluster import find_cluster
+from engine.console import console, print_facts
+from engine.errors import BadInput, Damaged
+from engine.report import Evaluations
+from engine.run_directory import RESULT
+
+# Between two looks at the run's directory.
+SECONDS_BETWEEN_LOOKS = 1.0
+
+
+def evaluate(program: ModuleType, settings: Any) -> None:
+    """Prints the validation and test metrics of --init-from, or else of the best weights of the run.
+
+    Args:
+        program: the module train.py.
+        settings: what has run_dir and init_from.
+    """
+    program.build(settings)
+    weights = program.initialize() if settings.init_from else _restore_best(program.checkpoints, program.best)
+    print_facts(f"Evaluation of {weights}", {**program.validate(), **program.test()})
+
+
+def _restore_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
+    """Sets the weights to those that the newest checkpoint says are the best; returns where they are."""
+
+    def find() -> Path:
+        paths = checkpoints.paths()
+        if not paths:
+            raise BadInput(f"--evaluate-only: {checkpoints.directory} is empty: train first, or give --init-from")
+        _, record = read_checkpoint(paths[-1])
+        if record.get("best_step") is None:
+            raise BadInput(f"--evaluate-only: {paths[-1]} is from before the first validation: train on first")
+        return best.path(record["best_step"])
+
+    try:
+        weights = best.state.workers.from_chief(find)
+        best.restore(weights)
+    except Damaged as problem:
+        raise BadInput(
+            f"--evaluate-only: {problem}: bring it back, or give other weights with --init-from"
+        ) from problem
+    return weights
+
+
+def evaluate_continuously(program: ModuleType, settings: Any) -> None:
+    """Validates each checkpoint of the run in --run-dir as it appears, beside the training.
+
+    The metrics go to the console, to evaluations.csv and to TensorBoard. It ends when the run has ended, or when there
+    was nothing new for --evaluation-timeout seconds. Checkpoints that the run has removed before their turn are passed
+    over.
+
+    Args:
+        program: the module train.py.
+        settings: what has run_dir and evaluation_timeout.
+    """
+    if not settings.run_dir.is_dir():
+        raise BadInput(f"--evaluate-continuously: there is no --run-dir {settings.run_dir}: start the run first")
+    if find_cluster(os.environ):
+        raise BadInput("--evaluate-continuously is a process of its own: start it outside the cluster")
+    program.build(settings)
+    checkpoints = program.checkpoints
+    evaluations = Evaluations(settings.run_dir)
+    console.print(f"Validating the checkpoints of {settings.run_dir} as they appear")
+    latest = time.monotonic()
+    while True:
+        # Looked for before the checkpoints, because the last of them was there before it.
+        ended = (settings.run_dir / RESULT).exists()
+        new = [path for path in checkpoints.paths() if path not in evaluations]
+        for path in new[:1]:
+            try:
+                values, _ = checkpoints.read(path)
+            except Damaged:
+                evaluations.pass_over(path)
+                continue
+            checkpoints.state.assign(values)
+            with program.weights_to_keep():
+                evaluations.add(path, program.validate())
+            latest = time.monotonic()
+        if not new and ended:
+            console.print("The run has ended.")
+            return
+        if time.monotonic() > latest + settings.evaluation_timeout:
+            console.print(f"Nothing new for {settings.evaluation_timeout:g} s (--evaluation-timeout)")
+            return
+        if not new:
+            time.sleep(SECONDS_BETWEEN_LOOKS)

@@ -1,0 +1,216 @@
+"""Starts a local cluster of processes that run train.py together, and keeps it running.
+
+    python launch.py --workers 2 -- --epochs 5                            two workers, the same numbers as one process
+    python launch.py --workers 2 --max-restarts 20 -- --epochs 5          starts the cluster again when a process dies
+    python launch.py --workers 2 --parameter-servers 1 -- --epochs 5      asynchronous: --strategy parameter_server
+
+What follows -- goes to train.py. For several machines use Slurm or Kubernetes instead: see deploy/.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+PROGRAM = Path(__file__).with_name("train.py")
+
+# Exit codes of train.py that another start does not mend: bad input, and a loss that is not finite.
+FINAL_CODES = (2, 3)
+STOPPED = 42
+# A process that has decided to end is followed by the others, who know the same. One that died is not.
+SECONDS_TO_FOLLOW = 60.0
+SECONDS_BETWEEN_LOOKS = 0.2
+
+
+class Task:
+    """One process of the cluster."""
+
+    def __init__(self, job: str, index: int, cluster: dict[str, list[str]], arguments: Sequence[str]) -> None:
+        self.job = job
+        self.name = f"{job} {index}" if job != "chief" else job
+        self._command = [sys.executable, "-u", str(PROGRAM), *arguments]
+        config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+        self._environment = {**os.environ, "TF_CONFIG": config}
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C in a terminal goes to the launcher only, which passes it on.
+            start_new_session=True,
+            preexec_fn=_end_with_launcher,
+        )
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self._line = b""
+
+    def show(self) -> bool:
+        """Prints what the process has written, line by line under its name; returns whether there may be more."""
+        try:
+            data = os.read(self.process.stdout.fileno(), 2**16)
+        except BlockingIOError:
+            return True
+        *lines, self._line = (self._line + data).split(b"\n")
+        if not data and self._line:
+            lines, self._line = [self._line], b""
+        for line in lines:
+            with contextlib.suppress(OSError):  # Nobody reads it any more.
+                print(f"[{self.name}] {line.decode(errors='replace')}", flush=True)
+        return bool(data)
+
+    def send(self, number: int) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+
+def _end_with_launcher() -> None:
+    """Has Linux end this child when the launcher is gone, however it went; elsewhere it has to be ended by hand."""
+    if _prctl:
+        _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != _LAUNCHER:
+            os._exit(1)
+
+
+_LAUNCHER = os.getpid()
+# Loaded before any fork.
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+def free_addresses(number: int) -> list[str]:
+    """Returns addresses of this machine at which nothing listens."""
+    with contextlib.ExitStack() as taken:
+        sockets = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+
+
+class Launcher:
+    """Runs the cluster, again if need be, and knows which signal has come to the launcher itself."""
+
+    def __init__(self, workers: int, servers: int, max_restarts: int, arguments: Sequence[str]) -> None:
+        self._jobs = {"chief": 1, "worker": workers, "ps": servers} if servers else {"worker": workers}
+        self._restarts_left = max_restarts
+        self._arguments = ["--strategy=parameter_server", *arguments] if servers else list(arguments)
+        self._selector = selectors.DefaultSelector()
+        self._signal: int | None = None
+        self._tasks: list[Task] = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._pass_on)
+
+    def run(self) -> int:
+        """Returns the exit code of the cluster: of the process that ended it."""
+        while True:
+            code = self._run_once()
+            if code == 0 or code in FINAL_CODES or self._signal or not self._may_restart(f"ended with {code}"):
+                return code
+            # It would move the run aside that is to be resumed.
+            self._arguments = [each for each in self._arguments if each != "--fresh"]
+
+    def _may_restart(self, why: str) -> bool:
+        if not self._restarts_left:
+            return False
+        self._restarts_left -= 1
+        print(f"[launcher] {why}: starting again, {self._restarts_left} restarts left", flush=True)
+        return True
+
+    def _pass_on(self, number: int, _: object) -> None:
+        self._signal = number
+        for task in self._tasks:
+            task.send(number)
+
+    def _run_once(self) -> int:
+        addresses = iter(free_addresses(sum(self._jobs.values())))
+        cluster = {job: [next(addresses) for _ in range(number)] for job, number in self._jobs.items()}
+        self._tasks = []
+        try:
+            for job, number in self._jobs.items():
+                for index in range(number):
+                    self._tasks.append(Task(job, index, cluster, self._arguments))
+                    self._watch(self._tasks[-1])
+            return self._wait()
+        finally:
+            for task in self._tasks:
+                task.send(signal.SIGKILL)
+                task.process.wait()
+                while task.show():
+                    pass
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(task.process.stdout)
+                task.process.stdout.close()
+
+    def _watch(self, task: Task) -> None:
+        self._selector.register(task.process.stdout, selectors.EVENT_READ, task)
+
+    def _wait(self) -> int:
+        """Shows what the processes write until the cluster has ended; returns its exit code."""
+        ending: int | None = None  # The exit code of the first that ended, if the others are to follow it.
+        deadline = float("inf")
+        running = list(self._tasks)
+        while running:
+            for key, _ in self._selector.select(timeout=SECONDS_BETWEEN_LOOKS):
+                if not key.data.show():
+                    self._selector.unregister(key.fileobj)
+            for task in [task for task in running if task.process.poll() is not None]:
+                code = task.process.returncode
+                if self._is_replaced(task, code):
+                    continue
+                running.remove(task)
+                if code < 0:
+                    print(f"[launcher] {task.name} was ended by {signal.Signals(-code).name}", flush=True)
+                    return 128 - code if ending is None else ending
+                if task.job == "chief":
+                    return code
+                if code not in (0, STOPPED, *FINAL_CODES):
+                    print(f"[launcher] {task.name} ended with exit code {code}", flush=True)
+                    return code if ending is None else ending
+                if ending in (None, 0):
+                    ending, deadline = code, time.monotonic() + SECONDS_TO_FOLLOW
+            if time.monotonic() > deadline:
+                names = ", ".join(task.name for task in running)
+                print(f"[launcher] {names} did not end within {SECONDS_TO_FOLLOW:g} s of the others", flush=True)
+                return ending or 1
+        return ending or 0
+
+    def _is_replaced(self, task: Task, code: int) -> bool:
+        """Starts a worker again beside a coordinator, which does not need the others for it; returns whether."""
+        if "chief" not in self._jobs or task.job != "worker" or code >= 0 or self._signal:
+            return False
+        if not self._may_restart(f"{task.name} was ended by {signal.Signals(-code).name}"):
+            return False
+        while task.show():
+            pass
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(task.process.stdout)
+        task.process.stdout.close()
+        task.start()
+        self._watch(task)
+        return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, required=True, help="processes that train")
+    parser.add_argument(
+        "--parameter-servers", type=int, default=0, help="processes that hold the weights; asynchronous"
+    )
+    parser.add_argument("--max-restarts", type=int, default=0, help="how often to start again what a death has ended")
+    parser.add_argument("arguments", nargs="*", help="after --: the arguments of train.py")
+    options = parser.parse_args()
+    if options.workers < 1 or options.parameter_servers < 0 or options.max_restarts < 0:
+        parser.error("--workers has to be 1 or more, --parameter-servers and --max-restarts 0 or more")
+    sys.exit(Launcher(options.workers, options.parameter_servers, options.max_restarts, options.arguments).run())
+
+
+if __name__ == "__main__":
+    main()
