@@ -51,7 +51,7 @@ class Task:
             stderr=subprocess.STDOUT,
             # Ctrl-C in a terminal goes to the launcher only, which passes it on.
             start_new_session=True,
-            preexec_fn=_end_with_launcher,
+            preexec_fn=_end_with_launcher,  # noqa: PLW1509 - There is one thread.
         )
         os.set_blocking(self.process.stdout.fileno(), False)
         self._line = b""
@@ -166,6 +166,8 @@ class Launcher:
                 if self._is_replaced(task, code):
                     continue
                 running.remove(task)
+                if self._is_spared(task, code, running):
+                    continue
                 if code < 0:
                     print(f"[launcher] {task.name} was ended by {signal.Signals(-code).name}", flush=True)
                     return 128 - code if ending is None else ending
@@ -196,6 +198,14 @@ class Launcher:
         task.start()
         self._watch(task)
         return True
+
+    def _is_spared(self, task: Task, code: int, running: list[Task]) -> bool:
+        """Returns whether the others go on without a worker that has died: a coordinator gives its work to them."""
+        spared = "chief" in self._jobs and task.job == "worker" and code < 0 and not self._signal
+        if spared and any(each.job == "worker" for each in running):
+            print(f"[launcher] {task.name} was ended by {signal.Signals(-code).name}: the others go on", flush=True)
+            return True
+        return False
 
 
 def main() -> None:

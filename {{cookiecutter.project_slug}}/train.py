@@ -34,6 +34,7 @@ from engine.evaluation import evaluate, evaluate_continuously
 from engine.gradients import MovingAverage, check_loss_scale
 from engine.initial_weights import load_initial_weights
 from engine.monitor import resolve_direction
+from engine.parameter_server import check_settings, count_atomically, is_asynchronous, scheduled
 from engine.plan import describe_run, print_plan
 from engine.preemption import Preemption, saved_at_the_end
 from engine.progress import Progress
@@ -92,13 +93,16 @@ def build(settings: Config) -> None:
     config = task.config = settings
     strategy = choose_strategy(settings)
     workers = Workers(strategy)
+    asynchronous = is_asynchronous(strategy)
+    if asynchronous:
+        check_settings(config)
     if config.deterministic:
         make_deterministic()
     # Names and random numbers start anew, so that one process can build the same objects twice.
     keras.utils.clear_session()
     keras.utils.set_random_seed(config.seed)
     keras.config.set_dtype_policy(config.precision)
-    batches = load_splits(SPLITS, task, config, strategy.num_replicas_in_sync)
+    batches = load_splits(SPLITS, task, config, strategy.num_replicas_in_sync, pipelines=workers.count)
 
     # KEEP: All variables are made inside the scope, and before anything is compiled.
     with strategy.scope():
@@ -114,8 +118,10 @@ def build(settings: Config) -> None:
             objects.check_scope(strategy, of_split, "task.create_metrics")
         trained = objects.trainable_variables(task.model)
         moving_average = MovingAverage(trained, config.ema_decay) if config.ema_decay else None
-    objects.build_metrics(task, strategy, batches["train"].element_spec)
-    objects.check_objects(task, config, strategy, batches["train"].element_spec)
+    # Workers train for parameter servers; whatever else there is to compute, the chief does alone.
+    alone = tf.distribute.get_strategy() if asynchronous else strategy
+    objects.build_metrics(task, alone, batches["train"].element_spec)
+    objects.check_objects(task, config, alone, batches["train"].element_spec)
     direction = resolve_direction(config.monitor, config.monitor_direction)
     weights = objects.model_variables(task.model)
     spread_seeds(strategy, [variable for name, variable in weights.items() if is_seed(name)])
@@ -126,6 +132,13 @@ def build(settings: Config) -> None:
         "validation": compile_steps(distributed_validation_step),
         "test": compile_steps(distributed_test_step),
     }
+    if asynchronous:
+        count_atomically([*objects.by_name(task.optimizer, "optimizer").values(), *task.metrics["train"].values()])
+        run_steps = {
+            "train": scheduled(strategy, run_steps["train"]),
+            "validation": compile_steps(task.validation_step),
+            "test": compile_steps(task.test_step),
+        }
     steps_at_once = dict.fromkeys(SPLITS, 1 if config.steps_per_execution == "auto" else config.steps_per_execution)
 
     progress = Progress()
@@ -206,7 +219,8 @@ def one_pass(split: str, epoch: int = 0, between_chunks: Callable[[], None] = la
             check_loss_scale(optimizer, progress.step)
         if config.steps_per_execution == "auto" and count == steps_at_once[split]:
             # A second's worth, reached by doubling: the first call compiles, and so looks slow.
-            steps_at_once[split] = workers.from_chief(lambda: max(1, min(2 * count, int(count / seconds))))
+            of_a_second = max(1, min(2 * count, int(count / seconds)))
+            steps_at_once[split] = workers.from_chief(functools.partial(int, of_a_second))
         if split == "train" and done < batches[split].steps and is_multiple(config.checkpoint_every_steps):
             checkpoints.save(progress.step, progress.record())
     results = objects.metric_results(task.metrics, split)

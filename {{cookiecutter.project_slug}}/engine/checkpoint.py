@@ -83,7 +83,8 @@ class Checkpoints:
     def save(self, step: int, record: dict[str, Any]) -> Path:
         """Writes the state and `record` (JSON values) as the checkpoint of `step`; then removes the oldest.
 
-        Every worker has to call it; the chief writes. Checkpoints of later steps are removed too: they are of a run that was taken up again from before them.
+        Every worker has to call it; the chief writes. Checkpoints of later steps are removed too: they are of a run
+        that was taken up again from before them.
 
         Raises:
             Diverged: a variable is not finite any more; nothing is written.

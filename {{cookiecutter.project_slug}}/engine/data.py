@@ -5,6 +5,7 @@ position -> shard -> prepare -> batch per replica -> prefetch. The k-th global b
 examples however many replicas and input pipelines share it, and whatever was skipped was never prepared.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -14,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.errors import BadInput, first_line
+from engine.parameter_server import is_asynchronous, per_worker
 
 PREPARED_BATCHES = tf.data.AUTOTUNE
 
@@ -55,29 +57,45 @@ class Batches:
         seed: int,
         shuffle_buffer_size: int,
         keep_last_batch: bool = False,
+        pipelines: int = 1,
     ) -> None:
-        """Loads the split's examples and checks them. Raises BadInput, naming the hook, for what cannot be batched."""
+        """Loads the split's examples and checks them. Raises BadInput, naming the hook, for what cannot be batched.
+
+        `pipelines` is how many processes share a batch. If `load_examples` takes an `input_context`, it is called for
+        each with a tf.distribute.InputContext, and returns that one's examples only.
+        """
         self.split = split
         self.training = split == "train"
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.shuffle_buffer_size = shuffle_buffer_size
         self.share = per_replica_batch_size(global_batch_size, replicas)
-        self.examples = load_examples(split)
-        self.number_of_examples = _checked_length(split, self.examples)
+        self.in_parts = pipelines > 1 and "input_context" in inspect.signature(load_examples).parameters
+        self._parts = (
+            [load_examples(split, input_context=_context(pipelines, number)) for number in range(pipelines)]
+            if self.in_parts
+            else [load_examples(split)]
+        )
+        self.examples = self._parts[0]
+        self._lengths = [_checked_length(split, part) for part in self._parts]
+        self.number_of_examples = sum(self._lengths)
+        self._load_examples = load_examples
         self._prepare_example = prepare_example
         self._options = {"training", "seed"} & set(inspect.signature(prepare_example).parameters)
 
-        self.steps, self.left_out = divmod(self.number_of_examples, global_batch_size)
-        if self.left_out and (keep_last_batch or not self.training):
-            self.steps, self.left_out = self.steps + 1, 0
+        # Every process takes the same number of steps, whatever there is in its part.
+        self._of_part = global_batch_size // len(self._parts)
+        self.steps = min(self._lengths) // self._of_part
+        if keep_last_batch or not self.training:
+            self.steps = max(-(-length // self._of_part) for length in self._lengths)
+        self.left_out = max(0, self.number_of_examples - self.steps * global_batch_size)
         if not self.steps:
             raise BadInput(
                 f"--global-batch-size {global_batch_size} is larger than the {self.number_of_examples} examples of "
                 f"task.load_examples({split!r}): use a smaller one, or --keep-last-batch"
             )
         try:
-            batched = self._batched(epoch=0, first_step=0, context=tf.distribute.InputContext())
+            batched = self._batched(epoch=0, first_step=0)
         except BadInput:
             raise
         except Exception as problem:
@@ -90,46 +108,70 @@ class Batches:
         _check_static(split, self.element_spec)
 
     def distribute(self, strategy: tf.distribute.Strategy, *, epoch: int = 0, first_step: int = 0) -> Any:
-        """Returns an iterator over the global batches of an epoch, from batch number `first_step` on."""
+        """Returns an iterator over the global batches of an epoch, from batch number `first_step` on.
+
+        With parameter servers it is an endless one in training, of each worker's own batches, and in evaluation one
+        for the chief alone.
+        """
+        if is_asynchronous(strategy):
+            if self.training:
+                return per_worker(strategy, functools.partial(self._endless, epoch, first_step))
+            return iter(self._batched(epoch, first_step))
         return iter(
-            strategy.distribute_datasets_from_function(lambda context: self._batched(epoch, first_step, context))
+            strategy.distribute_datasets_from_function(
+                lambda context: self._batched(epoch, first_step, context.num_input_pipelines, context.input_pipeline_id)
+            )
         )
 
-    def _batched(self, epoch: int, first_step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
+    def _batched(self, epoch: int, first_step: int, pipelines: int = 1, pipeline: int = 0) -> tf.data.Dataset:
         """Returns one input pipeline's batches, each one replica's share."""
-        total = self.steps * self.global_batch_size
-        seed = _epoch_seed(self.seed, epoch)
-
-        examples = self.examples
-        if self.training:
-            buffer_size = min(self.number_of_examples, self.shuffle_buffer_size)
-            examples = examples.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=False)
-        if total > self.number_of_examples:
-            padding = self.examples.take(1).repeat(total - self.number_of_examples)
-            examples = examples.concatenate(padding)
-        skipped = first_step * self.global_batch_size
-        examples = examples.take(total).skip(skipped).enumerate(start=skipped)
-        if context.num_input_pipelines > 1:
+        part = pipeline if self.in_parts else 0
+        examples = self._numbered(epoch, first_step, part)
+        if pipelines > 1 and not self.in_parts:
             # After the shuffle, so that a global batch holds the same examples for any number of input pipelines; and
             # as one piece of it, so that each replica has the same ones as in one process.
-            piece = self.global_batch_size // context.num_input_pipelines
-            examples = examples.filter(
-                lambda position, _: position % self.global_batch_size // piece == context.input_pipeline_id
-            )
+            piece = self.global_batch_size // pipelines
+            examples = examples.filter(lambda position, _: position % self.global_batch_size // piece == pipeline)
+        return self._prepared(examples, epoch, part)
+
+    def _endless(self, epoch: int, first_step: int, pipelines: int, pipeline: tf.Tensor) -> tf.data.Dataset:
+        """Returns batches of every so many-th example, again and again."""
+        # Loaded where they are used, because a dataset of the chief's cannot be sent to a worker.
+        examples = self._numbered(epoch, first_step, 0, self._load_examples(self.split))
+        return self._prepared(examples.shard(pipelines, pipeline).repeat(), epoch, 0)
+
+    def _numbered(
+        self, epoch: int, first_step: int, part: int, examples: tf.data.Dataset | None = None
+    ) -> tf.data.Dataset:
+        """Returns the whole batches of one part from `first_step` on, as (place in the epoch, example)."""
+        length, total = self._lengths[part], self.steps * self._of_part
+        examples = first = self._parts[part] if examples is None else examples
+        if self.training:
+            buffer_size = min(length, self.shuffle_buffer_size)
+            seed = _epoch_seed(self.seed, epoch)
+            examples = examples.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=False)
+        if total > length:
+            examples = examples.concatenate(first.take(1).repeat(total - length))
+        skipped = first_step * self._of_part
+        return examples.take(total).skip(skipped).enumerate(start=skipped)
+
+    def _prepared(self, examples: tf.data.Dataset, epoch: int, part: int) -> tf.data.Dataset:
+        """Returns the batches of numbered examples."""
+        seed = _epoch_seed(self.seed, epoch)
 
         def prepare(position, example):
             features, labels, *own_weight = example
             # The seed is made from the place in the epoch: it is the same after a resume and for any replicas.
             options = {
                 "training": self.training,
-                "seed": tf.random.experimental.stateless_fold_in([seed, 0], position),
+                "seed": tf.random.experimental.stateless_fold_in([seed, part], position),
             }
             prepared = self._prepare_example(features, labels, **{name: options[name] for name in self._options})
             if not isinstance(prepared, tuple) or len(prepared) != 2:
                 raise BadInput(f"task.prepare_example returned {prepared!r}: return (features, labels)")
             features, labels = prepared
             weight = tf.cast(own_weight[0], tf.float32) if own_weight else tf.constant(1.0)
-            return features, labels, tf.where(position < self.number_of_examples, weight, 0.0)
+            return features, labels, tf.where(position < self._lengths[part], weight, 0.0)
 
         prepared = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
         batches = prepared.batch(self.share, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
@@ -139,7 +181,9 @@ class Batches:
         return batches.with_options(options)
 
 
-def load_splits(splits: Sequence[str], task: ModuleType, settings: Any, replicas: int) -> dict[str, Batches]:
+def load_splits(
+    splits: Sequence[str], task: ModuleType, settings: Any, replicas: int, pipelines: int = 1
+) -> dict[str, Batches]:
     """Returns the batches of every split. Raises BadInput if hooks, settings and replicas do not go together.
 
     Args:
@@ -147,6 +191,7 @@ def load_splits(splits: Sequence[str], task: ModuleType, settings: Any, replicas
         task: what has load_examples and prepare_example.
         settings: what has global_batch_size, micro_batches, seed, shuffle_buffer_size and keep_last_batch.
         replicas: how many share a global batch.
+        pipelines: how many processes they are in.
     """
     batches = {
         split: Batches(
@@ -158,12 +203,17 @@ def load_splits(splits: Sequence[str], task: ModuleType, settings: Any, replicas
             seed=settings.seed,
             shuffle_buffer_size=settings.shuffle_buffer_size,
             keep_last_batch=settings.keep_last_batch,
+            pipelines=pipelines,
         )
         for split in splits
     }
     check_same_structure(batches)
     _check_micro_batches(settings.micro_batches, batches["train"].share)
     return batches
+
+
+def _context(pipelines: int, number: int) -> tf.distribute.InputContext:
+    return tf.distribute.InputContext(num_input_pipelines=pipelines, input_pipeline_id=number)
 
 
 def _epoch_seed(seed: int, epoch: int) -> int:

@@ -32,7 +32,10 @@ class Preemption:
     def check(self, workers: Workers) -> None:
         """Raises Stopped, on every worker, if a signal has come to any. Call it between chunks of steps."""
         if stopped := workers.any(self.signal is not None):
-            raise Stopped(f"stopped by {self.signal or 'a signal to ' + ', '.join(stopped)}")
+            if not self.signal:
+                # From here on as if it had come here: one that does comes too late to change the exit code.
+                self._came, self.signal = time.monotonic(), f"a signal to {', '.join(stopped)}"
+            raise Stopped(f"stopped by {self.signal}")
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """What a run tells: the console, metrics.csv, TensorBoard and curves.png.
 
-The rows of metrics.csv are the source; the other three show the same numbers. Only the chief reports. A resumed run keeps the rows up to the
-epoch it continues from and writes the rest again.
+The rows of metrics.csv are the source; the other three show the same numbers. A resumed run keeps the rows up to the
+epoch it continues from and writes the rest again. Of several workers only the chief reports.
 """
 
 import csv

@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from engine.cluster import ended_after, find_cluster, join
 from engine.console import console
-from engine.errors import BadInput
+from engine.errors import BadInput, first_line
+from engine.parameter_server import coordinate, serve
 
 
 def create_strategy(
@@ -42,6 +43,15 @@ def create_strategy(
         BadInput: the devices asked for are not there, or the cluster is not what it has to be.
     """
     cluster = find_cluster(os.environ)
+    if name == "tpu":
+        return _tpu()
+    if name == "parameter_server":
+        return _parameter_server(cluster_timeout)
+    if cluster and cluster.has_parameter_servers:
+        raise BadInput(
+            f"{cluster.source} describes parameter servers, and --strategy is {name}: use --strategy parameter_server, "
+            "which is asynchronous, or a cluster of workers only"
+        )
     if cluster and name not in ("auto", "multi_worker"):
         raise BadInput(
             f"--strategy {name}, and {cluster.source} describes a cluster of {len(cluster.tasks())}: use "
@@ -83,9 +93,13 @@ def make_deterministic() -> None:
 
 def describe_strategy(strategy: tf.distribute.Strategy) -> str:
     """Returns the name that --strategy has for `strategy`."""
-    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        return "multi_worker"
-    return "mirrored" if isinstance(strategy, tf.distribute.MirroredStrategy) else "one_device"
+    kinds = {
+        "multi_worker": tf.distribute.MultiWorkerMirroredStrategy,
+        "mirrored": tf.distribute.MirroredStrategy,
+        "tpu": tf.distribute.TPUStrategy,
+        "parameter_server": tf.distribute.ParameterServerStrategy,
+    }
+    return next((name for name, kind in kinds.items() if isinstance(strategy, kind)), "one_device")
 
 
 def _gpus() -> list[str]:
@@ -132,6 +146,36 @@ def _multi_worker(simulated_devices: int, cluster_timeout: float, facts: str) ->
     late = f"--cluster-timeout {cluster_timeout:g}: TensorFlow did not start on all of {', '.join(cluster.tasks())}"
     with _local_devices(simulated_devices), ended_after(cluster_timeout, late):
         return tf.distribute.MultiWorkerMirroredStrategy()
+
+
+@functools.cache
+def _parameter_server(cluster_timeout: float) -> tf.distribute.Strategy:
+    cluster = find_cluster(os.environ)
+    needed = {"chief", "worker", "ps"}
+    if cluster is None or not needed <= set(cluster.addresses):
+        raise BadInput(
+            "--strategy parameter_server needs a cluster with a chief, workers and parameter servers (ps) in "
+            "TF_CONFIG: use python launch.py --workers 2 --parameter-servers 1 -- ..."
+        )
+    if cluster.job != "chief":
+        serve(cluster, timeout=cluster_timeout)
+    return coordinate(cluster, timeout=cluster_timeout)
+
+
+@functools.cache
+def _tpu() -> tf.distribute.Strategy:
+    """Not measured: no TPU was there to try it on. The order is that of TensorFlow's guide "Use TPUs"."""
+    try:
+        # An empty name finds the TPU of this virtual machine, or the one that TPU_NAME names.
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=os.environ.get("TPU_NAME", "local"))
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (ValueError, tf.errors.OpError) as problem:
+        raise BadInput(
+            f"--strategy tpu finds no TPU ({first_line(problem)}): start it on a TPU virtual machine, or name one in "
+            "TPU_NAME"
+        ) from problem
+    return tf.distribute.TPUStrategy(resolver)
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
 """What the processes of a run decide together, so that all of them take part in every collective operation.
 
-One process that leaves a loop earlier than the others, or saves where they do not, makes them wait for ever. So whatever
+One process that leaves a loop earlier than the others, or saves where they do not, makes them wait for ever. So what
 only one of them can know (a signal, a file, how long a step took) goes through here before anything depends on it.
 """
 
 import contextlib
 import os
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from engine.cluster import find_cluster, gone
-from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, first_line
+from engine.cluster import Cluster, find_cluster, gone
+from engine.errors import BadInput, CannotWrite, Damaged, PeerLost
 
 # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
 CHUNK = 2**24
+HEAD = 256
 
 
 class Workers:
@@ -91,8 +93,12 @@ class Workers:
             except (BadInput, CannotWrite, Damaged) as problem:
                 outcome = (None, problem)
         packed = _as_integers(pickle.dumps(outcome) if self.is_chief else b"")
-        size = int(self.sum(np.array([packed.size]))[0])
-        packed = self._sum_in_chunks(packed if self.is_chief else np.zeros(size, np.int32))
+        # What is small, as most of it is, goes with its size, in one operation.
+        head = np.zeros(HEAD, np.int32)
+        head[0], head[1 : 1 + packed.size] = packed.size, packed[: HEAD - 1]
+        head = self.sum(head)
+        rest = packed[HEAD - 1 :] if self.is_chief else np.zeros(max(0, head[0] - (HEAD - 1)), np.int32)
+        packed = np.concatenate([head[1:], self._sum_in_chunks(rest)])
         value, problem = pickle.loads(packed.tobytes())
         if problem is not None:
             raise problem
@@ -127,10 +133,24 @@ def peers_named() -> Iterator[None]:
         deadline = time.monotonic() + SECONDS_UNTIL_GONE
         while not (missing := gone(cluster)) and time.monotonic() < deadline:
             time.sleep(0.2)
-        broken = isinstance(problem, tf.errors.UnavailableError | tf.errors.AbortedError | tf.errors.CancelledError)
-        if not missing and not broken:
+        if missing:
+            who = f"{', '.join(missing)} is gone"
+        elif silent := _accused(str(problem), cluster):
+            who = f"{silent} does not answer, or failed"
+        else:
             raise
-        who = f"{', '.join(missing)} is gone" if missing else f"a peer failed ({first_line(problem)})"
         raise PeerLost(
             f"{who}: look at its log, then start the same command, without --fresh, on all; what was saved is whole"
         ) from problem
+
+
+def _accused(complaint: str, cluster: Cluster) -> str:
+    """Returns the other tasks that a text of TensorFlow's says have failed, or "" if it speaks of something else."""
+    tasks = cluster.tasks()
+    found = [f"{job} {index}" for job, index in re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", complaint)]
+    if "CoordinationService" in complaint:  # Which the first worker runs.
+        found.append(next(iter(tasks)))
+    others = [task for task in dict.fromkeys(found) if task in tasks and task != cluster.name]
+    if not others and "Collective ops is aborted" not in complaint:
+        return ""
+    return ", ".join(f"{task} ({tasks[task]})" for task in others) or "another worker"

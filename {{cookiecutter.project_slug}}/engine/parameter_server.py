@@ -1,0 +1,133 @@
+"""Asynchronous training: parameter servers hold the weights, each worker changes them without waiting for the others.
+
+A gradient may be of weights that others have changed since, so no two runs give the same numbers, and Keras's authors
+call it unsupported with Keras 3 (keras#18624). What it gives is a run that loses nothing but time with a worker.
+
+The program runs on the chief, which hands chunks of training steps to the workers and evaluates by itself. Workers and
+parameter servers run none of it: they do what the chief sends.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from engine.cluster import Cluster, is_listening
+from engine.console import console
+from engine.errors import BadInput
+
+# A chunk is cut into that many pieces per worker, so that a fast one can take more of them.
+PIECES_PER_WORKER = 4
+# A chief that is not heard of for so long has ended.
+SECONDS_WITHOUT_CHIEF = 5.0
+
+
+def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
+    """Does what the chief sends, until the chief has ended; then ends the process.
+
+    Raises:
+        BadInput: the chief did not come within `timeout` seconds.
+    """
+    tf.distribute.Server(
+        tf.train.ClusterSpec(cluster.addresses), job_name=cluster.job, task_index=cluster.index, protocol="grpc"
+    )
+    chief = cluster.tasks()["chief"]
+    console.print(f"{cluster.name} serves the chief ({chief})")
+    deadline = time.monotonic() + timeout
+    while not is_listening(chief):
+        if time.monotonic() > deadline:
+            raise BadInput(f"--cluster-timeout {timeout:g}: the chief ({chief}) did not come: look at its log")
+        time.sleep(0.2)
+    heard = time.monotonic()
+    while time.monotonic() < heard + SECONDS_WITHOUT_CHIEF:
+        time.sleep(0.5)
+        if is_listening(chief):
+            heard = time.monotonic()
+    sys.stdout.flush()
+    os._exit(0)  # TensorFlow's server cannot be stopped.
+
+
+def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
+    """Returns the strategy, for the chief, when all the others are there.
+
+    Raises:
+        BadInput: some did not come within `timeout` seconds.
+    """
+    others = {task: address for task, address in cluster.tasks().items() if task != cluster.name}
+    deadline = time.monotonic() + timeout
+    while missing := {task: address for task, address in others.items() if not is_listening(address)}:
+        if time.monotonic() > deadline:
+            named = ", ".join(f"{task} ({address})" for task, address in missing.items())
+            raise BadInput(f"--cluster-timeout {timeout:g}: {named} did not come: look at the log there")
+        time.sleep(0.2)
+    os.environ["TF_CONFIG"] = cluster.tf_config()
+    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    # Found again by whoever has the strategy.
+    strategy.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    strategy.number_of_workers = len(cluster.addresses["worker"])
+    return strategy
+
+
+def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether `strategy` is one of parameter servers."""
+    return isinstance(strategy, tf.distribute.ParameterServerStrategy)
+
+
+def check_settings(settings: Any) -> None:
+    """Raises BadInput for settings that need the replicas to wait for each other."""
+    for name, why in (
+        ("ema_decay", "an average over steps that have no order is none"),
+        ("deterministic", "workers change the weights in the order in which they happen to come"),
+        ("simulated_devices", "a worker has one replica"),
+    ):
+        if getattr(settings, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise BadInput(f"{flag} with --strategy parameter_server: {why}; leave it out")
+    if settings.precision == "mixed_float16":
+        raise BadInput(
+            "--precision mixed_float16 with --strategy parameter_server: its loss scale belongs to one order of steps; "
+            "use mixed_bfloat16"
+        )
+
+
+def count_atomically(objects: Any) -> None:
+    """Lets the variables of optimizers and metrics that only add count what all workers add.
+
+    Keras adds by reading, adding and writing; what another worker has written in between is lost.
+    """
+    for each in objects:
+        for variable in each.variables:
+            if isinstance(each, keras.metrics.Metric) or variable is each.iterations:
+                variable.assign_add = _atomic(variable)
+
+
+def _atomic(variable: keras.Variable) -> Callable[[Any], Any]:
+    return lambda value: variable.value.assign_add(tf.cast(value, variable.dtype))
+
+
+def scheduled(strategy: tf.distribute.Strategy, steps: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    """Returns a function like `steps` that has the workers take them; their losses come in any order."""
+
+    def on_workers(iterator: Any, count: tf.Tensor) -> tf.Tensor:
+        pieces = min(int(count), PIECES_PER_WORKER * strategy.number_of_workers)
+        sizes = [len(part) for part in np.array_split(np.arange(int(count)), pieces)]
+        losses = [strategy.coordinator.schedule(steps, args=(iterator, tf.constant(size))) for size in sizes]
+        strategy.coordinator.join()
+        return tf.concat([each.fetch() for each in losses], axis=0)
+
+    return on_workers
+
+
+def per_worker(strategy: tf.distribute.Strategy, pipeline: Callable[[int, Any], tf.data.Dataset]) -> Any:
+    """Returns an iterator over each worker's own dataset: pipeline(number of workers, index of the worker)."""
+
+    @tf.autograph.experimental.do_not_convert
+    def of_worker() -> tf.data.Dataset:
+        return pipeline(strategy.number_of_workers, tf.distribute.coordinator.experimental_get_current_worker_index())
+
+    return iter(strategy.coordinator.create_per_worker_dataset(of_worker))
