@@ -32,7 +32,13 @@ class Slurm:
 
     def run(self, *command: str, folder: Path | None = None) -> str:
         done = subprocess.run(
-            command, cwd=folder or self.folder, env=self.environment, capture_output=True, text=True, timeout=60
+            command,
+            cwd=folder or self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}{self.logs()}"
         return done.stdout

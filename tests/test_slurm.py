@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-
 import slurm
+
 from rendering import PROJECT, run
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not slurm.is_installed(), reason="needs Slurm and munge, and root")]
@@ -49,7 +49,7 @@ def test_job_on_two_nodes_trains_and_one_that_is_stopped_resumes(tmp_path: Path)
         assert cluster.wait(stopped, seconds=240) == "COMPLETED", log.read_text()
         written = log.read_text()
 
-    assert "n1" in written and "n2" in written  # noqa: PT018 - The addresses that the workers print.
+    assert "n1" in written and "n2" in written
     assert "stopped by" in written
     assert "resumed from step-" in written
     equal = {name: value for name, value in result(project / "runs/whole").items() if name != "seconds"}
@@ -57,4 +57,4 @@ def test_job_on_two_nodes_trains_and_one_that_is_stopped_resumes(tmp_path: Path)
     for name, value in result(project / "runs/alone").items():
         if name.startswith("test/"):
             assert equal[name] == pytest.approx(value, rel=1e-5)
-    assert os.path.exists("/etc/hosts") and "n1 n2" not in Path("/etc/hosts").read_text()  # noqa: PT018
+    assert os.path.exists("/etc/hosts") and "n1 n2" not in Path("/etc/hosts").read_text()

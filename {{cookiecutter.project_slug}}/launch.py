@@ -170,12 +170,12 @@ class Launcher:
                     continue
                 if code < 0:
                     print(f"[launcher] {task.name} was ended by {signal.Signals(-code).name}", flush=True)
-                    return 128 - code if ending is None else ending
+                    return ending or 128 - code
                 if task.job == "chief":
                     return code
                 if code not in (0, STOPPED, *FINAL_CODES):
                     print(f"[launcher] {task.name} ended with exit code {code}", flush=True)
-                    return code if ending is None else ending
+                    return ending or code
                 if ending in (None, 0):
                     ending, deadline = code, time.monotonic() + SECONDS_TO_FOLLOW
             if time.monotonic() > deadline:

@@ -75,9 +75,10 @@ def test_bad_setting_is_refused(arguments: tuple[str, ...], reason: str, refused
     assert reason in line
 
 
-def test_cluster_in_the_environment_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategy_of_one_machine_in_a_cluster_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}')
-    assert "TF_CONFIG describes a cluster" in refused()
+    for strategy in ("one_device", "mirrored"):
+        assert "use --strategy multi_worker" in refused(f"--strategy={strategy}")
 
 
 def test_run_directory_that_is_no_directory_is_refused(refused: Refused, tmp_path: Path) -> None:

@@ -57,10 +57,10 @@ def test_stopped_run_with_dropout_ends_bit_equal(monkeypatch: pytest.MonkeyPatch
     train.main([f"--run-dir={tmp_path / 'whole'}", *flags])
     train_epoch = train.train_epoch
 
-    def train_one_epoch(epoch: int) -> dict[str, float]:
+    def train_one_epoch(epoch: int, *more: object) -> dict[str, float]:
         if epoch == 1:
             raise InterruptedError
-        return train_epoch(epoch)
+        return train_epoch(epoch, *more)
 
     with monkeypatch.context() as stopping, pytest.raises(InterruptedError):
         stopping.setattr(train, "train_epoch", train_one_epoch)

@@ -22,19 +22,25 @@ def rows_in(run_dir: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
+def opened(run_dir: Path, *, epochs: int, epochs_done: int, validated_step: int = 0) -> Report:
+    report = Report(run_dir, epochs=epochs)
+    report.open(epochs_done=epochs_done, validated_step=validated_step)
+    return report
+
+
 def test_resumed_report_keeps_the_rows_of_the_epochs_done(tmp_path: Path) -> None:
-    report = Report(tmp_path, epochs=3, epochs_done=0)
+    report = opened(tmp_path, epochs=3, epochs_done=0)
     for epoch in (1, 2):
         report.epoch(row(epoch, train__loss=1 / 3 / epoch), is_best=True)
     # Killed after the second row and before its checkpoint: the second epoch is done again.
-    report = Report(tmp_path, epochs=3, epochs_done=1)
+    report = opened(tmp_path, epochs=3, epochs_done=1)
     report.epoch(row(2, train__loss=0.5), is_best=False)
     report.epoch(row(3, train__loss=0.25, validation__auc=0.75), is_best=False)
     found = rows_in(tmp_path)
     assert [(one["epoch"], one["train/loss"]) for one in found] == [("1", repr(1 / 3)), ("2", "0.5"), ("3", "0.25")]
     assert [one["validation/auc"] for one in found] == ["", "", "0.75"]
 
-    report = Report(tmp_path, epochs=4, epochs_done=3)
+    report = opened(tmp_path, epochs=4, epochs_done=3)
     report.epoch(row(4, train__loss=0.125), is_best=False)
     assert [one["train/loss"] for one in rows_in(tmp_path)] == [repr(1 / 3), "0.5", "0.25", "0.125"]
     report.draw_curves()
@@ -43,7 +49,7 @@ def test_resumed_report_keeps_the_rows_of_the_epochs_done(tmp_path: Path) -> Non
 
 
 def test_tensorboard_shows_the_rows(tmp_path: Path) -> None:
-    Report(tmp_path, epochs=1, epochs_done=0).epoch(row(1, train__loss=0.5), is_best=False)
+    opened(tmp_path, epochs=1, epochs_done=0).epoch(row(1, train__loss=0.5), is_best=False)
     (events,) = (tmp_path / "tensorboard").iterdir()
     shown = {
         value.tag: (event.step, float(tf.make_ndarray(value.tensor)))

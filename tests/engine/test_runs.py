@@ -1,5 +1,6 @@
 """Runs of train.py in this process: begun, taken up again, begun with other weights, stopped early, evaluated."""
 
+import contextlib
 import csv
 import json
 import os
@@ -151,7 +152,7 @@ def test_metrics_that_make_their_variables_late_are_in_the_state(
 def stopped_after(chunks: int) -> Callable[..., None]:
     left = iter(range(chunks))
 
-    def check(_: Any) -> None:
+    def check(*_: Any) -> None:
         if next(left, None) is None:
             raise Stopped("stopped by a test")
 
@@ -410,7 +411,9 @@ def test_evaluation_of_a_run_stopped_in_a_validation_counts_from_the_start(
 def test_directory_in_use_is_refused(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
     run(tmp_path, "--epochs=1")
     before = sorted(tmp_path.parent.iterdir())
-    with RunDirectory(tmp_path).held():
+    holding = RunDirectory(tmp_path)
+    holding.hold()
+    with contextlib.closing(holding):
         for flags in (("--epochs=2",), ("--fresh",)):
             code, line = ended(tmp_path, *flags)
             assert (code, "is in use by another run" in line) == (2, True)
@@ -551,10 +554,10 @@ def test_signal_before_the_first_step_saves_too(
 ) -> None:
     load_splits = train.load_splits
 
-    def load_and_signal(*arguments: Any) -> Any:
+    def load_and_signal(*arguments: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # As `timeout` does.
-        return load_splits(*arguments)
+        return load_splits(*arguments, **options)
 
     with monkeypatch.context() as signalling:
         signalling.setattr(train, "load_splits", load_and_signal)
@@ -589,7 +592,8 @@ def test_fresh_in_the_current_directory_is_refused(
 
 
 def test_own_column_in_a_row_is_reported(tmp_path: Path) -> None:
-    report = Report(tmp_path, epochs=1, epochs_done=0)
+    report = Report(tmp_path, epochs=1)
+    report.open(epochs_done=0, validated_step=0)
     report.epoch(
         {"epoch": 1, "step": 1, "seconds": 1.0, "examples_per_second": 1.0, "learning_rate": 0.1, "mine": 2.0},
         is_best=False,

@@ -11,6 +11,7 @@ import train
 from config import Config
 from engine.errors import Stopped
 from engine.preemption import Preemption
+from engine.workers import Workers
 
 TIME_COLUMNS = ("seconds", "examples_per_second")
 
@@ -44,7 +45,7 @@ def test_stopped_run_ends_bit_equal(settings: Config, tmp_path: Path, monkeypatc
     for steps_until_stopped in (sum(steps.values()) + 1, steps["train"], 0):
         left = iter(range(steps_until_stopped))
 
-        def check(_: Preemption, left: Iterator[int] = left) -> None:
+        def check(_: Preemption, workers: Workers, left: Iterator[int] = left) -> None:
             if next(left, None) is None:
                 raise Stopped("stopped by a test")
 

@@ -1,0 +1,158 @@
+"""Real local clusters: processes of train.py that find each other by TF_CONFIG, as different machines would."""
+
+import contextlib
+import csv
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from rendering import PROJECT
+
+TIME_COLUMNS = ("seconds", "examples_per_second")
+
+# What is added to the default task.py where the numbers are compared: a normalization that needs all replicas.
+NORMALIZED = """
+
+_create_model = create_model
+
+
+def create_model() -> keras.Model:
+    layers = _create_model().layers
+    return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.BatchNormalization(synchronized=True), *layers])
+"""
+
+
+def project_with(folder: Path, addition: str) -> Path:
+    """Returns a copy of the project whose task.py has something added at its end."""
+    ignored = shutil.ignore_patterns("__pycache__", "runs", ".*_cache")
+    project = shutil.copytree(PROJECT, folder / "project", ignore=ignored)
+    with (project / "task.py").open("a", encoding="utf-8") as task:
+        task.write(addition)
+    return project
+
+
+class Worker:
+    """One process of a cluster, whose output goes to a file."""
+
+    def __init__(self, project: Path, log: Path, addresses: list[str], index: int, arguments: tuple[str, ...]) -> None:
+        self.address = addresses[index]
+        self.log = log
+        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "train.py", *arguments],
+                cwd=project,
+                env={**os.environ, "TF_CONFIG": json.dumps(config)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+    def last_line(self) -> str:
+        """Returns the line with which the program ended."""
+        told = [line for line in self.text.splitlines() if line.startswith(("ERROR: ", "stopped by"))]
+        return told[-1] if told else ""
+
+    def wait(self, seconds: float) -> int:
+        return self.process.wait(timeout=seconds)
+
+
+@contextlib.contextmanager
+def workers(project: Path, folder: Path, number: int, *arguments: str) -> Iterator[list[Worker]]:
+    """Starts workers; ends those that are left."""
+    with contextlib.ExitStack() as taken:
+        sockets = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    folder.mkdir(parents=True, exist_ok=True)
+    started: list[Worker] = []
+    try:
+        for index in range(number):
+            started.append(Worker(project, folder / f"worker-{index}.log", addresses, index, arguments))
+        yield started
+    finally:
+        for each in started:
+            each.process.kill()
+            each.process.wait()
+
+
+def wait_for(text: str, worker: Worker, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while text not in worker.text:
+        assert worker.process.poll() is None, worker.text
+        assert time.monotonic() < deadline, worker.text
+        time.sleep(0.05)
+
+
+def until(condition: Callable[[], object], seconds: float = 120) -> None:
+    """Returns when the condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    """Returns whether a process runs; one that has ended, and whose parent has not asked for it, does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def train(project: Path, run_dir: Path, number: int, *arguments: str) -> None:
+    """Trains to the end, in one process or in several."""
+    given = (f"--run-dir={run_dir}", *arguments)
+    if number == 1:
+        command = [sys.executable, "train.py", *given]
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return
+    with workers(project, run_dir.with_name(f"{run_dir.name}-logs"), number, *given) as started:
+        for each in started:
+            assert each.wait(300) == 0, each.text
+
+
+def outcome(run_dir: Path) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """Returns the rows of metrics.csv and result.json, without times."""
+    with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as lines:
+        rows = [{name: text for name, text in row.items() if name not in TIME_COLUMNS} for row in csv.DictReader(lines)]
+    result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+    return rows, {name: value for name, value in result.items() if name not in TIME_COLUMNS}
+
+
+def assert_same_numbers(one: Path, other: Path) -> None:
+    """Metrics, test result, and every variable of the last checkpoint agree to 1e-5 of the variable's largest value."""
+    (rows, result), (other_rows, other_result) = outcome(one), outcome(other)
+    assert len(rows) == len(other_rows)
+    for row, other_row in zip(rows, other_rows, strict=True):
+        np.testing.assert_allclose(
+            [float(value) for value in row.values()], [float(value) for value in other_row.values()], rtol=1e-5
+        )
+    for name, value in result.items():
+        if name.startswith("test/"):
+            np.testing.assert_allclose(other_result[name], value, rtol=1e-5, err_msg=name)
+    for name, value in weights(one).items():
+        largest = np.abs(value).max()
+        np.testing.assert_allclose(weights(other)[name], value, rtol=0, atol=1e-5 * largest, err_msg=name)
+
+
+def weights(run_dir: Path) -> dict[str, np.ndarray]:
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    reader = tf.train.load_checkpoint(str(newest / "state"))
+    names = [name for name in reader.get_variable_to_shape_map() if name.startswith(("model/", "average/"))]
+    assert names
+    return {name: reader.get_tensor(name) for name in names}

@@ -1,0 +1,248 @@
+"""What the environment says about a cluster, and how its tasks meet: without TensorFlow, in this process."""
+
+import concurrent.futures
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from engine import strategy as strategies
+from engine.cluster import Cluster, find_cluster, gone, meet
+from engine.errors import BadInput
+from engine.workers import _accused
+
+TWO = ["host0:12345", "host1:12345"]
+
+
+def tf_config(cluster: Any, kind: Any = "worker", index: Any = 0) -> dict[str, str]:
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+
+
+# --- What the environment says ----------------------------------------------------------------------------------------
+
+
+def test_no_cluster_is_found_where_none_is_described() -> None:
+    assert find_cluster({}) is None
+    assert find_cluster({"TF_CONFIG": ""}) is None
+    assert find_cluster(tf_config({"worker": ["host0:1"]})) is None
+    # A shell inside a Slurm allocation, and a step or a Kubernetes Job of one task.
+    assert find_cluster({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}) is None
+    assert find_cluster({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert find_cluster({"JOB_COMPLETION_INDEX": "0", "WORKERS": "1"}) is None
+
+
+def test_first_task_is_the_chief() -> None:
+    of_workers = find_cluster(tf_config({"worker": TWO}, index=1))
+    assert of_workers.tasks() == {"worker 0": "host0:12345", "worker 1": "host1:12345"}
+    assert (of_workers.name, of_workers.is_chief) == ("worker 1", False)
+    with_chief = find_cluster(tf_config({"worker": TWO, "chief": ["host2:1"]}, "chief"))
+    assert list(with_chief.tasks()) == ["chief", "worker 0", "worker 1"]
+    assert with_chief.is_chief
+    assert not find_cluster(tf_config({"worker": TWO, "chief": ["host2:1"]}, index=0)).is_chief
+
+
+def test_slurm_step_is_a_cluster_by_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames b[1-2],a7" ] && printf "b1\\nb2\\na7\\n"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    step = {
+        "SLURM_JOB_ID": "100",
+        "SLURM_PROCID": "4",
+        "SLURM_STEP_NUM_TASKS": "5",
+        "SLURM_STEP_NODELIST": "b[1-2],a7",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+        "SLURMD_NODENAME": "a7",
+    }
+    cluster = find_cluster(step)
+    hosts, ports = zip(*(address.split(":") for address in cluster.addresses["worker"]), strict=True)
+    assert hosts == ("b1", "b1", "b2", "b2", "a7")
+    assert len(set(ports)) == 5
+    assert all(1024 < int(port) < 32768 for port in ports)
+    assert (cluster.name, cluster.source) == ("worker 4", "Slurm")
+    # Another job on these nodes listens elsewhere.
+    assert not set(find_cluster({**step, "SLURM_JOB_ID": "101"}).addresses["worker"]) & set(cluster.addresses["worker"])
+    with pytest.raises(BadInput, match="--distribution=block"):
+        find_cluster({**step, "SLURMD_NODENAME": "b1"})
+    with pytest.raises(BadInput, match="SLURM_STEP_NODELIST is not set: start the program with srun"):
+        find_cluster({**step, "SLURM_STEP_NODELIST": ""})
+
+
+def test_kubernetes_indexed_job_is_a_cluster() -> None:
+    pod = {"JOB_COMPLETION_INDEX": "1", "JOB_NAME": "digits", "SERVICE_NAME": "peers", "WORKERS": "2"}
+    cluster = find_cluster(pod)
+    assert cluster.addresses == {"worker": ["digits-0.peers:12345", "digits-1.peers:12345"]}
+    assert cluster.name == "worker 1"
+    with pytest.raises(BadInput, match="SERVICE_NAME is not set"):
+        find_cluster({**pod, "SERVICE_NAME": ""})
+    with pytest.raises(BadInput, match="WORKERS=two in the environment: it has to be a whole number"):
+        find_cluster({**pod, "WORKERS": "two"})
+
+
+MALFORMED = {
+    "not JSON": ({"TF_CONFIG": "{'cluster'"}, "is not JSON"),
+    "a list": ({"TF_CONFIG": "[]"}, 'has no "cluster"'),
+    "no cluster": ({"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'}, 'has no "cluster"'),
+    "an address that is no list": (tf_config({"worker": "host0:1"}), 'has no "cluster" with lists'),
+    "no task": ({"TF_CONFIG": json.dumps({"cluster": {"worker": TWO}})}, 'has no "task"'),
+    "an index that is text": (tf_config({"worker": TWO}, index="0"), 'has no "task" with a type and an index'),
+    "an index too large": (tf_config({"worker": TWO}, index=2), "has to be from 0 to 1"),
+    "a negative index": (tf_config({"worker": TWO}, index=-1), "has to be from 0 to 1"),
+    "a job that is not there": (tf_config({"worker": TWO}, "chief"), "which the cluster does not have"),
+    "an evaluator": (tf_config({"worker": TWO, "evaluator": ["host2:1"]}), "--evaluate-continuously"),
+    "two chiefs": (tf_config({"worker": TWO, "chief": ["a:1", "b:1"]}), "2 chiefs"),
+    "no port": (tf_config({"worker": ["host0", "host1:1"]}), "worker 0 at 'host0': an address is a host and a port"),
+    "a port too large": (tf_config({"worker": ["host0:1", "host1:65536"]}), "worker 1 at 'host1:65536'"),
+    "a number for an address": (tf_config({"worker": ["host0:1", 7]}), "worker 1 at 7"),
+    "one address twice": (tf_config({"worker": ["host0:1", "host0:1"]}), "two tasks at host0:1"),
+    "localhost among hosts": (tf_config({"worker": ["localhost:1", "host1:1"]}), "localhost:1, which is another"),
+    "a loopback address among hosts": (tf_config({"worker": ["host0:1", "127.0.0.1:1"]}), "127.0.0.1:1, which is"),
+}
+
+
+@pytest.mark.parametrize(("environment", "reason"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_cluster_is_refused_with_the_reason(environment: dict[str, str], reason: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        find_cluster(environment)
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+# --- The meeting ------------------------------------------------------------------------------------------------------
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def local(number: int) -> list[Cluster]:
+    addresses = {"worker": [f"127.0.0.1:{port}" for port in free_ports(number)]}
+    return [Cluster("TF_CONFIG", addresses, "worker", index) for index in range(number)]
+
+
+def meeting(tasks: list[Cluster], facts: list[dict[str, Any]], *, seconds: float) -> list[str | None]:
+    """Has tasks meet, each in a thread and a little later than the one before; returns what each was refused with."""
+
+    def one(number: int) -> str | None:
+        time.sleep(0.3 * number)
+        try:
+            meet(tasks[number], facts[number], deadline=time.monotonic() + seconds)
+        except BadInput as refused:
+            return str(refused)
+        return None
+
+    with concurrent.futures.ThreadPoolExecutor(len(tasks)) as threads:
+        return list(threads.map(one, range(len(tasks))))
+
+
+def test_tasks_that_come_one_after_the_other_meet_and_free_their_addresses() -> None:
+    tasks = local(3)
+    assert meeting(tasks, [{"--epochs": 5}] * 3, seconds=20) == [None, None, None]
+    assert len(gone(tasks[0])) == 2
+    for address in tasks[0].tasks().values():
+        socket.create_server(("127.0.0.1", int(address.split(":")[1]))).close()
+
+
+def test_missing_task_is_named_within_the_deadline() -> None:
+    tasks = local(3)
+    began = time.monotonic()
+    refused = meeting(tasks[:2], [{}, {}], seconds=1.5)
+    assert time.monotonic() - began < 10
+    for message in refused:
+        assert f"worker 2 ({tasks[2].tasks()['worker 2']}) of TF_CONFIG did not come" in message
+        assert "worker 0 (" not in message
+        assert "worker 1 (" not in message
+
+
+def test_task_with_other_settings_is_refused_on_both_sides() -> None:
+    one, other = meeting(local(2), [{"--epochs": 5}, {"--epochs": 6}], seconds=20)
+    assert "worker 1 was started with other settings (--epochs 6 there and 5 here)" in one
+    assert "worker 0 was started with other settings (--epochs 5 there and 6 here)" in other
+
+
+def test_task_with_another_description_of_the_cluster_is_refused() -> None:
+    first, second = local(2)
+    turned = Cluster("TF_CONFIG", {"worker": [*second.addresses["worker"], "127.0.0.1:9"]}, "worker", 1)
+    refused = meeting([first, turned], [{}, {}], seconds=3)
+    assert any("describes the cluster as" in message for message in refused if message)
+
+
+def test_address_that_is_in_use_is_refused() -> None:
+    tasks = local(2)
+    port = int(tasks[0].tasks()["worker 0"].split(":")[1])
+    with (
+        socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True),
+        pytest.raises(BadInput, match="where it cannot listen"),
+    ):
+        meet(tasks[0], {}, deadline=time.monotonic() + 5)
+
+
+def test_something_else_that_answers_is_not_taken_for_a_task() -> None:
+    tasks = local(2)
+    port = int(tasks[1].tasks()["worker 1"].split(":")[1])
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(BadInput, match=r"worker 1 \(.*\) of TF_CONFIG did not"),
+    ):
+        meet(tasks[0], {}, deadline=time.monotonic() + 1)
+
+
+# --- Which peer is gone -----------------------------------------------------------------------------------------------
+
+
+def test_tasks_that_tensorflow_accuses_are_named() -> None:
+    cluster = local(3)[0]
+    tasks = cluster.tasks()
+    unhealthy = (
+        "Collective ops is aborted by: Error reported from /job:worker/task:2: The following tasks are unhealthy"
+    )
+    own = "Collective ops is aborted by: x [device /job:worker/replica:0/task:0/device:CPU:0]"
+    assert _accused(unhealthy, cluster) == f"worker 2 ({tasks['worker 2']})"
+    assert _accused(own, cluster) == "another worker"
+    other = Cluster("TF_CONFIG", cluster.addresses, "worker", 1)
+    heartbeat = "Collective ops is aborted by: Deadline Exceeded RPC: /tensorflow.CoordinationService/Heartbeat"
+    assert _accused(heartbeat, other) == f"worker 0 ({tasks['worker 0']})"
+    assert _accused("Incompatible shapes: [2] vs. [3]", cluster) == ""
+
+
+# --- TPUs: a stand-in, as there is none to try it on ------------------------------------------------------------------
+
+
+def test_tpu_is_found_connected_and_initialized_before_its_strategy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    def noted(name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> str:
+            calls.append((name, *arguments, *options.values()))
+            return name
+
+        return call
+
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", noted("resolver"))
+    monkeypatch.setattr(tf.config, "experimental_connect_to_cluster", noted("connect"))
+    monkeypatch.setattr(tf.tpu.experimental, "initialize_tpu_system", noted("initialize"))
+    monkeypatch.setattr(tf.distribute, "TPUStrategy", noted("strategy"))
+    monkeypatch.setenv("TPU_NAME", "mine")
+    strategies._tpu.cache_clear()
+    assert strategies.create_strategy("tpu") == "strategy"
+    expected = [("resolver", "mine"), ("connect", "resolver"), ("initialize", "resolver"), ("strategy", "resolver")]
+    assert calls == expected
+    strategies._tpu.cache_clear()
+
+
+def test_machine_without_a_tpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_there(**_: Any) -> None:
+        raise ValueError("Please provide a TPU Name to connect to.")
+
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", none_there)
+    strategies._tpu.cache_clear()
+    with pytest.raises(BadInput, match="--strategy tpu finds no TPU"):
+        strategies.create_strategy("tpu")

@@ -1,0 +1,292 @@
+"""Several processes that train one run: the same numbers, and an end in bounded time when one of them goes."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import clusters
+import pytest
+import tensorflow as tf
+from clusters import NORMALIZED, assert_same_numbers, outcome, project_with, wait_for, workers
+
+from rendering import PROJECT
+
+# 40 examples of weight 0 in the last evaluation batches; clipping, parts of a batch and an average of the weights.
+NUMBERS = (
+    *("--epochs=2", "--global-batch-size=24", "--clip-norm=0.5", "--micro-batches=2", "--ema-decay=0.9"),
+    "--keep-last-batch",
+)
+
+
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A project with synchronized BatchNormalization, and a run of it on two replicas in one process."""
+    folder = tmp_path_factory.mktemp("one_process")
+    project = project_with(folder, NORMALIZED)
+    clusters.train(project, folder / "run", 1, *NUMBERS, "--simulated-devices=2")
+    return project, folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("number", "layout"),
+    [
+        pytest.param(2, (), id="2 workers"),
+        pytest.param(2, ("--simulated-devices=2",), id="2 workers of 2 replicas", marks=pytest.mark.long),
+        pytest.param(3, (), id="3 workers", marks=pytest.mark.long),
+    ],
+)
+def test_workers_and_replicas_agree(
+    number: int, layout: tuple[str, ...], one_process: tuple[Path, Path], tmp_path: Path
+) -> None:
+    project, expected = one_process
+    clusters.train(project, tmp_path / "run", number, *NUMBERS, *layout)
+    assert_same_numbers(expected, tmp_path / "run")
+
+
+def test_missing_worker_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    arguments = (f"--run-dir={tmp_path / 'run'}", "--cluster-timeout=6")
+    with workers(PROJECT, tmp_path / "logs", 3, *arguments) as started:
+        started[1].process.kill()
+        for each in (started[0], started[2]):
+            assert each.wait(60) == 2
+            assert f"worker 1 ({started[1].address}) of TF_CONFIG did not come" in each.last_line()
+            assert "worker 2 (" not in each.last_line().replace(started[2].address, "")
+            assert "Traceback" not in each.text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("victim", "sent"),
+    [
+        pytest.param(1, signal.SIGKILL, id="worker killed"),
+        pytest.param(0, signal.SIGKILL, id="chief killed", marks=pytest.mark.long),
+        pytest.param(1, signal.SIGSTOP, id="worker silent", marks=pytest.mark.long),
+        pytest.param(0, signal.SIGSTOP, id="chief silent", marks=pytest.mark.long),
+    ],
+)
+def test_lost_worker_is_named_by_the_others_within_a_minute(victim: int, sent: signal.Signals, tmp_path: Path) -> None:
+    arguments = (f"--run-dir={tmp_path / 'run'}", "--epochs=500", "--global-batch-size=30")
+    with workers(PROJECT, tmp_path / "logs", 3, *arguments) as started:
+        wait_for("epoch   2/500", started[0])
+        started[victim].process.send_signal(sent)
+        for index, each in enumerate(started):
+            if index != victim:
+                assert each.wait(60) == 1
+                assert started[victim].address in each.last_line()
+                assert "look at its log" in each.last_line()
+
+
+def test_refusal_that_only_the_chief_can_see_ends_all_alike(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("not a run's")
+    with workers(PROJECT, tmp_path / "logs", 2, f"--run-dir={tmp_path / 'run'}", "--epochs=1") as started:
+        assert [each.wait(90) for each in started] == [2, 2]
+        assert started[0].last_line() == started[1].last_line()
+        assert "holds files and no run" in started[1].last_line()
+
+
+@pytest.mark.long
+def test_signal_to_one_worker_saves_once_and_a_resume_ends_bit_equal(tmp_path: Path) -> None:
+    # BatchNormalization's own statistics and dropout's seeds differ between workers, and have to be restored so.
+    own = NORMALIZED.replace("synchronized=True", "synchronized=False").replace(
+        "*layers]", "*layers[:-1], keras.layers.Dropout(0.3), layers[-1]]"
+    )
+    project = project_with(tmp_path, own)
+    flags = ("--epochs=12", "--steps-per-execution=7")
+    clusters.train(project, tmp_path / "whole", 2, *flags)
+    with workers(project, tmp_path / "logs", 2, *flags, f"--run-dir={tmp_path / 'stopped'}") as started:
+        wait_for("epoch  2/12", started[0])
+        started[1].process.terminate()
+        assert [each.wait(60) for each in started] == [42, 42]
+        assert "stopped by a signal to worker 1, the state is in" in started[0].last_line()
+        assert "stopped by SIGTERM" in started[1].last_line()
+    assert not (tmp_path / "stopped" / "result.json").exists()
+    clusters.train(project, tmp_path / "stopped", 2, *flags)
+    assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_run_of_two_workers_goes_on_in_one_process(one_process: tuple[Path, Path], tmp_path: Path) -> None:
+    project, _ = one_process
+    for name, number, layout in (("workers", 2, ()), ("alone", 1, ("--simulated-devices=2",))):
+        clusters.train(project, tmp_path / name, number, *NUMBERS, "--epochs=1", *layout)
+        clusters.train(project, tmp_path / name, 1, *NUMBERS, "--simulated-devices=2")
+    assert_same_numbers(tmp_path / "alone", tmp_path / "workers")
+
+
+# --- Under the launcher -----------------------------------------------------------------------------------------------
+
+
+class Launched:
+    """launch.py, and the processes that it has started."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self.log = log
+        with log.open("w") as output:
+            command = [sys.executable, "launch.py", *arguments]
+            self.process = subprocess.Popen(command, cwd=PROJECT, stdout=output, stderr=subprocess.STDOUT)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def tasks(self) -> dict[str, int]:
+        """Returns each task that is alive, by name, and its process id."""
+        number = self.process.pid
+        found = {}
+        with contextlib.suppress(FileNotFoundError):
+            for child in Path(f"/proc/{number}/task/{number}/children").read_text(encoding="utf-8").split():
+                variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+                for each in variables:
+                    if each.startswith(b"TF_CONFIG="):
+                        task = json.loads(each.removeprefix(b"TF_CONFIG="))["task"]
+                        found[f"{task['type']} {task['index']}"] = int(child)
+        return found
+
+    def send(self, number: signal.Signals, names: str, draw: random.Random) -> bool:
+        """Sends a signal to one of the tasks whose names begin with `names`; returns whether there was one."""
+        candidates = [process for name, process in sorted(self.tasks().items()) if name.startswith(names)]
+        if candidates:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(draw.choice(candidates), number)
+                return True
+        return False
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def wait(self, seconds: float) -> int:
+        return self.process.wait(timeout=seconds)
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def launch(*arguments: str) -> Launched:
+        started.append(Launched(tmp_path / f"launched-{len(started)}.log", *arguments))
+        return started[-1]
+
+    yield launch
+    for each in started:
+        tasks = each.tasks()
+        each.process.kill()
+        each.process.wait()
+        for process in tasks.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+# Frequent saves in small chunks, so that the ends fall on many kinds of moments.
+OFTEN = ("--checkpoint-every-steps=10", "--steps-per-execution=5")
+
+
+@pytest.mark.parametrize(
+    ("sent", "times", "epochs"),
+    [
+        pytest.param(signal.SIGKILL, 1, 6, id="killed once"),
+        pytest.param(signal.SIGKILL, 10, 40, id="killed often", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, 10, 40, id="stopped often", marks=pytest.mark.long),
+    ],
+)
+def test_cluster_that_is_disturbed_ends_bit_equal(
+    sent: signal.Signals, times: int, epochs: int, launched: Callable[..., Launched], tmp_path: Path
+) -> None:
+    flags = (*OFTEN, f"--epochs={epochs}")
+    clusters.train(PROJECT, tmp_path / "whole", 2, *flags)
+    seed = 0 if times == 1 else int(time.time())
+    draw = random.Random(seed)
+    run_dir = tmp_path / f"disturbed-by-{seed}"
+    launcher = launched("--workers=2", "--max-restarts=20", "--", *flags, f"--run-dir={run_dir}")
+    for _ in range(times):
+        # In every second life after it has got somewhere, else in its beginning; a random moment later.
+        if draw.random() < 0.5 or times == 1:
+            lives = launcher.text.count("run directory") + 1
+            clusters.until(lambda lives=lives: launcher.has_ended() or launcher.text.count("run directory") == lives)
+        time.sleep(draw.uniform(0, 3))
+        while not launcher.has_ended() and not launcher.send(sent, "worker", draw):
+            time.sleep(0.05)
+    assert launcher.wait(400) == 0, launcher.text
+    restarts = launcher.text.count("starting again")
+    # A signal may fall into the moment in which the cluster is ended because of the one before.
+    assert restarts >= 0.7 * times
+    if sent == signal.SIGTERM and times > 1:
+        assert "stopped by a signal to worker" in launcher.text
+    assert outcome(run_dir) == outcome(tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_no_worker_outlives_a_killed_launcher(launched: Callable[..., Launched], tmp_path: Path) -> None:
+    launcher = launched("--workers=2", "--", "--epochs=500", f"--run-dir={tmp_path / 'run'}")
+    clusters.until(lambda: "epoch   2/500" in launcher.text)
+    processes = launcher.tasks().values()
+    assert len(processes) == 2
+    launcher.process.kill()
+    launcher.wait(10)
+    clusters.until(lambda: not any(clusters.is_alive(process) for process in processes), seconds=10)
+
+
+def test_missing_task_under_the_launcher_is_refused_and_not_tried_again(
+    launched: Callable[..., Launched], tmp_path: Path
+) -> None:
+    arguments = ("--epochs=1", "--global-batch-size=33", f"--run-dir={tmp_path / 'run'}")
+    launcher = launched("--workers=2", "--max-restarts=3", "--", *arguments)
+    assert launcher.wait(60) == 2
+    assert "--global-batch-size 33 cannot be shared equally by 2 replicas" in launcher.text
+    assert "starting again" not in launcher.text
+
+
+# --- Parameter servers ------------------------------------------------------------------------------------------------
+
+SERVED = ("--workers=2", "--parameter-servers=1")
+
+
+@pytest.mark.long
+def test_asynchronous_training_learns_and_survives_the_death_of_a_worker(
+    launched: Callable[..., Launched], tmp_path: Path
+) -> None:
+    launcher = launched(*SERVED, "--", f"--run-dir={tmp_path / 'run'}")
+    clusters.until(lambda: "epoch  3/30" in launcher.text)
+    assert launcher.send(signal.SIGKILL, "worker", random.Random(0))
+    assert launcher.wait(200) == 0, launcher.text
+    rows, result = outcome(tmp_path / "run")
+    assert result["test/accuracy"] >= 0.95
+    assert (len(rows), result["step"]) == (30, 30 * 39)
+    # The chief began once, and every step was counted, by the workers as by the chief.
+    assert launcher.text.count("begins ") == 1
+    reader = tf.train.load_checkpoint(str(newest(tmp_path / "run") / "state"))
+    (counted,) = [name for name in reader.get_variable_to_shape_map() if name.endswith("/iteration")]
+    # A piece of a chunk that the dead worker had begun is done again by another.
+    assert 30 * 39 <= reader.get_tensor(counted) <= 30 * 39 + 40
+
+
+@pytest.mark.long
+def test_death_of_a_parameter_server_is_survived_by_a_restart(
+    launched: Callable[..., Launched], tmp_path: Path
+) -> None:
+    launcher = launched(*SERVED, "--max-restarts=2", "--", f"--run-dir={tmp_path / 'run'}")
+    clusters.until(lambda: "epoch  3/30" in launcher.text)
+    assert launcher.send(signal.SIGKILL, "ps", random.Random(0))
+    assert launcher.wait(200) == 0, launcher.text
+    assert "resumed from step-" in launcher.text
+    assert outcome(tmp_path / "run")[1]["test/accuracy"] >= 0.95
+
+
+@pytest.mark.long
+def test_signal_to_the_chief_of_parameter_servers_saves(launched: Callable[..., Launched], tmp_path: Path) -> None:
+    launcher = launched(*SERVED, "--", f"--run-dir={tmp_path / 'run'}")
+    clusters.until(lambda: "epoch  3/30" in launcher.text)
+    assert launcher.send(signal.SIGTERM, "chief", random.Random(0))
+    assert launcher.wait(60) == 42, launcher.text
+    assert newest(tmp_path / "run").is_dir()
+
+
+def newest(run_dir: Path) -> Path:
+    return max((run_dir / "checkpoints").glob("step-*"))

@@ -1,0 +1,177 @@
+"""launch.py with a small program in the place of train.py: starts, ends, restarts, passes on, and leaves nothing."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rendering import PROJECT
+
+# What stands for train.py: it tells who it is, notes that it was started, and does what its arguments say.
+PROGRAM = """
+import json, os, signal, sys, time
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+name, first = f"{task['type']} {task['index']}", True
+with open(f"started-{task['type']}-{task['index']}", "a") as started:
+    first = started.tell() == 0
+    started.write(" ".join(sys.argv[1:]) + "\\n")
+open(f"pid-{os.getpid()}", "w").close()
+print("here is", name, *sys.argv[1:])
+for argument in sys.argv[1:]:
+    who, _, what = argument.partition("=")
+    if who not in (name.replace(" ", ""), "all") or (what.endswith("once") and not first):
+        continue
+    what = what.removesuffix("once")
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "wait":
+        time.sleep(60)
+    elif what == "save":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
+        print("waiting", flush=True)
+        time.sleep(60)
+    else:
+        sys.exit(int(what))
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    shutil.copy(PROJECT / "launch.py", tmp_path)
+    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def launched(project: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "launch.py", *arguments]
+        return subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=50, check=False)
+
+    return launch
+
+
+@pytest.fixture
+def launching(project: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    started = []
+
+    def launch(*arguments: str) -> subprocess.Popen:
+        command = [sys.executable, "launch.py", *arguments]
+        started.append(subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield launch
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def starts(project: Path, task: str) -> list[str]:
+    return (project / f"started-{task}").read_text(encoding="utf-8").splitlines()
+
+
+def alive(project: Path) -> list[int]:
+    found = []
+    for path in project.glob("pid-*"):
+        number = int(path.name.removeprefix("pid-"))
+        try:
+            os.kill(number, 0)
+            # A dead one whose parent has not asked for it is not alive.
+            state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
+            found += [number] if state != "Z" else []
+        except (ProcessLookupError, FileNotFoundError):
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_every_line_has_its_task_and_arguments_are_passed_on(launched: Callable, project: Path) -> None:
+    done = launched("--workers=3", "--", "--epochs=5", "--run-dir", "x y")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[worker {index}] here is worker {index} --epochs=5 --run-dir x y" for index in range(3)
+    ]
+    assert not alive(project)
+
+
+def test_death_of_one_ends_all_with_its_code(launched: Callable, project: Path) -> None:
+    done = launched("--workers=2", "--", "worker1=kill", "worker0=wait")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "[launcher] worker 1 was ended by SIGKILL" in done.stdout
+    assert not alive(project)
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_code_that_no_restart_mends_is_returned_without_one(launched: Callable, project: Path, code: int) -> None:
+    assert launched("--workers=2", "--max-restarts=5", "--", f"all={code}").returncode == code
+    assert len(starts(project, "worker-0")) == 1
+
+
+@pytest.mark.parametrize("end", ["kill", "1", "42"])
+def test_cluster_is_started_again_and_not_afresh(launched: Callable, project: Path, end: str) -> None:
+    done = launched("--workers=2", "--max-restarts=2", "--", "--fresh", f"worker1={end}once", "worker0=0")
+    assert done.returncode == 0, done.stdout
+    assert "starting again, 1 restarts left" in done.stdout
+    first, second = starts(project, "worker-1")
+    assert first == f"--fresh {second}"
+
+
+def test_restarts_are_counted(launched: Callable, project: Path) -> None:
+    assert launched("--workers=2", "--max-restarts=2", "--", "all=42").returncode == 42
+    assert len(starts(project, "worker-1")) == 3
+
+
+def test_signal_to_the_launcher_is_passed_on_and_starts_nothing(launching: Callable, project: Path) -> None:
+    launcher = launching("--workers=2", "--max-restarts=5", "--", "all=save")
+    for _ in range(4):
+        launcher.stdout.readline()
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=20) == 42
+    assert len(starts(project, "worker-0")) == 1
+    assert not alive(project)
+
+
+def test_no_process_outlives_a_killed_launcher(launching: Callable, project: Path) -> None:
+    launcher = launching("--workers=3", "--", "all=wait")
+    wait_for(lambda: len(alive(project)) == 3, 20)
+    launcher.kill()
+    wait_for(lambda: not alive(project), 10)
+
+
+def test_dead_worker_is_started_again_beside_a_chief(launched: Callable, project: Path) -> None:
+    arguments = ("chief0=0", "worker1=killonce", "worker0=wait", "worker1=0", "ps0=wait")
+    (project / "train.py").write_text(PROGRAM.replace("time.sleep(60)", "time.sleep(3)"), encoding="utf-8")
+    done = launched("--workers=2", "--parameter-servers=1", "--max-restarts=1", "--", "chief0=wait", *arguments)
+    assert done.returncode == 0, done.stdout
+    assert "worker 1 was ended by SIGKILL: starting again, 0 restarts left" in done.stdout
+    assert len(starts(project, "worker-1")) == 2
+    assert len(starts(project, "chief-0")) == 1
+    assert starts(project, "chief-0")[0].startswith("--strategy=parameter_server ")
+
+
+def test_others_go_on_without_a_dead_worker_beside_a_chief(launched: Callable, project: Path) -> None:
+    (project / "train.py").write_text(PROGRAM.replace("time.sleep(60)", "time.sleep(3)"), encoding="utf-8")
+    done = launched(
+        "--workers=2", "--parameter-servers=1", "--", "worker1=kill", "chief0=wait", "worker0=wait", "ps0=wait"
+    )
+    assert done.returncode == 0, done.stdout
+    assert "worker 1 was ended by SIGKILL: the others go on" in done.stdout
+
+
+def test_bad_numbers_are_refused(launched: Callable) -> None:
+    for arguments in (("--workers=0",), ("--workers=two",), ("--workers=2", "--max-restarts=-1"), ()):
+        done = launched(*arguments)
+        assert done.returncode == 2
+        assert "--workers" in done.stderr
