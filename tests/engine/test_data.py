@@ -193,3 +193,65 @@ def test_splits_of_unequal_structure_are_refused() -> None:
     splits = {"train": batches(), "validation": batches("validation", load_examples=wider)}
     with pytest.raises(BadInput, match=r"task.load_examples\('validation'\) .* gave .*float32\[8, 2\].*'train' are"):
         check_same_structure(splits)
+
+
+# --- Examples sharded by file -----------------------------------------------------------------------------------------
+
+
+def load_own_files(split: str, input_context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
+    """Three files, of 10, 20 and 7 examples; a pipeline reads every so many-th file."""
+    files = [range(10), range(10, 30), range(30, 37)]
+    if input_context:
+        files = files[input_context.input_pipeline_id :: input_context.num_input_pipelines]
+    return tf.data.Dataset.from_tensor_slices([number for file in files for number in file]).map(lambda n: (n, n))
+
+
+def shares_of(of: Batches, pipeline: int, *, first_step: int = 0) -> list[list[np.ndarray]]:
+    return [[part.numpy() for part in share] for share in of._batched(0, first_step, 2, pipeline)]
+
+
+def test_files_of_one_process_are_all_files() -> None:
+    of = batches("validation", load_examples=load_own_files)
+    assert (of.number_of_examples, of.in_parts) == (37, False)
+
+
+def test_evaluation_of_files_counts_each_example_once_in_equally_many_steps() -> None:
+    of = batches("validation", load_examples=load_own_files, replicas=2, pipelines=2)
+    # Files of 17 and of 20 examples, 4 of a batch from each.
+    assert (of.number_of_examples, of.steps, of.left_out) == (37, 5, 0)
+    counted = Counter()
+    for pipeline in range(2):
+        shares = shares_of(of, pipeline)
+        assert len(shares) == 5
+        for features, _, weights in shares:
+            counted.update(features[weights == 1].tolist())
+    assert counted == Counter(range(37))
+
+
+def test_training_on_files_takes_equally_many_steps_and_resumes() -> None:
+    drawn = []
+
+    def draw(features, labels, *, training, seed):
+        return tf.random.stateless_uniform([], seed), labels
+
+    of = batches(load_examples=load_own_files, prepare_example=draw, replicas=2, pipelines=2)
+    assert (of.steps, of.left_out) == (4, 5)
+    for pipeline, files in enumerate(({*range(10), *range(30, 37)}, set(range(10, 30)))):
+        shares = shares_of(of, pipeline)
+        seen = [int(label) for _, labels, _ in shares for label in labels]
+        assert len(seen) == len(set(seen)) == 16
+        assert set(seen) <= files
+        drawn += [float(feature) for features, _, _ in shares for feature in features]
+        for one, other in zip(shares_of(of, pipeline, first_step=3), shares[3:], strict=True):
+            for part, same in zip(one, other, strict=True):
+                np.testing.assert_array_equal(part, same)
+    # No two examples, of whichever worker, have the same augmentation.
+    assert len(set(drawn)) == 32
+
+
+def test_worker_without_a_file_is_refused() -> None:
+    def load(split: str, input_context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
+        return numbers(0 if input_context and input_context.input_pipeline_id else 10)
+
+    with pytest.raises(BadInput, match="returned no examples"):
+        batches(load_examples=load, replicas=2, pipelines=2)

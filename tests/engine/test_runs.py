@@ -405,6 +405,90 @@ def test_evaluation_of_a_run_stopped_in_a_validation_counts_from_the_start(
     assert float(told["validation/loss"]) == float(rows(tmp_path)[0]["validation/loss"])
 
 
+# --- Validation beside training ---------------------------------------------------------------------------------------
+
+
+def validations(run_dir: Path, name: str = "validations.csv") -> list[dict[str, str]]:
+    return list(csv.DictReader((run_dir / name).read_text(encoding="utf-8").splitlines()))
+
+
+def test_validations_are_at_multiples_whatever_the_chunks(tmp_path: Path) -> None:
+    found = []
+    for chunk in ("auto", "3", "100"):
+        flags = ("--validate-every-steps=7", f"--steps-per-execution={chunk}", "--keep-checkpoints=50")
+        result = run(tmp_path / chunk, "--epochs=3", "--checkpoint-every-steps=7", *flags)
+        found.append((validations(tmp_path / chunk), {**result, "seconds": 0}))
+    assert [int(row["step"]) for row in found[0][0]] == [7, 14, 21, 28, 35, 42, 49, 56]  # 20 steps per epoch.
+    assert found[0] == found[1] == found[2]
+
+    # What was measured in between are the weights of that step, in a process that does nothing else.
+    train.main([f"--run-dir={tmp_path / 'auto'}", *SHORT, "--evaluate-continuously"])
+    evaluated = {row["step"]: row["validation/loss"] for row in validations(tmp_path / "auto", "evaluations.csv")}
+    for row in found[0][0]:
+        assert evaluated[row["step"]] == row["validation/loss"]
+    best = min(float(row["validation/loss"]) for row in [*found[0][0], *rows(tmp_path / "auto")])
+    assert found[0][1]["best_validation/loss"] == best
+
+
+def test_run_stopped_in_a_validation_between_epochs_ends_bit_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    # Statistics of each replica's own are averaged before a validation, and must not be a second time.
+    def each_on_its_own() -> keras.Model:
+        layers = [keras.layers.Flatten(), keras.layers.Dense(8), keras.layers.BatchNormalization()]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Dropout(0.2), keras.layers.Dense(10)])
+
+    monkeypatch.setattr(task, "create_model", each_on_its_own)
+    flags = ("--epochs=2", "--simulated-devices=3", "--steps-per-execution=1", "--validate-every-steps=8")
+    flags += ("--ema-decay=0.9",)
+    # After 8 steps: before the validation, after its first step, after its second; then in the second epoch's.
+    assert_stopped_run_ends_equal((8, 1, 1, 16 + 20 + 5), tmp_path, flags, ended, monkeypatch)
+    assert validations(tmp_path / "stopped") == validations(tmp_path / "whole")
+
+
+def test_patience_counts_an_epoch_with_a_better_validation_in_it(tmp_path: Path, monkeypatch) -> None:
+    scores = iter([5.0, 4.0, 6.0, 3.0, 6.0, 6.0, 6.0, 6.0, 6.0])
+    one_pass = train.one_pass
+
+    def scored(split: str, *more: Any, **options: Any) -> dict[str, float]:
+        metrics = one_pass(split, *more, **options)
+        return {**metrics, "validation/loss": next(scores)} if split == "validation" else metrics
+
+    monkeypatch.setattr(train, "one_pass", scored)
+    result = run(tmp_path, "--epochs=9", "--validate-every-steps=10", "--patience=1")
+    # 5 in the middle and 4 at the end of the first epoch, 6 and 3 in the second, then 6 twice: that one had none.
+    assert (result["epochs"], result["best_epoch"], result["best_validation/loss"]) == (3, 2, 3.0)
+
+
+def test_continuous_evaluation_follows_a_run_and_writes_only_its_own(tmp_path: Path, capsys) -> None:
+    result = run(tmp_path, "--epochs=4", "--keep-checkpoints=3", "--ema-decay=0.9")
+    own = {"evaluations.csv"}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    train.main([f"--run-dir={tmp_path}", *SHORT, "--ema-decay=0.9", "--evaluate-continuously"])
+    assert "The run has ended." in capsys.readouterr().out
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    new = {path.relative_to(tmp_path).as_posix() for path in after.keys() - before.keys()}
+    assert {name for name in new if not name.startswith("tensorboard/evaluation/")} == own
+    assert {path: after[path] for path in before} == before
+    found = {row["step"]: row["validation/loss"] for row in validations(tmp_path, "evaluations.csv")}
+    assert found == {row["step"]: row["validation/loss"] for row in rows(tmp_path)[-3:]}
+
+    # Begun again it has nothing to do, and without an end of the run it waits for as long as it is told.
+    (tmp_path / "result.json").unlink()
+    train.main(
+        [f"--run-dir={tmp_path}", *SHORT, "--ema-decay=0.9", "--evaluate-continuously", "--evaluation-timeout=1"]
+    )
+    out = capsys.readouterr().out
+    assert "Nothing new for 1 s" in out
+    assert "step-" not in out
+    assert result["epochs"] == 4
+
+
+def test_continuous_evaluation_without_a_run_is_refused(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
+    code, line = ended(tmp_path / "none", "--evaluate-continuously")
+    assert (code, "start the run first" in line) == (2, True)
+
+
 # --- What goes wrong --------------------------------------------------------------------------------------------------
 
 
