@@ -88,7 +88,7 @@ def workers(project: Path, folder: Path, number: int, *arguments: str) -> Iterat
             each.process.wait()
 
 
-def wait_for(text: str, worker: Worker, seconds: float = 120) -> None:
+def wait_for(text: str, worker: Worker, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while text not in worker.text:
         assert worker.process.poll() is None, worker.text
@@ -96,7 +96,7 @@ def wait_for(text: str, worker: Worker, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-def until(condition: Callable[[], object], seconds: float = 120) -> None:
+def until(condition: Callable[[], object], seconds: float = 300) -> None:
     """Returns when the condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -118,12 +118,12 @@ def train(project: Path, run_dir: Path, number: int, *arguments: str) -> None:
     given = (f"--run-dir={run_dir}", *arguments)
     if number == 1:
         command = [sys.executable, "train.py", *given]
-        done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
         return
     with workers(project, run_dir.with_name(f"{run_dir.name}-logs"), number, *given) as started:
         for each in started:
-            assert each.wait(300) == 0, each.text
+            assert each.wait(600) == 0, each.text
 
 
 def outcome(run_dir: Path) -> tuple[list[dict[str, str]], dict[str, Any]]:

@@ -15,6 +15,7 @@ FILES = {
     "README.md",
     "config.py",
     "deploy/Dockerfile",
+    "deploy/README.md",
     "deploy/kubernetes.yaml",
     "deploy/slurm.sh",
     "engine/__init__.py",
