@@ -29,6 +29,7 @@ FILES = {
     "engine/gradients.py",
     "engine/initial_weights.py",
     "engine/measure.py",
+    "engine/meeting.py",
     "engine/monitor.py",
     "engine/objects.py",
     "engine/parameter_server.py",

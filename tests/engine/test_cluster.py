@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 from engine import strategy as strategies
-from engine.cluster import Cluster, find_cluster, gone, meet
+from engine.cluster import Cluster, find_cluster
 from engine.errors import BadInput
+from engine.meeting import gone, meet
 from engine.workers import _accused
 
 TWO = ["host0:12345", "host1:12345"]

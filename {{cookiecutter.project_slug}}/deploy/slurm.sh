@@ -16,8 +16,14 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.out
 
+# --fresh belongs to the first start only: a job that comes back from the queue resumes.
+arguments=()
+for argument in "$@"; do
+    [[ $argument == --fresh && ${SLURM_RESTART_COUNT:-0} -gt 0 ]] || arguments+=("$argument")
+done
+
 # A process that loses a peer ends by itself and says which; --wait ends whatever is left after 60 s.
-srun --distribution=block --kill-on-bad-exit=0 --wait=60 python -u train.py "$@"
+srun --distribution=block --kill-on-bad-exit=0 --wait=60 python -u train.py "${arguments[@]}"
 code=$?
 
 if [ "$code" -eq 42 ]; then

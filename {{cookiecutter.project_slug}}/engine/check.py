@@ -22,6 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from engine.cluster import refuse_cluster
 from engine.console import console
 from engine.errors import BadInput, first_line, where_raised
 from engine.measure import (
@@ -58,6 +59,7 @@ def check_task(program: ModuleType, task: ModuleType, settings: Any) -> bool:
         task: the module task.py.
         settings: the settings that training would have.
     """
+    refuse_cluster("--check")
     tf.get_logger().setLevel("ERROR")  # It warns of the many functions that are compiled here.
     # One and two replicas have to be able to share a batch, in the micro-batches asked for.
     unit = 2 * settings.micro_batches

@@ -1,13 +1,12 @@
 """Evaluation without training: once, of the best weights, or of every checkpoint of a run as it appears."""
 
-import os
 import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from engine.checkpoint import Checkpoints, read_checkpoint
-from engine.cluster import find_cluster
+from engine.cluster import refuse_cluster
 from engine.console import console, print_facts
 from engine.errors import BadInput, Damaged
 from engine.report import Evaluations
@@ -64,8 +63,7 @@ def evaluate_continuously(program: ModuleType, settings: Any) -> None:
     """
     if not settings.run_dir.is_dir():
         raise BadInput(f"--evaluate-continuously: there is no --run-dir {settings.run_dir}: start the run first")
-    if find_cluster(os.environ):
-        raise BadInput("--evaluate-continuously is a process of its own: start it outside the cluster")
+    refuse_cluster("--evaluate-continuously")
     program.build(settings)
     checkpoints = program.checkpoints
     evaluations = Evaluations(settings.run_dir)

@@ -17,9 +17,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.cluster import Cluster, is_listening
+from engine.cluster import Cluster
 from engine.console import console
 from engine.errors import BadInput
+from engine.meeting import is_listening
 
 # A chunk is cut into that many pieces per worker, so that a fast one can take more of them.
 PIECES_PER_WORKER = 4

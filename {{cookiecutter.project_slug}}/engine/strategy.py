@@ -12,9 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.cluster import ended_after, find_cluster, join
+from engine.cluster import find_cluster
 from engine.console import console
 from engine.errors import BadInput, first_line
+from engine.meeting import ended_after, join
 from engine.parameter_server import coordinate, serve
 
 

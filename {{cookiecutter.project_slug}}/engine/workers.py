@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from engine.cluster import Cluster, find_cluster, gone
+from engine.cluster import Cluster, find_cluster
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost
+from engine.meeting import gone
 
 # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
 CHUNK = 2**24
