@@ -15,6 +15,7 @@ from engine.cluster import Cluster, find_cluster
 from engine.errors import BadInput
 from engine.meeting import gone, meet
 from engine.workers import _accused
+from rendering import PROJECT, run
 
 TWO = ["host0:12345", "host1:12345"]
 
@@ -194,6 +195,19 @@ def test_something_else_that_answers_is_not_taken_for_a_task() -> None:
         pytest.raises(BadInput, match=r"worker 1 \(.*\) of TF_CONFIG did not"),
     ):
         meet(tasks[0], {}, deadline=time.monotonic() + 1)
+
+
+def test_start_that_takes_too_long_ends_the_process() -> None:
+    program = """
+import time
+from engine.meeting import ended_after
+with ended_after({}, "late"):
+    time.sleep(1)
+print("in time")
+"""
+    for seconds, code, told in ((0.2, 2, "ERROR: late\n"), (60, 0, "in time\n")):
+        done = run("python", "-c", program.format(seconds), folder=PROJECT)
+        assert (done.returncode, (done.stderr if code else done.stdout)[-len(told) :]) == (code, told)
 
 
 # --- Which peer is gone -----------------------------------------------------------------------------------------------

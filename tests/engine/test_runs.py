@@ -446,6 +446,28 @@ def test_run_stopped_in_a_validation_between_epochs_ends_bit_equal(
     assert validations(tmp_path / "stopped") == validations(tmp_path / "whole")
 
 
+def test_run_killed_between_validations_finds_the_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--epochs=2", "--validate-every-steps=2", "--steps-per-execution=2", "--keep-checkpoints=1")
+    expected = run(tmp_path / "whole", *flags)
+
+    def killed_after(chunks: int) -> Callable[..., None]:
+        left = iter(range(chunks))
+
+        def check(*_: Any) -> None:
+            if next(left, None) is None:
+                raise InterruptedError
+
+        return check
+
+    for chunks in (20, 15, 15):
+        with monkeypatch.context() as killing, pytest.raises(InterruptedError):
+            killing.setattr(train.Preemption, "check", killed_after(chunks))
+            run(tmp_path / "killed", *flags)
+    found = run(tmp_path / "killed", *flags)
+    assert {**found, "seconds": 0} == {**expected, "seconds": 0}
+    assert validations(tmp_path / "killed") == validations(tmp_path / "whole")
+
+
 def test_patience_counts_an_epoch_with_a_better_validation_in_it(tmp_path: Path, monkeypatch) -> None:
     scores = iter([5.0, 4.0, 6.0, 3.0, 6.0, 6.0, 6.0, 6.0, 6.0])
     one_pass = train.one_pass
