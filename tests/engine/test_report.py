@@ -48,6 +48,17 @@ def test_resumed_report_keeps_the_rows_of_the_epochs_done(tmp_path: Path) -> Non
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_resumed_report_keeps_the_validations_up_to_the_last_one_done(tmp_path: Path) -> None:
+    report = opened(tmp_path, epochs=3, epochs_done=0)
+    for step in (5, 10, 15):
+        report.validation(step, {"validation/loss": 1 / step}, is_best=False)
+    # Killed before a checkpoint said that step 10 was validated.
+    report = opened(tmp_path, epochs=3, epochs_done=0, validated_step=5)
+    report.validation(10, {"validation/loss": 0.5}, is_best=False)
+    with (tmp_path / "validations.csv").open(encoding="utf-8", newline="") as lines:
+        assert list(csv.reader(lines)) == [["step", "validation/loss"], ["5", "0.2"], ["10", "0.5"]]
+
+
 def test_tensorboard_shows_the_rows(tmp_path: Path) -> None:
     opened(tmp_path, epochs=1, epochs_done=0).epoch(row(1, train__loss=0.5), is_best=False)
     (events,) = (tmp_path / "tensorboard").iterdir()
