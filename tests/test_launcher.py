@@ -171,7 +171,33 @@ def test_others_go_on_without_a_dead_worker_beside_a_chief(launched: Callable, p
 
 
 def test_bad_numbers_are_refused(launched: Callable) -> None:
-    for arguments in (("--workers=0",), ("--workers=two",), ("--workers=2", "--max-restarts=-1"), ()):
+    for arguments, reason in (
+        (("--workers=0",), "--workers 0 has to be 1 or more"),
+        (("--workers=two",), "invalid int value: 'two'"),
+        (("--workers=2", "--max-restarts=-1"), "--max-restarts -1 has to be 0 or more"),
+        (("--workers=2", "--epochs", "5"), "--epochs is not the launcher's: what goes to train.py comes after --"),
+        ((), "--workers"),
+    ):
         done = launched(*arguments)
         assert done.returncode == 2
-        assert "--workers" in done.stderr
+        assert reason in done.stderr
+
+
+def test_child_of_a_process_that_outlives_it_is_ended_too(launched: Callable, project: Path) -> None:
+    leaves_a_child = "import subprocess\nprint('pid', subprocess.Popen(['sleep', '45']).pid)\n"
+    (project / "train.py").write_text(leaves_a_child, encoding="utf-8")
+    done = launched("--workers=1", "--")
+    assert done.returncode == 0
+    number = int(done.stdout.split()[-1])
+    wait_for(
+        lambda: not Path(f"/proc/{number}").exists() or "Z" in Path(f"/proc/{number}/stat").read_text().split(), 10
+    )
+
+
+def test_signal_beside_parameter_servers_goes_to_the_chief(launching: Callable, project: Path) -> None:
+    launcher = launching("--workers=1", "--parameter-servers=1", "--", "chief0=save", "worker0=wait", "ps0=wait")
+    for _ in range(4):
+        launcher.stdout.readline()
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=20) == 42
+    assert not alive(project)

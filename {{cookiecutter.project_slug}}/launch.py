@@ -56,23 +56,39 @@ class Task:
         os.set_blocking(self.process.stdout.fileno(), False)
         self._line = b""
 
-    def show(self) -> bool:
-        """Prints what the process has written, line by line under its name; returns whether there may be more."""
+    def show(self) -> bytes | None:
+        """Prints what the process has written, line by line under its name.
+
+        Returns what it read: None if there is nothing now, b"" if there will be nothing any more.
+        """
         try:
             data = os.read(self.process.stdout.fileno(), 2**16)
         except BlockingIOError:
-            return True
+            return None
         *lines, self._line = (self._line + data).split(b"\n")
         if not data and self._line:
             lines, self._line = [self._line], b""
         for line in lines:
-            with contextlib.suppress(OSError):  # Nobody reads it any more.
-                print(f"[{self.name}] {line.decode(errors='replace')}", flush=True)
-        return bool(data)
+            tell(self.name, line.decode(errors="replace"))
+        return data
 
     def send(self, number: int) -> None:
         if self.process.poll() is None:
             self.process.send_signal(number)
+
+    def end(self) -> None:
+        """Ends the process, and what it has started, at once; shows what it has written last."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        while self.show():
+            pass
+        self.process.stdout.close()
+
+
+def tell(name: str, text: str) -> None:
+    with contextlib.suppress(OSError, UnicodeError):  # Nobody reads it any more, or it has no such letters.
+        print(f"[{name}] {text}", flush=True)
 
 
 def _end_with_launcher() -> None:
@@ -121,12 +137,13 @@ class Launcher:
         if not self._restarts_left:
             return False
         self._restarts_left -= 1
-        print(f"[launcher] {why}: starting again, {self._restarts_left} restarts left", flush=True)
+        tell("launcher", f"{why}: starting again, {self._restarts_left} restarts left")
         return True
 
     def _pass_on(self, number: int, _: object) -> None:
         self._signal = number
-        for task in self._tasks:
+        # Beside a chief the others only serve it, and end with it.
+        for task in [task for task in self._tasks if task.job == "chief"] or self._tasks:
             task.send(number)
 
     def _run_once(self) -> int:
@@ -138,16 +155,17 @@ class Launcher:
                 for index in range(number):
                     self._tasks.append(Task(job, index, cluster, self._arguments))
                     self._watch(self._tasks[-1])
+            if self._signal:  # It came while they were started.
+                self._pass_on(self._signal, None)
             return self._wait()
         finally:
             for task in self._tasks:
-                task.send(signal.SIGKILL)
-                task.process.wait()
-                while task.show():
-                    pass
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(task.process.stdout)
-                task.process.stdout.close()
+                self._end(task)
+
+    def _end(self, task: Task) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(task.process.stdout)
+        task.end()
 
     def _watch(self, task: Task) -> None:
         self._selector.register(task.process.stdout, selectors.EVENT_READ, task)
@@ -159,7 +177,7 @@ class Launcher:
         running = list(self._tasks)
         while running:
             for key, _ in self._selector.select(timeout=SECONDS_BETWEEN_LOOKS):
-                if not key.data.show():
+                if key.data.show() == b"":
                     self._selector.unregister(key.fileobj)
             for task in [task for task in running if task.process.poll() is not None]:
                 code = task.process.returncode
@@ -169,18 +187,18 @@ class Launcher:
                 if self._is_spared(task, code, running):
                     continue
                 if code < 0:
-                    print(f"[launcher] {task.name} was ended by {signal.Signals(-code).name}", flush=True)
+                    tell("launcher", f"{task.name} was ended by {signal.Signals(-code).name}")
                     return ending or 128 - code
                 if task.job == "chief":
                     return code
                 if code not in (0, STOPPED, *FINAL_CODES):
-                    print(f"[launcher] {task.name} ended with exit code {code}", flush=True)
+                    tell("launcher", f"{task.name} ended with exit code {code}")
                     return ending or code
                 if ending in (None, 0):
                     ending, deadline = code, time.monotonic() + SECONDS_TO_FOLLOW
             if time.monotonic() > deadline:
                 names = ", ".join(task.name for task in running)
-                print(f"[launcher] {names} did not end within {SECONDS_TO_FOLLOW:g} s of the others", flush=True)
+                tell("launcher", f"{names} did not end within {SECONDS_TO_FOLLOW:g} s of the others")
                 return ending or 1
         return ending or 0
 
@@ -190,11 +208,7 @@ class Launcher:
             return False
         if not self._may_restart(f"{task.name} was ended by {signal.Signals(-code).name}"):
             return False
-        while task.show():
-            pass
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(task.process.stdout)
-        task.process.stdout.close()
+        self._end(task)
         task.start()
         self._watch(task)
         return True
@@ -203,7 +217,7 @@ class Launcher:
         """Returns whether the others go on without a worker that has died: a coordinator gives its work to them."""
         spared = "chief" in self._jobs and task.job == "worker" and code < 0 and not self._signal
         if spared and any(each.job == "worker" for each in running):
-            print(f"[launcher] {task.name} was ended by {signal.Signals(-code).name}: the others go on", flush=True)
+            tell("launcher", f"{task.name} was ended by {signal.Signals(-code).name}: the others go on")
             return True
         return False
 
@@ -216,9 +230,16 @@ def main() -> None:
     )
     parser.add_argument("--max-restarts", type=int, default=0, help="how often to start again what a death has ended")
     parser.add_argument("arguments", nargs="*", help="after --: the arguments of train.py")
-    options = parser.parse_args()
-    if options.workers < 1 or options.parameter_servers < 0 or options.max_restarts < 0:
-        parser.error("--workers has to be 1 or more, --parameter-servers and --max-restarts 0 or more")
+    options, unknown = parser.parse_known_args()
+    if unknown:
+        parser.error(f"{unknown[0]} is not the launcher's: what goes to train.py comes after --")
+    for flag, value, least in (
+        ("--workers", options.workers, 1),
+        ("--parameter-servers", options.parameter_servers, 0),
+        ("--max-restarts", options.max_restarts, 0),
+    ):
+        if value < least:
+            parser.error(f"{flag} {value} has to be {least} or more")
     sys.exit(Launcher(options.workers, options.parameter_servers, options.max_restarts, options.arguments).run())
 
 

@@ -330,26 +330,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def train(settings: Config) -> None:
     """Begins a run, or goes on with the one in the directory, and ends it with the test of its best weights."""
     from_chief = Workers(choose_strategy(settings)).from_chief
-    with contextlib.closing(RunDirectory(settings.run_dir)) as run_directory:
+    with contextlib.closing(RunDirectory(settings.run_dir)) as run_directory, preemption.listening():
         result = from_chief(lambda: look_into(run_directory, settings))
         if result and is_finished(result, settings):
             more = "--epochs" if result["epochs"] >= settings.epochs else "--patience"
             told = f"more {more} would continue it; --fresh starts anew"
             print_facts(f"Finished already after {result['epochs']} epochs ({told})", result)
             return
-        with preemption.listening():
-            build(settings)
-            begins = None if settings.fresh else resume()
-            if not begins:
-                begins = initialize() if settings.init_from else "with new weights"
-            report = Report(settings.run_dir, epochs=settings.epochs)
-            from_chief(lambda: begin_writing(run_directory, report))
-            print_plan(settings, strategy, batches, task, begins)
+        build(settings)
+        begins = None if settings.fresh else resume()
+        if not begins:
+            begins = initialize() if settings.init_from else "with new weights"
+        report = Report(settings.run_dir, epochs=settings.epochs)
+        from_chief(lambda: begin_writing(run_directory, report))
+        print_plan(settings, strategy, batches, task, begins)
 
-            with saved_at_the_end(checkpoints, progress):
-                run_epochs(report)
-            result = test_the_best()
-            from_chief(lambda: write_json(settings.run_dir / RESULT, result))
+        with saved_at_the_end(checkpoints, progress):
+            run_epochs(report)
+        result = test_the_best()
+        from_chief(lambda: write_json(settings.run_dir / RESULT, result))
     print_facts("Result, of the best weights", result)
 
 
@@ -366,6 +365,7 @@ def begin_writing(run_directory: RunDirectory, report: Report) -> None:
     run_directory.open(fresh=config.fresh)
     for each in (checkpoints, best):
         each.clear()
+    best.forget_after(progress.step)
     report.open(epochs_done=progress.epoch, validated_step=progress.validated_step or 0)
     task_sha256 = run_directory.task_sha256(Path(task.__file__))
     write_json(config.run_dir / CONFIG, describe_run(config, strategy, task_sha256))

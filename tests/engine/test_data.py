@@ -253,5 +253,5 @@ def test_worker_without_a_file_is_refused() -> None:
     def load(split: str, input_context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
         return numbers(0 if input_context and input_context.input_pipeline_id else 10)
 
-    with pytest.raises(BadInput, match="returned no examples"):
+    with pytest.raises(BadInput, match="for worker 1 of 2 returned no examples"):
         batches(load_examples=load, replicas=2, pipelines=2)

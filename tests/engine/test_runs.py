@@ -506,9 +506,25 @@ def test_continuous_evaluation_follows_a_run_and_writes_only_its_own(tmp_path: P
     assert result["epochs"] == 4
 
 
-def test_continuous_evaluation_without_a_run_is_refused(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
-    code, line = ended(tmp_path / "none", "--evaluate-continuously")
-    assert (code, "start the run first" in line) == (2, True)
+def test_continuous_evaluation_waits_for_a_run_and_leaves_its_directory_alone(tmp_path: Path, capsys) -> None:
+    train.main([f"--run-dir={tmp_path / 'run'}", *SHORT, "--evaluate-continuously", "--evaluation-timeout=1"])
+    assert "there is no run yet" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_continuous_evaluation_of_a_checkpoint_inside_a_validation_counts_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    flags = ("--epochs=1", "--steps-per-execution=1")
+    run(tmp_path / "whole", *flags)
+    with monkeypatch.context() as stopping:
+        stopping.setattr(train.Preemption, "check", stopped_after(20 + 2))
+        assert ended(tmp_path / "stopped", *flags)[0] == 42
+    train.main(
+        [f"--run-dir={tmp_path / 'stopped'}", *SHORT, *flags, "--evaluate-continuously", "--evaluation-timeout=1"]
+    )
+    (found,) = validations(tmp_path / "stopped", "evaluations.csv")
+    assert found["validation/loss"] == rows(tmp_path / "whole")[0]["validation/loss"]
 
 
 # --- What goes wrong --------------------------------------------------------------------------------------------------

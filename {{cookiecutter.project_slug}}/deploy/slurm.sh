@@ -10,6 +10,7 @@
 #SBATCH --job-name=training
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
@@ -26,7 +27,11 @@ done
 srun --distribution=block --kill-on-bad-exit=0 --wait=60 python -u train.py "${arguments[@]}"
 code=$?
 
-if [ "$code" -eq 42 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
+# 42: stopped by a signal with the state saved. 0, 2 (bad input) and 3 (a loss that is not finite) are final; after
+# anything else, as a process that was killed, the job is tried again, up to 20 times.
+case $code in
+0 | 2 | 3) ;;
+42) scontrol requeue "$SLURM_JOB_ID" ;;
+*) [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] || scontrol requeue "$SLURM_JOB_ID" ;;
+esac
 exit "$code"

@@ -167,6 +167,12 @@ class Checkpoints:
             for leftover in self.directory.glob(".step-*"):
                 shutil.rmtree(leftover)
 
+    def forget_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps: they are of a run that is taken up again from before them."""
+        for path in self.paths():
+            if path > self.path(step):
+                _remove(path)
+
     def bring_back(self) -> None:
         """Gives back its name to a checkpoint that was to be replaced, if the one in its place did not come to be."""
         for replaced in self.directory.glob(".step-*.replaced"):

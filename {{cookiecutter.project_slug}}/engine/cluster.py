@@ -8,6 +8,7 @@ import dataclasses
 import ipaddress
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 
@@ -88,7 +89,7 @@ def _from_tf_config(text: str) -> Cluster:
         raise BadInput(f'TF_CONFIG has no "cluster" with lists of addresses: it has to be like {example}')
     task = described.get("task")
     if not isinstance(task, dict) or not isinstance(task.get("type"), str) or type(task.get("index")) is not int:
-        raise BadInput(f'TF_CONFIG has no "task" with a type and an index: it has to be like {example}')
+        raise BadInput(f'TF_CONFIG has {task!r} for "task", and not a type and a whole number as index, as {example}')
     return Cluster("TF_CONFIG", cluster, task["type"], task["index"])
 
 
@@ -106,11 +107,13 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
     except (OSError, subprocess.CalledProcessError) as problem:
         raise BadInput(f"SLURM_STEP_NODELIST {listed} cannot be read by scontrol ({problem}): set TF_CONFIG") from None
     tasks_per_node = []
-    for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):  # "2(x3),1" is 2, 2, 2, 1.
-        number, _, times = part.rstrip(")").partition("(x")
-        tasks_per_node += [int(number)] * int(times or 1)
-    of_rank = [host for host, number in zip(hosts, tasks_per_node, strict=True) for _ in range(number)]
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"]):
+        tasks_per_node += [int(number)] * int(times or 1)  # "2(x3),1" is 2, 2, 2, 1.
+    of_rank = [host for host, number in zip(hosts, tasks_per_node, strict=False) for _ in range(number)]
     rank = _number(environment, "SLURM_PROCID", 0)
+    if len(of_rank) != _number(environment, "SLURM_STEP_NUM_TASKS", 0) or rank >= len(of_rank):
+        told = ", ".join(f"{name}={environment[name]}" for name in names)
+        raise BadInput(f"Slurm's variables contradict each other ({told}): start the program with srun")
     here = environment.get("SLURMD_NODENAME", of_rank[rank])
     if here != of_rank[rank]:
         raise BadInput(

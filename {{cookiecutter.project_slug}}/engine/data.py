@@ -77,7 +77,9 @@ class Batches:
             else [load_examples(split)]
         )
         self.examples = self._parts[0]
-        self._lengths = [_checked_length(split, part) for part in self._parts]
+        of = f"task.load_examples({split!r})"
+        names = [f"{of} for worker {number} of {pipelines}" if self.in_parts else of for number in range(pipelines)]
+        self._lengths = [_checked_length(name, part) for name, part in zip(names, self._parts, strict=False)]
         self.number_of_examples = sum(self._lengths)
         self._load_examples = load_examples
         self._prepare_example = prepare_example
@@ -221,9 +223,8 @@ def _epoch_seed(seed: int, epoch: int) -> int:
     return int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0] >> 1)
 
 
-def _checked_length(split: str, examples: tf.data.Dataset) -> int:
+def _checked_length(hook: str, examples: tf.data.Dataset) -> int:
     """Returns the number of examples. Raises BadInput if the hook returned anything but a finite set of examples."""
-    hook = f"task.load_examples({split!r})"
     if not isinstance(examples, tf.data.Dataset):
         raise BadInput(f"{hook} returned a {type(examples).__name__}: return a tf.data.Dataset of single examples")
     spec = examples.element_spec
@@ -243,7 +244,7 @@ def _checked_length(split: str, examples: tf.data.Dataset) -> int:
             ".apply(tf.data.experimental.assert_cardinality(<number of examples>))"
         )
     if length == 0:
-        raise BadInput(f"{hook} returned no examples: every split needs at least one")
+        raise BadInput(f"{hook} returned no examples: each needs at least one")
     return length
 
 

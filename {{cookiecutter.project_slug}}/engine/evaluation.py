@@ -1,5 +1,6 @@
 """Evaluation without training: once, of the best weights, or of every checkpoint of a run as it appears."""
 
+import contextlib
 import time
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +10,8 @@ from engine.checkpoint import Checkpoints, read_checkpoint
 from engine.cluster import refuse_cluster
 from engine.console import console, print_facts
 from engine.errors import BadInput, Damaged
+from engine.objects import by_name
+from engine.replicas import average_statistics
 from engine.report import Evaluations
 from engine.run_directory import RESULT
 
@@ -24,8 +27,10 @@ def evaluate(program: ModuleType, settings: Any) -> None:
         settings: what has run_dir and init_from.
     """
     program.build(settings)
-    weights = program.initialize() if settings.init_from else _restore_best(program.checkpoints, program.best)
-    print_facts(f"Evaluation of {weights}", {**program.validate(), **program.test()})
+    # Of several workers a signal ends all; TensorFlow would swallow it.
+    with program.preemption.listening() if program.workers.count > 1 else contextlib.nullcontext():
+        weights = program.initialize() if settings.init_from else _restore_best(program.checkpoints, program.best)
+        print_facts(f"Evaluation of {weights}", {**program.validate(), **program.test()})
 
 
 def _restore_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
@@ -61,13 +66,12 @@ def evaluate_continuously(program: ModuleType, settings: Any) -> None:
         program: the module train.py.
         settings: what has run_dir and evaluation_timeout.
     """
-    if not settings.run_dir.is_dir():
-        raise BadInput(f"--evaluate-continuously: there is no --run-dir {settings.run_dir}: start the run first")
     refuse_cluster("--evaluate-continuously")
     program.build(settings)
     checkpoints = program.checkpoints
     evaluations = Evaluations(settings.run_dir)
-    console.print(f"Validating the checkpoints of {settings.run_dir} as they appear")
+    there = "as they appear" if settings.run_dir.is_dir() else "as they appear; there is no run yet"
+    console.print(f"Validating the checkpoints of {settings.run_dir} {there}")
     latest = time.monotonic()
     while True:
         # Looked for before the checkpoints, because the last of them was there before it.
@@ -80,6 +84,10 @@ def evaluate_continuously(program: ModuleType, settings: Any) -> None:
                 evaluations.pass_over(path)
                 continue
             checkpoints.state.assign(values)
+            # It may have been saved in the middle of an epoch, or of a validation.
+            average_statistics(program.strategy, by_name(program.task.model, "model"))
+            for metric in program.task.metrics["validation"].values():
+                metric.reset_state()
             with program.weights_to_keep():
                 evaluations.add(path, program.validate())
             latest = time.monotonic()

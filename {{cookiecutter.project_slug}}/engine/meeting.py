@@ -116,7 +116,7 @@ def _listening(cluster: Cluster, hello: dict[str, Any], heard: dict[str, dict[st
 
 def _connect(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), timeout=5.0)
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=2.0)
 
 
 def _ask(address: str, hello: dict[str, Any]) -> dict[str, Any] | None:

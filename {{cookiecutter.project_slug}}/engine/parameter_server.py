@@ -19,13 +19,15 @@ import tensorflow as tf
 
 from engine.cluster import Cluster
 from engine.console import console
-from engine.errors import BadInput
-from engine.meeting import is_listening
+from engine.errors import BadInput, PeerLost
+from engine.meeting import ended_after, is_listening
 
 # A chunk is cut into that many pieces per worker, so that a fast one can take more of them.
 PIECES_PER_WORKER = 4
-# A chief that is not heard of for so long has ended.
+# A chief that is not heard of for so long has ended; and how long a chief waits for workers that may be started again.
 SECONDS_WITHOUT_CHIEF = 5.0
+SECONDS_WITHOUT_WORKERS = 30.0
+SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
@@ -67,10 +69,12 @@ def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
             raise BadInput(f"--cluster-timeout {timeout:g}: {named} did not come: look at the log there")
         time.sleep(0.2)
     os.environ["TF_CONFIG"] = cluster.tf_config()
-    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    late = f"--cluster-timeout {timeout:g}: TensorFlow did not start on all of {', '.join(cluster.tasks())}"
+    with ended_after(timeout, late):
+        strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
     # Found again by whoever has the strategy.
     strategy.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-    strategy.number_of_workers = len(cluster.addresses["worker"])
+    strategy.worker_addresses = cluster.addresses["worker"]
     return strategy
 
 
@@ -115,10 +119,18 @@ def scheduled(strategy: tf.distribute.Strategy, steps: Callable[..., tf.Tensor])
     """Returns a function like `steps` that has the workers take them; their losses come in any order."""
 
     def on_workers(iterator: Any, count: tf.Tensor) -> tf.Tensor:
-        pieces = min(int(count), PIECES_PER_WORKER * strategy.number_of_workers)
+        pieces = min(int(count), PIECES_PER_WORKER * len(strategy.worker_addresses))
         sizes = [len(part) for part in np.array_split(np.arange(int(count)), pieces)]
         losses = [strategy.coordinator.schedule(steps, args=(iterator, tf.constant(size))) for size in sizes]
-        strategy.coordinator.join()
+        alive = time.monotonic()
+        while not strategy.coordinator.done():
+            time.sleep(0.01)
+            if time.monotonic() > alive + SECONDS_BETWEEN_LOOKS:
+                if any(is_listening(address) for address in strategy.worker_addresses):
+                    alive = time.monotonic()
+                elif time.monotonic() > alive + SECONDS_WITHOUT_WORKERS:
+                    raise PeerLost("all workers are gone: look at their logs, then start the whole cluster again")
+        strategy.coordinator.join()  # Raises what a worker has raised.
         return tf.concat([each.fetch() for each in losses], axis=0)
 
     return on_workers
@@ -129,6 +141,8 @@ def per_worker(strategy: tf.distribute.Strategy, pipeline: Callable[[int, Any], 
 
     @tf.autograph.experimental.do_not_convert
     def of_worker() -> tf.data.Dataset:
-        return pipeline(strategy.number_of_workers, tf.distribute.coordinator.experimental_get_current_worker_index())
+        return pipeline(
+            len(strategy.worker_addresses), tf.distribute.coordinator.experimental_get_current_worker_index()
+        )
 
     return iter(strategy.coordinator.create_per_worker_dataset(of_worker))

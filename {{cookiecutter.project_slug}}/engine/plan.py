@@ -10,7 +10,9 @@ import tensorflow as tf
 from engine.console import print_facts
 from engine.data import Batches
 from engine.objects import by_name
+from engine.parameter_server import is_asynchronous
 from engine.strategy import describe_strategy
+from engine.workers import Workers
 
 
 def describe_run(settings: Any, strategy: tf.distribute.Strategy, task_sha256: str) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def print_plan(
     train = batches["train"]
     left_out = f", {train.left_out} examples left out of each (--keep-last-batch keeps them)" if train.left_out else ""
     facts = {
-        "strategy": f"{describe_strategy(strategy)}, {strategy.num_replicas_in_sync} replica(s)",
+        "strategy": describe_strategy(strategy) + _size(strategy),
         "batch": f"{settings.global_batch_size} examples, {train.share} on each replica",
         "examples": ", ".join(f"{split} {each.number_of_examples}" for split, each in batches.items()),
         "epochs": f"{settings.epochs}, each of {train.steps} steps{left_out}",
@@ -40,3 +42,10 @@ def print_plan(
         "run directory": str(settings.run_dir),
     }
     print_facts("Training", facts)
+
+
+def _size(strategy: tf.distribute.Strategy) -> str:
+    if is_asynchronous(strategy):
+        return f", {len(strategy.worker_addresses)} worker(s), asynchronous: each takes steps of its own"
+    workers = Workers(strategy).count
+    return f", {workers} workers" * (workers > 1) + f", {strategy.num_replicas_in_sync} replica(s)"

@@ -28,19 +28,18 @@ class Preemption:
     def __init__(self) -> None:
         self.signal: str | None = None
         self._came = 0.0
+        self._is_ending = False
 
     def check(self, workers: Workers) -> None:
         """Raises Stopped, on every worker, if a signal has come to any. Call it between chunks of steps."""
         if stopped := workers.any(self.signal is not None):
-            if not self.signal:
-                # From here on as if it had come here: one that does comes too late to change the exit code.
-                self._came, self.signal = time.monotonic(), f"a signal to {', '.join(stopped)}"
-            raise Stopped(f"stopped by {self.signal}")
+            self._is_ending = True
+            raise Stopped(f"stopped by {self.signal or 'a signal to ' + ', '.join(stopped)}")
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Takes the signals while it lasts; for the main thread, after the strategy is made."""
-        self.signal = None
+        self.signal, self._is_ending = None, False
         # Python runs a handler only between two operations of the main thread, and that may be in a long chunk. The
         # number of the signal is written to a pipe at once, and a thread is waiting there.
         reading, written = os.pipe()
@@ -55,7 +54,7 @@ class Preemption:
             signal.set_wakeup_fd(others)
             for number, handler in handlers.items():
                 # The end takes a moment, in which one more signal would take the exit code away.
-                signal.signal(number, signal.SIG_IGN if self.signal else handler)
+                signal.signal(number, signal.SIG_IGN if self.signal or self._is_ending else handler)
             os.close(written)
             thread.join()
             os.close(reading)

@@ -88,7 +88,8 @@ class Evaluations:
         self._path = run_dir / "evaluations.csv"
         self._rows = _read_rows(self._path, key="step")
         self._passed_over: set[str] = set()
-        self._summaries = tf.summary.create_file_writer(str(run_dir / "tensorboard" / "evaluation"))
+        # Made with the first row: before it there may be no run, whose directory has to be empty.
+        self._summaries: tf.summary.SummaryWriter | None = None
 
     def __contains__(self, checkpoint: Path) -> bool:
         return checkpoint.name in self._passed_over or any(row["step"] == _step(checkpoint) for row in self._rows)
@@ -101,6 +102,9 @@ class Evaluations:
         step = _step(checkpoint)
         self._rows = sorted([*self._rows, {"step": step, **metrics}], key=lambda row: row["step"])
         console.print(f"{checkpoint.name}  {_numbers(metrics)}")
+        if self._summaries is None:
+            folder = self._path.parent / "tensorboard" / "evaluation"
+            self._summaries = tf.summary.create_file_writer(str(folder))
         with self._summaries.as_default(step=step):
             for name, value in metrics.items():
                 tf.summary.scalar(name, value)

@@ -142,7 +142,8 @@ def _multi_worker(simulated_devices: int, cluster_timeout: float, facts: str) ->
     cluster = find_cluster(os.environ)
     if simulated_devices:
         _simulate(simulated_devices)
-    join(cluster, json.loads(facts), timeout=cluster_timeout)
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    join(cluster, {**json.loads(facts), "GPUs": gpus}, timeout=cluster_timeout)
     console.quiet = not cluster.is_chief
     late = f"--cluster-timeout {cluster_timeout:g}: TensorFlow did not start on all of {', '.join(cluster.tasks())}"
     with _local_devices(simulated_devices), ended_after(cluster_timeout, late):
@@ -167,7 +168,7 @@ def _parameter_server(cluster_timeout: float) -> tf.distribute.Strategy:
 def _tpu() -> tf.distribute.Strategy:
     """Not measured: no TPU was there to try it on. The order is that of TensorFlow's guide "Use TPUs"."""
     try:
-        # An empty name finds the TPU of this virtual machine, or the one that TPU_NAME names.
+        # "local" is the TPU of this virtual machine.
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=os.environ.get("TPU_NAME", "local"))
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)

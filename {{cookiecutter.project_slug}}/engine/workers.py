@@ -118,6 +118,14 @@ def _as_integers(packed: bytes) -> np.ndarray:
     return np.frombuffer(packed + bytes(-len(packed) % 4), np.int32)
 
 
+# What TensorFlow raises when a connection breaks; anything else is this process's own, as a mistake in a step is.
+OF_CONNECTIONS = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+    tf.errors.UnavailableError,
+)
 # A process that is ending may keep its port for a moment.
 SECONDS_UNTIL_GONE = 5.0
 
@@ -129,7 +137,7 @@ def peers_named() -> Iterator[None]:
         yield
     except tf.errors.OpError as problem:
         cluster = find_cluster(os.environ)
-        if cluster is None:
+        if cluster is None or not isinstance(problem, OF_CONNECTIONS):
             raise
         deadline = time.monotonic() + SECONDS_UNTIL_GONE
         while not (missing := gone(cluster)) and time.monotonic() < deadline:
