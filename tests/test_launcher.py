@@ -188,10 +188,8 @@ def test_child_of_a_process_that_outlives_it_is_ended_too(launched: Callable, pr
     (project / "train.py").write_text(leaves_a_child, encoding="utf-8")
     done = launched("--workers=1", "--")
     assert done.returncode == 0
-    number = int(done.stdout.split()[-1])
-    wait_for(
-        lambda: not Path(f"/proc/{number}").exists() or "Z" in Path(f"/proc/{number}/stat").read_text().split(), 10
-    )
+    (project / f"pid-{done.stdout.split()[-1]}").touch()
+    wait_for(lambda: not alive(project), 10)
 
 
 def test_signal_beside_parameter_servers_goes_to_the_chief(launching: Callable, project: Path) -> None:

@@ -70,6 +70,9 @@ def test_slurm_step_is_a_cluster_by_blocks(tmp_path: Path, monkeypatch: pytest.M
     assert not set(find_cluster({**step, "SLURM_JOB_ID": "101"}).addresses["worker"]) & set(cluster.addresses["worker"])
     with pytest.raises(BadInput, match="--distribution=block"):
         find_cluster({**step, "SLURMD_NODENAME": "b1"})
+    for broken in ({"SLURM_PROCID": "5"}, {"SLURM_STEP_TASKS_PER_NODE": "x"}, {"SLURM_STEP_NUM_TASKS": "6"}):
+        with pytest.raises(BadInput, match="contradict each other"):
+            find_cluster({**step, **broken})
     with pytest.raises(BadInput, match="SLURM_STEP_NODELIST is not set: start the program with srun"):
         find_cluster({**step, "SLURM_STEP_NODELIST": ""})
 
@@ -226,6 +229,34 @@ def test_tasks_that_tensorflow_accuses_are_named() -> None:
     heartbeat = "Collective ops is aborted by: Deadline Exceeded RPC: /tensorflow.CoordinationService/Heartbeat"
     assert _accused(heartbeat, other) == f"worker 0 ({tasks['worker 0']})"
     assert _accused("Incompatible shapes: [2] vs. [3]", cluster) == ""
+
+
+# --- A signal to a peer -----------------------------------------------------------------------------------------------
+
+
+def test_own_signal_after_the_stop_of_a_peer_does_not_end_the_save() -> None:
+    program = """
+import os, signal, time
+from engine.errors import Stopped
+from engine.preemption import Preemption
+
+class Workers:
+    def any(self, flag):
+        return ["worker 1"]
+
+with (preemption := Preemption()).listening():
+    try:
+        preemption.check(Workers())
+    except Stopped as stopped:
+        time.sleep(1.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        print(stopped)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = run("python", "-c", program, folder=PROJECT)
+    assert done.returncode == 0, done.stderr
+    assert "stopped by a signal to worker 1" in done.stdout
 
 
 # --- TPUs: a stand-in, as there is none to try it on ------------------------------------------------------------------

@@ -79,6 +79,8 @@ def test_strategy_of_one_machine_in_a_cluster_is_refused(refused: Refused, monke
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}')
     for strategy in ("one_device", "mirrored"):
         assert "use --strategy multi_worker" in refused(f"--strategy={strategy}")
+    for alone in ("--check", "--evaluate-continuously"):
+        assert f"{alone} is for one process, and TF_CONFIG describes a cluster" in refused(alone)
 
 
 def test_run_directory_that_is_no_directory_is_refused(refused: Refused, tmp_path: Path) -> None:
