@@ -16,7 +16,9 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unsh
 def is_installed() -> bool:
     """Returns whether Slurm's programs are here, and may be started: its daemons want to be root."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    return os.geteuid() == 0 and all(shutil.which(program, path=path) for program in PROGRAMS)
+    if os.geteuid() != 0 or not all(shutil.which(program, path=path) for program in PROGRAMS):
+        return False
+    return subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode == 0
 
 
 class Slurm:
