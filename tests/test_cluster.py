@@ -192,8 +192,8 @@ OFTEN = ("--checkpoint-every-steps=10", "--steps-per-execution=5")
     ("sent", "times", "epochs"),
     [
         pytest.param(signal.SIGKILL, 1, 6, id="killed once"),
-        pytest.param(signal.SIGKILL, 10, 40, id="killed often", marks=pytest.mark.long),
-        pytest.param(signal.SIGTERM, 10, 40, id="stopped often", marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, 10, 50, id="killed often", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, 10, 50, id="stopped often", marks=pytest.mark.long),
     ],
 )
 def test_cluster_that_is_disturbed_ends_bit_equal(
@@ -210,13 +210,18 @@ def test_cluster_that_is_disturbed_ends_bit_equal(
         if draw.random() < 0.5 or times == 1:
             lives = launcher.text.count("run directory") + 1
             clusters.until(lambda lives=lives: launcher.has_ended() or launcher.text.count("run directory") == lives)
-        time.sleep(draw.uniform(0, 3))
+        time.sleep(draw.uniform(0, 2))
+        restarts = launcher.text.count("starting again")
         while not launcher.has_ended() and not launcher.send(sent, "worker", draw):
             time.sleep(0.05)
+        # Until the cluster has ended; in the moment of its start TensorFlow may swallow a SIGTERM.
+        swallowed = time.monotonic() + 30
+        while launcher.text.count("starting again") == restarts and time.monotonic() < swallowed:
+            if launcher.has_ended():
+                break
+            time.sleep(0.05)
     assert launcher.wait(1200) == 0, launcher.text
-    restarts = launcher.text.count("starting again")
-    # A signal may fall into the moment in which the cluster is ended because of the one before.
-    assert restarts >= 0.7 * times
+    assert launcher.text.count("starting again") >= 0.7 * times
     if sent == signal.SIGTERM and times > 1:
         assert "stopped by a signal to worker" in launcher.text
     assert outcome(run_dir) == outcome(tmp_path / "whole")
