@@ -1,18 +1,20 @@
 # make demo       render the template and train the result on two simulated replicas
 # make test       the tests (make test-all adds the long ones)
+# make benchmark  train.py beside the tutorial's loop, Keras fit and Orbit (hours; Orbit in an environment of its own)
 # make lint       ruff, on the template and on the unrendered project
 # make clean      remove what these made
 
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := build/demo/my_training
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+# What is skipped is told, with the reason.
+PYTEST := $(BIN)/python -m pytest -rs --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # Bytecode or caches inside the template's folder would be rendered into every project.
 export PYTHONDONTWRITEBYTECODE := 1
 export RUFF_NO_CACHE := true
 
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo test test-all benchmark lint clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -38,10 +40,18 @@ test: .venv/installed
 test-all: test
 	$(PYTEST) -m long
 
+.venv-orbit/installed:
+	@$(PYTHON) -m venv --clear .venv-orbit
+	@.venv-orbit/bin/python -m pip install --quiet --disable-pip-version-check tf-models-official tf-keras
+	@touch $@
+
+benchmark: .venv/installed .venv-orbit/installed
+	$(BIN)/python benchmarks/run.py --overhead --orbit .venv-orbit/bin/python
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .venv-orbit build *.egg-info
 	find . -name __pycache__ -o -name '.*_cache' -prune | xargs -r rm -rf

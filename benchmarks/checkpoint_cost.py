@@ -1,9 +1,9 @@
-"""What saving costs: the default run with a checkpoint at every epoch, written at once and in a thread.
+"""What saving and reporting cost: the default run with a checkpoint at every epoch, written at once and in a thread.
 
     python benchmarks/checkpoint_cost.py [--rounds 3] [-- <arguments of train.py>]
 
 Each run is a process of its own, in turns. Counted are the seconds that the loop spends in saves (of the whole state
-and of the best weights) and the seconds that it spends in steps, the first epoch left out, because it compiles.
+and of the best weights), in reports, and in steps, the first epoch left out, because it compiles.
 """
 
 import argparse
@@ -21,12 +21,14 @@ WAYS = {"at once": [], "in a thread": ["--async-checkpoints"]}
 
 
 def measure(arguments: list[str]) -> dict[str, float]:
-    """Trains in this process; returns the seconds in saves and in steps."""
+    """Trains in this process; returns the seconds in saves, in reports and in steps."""
     sys.path.insert(0, str(PROJECT))
     import train
     from engine.checkpoint import Checkpoints
+    from engine.report import Report
 
     saving: list[float] = []
+    reporting: list[float] = []
     save, one_pass = Checkpoints.save, train.one_pass
     stepping: list[float] = []
 
@@ -40,9 +42,15 @@ def measure(arguments: list[str]) -> dict[str, float]:
         return call
 
     Checkpoints.save, train.one_pass = timed(save, saving), timed(one_pass, stepping)
+    Report.epoch = timed(Report.epoch, reporting)
     train.main(arguments)
     # Per epoch there is a pass to train and one to validate; after the last one, the test.
-    return {"saving": sum(saving[2:]), "steps": sum(stepping[2:-1]), "saves": len(saving[2:])}
+    return {
+        "saving": sum(saving[2:]),
+        "reporting": sum(reporting[1:]),
+        "steps": sum(stepping[2:-1]),
+        "saves": len(saving[2:]),
+    }
 
 
 def main() -> None:
@@ -62,9 +70,13 @@ def main() -> None:
                 command = [sys.executable, __file__, "--measure", "--", *arguments]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
             found = json.loads(done.stdout.splitlines()[-1])
-            shares[way].append(found["saving"] / found["steps"])
+            shares[way].append((found["saving"] + found["reporting"]) / found["steps"])
             each = 1000 * found["saving"] / found["saves"]
-            print(f"{way}: {found['saves']} saves of {each:.1f} ms, {100 * shares[way][-1]:.1f} % of the steps' time")
+            reports = 100 * found["reporting"] / found["steps"]
+            print(
+                f"{way}: {found['saves']} saves of {each:.1f} ms; with the reports, {reports:.1f} %, "
+                f"{100 * shares[way][-1]:.1f} % of the steps' time"
+            )
     for way in WAYS:
         print(f"median {way}: {100 * statistics.median(shares[way]):.1f} %")
 

@@ -8,13 +8,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from processes import until
 
 from rendering import PROJECT
 
@@ -88,29 +88,10 @@ def workers(project: Path, folder: Path, number: int, *arguments: str) -> Iterat
             each.process.wait()
 
 
-def wait_for(text: str, worker: Worker, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while text not in worker.text:
-        assert worker.process.poll() is None, worker.text
-        assert time.monotonic() < deadline, worker.text
-        time.sleep(0.05)
-
-
-def until(condition: Callable[[], object], seconds: float = 300) -> None:
-    """Returns when the condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_alive(process: int) -> bool:
-    """Returns whether a process runs; one that has ended, and whose parent has not asked for it, does not."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
+def wait_for(text: str, worker: Worker) -> None:
+    """Returns when a worker has written a text. Fails if it ends before."""
+    until(lambda: text in worker.text or worker.process.poll() is not None)
+    assert text in worker.text, worker.text
 
 
 def train(project: Path, run_dir: Path, number: int, *arguments: str) -> None:
@@ -135,13 +116,16 @@ def outcome(run_dir: Path) -> tuple[list[dict[str, str]], dict[str, Any]]:
 
 
 def assert_same_numbers(one: Path, other: Path) -> None:
-    """Metrics, test result, and every variable of the last checkpoint agree to 1e-5 of the variable's largest value."""
+    """Metrics, validations and test result agree to 1e-5; variables to 1e-5 of each one's largest value."""
     (rows, result), (other_rows, other_result) = outcome(one), outcome(other)
     assert len(rows) == len(other_rows)
     for row, other_row in zip(rows, other_rows, strict=True):
         np.testing.assert_allclose(
             [float(value) for value in row.values()], [float(value) for value in other_row.values()], rtol=1e-5
         )
+    between, other_between = (np.loadtxt(run / "validations.csv", delimiter=",", skiprows=1) for run in (one, other))
+    assert between.size
+    np.testing.assert_allclose(other_between, between, rtol=1e-5)
     for name, value in result.items():
         if name.startswith("test/"):
             np.testing.assert_allclose(other_result[name], value, rtol=1e-5, err_msg=name)

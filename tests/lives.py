@@ -84,8 +84,8 @@ def live(arguments: list[str], end: End, log: Path) -> int:
     def compile_logged(step: Callable[..., Any]) -> Callable[..., Any]:
         steps = compile_steps(step)
 
-        def logged(iterator: Any, count: Any) -> Any:
-            losses = steps(iterator, count)
+        def logged(stack: Any, first: Any, count: Any) -> Any:
+            losses = steps(stack, first, count)
             with log.open("a", encoding="utf-8") as lines:
                 lines.write(f"{step.__name__} {int(count)}\n")
             return losses

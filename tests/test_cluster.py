@@ -15,13 +15,14 @@ import clusters
 import pytest
 import tensorflow as tf
 from clusters import NORMALIZED, assert_same_numbers, outcome, project_with, wait_for, workers
+from processes import is_alive, until
 
 from rendering import PROJECT
 
-# 40 examples of weight 0 in the last evaluation batches; clipping, parts of a batch and an average of the weights.
+# No batch divides the examples, of training or of evaluation; clipping, parts of a batch and an average of the weights.
 NUMBERS = (
     *("--epochs=2", "--global-batch-size=24", "--clip-norm=0.5", "--micro-batches=2", "--ema-decay=0.9"),
-    "--keep-last-batch",
+    *("--keep-last-batch", "--validate-every-steps=20", "--profile"),
 )
 
 
@@ -90,6 +91,14 @@ def test_refusal_that_only_the_chief_can_see_ends_all_alike(tmp_path: Path) -> N
         assert [each.wait(180) for each in started] == [2, 2]
         assert started[0].last_line() == started[1].last_line()
         assert "holds files and no run" in started[1].last_line()
+
+
+def test_loss_that_is_not_finite_ends_all_alike(tmp_path: Path) -> None:
+    arguments = (f"--run-dir={tmp_path / 'run'}", "--epochs=5", "--learning-rate=1e30")
+    with workers(PROJECT, tmp_path / "logs", 2, *arguments) as started:
+        assert [each.wait(180) for each in started] == [3, 3]
+        assert "the loss of train step" in started[1].last_line()
+        assert started[0].last_line() == started[1].last_line()
 
 
 @pytest.mark.long
@@ -209,7 +218,7 @@ def test_cluster_that_is_disturbed_ends_bit_equal(
         # In every second life after it has got somewhere, else in its beginning; a random moment later.
         if draw.random() < 0.5 or times == 1:
             lives = launcher.text.count("run directory") + 1
-            clusters.until(lambda lives=lives: launcher.has_ended() or launcher.text.count("run directory") == lives)
+            until(lambda lives=lives: launcher.has_ended() or launcher.text.count("run directory") == lives)
         time.sleep(draw.uniform(0, 2))
         restarts = launcher.text.count("starting again")
         while not launcher.has_ended() and not launcher.send(sent, "worker", draw):
@@ -230,17 +239,15 @@ def test_cluster_that_is_disturbed_ends_bit_equal(
 @pytest.mark.long
 def test_no_worker_outlives_a_killed_launcher(launched: Callable[..., Launched], tmp_path: Path) -> None:
     launcher = launched("--workers=2", "--", "--epochs=500", f"--run-dir={tmp_path / 'run'}")
-    clusters.until(lambda: "epoch   2/500" in launcher.text)
+    until(lambda: "epoch   2/500" in launcher.text)
     processes = launcher.tasks().values()
     assert len(processes) == 2
     launcher.process.kill()
     launcher.wait(10)
-    clusters.until(lambda: not any(clusters.is_alive(process) for process in processes), seconds=10)
+    until(lambda: not any(is_alive(process) for process in processes), seconds=10)
 
 
-def test_missing_task_under_the_launcher_is_refused_and_not_tried_again(
-    launched: Callable[..., Launched], tmp_path: Path
-) -> None:
+def test_bad_input_under_the_launcher_is_not_tried_again(launched: Callable[..., Launched], tmp_path: Path) -> None:
     arguments = ("--epochs=1", "--global-batch-size=33", f"--run-dir={tmp_path / 'run'}")
     launcher = launched("--workers=2", "--max-restarts=3", "--", *arguments)
     assert launcher.wait(120) == 2
@@ -258,7 +265,7 @@ def test_asynchronous_training_learns_and_survives_the_death_of_a_worker(
     launched: Callable[..., Launched], tmp_path: Path
 ) -> None:
     launcher = launched(*SERVED, "--", f"--run-dir={tmp_path / 'run'}")
-    clusters.until(lambda: "epoch  3/30" in launcher.text)
+    until(lambda: "epoch  3/30" in launcher.text)
     assert launcher.send(signal.SIGKILL, "worker", random.Random(0))
     assert launcher.wait(400) == 0, launcher.text
     rows, result = outcome(tmp_path / "run")
@@ -277,7 +284,7 @@ def test_death_of_a_parameter_server_is_survived_by_a_restart(
     launched: Callable[..., Launched], tmp_path: Path
 ) -> None:
     launcher = launched(*SERVED, "--max-restarts=2", "--", f"--run-dir={tmp_path / 'run'}")
-    clusters.until(lambda: "epoch  3/30" in launcher.text)
+    until(lambda: "epoch  3/30" in launcher.text)
     assert launcher.send(signal.SIGKILL, "ps", random.Random(0))
     assert launcher.wait(400) == 0, launcher.text
     assert "resumed from step-" in launcher.text
@@ -287,7 +294,7 @@ def test_death_of_a_parameter_server_is_survived_by_a_restart(
 @pytest.mark.long
 def test_signal_to_the_chief_of_parameter_servers_saves(launched: Callable[..., Launched], tmp_path: Path) -> None:
     launcher = launched(*SERVED, "--", f"--run-dir={tmp_path / 'run'}")
-    clusters.until(lambda: "epoch  3/30" in launcher.text)
+    until(lambda: "epoch  3/30" in launcher.text)
     assert launcher.send(signal.SIGTERM, "chief", random.Random(0))
     assert launcher.wait(120) == 42, launcher.text
     assert newest(tmp_path / "run").is_dir()

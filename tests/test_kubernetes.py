@@ -46,22 +46,20 @@ def test_manifest_is_valid_and_its_parts_fit_together() -> None:
 
 @contextlib.contextmanager
 def pods(names: list[str]) -> Iterator[list[str]]:
-    """Makes one network namespace per pod, each with an address of its own under its pod's name; returns theirs."""
+    """Makes a network namespace for each of two pods, with an address of its own under the pod's name."""
     spaces = [f"pod{number}-{os.getpid()}" for number in range(len(names))]
     hosts = "".join(f"10.231.0.{number + 1} {name}\n" for number, name in enumerate(names))
-    links = [f"to{number}-{os.getpid()}" for number in range(2)]
     try:
         for space in spaces:
             subprocess.run(["ip", "netns", "add", space], check=True)
             folder = Path("/etc/netns") / space  # Where `ip netns exec` looks for a namespace's own /etc/hosts.
             folder.mkdir(parents=True)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}", encoding="utf-8")
-        ends = [
-            part for link, space in zip(links, spaces, strict=True) for part in ("peer", "name", link, "netns", space)
-        ]
-        subprocess.run(["ip", "link", "add", *ends[2:5], "type", "veth", "peer", *ends[6:]], check=True)
-        for number, (link, space) in enumerate(zip(links, spaces, strict=True)):
-            for command in (f"addr add 10.231.0.{number + 1}/24 dev {link}", f"link set {link} up", "link set lo up"):
+        first, second = spaces
+        cable = f"ip link add peer netns {first} type veth peer name peer netns {second}"
+        subprocess.run(cable.split(), check=True)
+        for number, space in enumerate(spaces):
+            for command in (f"addr add 10.231.0.{number + 1}/24 dev peer", "link set peer up", "link set lo up"):
                 subprocess.run(["ip", "-n", space, *command.split()], check=True)
         yield spaces
     finally:

@@ -1,15 +1,14 @@
 """launch.py with a small program in the place of train.py: starts, ends, restarts, passes on, and leaves nothing."""
 
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from processes import is_alive, until
 
 from rendering import PROJECT
 
@@ -77,24 +76,8 @@ def starts(project: Path, task: str) -> list[str]:
 
 
 def alive(project: Path) -> list[int]:
-    found = []
-    for path in project.glob("pid-*"):
-        number = int(path.name.removeprefix("pid-"))
-        try:
-            os.kill(number, 0)
-            # A dead one whose parent has not asked for it is not alive.
-            state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
-            found += [number] if state != "Z" else []
-        except (ProcessLookupError, FileNotFoundError):
-            continue
-    return found
-
-
-def wait_for(condition: Callable[[], object], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    started = [int(path.name.removeprefix("pid-")) for path in project.glob("pid-*")]
+    return [process for process in started if is_alive(process)]
 
 
 def test_every_line_has_its_task_and_arguments_are_passed_on(launched: Callable, project: Path) -> None:
@@ -145,9 +128,9 @@ def test_signal_to_the_launcher_is_passed_on_and_starts_nothing(launching: Calla
 
 def test_no_process_outlives_a_killed_launcher(launching: Callable, project: Path) -> None:
     launcher = launching("--workers=3", "--", "all=wait")
-    wait_for(lambda: len(alive(project)) == 3, 20)
+    until(lambda: len(alive(project)) == 3, 20)
     launcher.kill()
-    wait_for(lambda: not alive(project), 10)
+    until(lambda: not alive(project), 10)
 
 
 def test_dead_worker_is_started_again_beside_a_chief(launched: Callable, project: Path) -> None:
@@ -189,7 +172,7 @@ def test_child_of_a_process_that_outlives_it_is_ended_too(launched: Callable, pr
     done = launched("--workers=1", "--")
     assert done.returncode == 0
     (project / f"pid-{done.stdout.split()[-1]}").touch()
-    wait_for(lambda: not alive(project), 10)
+    until(lambda: not alive(project), 10)
 
 
 def test_signal_beside_parameter_servers_goes_to_the_chief(launching: Callable, project: Path) -> None:

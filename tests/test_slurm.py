@@ -1,7 +1,7 @@
 """deploy/slurm.sh on two nodes of a real Slurm: it trains, and a job that is stopped goes back into the queue."""
 
 import json
-import os
+import re
 import shutil
 import sys
 import time
@@ -49,7 +49,7 @@ def test_job_on_two_nodes_trains_and_one_that_is_stopped_resumes(tmp_path: Path)
         assert cluster.wait(stopped, seconds=240) == "COMPLETED", log.read_text()
         written = log.read_text()
 
-    assert "n1" in written and "n2" in written
+    assert re.search(r"worker 1 of worker 0 n1:\d+, worker 1 n2:\d+", written)
     assert "stopped by" in written
     assert "resumed from step-" in written
     equal = {name: value for name, value in result(project / "runs/whole").items() if name != "seconds"}
@@ -57,4 +57,3 @@ def test_job_on_two_nodes_trains_and_one_that_is_stopped_resumes(tmp_path: Path)
     for name, value in result(project / "runs/alone").items():
         if name.startswith("test/"):
             assert equal[name] == pytest.approx(value, rel=1e-5)
-    assert os.path.exists("/etc/hosts") and "n1 n2" not in Path("/etc/hosts").read_text()

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -68,8 +69,10 @@ class Config:
 
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
     """Arithmetic of the layers; variables stay float32. mixed_float16 scales the loss, alike on all replicas."""
-    jit: bool = False
-    """Compile forward and backward pass with XLA."""
+    jit: bool | Literal["auto"] = "auto"
+    """Compile forward and backward pass with XLA; --jit alone is True. auto: on GPUs, if the model can be compiled."""
+    profile: bool = False
+    """Write a profile of some training steps for TensorBoard, after the first ones."""
     micro_batches: int = 1
     """Parts that a replica's share of a batch is computed in, one after the other, for one update: less memory."""
     clip_norm: float | None = None
@@ -148,6 +151,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "checkpoint_every_steps",
         "keep_checkpoints",
         "async_checkpoints",
+        "profile",
     }
 )
 
@@ -163,10 +167,13 @@ def read_settings(arguments: Sequence[str] | None = None) -> Config:
     Args:
         arguments: what follows the program's name; None reads the process's own.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--jit" in given and given[given.index("--jit") + 1 :][:1] not in (["auto"], ["True"], ["False"]):
+        given[given.index("--jit")] = "--jit=True"
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
-            return tyro.cli(Config, args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
+            return tyro.cli(Config, args=given, config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit as ended:
         if not ended.code:
             raise  # --help was printed.

@@ -34,7 +34,8 @@ def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, training: bool, s
     """Decodes, scales and, in training, augments one example. Runs in parallel, and only on what will be used.
 
     `seed` (int, [2]) differs for every example and epoch. Draw from it with the stateless_* functions only, so that a
-    resumed run and any number of replicas see the same draws. Leave the parameter out if nothing is random.
+    resumed run and any number of replicas see the same draws. Leave the parameter out if nothing is random: then whole
+    batches are prepared in one go, if the operations allow it.
     """
     # TODO(you): Prepare one example.
     features = features / 16.0

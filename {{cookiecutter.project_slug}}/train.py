@@ -11,7 +11,9 @@ The same command again resumes a run that was stopped.
 """
 
 import contextlib
+import dataclasses
 import functools
+import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,20 +28,27 @@ import task
 from config import MAY_CHANGE_ON_RESUME, Config, read_settings
 from engine import objects
 from engine.check import check_task
-from engine.checkpoint import Checkpoints, Writer, read_newest, weights_sha256
+from engine.checkpoint import Checkpoints, Writer
 from engine.console import console, print_facts
-from engine.data import Batches, load_splits
-from engine.errors import BadInput, Diverged, exit_codes
+from engine.data import Batches, batch_of, load_splits
+from engine.errors import Diverged, exit_codes
 from engine.evaluation import evaluate, evaluate_continuously
 from engine.gradients import MovingAverage, check_loss_scale
-from engine.initial_weights import load_initial_weights
 from engine.monitor import resolve_direction
-from engine.parameter_server import check_settings, count_atomically, is_asynchronous, scheduled
+from engine.parameter_server import (
+    check_settings,
+    compile_steps_on_workers,
+    count_atomically,
+    is_asynchronous,
+    synchronous,
+)
 from engine.plan import describe_run, print_plan
 from engine.preemption import Preemption, saved_at_the_end
+from engine.profiling import Profile
 from engine.progress import Progress
 from engine.replicas import average_statistics, is_seed, spread_seeds
-from engine.report import Report
+from engine.report import TENSORBOARD, Report
+from engine.run import initialize, is_finished, resume, test_the_best
 from engine.run_directory import (
     BEST,
     CHECKPOINTS,
@@ -50,9 +59,10 @@ from engine.run_directory import (
     read_json,
     write_json,
 )
-from engine.state import State, Values, run_state
+from engine.state import State, run_state
 from engine.strategy import create_strategy, make_deterministic
 from engine.workers import Workers, peers_named
+from engine.xla import resolve_jit
 
 SPLITS = ("train", "validation", "test")
 
@@ -70,6 +80,8 @@ checkpoints: Checkpoints  # the whole state, at the end of each epoch and every 
 best: Checkpoints  # the weights that --monitor says are the best
 direction: str  # "min" or "max": which --monitor is better
 moving_average: MovingAverage | None  # of the weights, with --ema-decay
+profile: Profile | None  # of some steps, with --profile
+this_program = sys.modules[__name__]  # all of the above, for those parts of the engine that need it
 
 
 def choose_strategy(settings: Config) -> tf.distribute.Strategy:
@@ -88,7 +100,7 @@ def build(settings: Config) -> None:
         BadInput: the settings, the hooks of task.py and this machine do not go together.
     """
     global config, strategy, workers, batches, run_steps, steps_at_once, direction, moving_average
-    global progress, checkpoints, best
+    global progress, profile, checkpoints, best
     objects.check_hooks(task)
     config = task.config = settings
     strategy = choose_strategy(settings)
@@ -99,7 +111,7 @@ def build(settings: Config) -> None:
     if config.deterministic:
         make_deterministic()
     # Names and random numbers start anew, so that one process can build the same objects twice.
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(config.seed)
     keras.config.set_dtype_policy(config.precision)
     batches = load_splits(SPLITS, task, config, strategy.num_replicas_in_sync, pipelines=workers.count)
@@ -118,30 +130,34 @@ def build(settings: Config) -> None:
             objects.check_scope(strategy, of_split, "task.create_metrics")
         trained = objects.trainable_variables(task.model)
         moving_average = MovingAverage(trained, config.ema_decay) if config.ema_decay else None
-    # Workers train for parameter servers; whatever else there is to compute, the chief does alone.
-    alone = tf.distribute.get_strategy() if asynchronous else strategy
-    objects.build_metrics(task, alone, batches["train"].element_spec)
-    objects.check_objects(task, config, alone, batches["train"].element_spec)
+    objects.build_metrics(task, synchronous(strategy), batches["train"].element_spec)
+    # To the hooks it is yes or no; config.json holds what was asked for.
+    jit = resolve_jit(config.jit, task, strategy, batches["train"].element_spec)
+    task.config = dataclasses.replace(config, jit=jit)
+    objects.check_objects(task, config, synchronous(strategy), batches["train"].element_spec)
     direction = resolve_direction(config.monitor, config.monitor_direction)
     weights = objects.model_variables(task.model)
     spread_seeds(strategy, [variable for name, variable in weights.items() if is_seed(name)])
 
     # Compiled anew with every build: a compiled function keeps using the objects it was first called with.
-    run_steps = {
-        "train": compile_steps(distributed_train_step),
-        "validation": compile_steps(distributed_validation_step),
-        "test": compile_steps(distributed_test_step),
-    }
     if asynchronous:
         count_atomically([*objects.by_name(task.optimizer, "optimizer").values(), *task.metrics["train"].values()])
+        # Workers train for parameter servers; the chief evaluates alone.
         run_steps = {
-            "train": scheduled(strategy, run_steps["train"]),
+            "train": compile_steps_on_workers(distributed_train_step),
             "validation": compile_steps(task.validation_step),
             "test": compile_steps(task.test_step),
+        }
+    else:
+        run_steps = {
+            "train": compile_steps(distributed_train_step),
+            "validation": compile_steps(distributed_validation_step),
+            "test": compile_steps(distributed_test_step),
         }
     steps_at_once = dict.fromkeys(SPLITS, 1 if config.steps_per_execution == "auto" else config.steps_per_execution)
 
     progress = Progress()
+    profile = Profile(config.run_dir / TENSORBOARD, records=workers.is_chief) if config.profile else None
     state, writer = run_state(strategy, task, moving_average), Writer(in_thread=config.async_checkpoints)
     checkpoints = Checkpoints(config.run_dir / CHECKPOINTS, state, keep=config.keep_checkpoints, writer=writer)
     # One more than there are checkpoints, because each of them may name another one as the best.
@@ -177,14 +193,21 @@ def distributed_test_step(batch) -> tf.Tensor:
 
 
 def compile_steps(distributed_step: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-    """Returns a compiled function that takes `count` steps (scalar tensor) and returns their losses ([count])."""
+    """Returns a compiled function that takes steps on some of a stack of batches; it returns their losses ([count]).
 
-    @tf.function
-    def steps(iterator, count: tf.Tensor) -> tf.Tensor:
+    A stack is several batches in one, [batches, share, ...] on each replica.
+    """
+    scalar = tf.TensorSpec((), tf.int32)
+
+    # With a signature, because a graph would be traced for each size of a stack otherwise. Batches of all splits are of
+    # one type.
+    @tf.function(input_signature=(batches["train"].stack_spec(strategy), scalar, scalar))
+    def steps(stack, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         losses = tf.TensorArray(tf.float32, count, element_shape=())
         # `count` is a tensor, so this loop runs in the graph, and any number of steps shares one graph.
         for index in tf.range(count):
-            losses = losses.write(index, distributed_step(next(iterator)))
+            batch = synchronous(strategy).run(batch_of, args=(stack, first + index))
+            losses = losses.write(index, distributed_step(batch))
         return losses.stack()
 
     return steps
@@ -198,7 +221,7 @@ def one_pass(split: str, epoch: int = 0, between_chunks: Callable[[], None] = la
         Stopped: a signal has come; what was done so far is in `progress` and in the metrics.
     """
     done = progress.steps_of_pass.setdefault(split, 0)
-    iterator = batches[split].distribute(strategy, epoch=epoch, first_step=done)
+    feed = batches[split].feed(strategy, epoch=epoch, first_step=done)
     while done < batches[split].steps:
         preemption.check(workers)
         between_chunks()
@@ -207,20 +230,21 @@ def one_pass(split: str, epoch: int = 0, between_chunks: Callable[[], None] = la
             # To the next multiple, counted from the first epoch on, so that resumes move none.
             for every in filter(None, (config.checkpoint_every_steps, config.validate_every_steps)):
                 count = min(count, every - progress.step % every)
-        started = time.monotonic()
-        losses = run_steps[split](iterator, tf.constant(count)).numpy()
-        seconds = time.monotonic() - started
+            count = profile.steps_at_most(count) if profile else count
+        started, waited_before = time.monotonic(), feed.seconds_waited
+        with profile.chunk() if profile and split == "train" else contextlib.nullcontext():
+            losses = feed.run(run_steps[split], count)
+        seconds, waited = time.monotonic() - started, feed.seconds_waited - waited_before
         if not np.isfinite(losses).all():
             first = np.flatnonzero(~np.isfinite(losses))[0]
             raise Diverged(f"the loss of {split} step {done + first + 1} in epoch {epoch + 1} is {losses[first]}")
         done += count
-        progress.add(split, count, seconds)
+        progress.add(split, count, seconds, waited)
         for optimizer in objects.by_name(task.optimizer, "optimizer").values():
             check_loss_scale(optimizer, progress.step)
         if config.steps_per_execution == "auto" and count == steps_at_once[split]:
             # A second's worth, reached by doubling: the first call compiles, and so looks slow.
-            of_a_second = max(1, min(2 * count, int(count / seconds)))
-            steps_at_once[split] = workers.from_chief(functools.partial(int, of_a_second))
+            steps_at_once[split] = workers.of_chief(max(1, min(2 * count, int(count / seconds))))
         if split == "train" and done < batches[split].steps and is_multiple(config.checkpoint_every_steps):
             checkpoints.save(progress.step, progress.record())
     results = objects.metric_results(task.metrics, split)
@@ -287,7 +311,7 @@ def run_epochs(report: Report) -> None:
             progress.train_metrics = train_epoch(progress.epoch, report)
         with weights_to_keep():
             metrics = {**progress.train_metrics, **validate(progress.epoch)}
-            seconds, train_seconds = progress.end_epoch()
+            seconds, train_seconds, waited = progress.end_epoch()
             improved = progress.consider(metrics[config.monitor], direction)
             if improved:
                 best.save(progress.step, progress.record())
@@ -299,7 +323,7 @@ def run_epochs(report: Report) -> None:
             "learning_rate": objects.learning_rate(task.optimizer),
             **metrics,
         }
-        workers.from_chief(functools.partial(report.epoch, row, is_best=improved))
+        workers.from_chief(functools.partial(report.epoch, row, is_best=improved, waited=waited / train_seconds))
         checkpoints.save(progress.step, progress.record())
     workers.from_chief(report.draw_curves)
     if is_out_of_patience():
@@ -318,11 +342,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with exit_codes(), peers_named():
         settings = read_settings(arguments)
         if settings.check:
-            sys.exit(0 if check_task(sys.modules[__name__], task, settings) else 2)
+            sys.exit(0 if check_task(this_program, task, settings) else 2)
         elif settings.evaluate_only:
-            evaluate(sys.modules[__name__], settings)
+            evaluate(this_program, settings)
         elif settings.evaluate_continuously:
-            evaluate_continuously(sys.modules[__name__], settings)
+            evaluate_continuously(this_program, settings)
         else:
             train(settings)
 
@@ -338,16 +362,19 @@ def train(settings: Config) -> None:
             print_facts(f"Finished already after {result['epochs']} epochs ({told})", result)
             return
         build(settings)
-        begins = None if settings.fresh else resume()
+        begins = None if settings.fresh else resume(this_program)
         if not begins:
-            begins = initialize() if settings.init_from else "with new weights"
+            begins = initialize(this_program) if settings.init_from else "with new weights"
+        for of_split in batches.values():
+            of_split.read(strategy, workers.index)  # What cannot be read shows before anything is written.
         report = Report(settings.run_dir, epochs=settings.epochs)
         from_chief(lambda: begin_writing(run_directory, report))
         print_plan(settings, strategy, batches, task, begins)
 
-        with saved_at_the_end(checkpoints, progress):
+        profiling = contextlib.closing(profile) if profile else contextlib.nullcontext()
+        with profiling, saved_at_the_end(checkpoints, progress):
             run_epochs(report)
-        result = test_the_best()
+        result = test_the_best(this_program)
         from_chief(lambda: write_json(settings.run_dir / RESULT, result))
     print_facts("Result, of the best weights", result)
 
@@ -372,65 +399,7 @@ def begin_writing(run_directory: RunDirectory, report: Report) -> None:
     (config.run_dir / RESULT).unlink(missing_ok=True)
 
 
-def test_the_best() -> dict[str, Any]:
-    """Returns what result.json holds: the test metrics of the best weights, and what the run came to."""
-    fingerprint = weights_sha256(objects.model_variables(task.model))
-    best.restore(best.path(progress.best_step))
-    return {
-        **test(),
-        "epochs": progress.epoch,
-        "step": progress.step,
-        "best_epoch": progress.best_epoch,
-        f"best_{config.monitor}": progress.best_score,
-        "epochs_without_improvement": progress.epochs_without_improvement(),
-        "seconds": progress.seconds,
-        "weights_sha256": fingerprint,
-    }
-
-
-def is_finished(result: dict[str, Any], settings: Config) -> bool:
-    """Returns whether a run that ended with `result` has nothing left to do."""
-    epochs, without_improvement = (result.get(name) for name in ("epochs", "epochs_without_improvement"))
-    if not isinstance(epochs, int) or not isinstance(without_improvement, int):
-        return False
-    return epochs >= settings.epochs or (settings.patience is not None and without_improvement >= settings.patience)
-
-
-def resume() -> str | None:
-    """Takes up the run where its newest whole checkpoint was made; returns which, or None if there is none yet."""
-    global progress
-    newest = workers.from_chief(lambda: read_newest(checkpoints, best))
-    if newest is None:
-        if workers.from_chief(lambda: (config.run_dir / RESULT).exists() or len(best.paths()) > 1):
-            raise BadInput(
-                f"{checkpoints.directory} is empty, and the run has gone far: bring the checkpoints back, begin a new "
-                "--run-dir with --init-from this one, or use --fresh, which moves the run aside"
-            )
-        return None
-    path, values, progress = newest
-    if progress.epochs_begun() > config.epochs:
-        raise BadInput(
-            f"--epochs {config.epochs}: the run was stopped in epoch {progress.epochs_begun()}: ask for that many"
-        )
-    checkpoints.state.assign(values)
-    return f"resumed from {path.name}"
-
-
-def initialize() -> str:
-    """Begins with the weights of --init-from; returns which they are."""
-    names = objects.model_variables(task.model)
-    weights = State(strategy, {name: variable for name, variable in names.items() if not is_seed(name)})
-
-    def load() -> tuple[str, Values]:
-        report = load_initial_weights(config.init_from, task.model, partial=config.init_partial)
-        return report, weights.values()
-
-    report, values = workers.from_chief(load)
-    weights.assign(values)
-    if moving_average:
-        moving_average.start_anew()
-    return report
-
-
 if __name__ == "__main__":
+    # What the imports made stays; looking through it for garbage, over and over, delays the first step.
+    gc.freeze()
     main()

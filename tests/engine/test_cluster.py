@@ -139,7 +139,7 @@ def meeting(tasks: list[Cluster], facts: list[dict[str, Any]], *, seconds: float
     def one(number: int) -> str | None:
         time.sleep(0.3 * number)
         try:
-            meet(tasks[number], facts[number], deadline=time.monotonic() + seconds)
+            meet(tasks[number], facts[number], timeout=seconds)
         except BadInput as refused:
             return str(refused)
         return None
@@ -187,7 +187,7 @@ def test_address_that_is_in_use_is_refused() -> None:
         socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True),
         pytest.raises(BadInput, match="where it cannot listen"),
     ):
-        meet(tasks[0], {}, deadline=time.monotonic() + 5)
+        meet(tasks[0], {}, timeout=5)
 
 
 def test_something_else_that_answers_is_not_taken_for_a_task() -> None:
@@ -197,7 +197,7 @@ def test_something_else_that_answers_is_not_taken_for_a_task() -> None:
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(BadInput, match=r"worker 1 \(.*\) of TF_CONFIG did not"),
     ):
-        meet(tasks[0], {}, deadline=time.monotonic() + 1)
+        meet(tasks[0], {}, timeout=1)
 
 
 def test_start_that_takes_too_long_ends_the_process() -> None:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from engine.data import Batches, check_same_structure, per_replica_batch_size
 from engine.errors import BadInput
+from engine.feed import stack_sizes
 from engine.strategy import create_strategy
 
 
@@ -37,14 +38,25 @@ def batches(split: str = "train", *, count: int = 37, replicas: int = 1, **chang
 def global_batches(of: Batches, replicas: int, *, epoch: int = 0, first_step: int = 0) -> list[list[np.ndarray]]:
     """Returns every global batch as [features, labels, weights], its replicas' shares joined."""
     strategy = create_strategy("auto", simulated_devices=replicas)
-    iterator = of.distribute(strategy, epoch=epoch, first_step=first_step)
     found = []
-    for _ in range(of.steps - first_step):
-        parts = [strategy.experimental_local_results(part) for part in next(iterator)]
+    for batch in of.one_by_one(strategy, epoch=epoch, first_step=first_step):
+        parts = [strategy.experimental_local_results(part) for part in batch]
         found.append([np.concatenate([share.numpy() for share in shares]) for shares in parts])
-    with pytest.raises((StopIteration, tf.errors.OutOfRangeError)):
-        next(iterator)
+    assert len(found) == of.steps - first_step
     return found
+
+
+def shares_of(of: Batches, pipeline: int, *, first_step: int = 0) -> list[list[np.ndarray]]:
+    """Returns what one of two input pipelines gives its replicas in a pass: a share of a batch for each in turn."""
+    sizes, _ = stack_sizes(of.steps, first_step, of._bytes_of_batch)
+    replicas = of.global_batch_size // 2 // of.share
+    stacks = iter(of._stacks(0, first_step, 2, pipeline))
+    shares = []
+    for size in sizes:
+        of_replicas = [[part.numpy() for part in next(stacks)] for _ in range(replicas)]
+        assert all(len(part) == size for stack in of_replicas for part in stack)
+        shares += [[part[number] for part in stack] for number in range(size) for stack in of_replicas]
+    return shares
 
 
 def test_evaluation_counts_each_example_once() -> None:
@@ -94,17 +106,33 @@ def test_global_batches_are_the_same_for_any_number_of_input_pipelines() -> None
     of = batches(replicas=4)
     reference = [features for features, _, _ in global_batches(of, 4)]
     # Each pipeline feeds two of the four replicas, which get what they get in one process.
-    parts = [[share[0].numpy() for share in of._batched(0, 0, 2, index)] for index in range(2)]
+    parts = [[share[0] for share in shares_of(of, index)] for index in range(2)]
     for step, expected in enumerate(reference):
         shares = [share for part in parts for share in part[2 * step : 2 * step + 2]]
         np.testing.assert_array_equal(np.concatenate(shares), expected)
+
+
+def test_pipeline_prepares_its_own_share_only() -> None:
+    prepared = []
+
+    def noted(features, labels, *, training):
+        return tf.py_function(lambda number: prepared.append(int(number)) or number, [features], tf.int64), labels
+
+    def of_known_shape(features, labels, *, training):
+        features, labels = noted(features, labels, training=training)
+        return tf.ensure_shape(features, []), labels
+
+    # In evaluation, because the next epoch's, which may be under way already, are the same.
+    of = batches("validation", prepare_example=of_known_shape, replicas=2, count=40)
+    shares_of(of, 1)
+    assert set(prepared) == {number for number in range(40) if number % 8 >= 4}
 
 
 def test_skipping_continues_with_the_next_unseen_batch_and_prepares_nothing_before_it() -> None:
     prepared = []
 
     def noted(features, labels, *, training, seed):
-        tf.py_function(lambda number: prepared.append(int(number)), [features], [])
+        tf.py_function(lambda *seed: prepared.append(tuple(map(int, seed))), tf.unstack(seed), [])
         return features, tf.cast(seed, tf.int64)
 
     reference = global_batches(batches(prepare_example=noted), 1, epoch=2)
@@ -113,7 +141,9 @@ def test_skipping_continues_with_the_next_unseen_batch_and_prepares_nothing_befo
     for expected, found in zip(reference[3:], rest, strict=True):
         for one, other in zip(expected, found, strict=True):
             np.testing.assert_array_equal(one, other)
-    assert not set(prepared) & {number for features, _, _ in reference[:3] for number in features.tolist()}
+    seeds = [{tuple(seed) for batch in batches for seed in batch[1].tolist()} for batches in (reference[:3], rest)]
+    assert not set(prepared) & seeds[0]
+    assert set(prepared) >= seeds[1]
 
 
 def test_every_example_and_epoch_gets_a_seed_of_its_own() -> None:
@@ -206,10 +236,6 @@ def load_own_files(split: str, input_context: tf.distribute.InputContext | None 
     return tf.data.Dataset.from_tensor_slices([number for file in files for number in file]).map(lambda n: (n, n))
 
 
-def shares_of(of: Batches, pipeline: int, *, first_step: int = 0) -> list[list[np.ndarray]]:
-    return [[part.numpy() for part in share] for share in of._batched(0, first_step, 2, pipeline)]
-
-
 def test_files_of_one_process_are_all_files() -> None:
     of = batches("validation", load_examples=load_own_files)
     assert (of.number_of_examples, of.in_parts) == (39, False)
@@ -255,3 +281,12 @@ def test_worker_without_a_file_is_refused() -> None:
 
     with pytest.raises(BadInput, match="for worker 1 of 2 returned no examples"):
         batches(load_examples=load, replicas=2, pipelines=2)
+
+
+def test_set_that_holds_fewer_examples_than_it_says_is_refused(tmp_path) -> None:
+    def load(_: str) -> tf.data.Dataset:
+        fewer = numbers(40).filter(lambda number, _: number < 30)
+        return fewer.apply(tf.data.experimental.assert_cardinality(40))
+
+    with pytest.raises(BadInput, match=r"task.load_examples\('train'\) failed while it was read"):
+        global_batches(batches(load_examples=load), 1)

@@ -25,8 +25,7 @@ def values_on_replicas(variable: tf.Variable) -> list[np.ndarray]:
 
 
 def take_steps(count: int) -> None:
-    iterator = train.batches["train"].distribute(train.strategy)
-    train.run_steps["train"](iterator, tf.constant(count))
+    train.batches["train"].feed(train.strategy).run(train.run_steps["train"], count)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])

@@ -166,7 +166,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], None]:
 def plain_tensorflow(case: Case, global_batch_size: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Returns weights and metrics of a loop with no strategy, no micro-batches and no engine but its order of data."""
     train.build(Config(global_batch_size=global_batch_size))
-    order = [list(train.batches["train"].distribute(train.strategy, epoch=epoch)) for epoch in range(EPOCHS)]
+    order = [list(train.batches["train"].one_by_one(train.strategy, epoch=epoch)) for epoch in range(EPOCHS)]
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     model, optimizer = case.model(), case.optimizer()

@@ -95,8 +95,7 @@ def test_unsynchronized_statistics_are_averaged_before_evaluation(
 ) -> None:
     monkeypatch.setattr(task, "create_model", normalized_model)
     train.build(Config(simulated_devices=replicas, global_batch_size=36))
-    iterator = train.batches["train"].distribute(train.strategy)
-    train.run_steps["train"](iterator, tf.constant(2))
+    train.batches["train"].feed(train.strategy).run(train.run_steps["train"], 2)
     mean = task.model.layers[1].moving_mean.value
     before = [value.numpy() for value in train.strategy.experimental_local_results(mean)]
     assert not np.array_equal(before[0], before[1])

@@ -4,8 +4,10 @@ import contextlib
 import csv
 import json
 import os
+import re
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from engine.errors import BadInput, Stopped
 from engine.initial_weights import load_initial_weights
 from engine.objects import model_variables
 from engine.report import COLUMNS, Report
+from engine.run import initialize
 from engine.run_directory import RunDirectory
 
 SHORT = ("--global-batch-size=60", "--simulated-devices=1")
@@ -62,6 +65,17 @@ def run(run_dir: Path, *flags: str) -> dict[str, Any]:
     """Runs train.py with flags; returns the result."""
     train.main([f"--run-dir={run_dir}", *SHORT, *flags])
     return json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+
+
+def killed_after(chunks: int) -> Callable[..., None]:
+    """Returns a Preemption.check at which the run ends, like a killed one, after so many chunks of steps."""
+    left = iter(range(chunks))
+
+    def check(*_: Any) -> None:
+        if next(left, None) is None:
+            raise InterruptedError
+
+    return check
 
 
 def rows(run_dir: Path) -> list[dict[str, str]]:
@@ -288,7 +302,7 @@ def test_initial_weights_are_those_of_the_file(form: str, trained: tuple[Path, d
     for replicas in (1, 2):
         train.build(Config(simulated_devices=replicas, init_from=path, ema_decay=0.9, seed=5))
         seeds = {name: variable.numpy() for name, variable in model_variables(task.model).items()}
-        report = train.initialize()
+        report = initialize(train)
         assert report.startswith("8 of the model's 8 variables from ")
         for name, value in expected.items():
             for of_replica in train.strategy.experimental_local_results(model_variables(task.model)[name]):
@@ -381,7 +395,8 @@ def test_evaluation_is_of_the_best_weights_and_changes_nothing(
         assert float(told["validation/loss"]) == pytest.approx(result["best_validation/loss"], rel=1e-5)
     for run_dir in ("none", "run"):
         train.main([f"--run-dir={tmp_path / run_dir}", *SHORT, "--evaluate-only", f"--init-from={tmp_path / 'run'}"])
-        assert f"{result['test/loss']:.4f}" in capsys.readouterr().out
+        told = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
+        assert float(told["test/loss"]) == pytest.approx(result["test/loss"], rel=1e-5)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
@@ -449,15 +464,6 @@ def test_run_stopped_in_a_validation_between_epochs_ends_bit_equal(
 def test_run_killed_between_validations_finds_the_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--epochs=2", "--validate-every-steps=2", "--steps-per-execution=2", "--keep-checkpoints=1")
     expected = run(tmp_path / "whole", *flags)
-
-    def killed_after(chunks: int) -> Callable[..., None]:
-        left = iter(range(chunks))
-
-        def check(*_: Any) -> None:
-            if next(left, None) is None:
-                raise InterruptedError
-
-        return check
 
     for chunks in (20, 15, 15):
         with monkeypatch.context() as killing, pytest.raises(InterruptedError):
@@ -722,3 +728,50 @@ def test_own_column_in_a_row_is_reported(tmp_path: Path) -> None:
     )
     report.draw_curves()
     assert rows(tmp_path)[0]["mine"] == "2.0"
+
+
+# --- Speed ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_function_is_traced_once_in_a_run_and_once_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short last chunks and batches, saves within epochs, validations and the test are all run by the same graphs."""
+
+    def traces() -> dict[str, int]:
+        return {split: steps.experimental_get_tracing_count() for split, steps in train.run_steps.items()}
+
+    flags = ["--epochs=3", "--steps-per-execution=4", "--checkpoint-every-steps=7", "--keep-last-batch"]
+    expected = run(tmp_path / "whole", *flags)
+    assert traces() == {"train": 1, "validation": 1, "test": 1}
+    with monkeypatch.context() as stopping, pytest.raises(InterruptedError):
+        stopping.setattr(train.Preemption, "check", killed_after(9))
+        run(tmp_path / "stopped", *flags)
+    found = run(tmp_path / "stopped", *flags)
+    assert traces() == {"train": 1, "validation": 1, "test": 1}
+    assert found["weights_sha256"] == expected["weights_sha256"]
+
+
+def test_profile_is_written_and_changes_no_number(tmp_path: Path, capsys) -> None:
+    plain = run(tmp_path / "plain", "--epochs=4", "--steps-per-execution=3")
+    profiled = run(tmp_path / "profiled", "--epochs=4", "--steps-per-execution=3", "--profile")
+    assert profiled["weights_sha256"] == plain["weights_sha256"]
+    assert list((tmp_path / "profiled" / "tensorboard" / "plugins" / "profile").glob("*/*.xplane.pb"))
+    assert not (tmp_path / "plain" / "tensorboard" / "plugins").exists()
+    capsys.readouterr()
+    run(tmp_path / "short", "--epochs=1", "--steps-per-execution=20", "--profile")
+    assert "--profile: the run had 1 chunks of training steps" in capsys.readouterr().out
+
+
+def test_waiting_for_batches_is_counted(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_example = task.prepare_example
+
+    def slow(features, labels, *, training, seed):
+        features, labels = prepare_example(features, labels, training=training, seed=seed)
+        pause = tf.py_function(lambda label: time.sleep(0.003) or label, [labels], labels.dtype)
+        return features, tf.ensure_shape(pause, [])
+
+    monkeypatch.setattr(task, "prepare_example", slow)
+    run(tmp_path, "--epochs=2")
+    waited = [int(text) for text in re.findall(r"waited (\d+) %", capsys.readouterr().out)]
+    assert waited[1] > 50

@@ -25,6 +25,7 @@ import tensorflow as tf
 from engine.cluster import refuse_cluster
 from engine.console import console
 from engine.errors import BadInput, first_line, where_raised
+from engine.feed import stack_sizes
 from engine.measure import (
     BATCHES,
     Measured,
@@ -71,6 +72,7 @@ def check_task(program: ModuleType, task: ModuleType, settings: Any) -> bool:
             simulated_devices=2,
             precision="float32",
             jit=False,
+            profile=False,
             clip_norm=None,  # Clipping makes a gradient that is too large look right.
             global_batch_size=max(unit, settings.global_batch_size // unit * unit),
             checkpoint_every_steps=None,
@@ -121,7 +123,7 @@ def _examine_data(program: ModuleType, task: ModuleType, settings: Any, add: Add
     add(Finding("--global-batch-size", True, f"{batch_size} can be shared by {', '.join(shares)} replicas"))
 
     for split in program.SPLITS:
-        for batch in itertools.islice(program.batches[split].distribute(program.strategy), 20):
+        for batch in itertools.islice(program.batches[split].one_by_one(program.strategy), 20):
             _examine_batch(task, split, batch)
     add(Finding("task.py prepare_example", True, "finite features, and labels that the model can predict"))
 
@@ -200,10 +202,10 @@ def _examine_replicas(program: ModuleType, task: ModuleType, settings: Any, add:
         add(Finding("task.py create_metrics", True, f"the same {', '.join(one.metrics)}"))
     retraced = {split: count for split, count in two.traces.items() if count != 1}
     for split, count in retraced.items():
-        text = f"the {split} steps were traced {count} times: give a compiled function tensors, as tf.constant(count), "
-        add(Finding("train.py one_pass", False, text + "not Python numbers"))
+        text = f"the {split} steps were traced {count} times: keep the input_signature of the compiled function, "
+        add(Finding("train.py compile_steps", False, text + "and give it tensors, not Python numbers"))
     if not retraced:
-        add(Finding("train.py one_pass", True, "every compiled function was traced once"))
+        add(Finding("train.py compile_steps", True, "every compiled function was traced once"))
 
 
 def _examine_evaluation(program: ModuleType, task: ModuleType, settings: Any, add: Add) -> None:
@@ -249,12 +251,14 @@ def _examine_learning(program: ModuleType, task: ModuleType, settings: Any, add:
         # As many epochs as let a schedule run through in the steps there are.
         epochs = math.ceil(REPEATED_STEPS / BATCHES)
         program.build(dataclasses.replace(settings, simulated_devices=1, epochs=epochs))
-        batch = next(program.batches["train"].distribute(program.strategy))
+        batch = next(program.batches["train"].one_by_one(program.strategy))
     switch_off([layer for each in by_name(task.model, "model").values() for layer in layers_of(each)])
-    repeated = iter(tf.data.Dataset.from_tensors(batch).repeat())
-    first = program.run_steps["train"](repeated, tf.constant(1)).numpy()
-    started = time.monotonic()
-    losses = np.concatenate([first, program.run_steps["train"](repeated, tf.constant(REPEATED_STEPS - 1)).numpy()])
+    sizes, _ = stack_sizes(REPEATED_STEPS, 0, sum(part.numpy().nbytes for part in tf.nest.flatten(batch)))
+    losses, started = np.empty(0), 0.0
+    for size in sizes:
+        stack = tf.nest.map_structure(lambda part, size=size: tf.stack([part] * size), batch)
+        losses = np.append(losses, program.run_steps["train"](stack, tf.constant(0), tf.constant(size)))
+        started = started or time.monotonic()  # The first one is compiled.
     seconds = (time.monotonic() - started) / (REPEATED_STEPS - 1)
     text = f"from {losses[0]:.4g} to {losses[-1]:.4g} in {REPEATED_STEPS} steps on one batch"
     several = len(by_name(task.optimizer, "optimizer")) > 1  # Which work against each other in a GAN.

@@ -1,23 +1,29 @@
 """From a task's examples to full batches on every replica, the same for any number of replicas.
 
 The order of the pipeline is what makes it so: examples -> shuffle by (seed, epoch) -> whole batches -> skip to the
-position -> shard -> prepare -> batch per replica -> prefetch. The k-th global batch of an epoch holds the same
-examples however many replicas and input pipelines share it, and whatever was skipped was never prepared.
+position -> share -> prepare -> several batches at a time -> prefetch. The k-th global batch of an epoch holds the same
+examples however many replicas and input pipelines share it, and of what was skipped at most a few small batches, which
+are prepared together with the first one, are prepared at all.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from engine.errors import BadInput, first_line
-from engine.parameter_server import is_asynchronous, per_worker
+from engine.examples import Examples, as_text, bytes_of
+from engine.feed import Feed, empty_stack, stack_sizes, stacked
+from engine.parameter_server import WorkersFeed, is_asynchronous, synchronous
+from engine.preparation import Preparation
 
-PREPARED_BATCHES = tf.data.AUTOTUNE
+# Small batches are prepared so many in one call, which costs more than the work itself does.
+BATCHES_AT_ONCE = 16
+BYTES_AT_ONCE = 2**20
 
 
 def per_replica_batch_size(global_batch_size: int, replicas: int) -> int:
@@ -71,25 +77,28 @@ class Batches:
         self.shuffle_buffer_size = shuffle_buffer_size
         self.share = per_replica_batch_size(global_batch_size, replicas)
         self.in_parts = pipelines > 1 and "input_context" in inspect.signature(load_examples).parameters
-        self._parts = (
-            [load_examples(split, input_context=_context(pipelines, number)) for number in range(pipelines)]
-            if self.in_parts
-            else [load_examples(split)]
-        )
-        self.examples = self._parts[0]
         of = f"task.load_examples({split!r})"
-        names = [f"{of} for worker {number} of {pipelines}" if self.in_parts else of for number in range(pipelines)]
-        self._lengths = [_checked_length(name, part) for name, part in zip(names, self._parts, strict=False)]
-        self.number_of_examples = sum(self._lengths)
+        if self.in_parts:
+            self._parts = [
+                Examples(
+                    load_examples(split, input_context=_context(pipelines, number)),
+                    f"{of} for worker {number} of {pipelines}",
+                )
+                for number in range(pipelines)
+            ]
+        else:
+            self._parts = [Examples(load_examples(split), of)]
+        self.examples = self._parts[0].dataset
+        lengths = [part.length for part in self._parts]
+        self.number_of_examples = sum(lengths)
         self._load_examples = load_examples
-        self._prepare_example = prepare_example
-        self._options = {"training", "seed"} & set(inspect.signature(prepare_example).parameters)
+        self._preparation = Preparation(prepare_example, training=self.training)
 
         # Every process takes the same number of steps, whatever there is in its part.
         self._of_part = global_batch_size // len(self._parts)
-        self.steps = min(self._lengths) // self._of_part
+        self.steps = min(lengths) // self._of_part
         if keep_last_batch or not self.training:
-            self.steps = max(-(-length // self._of_part) for length in self._lengths)
+            self.steps = max(-(-length // self._of_part) for length in lengths)
         self.left_out = max(0, self.number_of_examples - self.steps * global_batch_size)
         if not self.steps:
             raise BadInput(
@@ -97,90 +106,141 @@ class Batches:
                 f"task.load_examples({split!r}): use a smaller one, or --keep-last-batch"
             )
         try:
-            batched = self._batched(epoch=0, first_step=0)
+            batch_spec = self._preparation.batch_spec(self._parts[0], self._of_part)
         except BadInput:
             raise
         except Exception as problem:
             raise BadInput(
-                f"task.prepare_example failed on an example of {_short(self.examples.element_spec)}, as "
+                f"task.prepare_example failed on an example of {as_text(self.examples.element_spec)}, as "
                 f"task.load_examples({split!r}) returned it ({first_line(problem)}): examples come one by one, not in "
                 "batches"
             ) from problem
-        self.element_spec = batched.element_spec
-        _check_static(split, self.element_spec)
+        _check_static(split, batch_spec)
+        self.element_spec = tf.nest.map_structure(
+            lambda spec: tf.TensorSpec([self.share, *spec.shape[1:]], spec.dtype), batch_spec
+        )
+        self._feed: Feed | None = None
+        self._bytes_of_batch = replicas * bytes_of(self.element_spec)
+        whole = self._parts[0]
+        read = global_batch_size * bytes_of(whole.dataset.element_spec) if whole.have_one_shape else 0
+        self._prepared_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(read, self._bytes_of_batch)))
 
-    def distribute(self, strategy: tf.distribute.Strategy, *, epoch: int = 0, first_step: int = 0) -> Any:
-        """Returns an iterator over the global batches of an epoch, from batch number `first_step` on.
+    def read(self, strategy: tf.distribute.Strategy, pipeline: int) -> None:
+        """Reads the examples that process number `pipeline` keeps in memory. Raises BadInput if they cannot be read."""
+        if not (is_asynchronous(strategy) and self.training):  # Then each worker reads its own.
+            self._parts[pipeline if self.in_parts else 0].keep(self.shuffle_buffer_size if self.training else None)
 
-        With parameter servers it is an endless one in training, of each worker's own batches, and in evaluation one
-        for the chief alone.
+    def feed(self, strategy: tf.distribute.Strategy, *, epoch: int = 0, first_step: int = 0) -> Any:
+        """Returns a Feed of the global batches of an epoch, from batch number `first_step` on, and of those to come.
+
+        In evaluation all epochs have the same batches. With parameter servers it is an endless one in training, of
+        each worker's own batches, and in evaluation one for the chief alone.
         """
-        if is_asynchronous(strategy):
-            if self.training:
-                return per_worker(strategy, functools.partial(self._endless, epoch, first_step))
-            return iter(self._batched(epoch, first_step))
-        return iter(
-            strategy.distribute_datasets_from_function(
-                lambda context: self._batched(epoch, first_step, context.num_input_pipelines, context.input_pipeline_id)
-            )
+        if is_asynchronous(strategy) and self.training:
+            return WorkersFeed(strategy, functools.partial(self._endless, epoch, first_step))
+        if self._feed is None or not self._feed.is_at(epoch if self.training else None, first_step):
+            # Making one takes a good part of a second, so it goes on from epoch to epoch.
+            self._feed = self._new_feed(strategy, epoch, first_step)
+        return self._feed
+
+    def stack_spec(self, strategy: tf.distribute.Strategy) -> Any:
+        """Returns the type of what a Feed hands to the compiled steps: a stack of batches for each replica."""
+        empty = tf.data.Dataset.range(1).map(lambda zero: empty_stack(self.element_spec, zero))
+        return synchronous(strategy).distribute_datasets_from_function(lambda _: empty).element_spec
+
+    def one_by_one(self, strategy: tf.distribute.Strategy, *, epoch: int = 0, first_step: int = 0) -> Iterator[Any]:
+        """Yields the global batches of an epoch one by one, to look at; training takes them from a Feed."""
+
+        @tf.function
+        def pick(stack: Any, index: tf.Tensor) -> Any:
+            return strategy.run(batch_of, args=(stack, index))
+
+        for stack, first, count in self._new_feed(strategy, epoch, first_step).take(self.steps - first_step):
+            yield from (pick(stack, tf.constant(first + index)) for index in range(count))
+
+    def _new_feed(self, strategy: tf.distribute.Strategy, epoch: int, first_step: int) -> Feed:
+        sizes = stack_sizes(self.steps, first_step, self._bytes_of_batch)
+        return Feed(iter(self._distributed(strategy, epoch, first_step)), sizes, epoch, first_step)
+
+    def _distributed(self, strategy: tf.distribute.Strategy, epoch: int, first_step: int) -> Any:
+        """Returns the stacks of an epoch and of those to come as a tf.distribute.DistributedDataset."""
+        return synchronous(strategy).distribute_datasets_from_function(
+            lambda context: self._stacks(epoch, first_step, context.num_input_pipelines, context.input_pipeline_id)
         )
 
-    def _batched(self, epoch: int, first_step: int, pipelines: int = 1, pipeline: int = 0) -> tf.data.Dataset:
-        """Returns one input pipeline's batches, each one replica's share."""
+    def _stacks(self, epoch: int, first_step: int, pipelines: int = 1, pipeline: int = 0) -> tf.data.Dataset:
+        """Returns one input pipeline's stacks without end, one replica's after the other's."""
         part = pipeline if self.in_parts else 0
-        examples = self._numbered(epoch, first_step, part)
-        if pipelines > 1 and not self.in_parts:
-            # After the shuffle, so that a global batch holds the same examples for any number of input pipelines; and
-            # as one piece of it, so that each replica has the same ones as in one process.
-            piece = self.global_batch_size // pipelines
-            examples = examples.filter(lambda position, _: position % self.global_batch_size // piece == pipeline)
-        return self._prepared(examples, epoch, part)
+        self._parts[part].keep(self.shuffle_buffer_size if self.training else None)  # If `read` was not called.
+        replicas = self.global_batch_size // pipelines // self.share
+        sizes_of_first, sizes_of_others = (
+            tf.constant(sizes, tf.int64) for sizes in stack_sizes(self.steps, first_step, self._bytes_of_batch)
+        )
+
+        @tf.autograph.experimental.do_not_convert
+        def one_pass(number: tf.Tensor) -> tf.data.Dataset:
+            is_first = number == epoch
+            first = tf.where(is_first, tf.constant(first_step, tf.int64), 0)
+            sizes = tf.cond(is_first, lambda: sizes_of_first, lambda: sizes_of_others)
+            prepared = self._prepared(number, first, pipelines, pipeline, part)
+            return stacked(prepared, sizes, replicas, self.share)
+
+        # Endless, so that the next epoch's first batches are prepared while this one is validated. TensorFlow is told,
+        # or it would ask all processes of a cluster, before each stack, whether there is one more.
+        stacks = tf.data.Dataset.range(epoch, tf.int64.max).flat_map(one_pass)
+        endless = stacks.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+        return endless.prefetch(replicas).with_options(_options())
+
+    def _prepared(
+        self, epoch: tf.Tensor, first_step: tf.Tensor, pipelines: int, pipeline: int, part: int
+    ) -> tf.data.Dataset:
+        """Returns one input pipeline's pieces of the global batches of an epoch, some of them in each element."""
+        examples = self._parts[part]
+        piece = self.global_batch_size // pipelines
+        # In evaluation every epoch is the same.
+        seed = _epoch_seed(self.seed, epoch if self.training else tf.zeros_like(epoch))
+        order = {"seed": seed if self.training else None, "shuffle_buffer_size": self.shuffle_buffer_size}
+        places = (first_step * self._of_part, self.steps * self._of_part)
+        prepared = {"length": examples.length, "seed": tf.stack([seed, part])}
+        # A piece of each batch, after the shuffle: so a batch holds the same examples for any number of pipelines, and
+        # each replica the same ones as in one process.
+        if examples.have_one_shape:
+            first = 0 if self.in_parts else pipeline * piece
+            picked = {"share": slice(first, first + piece), **order}
+            if self._preparation.is_of_batches:
+                prepare, at_once = self._preparation.of_batch(**prepared), self._prepared_at_once
+                return examples.batches(prepare, self._of_part, *places, at_once=at_once, **picked)
+            numbered = examples.batches(lambda *batch: batch, self._of_part, *places, at_once=1, **picked).unbatch()
+        else:
+            numbered = examples.in_order(*places, **order)
+            if piece < self._of_part:
+                numbered = numbered.filter(lambda place, _: place % self._of_part // piece == pipeline)
+        return self._preparation.one_by_one(numbered, **prepared).batch(piece, drop_remainder=True)
 
     def _endless(self, epoch: int, first_step: int, pipelines: int, pipeline: tf.Tensor) -> tf.data.Dataset:
         """Returns batches of every so many-th example, again and again."""
         # Loaded where they are used, because a dataset of the chief's cannot be sent to a worker.
-        examples = self._numbered(epoch, first_step, 0, self._load_examples(self.split))
-        return self._prepared(examples.shard(pipelines, pipeline).repeat(), epoch, 0)
+        examples = Examples(self._load_examples(self.split), "task.load_examples", self._parts[0].length)
+        places = (first_step * self.global_batch_size, self.steps * self.global_batch_size)
+        seed = _epoch_seed(self.seed, tf.constant(epoch, tf.int64))
+        numbered = examples.in_order(*places, seed=seed, shuffle_buffer_size=self.shuffle_buffer_size)
+        own = numbered.shard(pipelines, pipeline).repeat()
+        prepared = self._preparation.one_by_one(own, examples.length, tf.stack([seed, 0]))
+        return prepared.batch(self.share, drop_remainder=True).prefetch(tf.data.AUTOTUNE).with_options(_options())
 
-    def _numbered(
-        self, epoch: int, first_step: int, part: int, examples: tf.data.Dataset | None = None
-    ) -> tf.data.Dataset:
-        """Returns the whole batches of one part from `first_step` on, as (place in the epoch, example)."""
-        length, total = self._lengths[part], self.steps * self._of_part
-        examples = first = self._parts[part] if examples is None else examples
-        if self.training:
-            buffer_size = min(length, self.shuffle_buffer_size)
-            seed = _epoch_seed(self.seed, epoch)
-            examples = examples.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=False)
-        if total > length:
-            examples = examples.concatenate(first.take(1).repeat(total - length))
-        skipped = first_step * self._of_part
-        return examples.take(total).skip(skipped).enumerate(start=skipped)
 
-    def _prepared(self, examples: tf.data.Dataset, epoch: int, part: int) -> tf.data.Dataset:
-        """Returns the batches of numbered examples."""
-        seed = _epoch_seed(self.seed, epoch)
+def batch_of(stack: Any, index: tf.Tensor) -> Any:
+    """Returns batch number `index` of a stack, on one replica."""
+    # The default strategy leaves a stack in the host's memory: a GPU would fetch all of it for each batch.
+    with contextlib.nullcontext() if tf.distribute.has_strategy() else tf.device("CPU:0"):
+        return tf.nest.map_structure(lambda part: tf.gather(part, index), stack)
 
-        def prepare(position, example):
-            features, labels, *own_weight = example
-            # The seed is made from the place in the epoch: it is the same after a resume and for any replicas.
-            options = {
-                "training": self.training,
-                "seed": tf.random.experimental.stateless_fold_in([seed, part], position),
-            }
-            prepared = self._prepare_example(features, labels, **{name: options[name] for name in self._options})
-            if not isinstance(prepared, tuple) or len(prepared) != 2:
-                raise BadInput(f"task.prepare_example returned {prepared!r}: return (features, labels)")
-            features, labels = prepared
-            weight = tf.cast(own_weight[0], tf.float32) if own_weight else tf.constant(1.0)
-            return features, labels, tf.where(position < self._lengths[part], weight, 0.0)
 
-        prepared = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-        batches = prepared.batch(self.share, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
-        options = tf.data.Options()
-        options.deterministic = True
-        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-        return batches.with_options(options)
+def _options() -> tf.data.Options:
+    options = tf.data.Options()
+    options.deterministic = True
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return options
 
 
 def load_splits(
@@ -218,34 +278,10 @@ def _context(pipelines: int, number: int) -> tf.distribute.InputContext:
     return tf.distribute.InputContext(num_input_pipelines=pipelines, input_pipeline_id=number)
 
 
-def _epoch_seed(seed: int, epoch: int) -> int:
-    """Returns a seed (0 to 2**31 - 1) that differs for neighbouring seeds and epochs in every bit."""
-    return int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0] >> 1)
-
-
-def _checked_length(hook: str, examples: tf.data.Dataset) -> int:
-    """Returns the number of examples. Raises BadInput if the hook returned anything but a finite set of examples."""
-    if not isinstance(examples, tf.data.Dataset):
-        raise BadInput(f"{hook} returned a {type(examples).__name__}: return a tf.data.Dataset of single examples")
-    spec = examples.element_spec
-    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
-        raise BadInput(
-            f"{hook} returned elements of {_short(spec)}: each has to be a tuple (features, labels) or "
-            "(features, labels, weight)"
-        )
-    if len(spec) == 3 and (not isinstance(spec[2], tf.TensorSpec) or spec[2].shape.rank != 0):
-        raise BadInput(f"{hook} returned weights of {_short(spec[2])}: each example has one number as its weight")
-    length = int(examples.cardinality())
-    if length == tf.data.INFINITE_CARDINALITY:
-        raise BadInput(f"{hook} returned endless examples: leave out repeat(); the epochs are counted for you")
-    if length == tf.data.UNKNOWN_CARDINALITY:
-        raise BadInput(
-            f"{hook} returned examples of unknown number: end it with "
-            ".apply(tf.data.experimental.assert_cardinality(<number of examples>))"
-        )
-    if length == 0:
-        raise BadInput(f"{hook} returned no examples: each needs at least one")
-    return length
+def _epoch_seed(seed: int, epoch: tf.Tensor) -> tf.Tensor:
+    """Returns a seed (int64, 0 to 2**31 - 1) that differs for neighbouring seeds and epochs in every bit."""
+    pair = tf.stack([tf.constant(seed, tf.int64), epoch])
+    return tf.random.stateless_uniform([], pair, maxval=2**31 - 1, dtype=tf.int64)
 
 
 def check_same_structure(splits: dict[str, Batches]) -> None:
@@ -254,8 +290,8 @@ def check_same_structure(splits: dict[str, Batches]) -> None:
         expected, found = (b.element_spec[:2] for b in (splits["train"], batches))
         if expected != found:
             raise BadInput(
-                f"task.load_examples({name!r}) and task.prepare_example gave batches of {_short(found)}, but those of "
-                f"'train' are {_short(expected)}: every split needs the same structure, shapes and dtypes"
+                f"task.load_examples({name!r}) and task.prepare_example gave batches of {as_text(found)}, but those of "
+                f"'train' are {as_text(expected)}: every split needs the same structure, shapes and dtypes"
             )
 
 
@@ -270,17 +306,9 @@ def _check_micro_batches(micro_batches: int, share: int) -> None:
 
 
 def _check_static(split: str, spec: Any) -> None:
-    if not all(leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(spec)):
+    leaves = tf.nest.flatten(spec)
+    if not all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in leaves):
         raise BadInput(
-            f"task.prepare_example returned for {split!r} batches of {_short(spec)}: every size has to be known and "
-            "equal for all examples; resize or pad, then tf.ensure_shape"
+            f"task.prepare_example returned for {split!r} batches of {as_text(spec)}: each has to be a tensor, and "
+            "every size known and equal for all examples; resize or pad, then tf.ensure_shape"
         )
-
-
-def _short(spec: Any) -> str:
-    """Returns an element spec as one short line: shapes and dtypes in their structure."""
-
-    def leaf_text(leaf: Any) -> str:
-        return f"{leaf.dtype.name}{list(leaf.shape)}" if isinstance(leaf, tf.TensorSpec) else type(leaf).__name__
-
-    return str(tf.nest.map_structure(leaf_text, spec)).replace("'", "")

@@ -13,6 +13,7 @@ from engine.errors import BadInput, Damaged
 from engine.objects import by_name
 from engine.replicas import average_statistics
 from engine.report import Evaluations
+from engine.run import initialize
 from engine.run_directory import RESULT
 
 # Between two looks at the run's directory.
@@ -29,7 +30,7 @@ def evaluate(program: ModuleType, settings: Any) -> None:
     program.build(settings)
     # Of several workers a signal ends all; TensorFlow would swallow it.
     with program.preemption.listening() if program.workers.count > 1 else contextlib.nullcontext():
-        weights = program.initialize() if settings.init_from else _restore_best(program.checkpoints, program.best)
+        weights = initialize(program) if settings.init_from else _restore_best(program.checkpoints, program.best)
         print_facts(f"Evaluation of {weights}", {**program.validate(), **program.test()})
 
 

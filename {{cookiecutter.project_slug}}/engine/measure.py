@@ -67,8 +67,7 @@ def measure(program: ModuleType, task: ModuleType, settings: Any, replicas: int)
 
     variables = trainable_variables(task.model)
     before = {name: variable.numpy() for name, variable in variables.items()}
-    iterator = program.batches["train"].distribute(program.strategy)
-    (loss,) = program.run_steps["train"](iterator, tf.constant(1)).numpy()
+    (loss,) = program.batches["train"].feed(program.strategy).run(program.run_steps["train"], 1)
     gradients = {name: (before[name] - variable.numpy()) / LEARNING_RATE for name, variable in variables.items()}
     if not np.isfinite(loss):
         raise BadInput(f"task.compute_loss: the loss is {loss} on the first batch: it has to be finite")
@@ -91,7 +90,10 @@ def measure(program: ModuleType, task: ModuleType, settings: Any, replicas: int)
         metrics |= {**program.validate(), **program.test()}
 
     updated = set().union(*(getattr(optimizer, "updated", set()) for optimizer in optimizers))
-    concrete = program.run_steps["train"].get_concrete_function(iterator, tf.constant(1))
+    traces = {split: function.experimental_get_tracing_count() for split, function in program.run_steps.items()}
+    count = tf.TensorSpec((), tf.int32)
+    stack_spec = program.batches["train"].stack_spec(program.strategy)
+    concrete = program.run_steps["train"].get_concrete_function(stack_spec, count, count)
     return Measured(
         loss=float(loss),
         gradients=gradients,
@@ -99,7 +101,7 @@ def measure(program: ModuleType, task: ModuleType, settings: Any, replicas: int)
         regularization=regularization,
         without_gradient=[v.path for model in models for v in model.trainable_variables if v.path not in updated],
         outside_scope=_outside_scope(program.strategy, concrete.graph.variables) if replicas > 1 else [],
-        traces={split: function.experimental_get_tracing_count() for split, function in program.run_steps.items()},
+        traces=traces,
         random_layers=random_layers,
         still_random=still_random,
         synchronized=synchronized,

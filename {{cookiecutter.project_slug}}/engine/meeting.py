@@ -22,7 +22,7 @@ from engine.errors import BadInput
 SECONDS_BETWEEN_TRIES = 0.2
 
 
-def meet(cluster: Cluster, facts: dict[str, Any], *, deadline: float) -> None:
+def meet(cluster: Cluster, facts: dict[str, Any], *, timeout: float) -> None:
     """Returns when every task has reached every other one, and all have the same `facts`.
 
     Each task listens at its own address, where TensorFlow will listen afterwards, and tells its facts to whoever asks.
@@ -31,12 +31,13 @@ def meet(cluster: Cluster, facts: dict[str, Any], *, deadline: float) -> None:
     Args:
         cluster: the cluster and this process's place in it.
         facts: JSON values that have to be equal everywhere, such as the settings.
-        deadline: a time.monotonic() after which whoever is missing is named.
+        timeout: seconds after which whoever is missing is named.
 
     Raises:
         BadInput: a task is missing, runs with other facts or another description of the cluster, or the address of
             this one is not free.
     """
+    deadline = time.monotonic() + timeout
     hello = {"task": cluster.name, "cluster": cluster.addresses, "facts": facts}
     peers = {task: address for task, address in cluster.tasks().items() if task != cluster.name}
     heard: dict[str, dict[str, Any]] = {}  # By those who came here.
@@ -54,7 +55,7 @@ def meet(cluster: Cluster, facts: dict[str, Any], *, deadline: float) -> None:
             if time.monotonic() > deadline:
                 named = ", ".join(f"{task} ({peers[task]})" for task in missing)
                 raise BadInput(
-                    f"--cluster-timeout is over and {named} of {cluster.source} did not come: look at the log there, "
+                    f"--cluster-timeout {timeout:g}: {named} of {cluster.source} did not come: look at the log there, "
                     f"and whether {cluster.tasks()[cluster.name]} can be reached from there"
                 )
             time.sleep(SECONDS_BETWEEN_TRIES)
@@ -147,7 +148,7 @@ def _compare(own: dict[str, Any], other: dict[str, Any]) -> None:
 def join(cluster: Cluster, facts: dict[str, Any], *, timeout: float) -> None:
     """Meets the other tasks, and tells TensorFlow about the cluster. Raises BadInput as `meet` does."""
     console.print(f"{cluster.name} of {', '.join(f'{task} {at}' for task, at in cluster.tasks().items())}")
-    meet(cluster, facts, deadline=time.monotonic() + timeout)
+    meet(cluster, facts, timeout=timeout)
     os.environ["TF_CONFIG"] = cluster.tf_config()
 
 

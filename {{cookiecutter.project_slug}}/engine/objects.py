@@ -15,7 +15,6 @@ import tensorflow as tf
 from engine import replicas
 from engine.errors import BadInput, first_line
 from engine.gradients import prepare_optimizer
-from engine.replicas import layers_of
 
 # metrics as task.py keeps them: split -> name -> metric.
 Metrics = dict[str, dict[str, keras.metrics.Metric]]
@@ -194,14 +193,12 @@ def check_objects(task: ModuleType, settings: Any, strategy: tf.distribute.Strat
 
     Args:
         task: what has the global objects, and the hooks that made them.
-        settings: what has monitor and jit.
+        settings: what has monitor.
         strategy: the strategy in whose scope they were made.
         batch_spec: what one replica receives, as tf.TensorSpec.
     """
     _check_loss_objects(task.loss_objects)
     _check_metrics(task.metrics, settings.monitor)
-    if settings.jit:
-        _check_jit(task.model, strategy.num_replicas_in_sync)
     _check_loss(task, strategy, batch_spec)
 
 
@@ -227,17 +224,6 @@ def _check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
                 f"task.create_loss_objects returned {name!r} with reduction={reduction!r}, which Keras divides by the "
                 "number of replicas as well: use reduction='none'; task.compute_loss averages"
             )
-
-
-def _check_jit(model: Any, replicas: int) -> None:
-    """Raises BadInput for a layer that needs the other replicas in the middle of what --jit compiles."""
-    for each in by_name(model, "model").values():
-        for layer in layers_of(each):
-            if replicas > 1 and getattr(layer, "synchronized", False):
-                raise BadInput(
-                    f"--jit with the layer {layer.name!r}, which is synchronized over {replicas} replicas inside the "
-                    "forward pass: leave --jit out, or use synchronized=False or another normalization"
-                )
 
 
 def _check_loss(task: ModuleType, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:

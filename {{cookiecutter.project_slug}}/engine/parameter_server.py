@@ -83,6 +83,11 @@ def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
     return isinstance(strategy, tf.distribute.ParameterServerStrategy)
 
 
+def synchronous(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
+    """Returns `strategy`; with parameter servers that of the chief alone, for what it does not hand to the workers."""
+    return tf.distribute.get_strategy() if is_asynchronous(strategy) else strategy
+
+
 def check_settings(settings: Any) -> None:
     """Raises BadInput for settings that need the replicas to wait for each other."""
     for name, why in (
@@ -115,34 +120,48 @@ def _atomic(variable: keras.Variable) -> Callable[[Any], Any]:
     return lambda value: variable.value.assign_add(tf.cast(value, variable.dtype))
 
 
-def scheduled(strategy: tf.distribute.Strategy, steps: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-    """Returns a function like `steps` that has the workers take them; their losses come in any order."""
+def compile_steps_on_workers(distributed_step: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    """Returns a compiled function that takes `count` steps on an iterator's batches; it returns their losses."""
 
-    def on_workers(iterator: Any, count: tf.Tensor) -> tf.Tensor:
-        pieces = min(int(count), PIECES_PER_WORKER * len(strategy.worker_addresses))
-        sizes = [len(part) for part in np.array_split(np.arange(int(count)), pieces)]
-        losses = [strategy.coordinator.schedule(steps, args=(iterator, tf.constant(size))) for size in sizes]
+    @tf.function
+    def steps(iterator: Any, count: tf.Tensor) -> tf.Tensor:
+        losses = tf.TensorArray(tf.float32, count, element_shape=())
+        for index in tf.range(count):
+            losses = losses.write(index, distributed_step(next(iterator)))
+        return losses.stack()
+
+    return steps
+
+
+class WorkersFeed:
+    """Each worker's own batches, without end; what engine/feed.py's Feed is to replicas."""
+
+    seconds_waited = 0.0  # Each worker waits for its own, beside the others.
+
+    def __init__(self, strategy: tf.distribute.Strategy, pipeline: Callable[[int, Any], tf.data.Dataset]) -> None:
+        """`pipeline` returns a worker's batches for (number of workers, index of the worker)."""
+        self._strategy = strategy
+
+        @tf.autograph.experimental.do_not_convert
+        def of_worker() -> tf.data.Dataset:
+            return pipeline(
+                len(strategy.worker_addresses), tf.distribute.coordinator.experimental_get_current_worker_index()
+            )
+
+        self._iterator = iter(strategy.coordinator.create_per_worker_dataset(of_worker))
+
+    def run(self, steps: Callable[..., tf.Tensor], count: int) -> np.ndarray:
+        """Has the workers take `count` steps; returns their losses (float32, [count]) in any order."""
+        coordinator, addresses = self._strategy.coordinator, self._strategy.worker_addresses
+        pieces = np.array_split(np.arange(count), min(count, PIECES_PER_WORKER * len(addresses)))
+        losses = [coordinator.schedule(steps, args=(self._iterator, tf.constant(len(piece)))) for piece in pieces]
         alive = time.monotonic()
-        while not strategy.coordinator.done():
+        while not coordinator.done():
             time.sleep(0.01)
             if time.monotonic() > alive + SECONDS_BETWEEN_LOOKS:
-                if any(is_listening(address) for address in strategy.worker_addresses):
+                if any(is_listening(address) for address in addresses):
                     alive = time.monotonic()
                 elif time.monotonic() > alive + SECONDS_WITHOUT_WORKERS:
                     raise PeerLost("all workers are gone: look at their logs, then start the whole cluster again")
-        strategy.coordinator.join()  # Raises what a worker has raised.
-        return tf.concat([each.fetch() for each in losses], axis=0)
-
-    return on_workers
-
-
-def per_worker(strategy: tf.distribute.Strategy, pipeline: Callable[[int, Any], tf.data.Dataset]) -> Any:
-    """Returns an iterator over each worker's own dataset: pipeline(number of workers, index of the worker)."""
-
-    @tf.autograph.experimental.do_not_convert
-    def of_worker() -> tf.data.Dataset:
-        return pipeline(
-            len(strategy.worker_addresses), tf.distribute.coordinator.experimental_get_current_worker_index()
-        )
-
-    return iter(strategy.coordinator.create_per_worker_dataset(of_worker))
+        coordinator.join()  # Raises what a worker has raised.
+        return np.concatenate([each.fetch() for each in losses])

@@ -20,6 +20,8 @@ class Progress:
     """The training metrics of the running epoch, once it has been trained."""
     seconds_of_epoch: dict[str, float] = dataclasses.field(default_factory=dict)
     """split -> seconds that the running epoch has taken so far."""
+    seconds_waited: float = 0.0
+    """Those of the running epoch's seconds in training that went into waiting for batches."""
     seconds: float = 0.0
     """Seconds that all whole epochs took."""
     best_epoch: int | None = None
@@ -28,19 +30,21 @@ class Progress:
     validated_step: int | None = None
     """The step after which --validate-every-steps had the last whole validation."""
 
-    def add(self, split: str, steps: int, seconds: float) -> None:
-        """Counts steps of a pass over a split."""
+    def add(self, split: str, steps: int, seconds: float, waited: float) -> None:
+        """Counts steps of a pass over a split, the seconds that they took, and those of them without batches."""
+        self.seconds_waited += waited if split == "train" else 0.0
         self.step += steps if split == "train" else 0
         self.steps_of_pass[split] = self.steps_of_pass.get(split, 0) + steps
         self.seconds_of_epoch[split] = self.seconds_of_epoch.get(split, 0.0) + seconds
 
-    def end_epoch(self) -> tuple[float, float]:
-        """Counts one more epoch; returns the seconds that it took, and those of them that went into training."""
+    def end_epoch(self) -> tuple[float, float, float]:
+        """Counts one more epoch; returns its seconds, those in training, and those of these without batches."""
         seconds, train_seconds = sum(self.seconds_of_epoch.values()), self.seconds_of_epoch.get("train", 0.0)
+        waited = self.seconds_waited
         self.epoch += 1
         self.seconds += seconds
-        self.train_metrics, self.seconds_of_epoch = None, {}
-        return seconds, train_seconds
+        self.train_metrics, self.seconds_of_epoch, self.seconds_waited = None, {}, 0.0
+        return seconds, train_seconds, waited
 
     def consider(self, score: float, direction: str) -> bool:
         """Returns whether a score is the best so far ("min" or "max"), and remembers it if it is."""

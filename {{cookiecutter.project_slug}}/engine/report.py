@@ -23,6 +23,9 @@ COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
 # curves.png is drawn at the end of a run and, in between, at most this often: TensorBoard is the live view.
 SECONDS_BETWEEN_CURVES = 30.0
 VALIDATIONS = "validations.csv"
+TENSORBOARD = "tensorboard"
+# From this share of the training time on, waiting for batches is worth a word.
+MUCH_WAITING = 0.1
 
 
 class Report:
@@ -32,6 +35,7 @@ class Report:
         """Reads and writes nothing; `open` does."""
         self.run_dir = run_dir
         self.epochs = epochs
+        self._told_of_waiting = True  # So nothing is said of the first epoch, in which the pipeline fills.
 
     def open(self, *, epochs_done: int, validated_step: int) -> None:
         """Continues the report in `run_dir` after `epochs_done` epochs and a validation after step `validated_step`."""
@@ -42,19 +46,30 @@ class Report:
             )
         validations = _read_rows(self.run_dir / VALIDATIONS, key="step")
         self.validations = [row for row in validations if row["step"] <= validated_step]
-        with writing(self.run_dir / "tensorboard"):
-            self._summaries = tf.summary.create_file_writer(str(self.run_dir / "tensorboard"))
+        with writing(self.run_dir / TENSORBOARD):
+            self._summaries = tf.summary.create_file_writer(str(self.run_dir / TENSORBOARD))
         self._curves_drawn = time.monotonic()
 
-    def epoch(self, row: dict[str, Any], *, is_best: bool) -> None:
-        """Reports one epoch. `row` has the keys COLUMNS and "<split>/<metric>"."""
+    def epoch(self, row: dict[str, Any], *, is_best: bool, waited: float = 0.0) -> None:
+        """Reports one epoch. `row` has the keys COLUMNS and "<split>/<metric>".
+
+        `waited` is the share (0 to 1) of the training time in which there were no batches.
+        """
         self.rows.append(row)
         metrics = {name: value for name, value in row.items() if name not in COLUMNS}
         console.print(
             f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}  {_numbers(metrics)}  "
-            f"{row['seconds']:.1f} s  {row['examples_per_second']:,.0f} examples/s{'  best' if is_best else ''}"
+            f"{row['seconds']:.1f} s  {row['examples_per_second']:,.0f} examples/s  waited {100 * waited:.0f} %"
+            f"{'  best' if is_best else ''}"
         )
-        self._summarize(row["step"], {name: row[name] for name in ("learning_rate", "examples_per_second", *metrics)})
+        if waited > MUCH_WAITING and not self._told_of_waiting:
+            console.print(
+                f"{100 * waited:.0f} % of the training time went into waiting for batches: make task.prepare_example "
+                "cheaper, or store what it makes; read fewer and larger files; or give the program more CPU cores"
+            )
+        self._told_of_waiting = waited > MUCH_WAITING
+        told = {"waited": waited, **{name: row[name] for name in ("learning_rate", "examples_per_second", *metrics)}}
+        self._summarize(row["step"], told)
         write_whole(self.run_dir / "metrics.csv", functools.partial(_write_rows, self.rows))
         if time.monotonic() - self._curves_drawn > SECONDS_BETWEEN_CURVES:
             self.draw_curves()
@@ -67,7 +82,7 @@ class Report:
         write_whole(self.run_dir / VALIDATIONS, functools.partial(_write_rows, self.validations))
 
     def _summarize(self, step: int, values: dict[str, float]) -> None:
-        with writing(self.run_dir / "tensorboard"), self._summaries.as_default(step=step):
+        with writing(self.run_dir / TENSORBOARD), self._summaries.as_default(step=step):
             for name, value in values.items():
                 tf.summary.scalar(name, value)
             self._summaries.flush()
@@ -103,7 +118,7 @@ class Evaluations:
         self._rows = sorted([*self._rows, {"step": step, **metrics}], key=lambda row: row["step"])
         console.print(f"{checkpoint.name}  {_numbers(metrics)}")
         if self._summaries is None:
-            folder = self._path.parent / "tensorboard" / "evaluation"
+            folder = self._path.parent / TENSORBOARD / "evaluation"
             self._summaries = tf.summary.create_file_writer(str(folder))
         with self._summaries.as_default(step=step):
             for name, value in metrics.items():

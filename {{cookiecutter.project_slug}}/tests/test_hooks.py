@@ -19,7 +19,7 @@ def test_examples_come_in_the_same_order_every_time(split: str) -> None:
 
 def test_batches_are_prepared_the_same_way_every_time(settings: Config) -> None:
     train.build(settings)
-    once, again = (next(train.batches["train"].distribute(train.strategy, epoch=1)) for _ in range(2))
+    once, again = (next(train.batches["train"].one_by_one(train.strategy, epoch=1)) for _ in range(2))
     for one, other in zip(tf.nest.flatten(once), tf.nest.flatten(again), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -27,8 +27,7 @@ def test_batches_are_prepared_the_same_way_every_time(settings: Config) -> None:
 def test_every_variable_is_in_the_state(settings: Config) -> None:
     """What a step changes besides is lost at a resume: keep it in a model, an optimizer or a metric."""
     train.build(settings)
-    iterator = train.batches["train"].distribute(train.strategy)
-    used = train.run_steps["train"].get_concrete_function(iterator, tf.constant(1)).graph.variables
+    used = train.run_steps["train"].get_concrete_function().graph.variables
     state = train.checkpoints.state
     known = {variable.ref() for variable in [*state.alike.values(), *state.own.values()]}
     assert not [variable.name for variable in used if variable.ref() not in known]

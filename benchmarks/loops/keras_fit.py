@@ -1,0 +1,42 @@
+"""keras.Model.fit and evaluate, with steps_per_execution as given."""
+
+import time
+
+import keras
+from common import Measured, create_datasets, create_strategy, read_arguments
+from workloads import EPOCHS
+
+options, workload = read_arguments()
+strategy = create_strategy(options.replicas)
+measured = Measured()
+train, evaluation = create_datasets(workload)
+
+with strategy.scope():
+    model = workload.model(keras)
+    model.compile(
+        optimizer=keras.optimizers.Adam(1e-3),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.SparseCategoricalAccuracy()],
+        steps_per_execution=options.steps_per_execution,
+        jit_compile=False,  # As all others here.
+    )
+
+
+class Timing(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        measured.first_step_is_done()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.began = time.perf_counter()
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch:
+            measured.add("train", workload.steps, time.perf_counter() - self.began)
+
+
+model.fit(train, epochs=EPOCHS, verbose=0, callbacks=[Timing()])
+model.evaluate(evaluation, verbose=0)
+for _ in range(1, EPOCHS):
+    with measured.timed("evaluation", workload.evaluation_steps * workload.batch_size):
+        model.evaluate(evaluation, verbose=0)
+measured.tell()

@@ -1,0 +1,79 @@
+"""The generated project's train.py as it ships: metrics, reports, checkpoints, the best weights, early stopping.
+
+Only task.py's hooks are the workload's. Counted as training is everything from the end of the first epoch to the end
+of the last one but the validations.
+"""
+
+import contextlib
+import gc
+import sys
+import tempfile
+import time
+
+import keras
+import tensorflow as tf
+from common import Measured, read_arguments
+from workloads import EPOCHS
+
+import task
+import train
+from engine.feed import Feed
+from engine.report import Report
+
+options, workload = read_arguments()
+measured = Measured()
+
+
+def load_examples(split):
+    steps = workload.steps if split == "train" else workload.evaluation_steps
+    return tf.data.Dataset.from_tensor_slices(workload.data(steps))
+
+
+def prepare_example(features, labels):
+    return features, labels
+
+
+task.load_examples, task.prepare_example = load_examples, prepare_example
+task.create_model = lambda: workload.model(keras)
+task.create_optimizer = lambda total_steps: keras.optimizers.Adam(1e-3)
+
+run, one_pass, epoch = Feed.run, train.one_pass, Report.epoch
+marks = []
+validating = []
+
+
+def measured_run(self, steps, count):
+    losses = run(self, steps, count)
+    measured.first_step_is_done()
+    return losses
+
+
+def measured_pass(split, *arguments, **more):
+    started = time.perf_counter()
+    metrics = one_pass(split, *arguments, **more)
+    if split == "validation":
+        validating.append(time.perf_counter() - started)
+    return metrics
+
+
+def measured_epoch(self, row, **more):
+    marks.append(time.perf_counter())
+    epoch(self, row, **more)
+
+
+Feed.run, train.one_pass, Report.epoch = measured_run, measured_pass, measured_epoch
+gc.freeze()  # As train.py does when it is started.
+with tempfile.TemporaryDirectory() as folder:
+    arguments = [
+        f"--run-dir={folder}",
+        f"--epochs={EPOCHS}",
+        f"--global-batch-size={workload.batch_size}",
+        f"--simulated-devices={options.replicas if options.replicas > 1 else 0}",
+        "--patience=10",
+    ]
+    with contextlib.redirect_stdout(sys.stderr):
+        train.main([*arguments, *(["--async-checkpoints"] if options.async_checkpoints else [])])
+for began, ended, seconds in zip(marks[:-1], marks[1:], validating[1:], strict=True):
+    measured.add("train", workload.steps, ended - began - seconds)
+    measured.add("evaluation", workload.evaluation_steps * workload.batch_size, seconds)
+measured.tell()

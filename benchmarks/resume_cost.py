@@ -1,0 +1,63 @@
+"""What a position costs: seconds until the first batch is there, at the start of an epoch and at 90 % of it.
+
+    python benchmarks/resume_cost.py [--examples 1000000] [--rounds 3]
+
+It is measured for examples that are kept in memory, and for the same ones streamed, as larger sets are; each round in
+turns, medians. A resumed run waits so long more than a new one, besides reading its checkpoint.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "{{cookiecutter.project_slug}}"))
+
+import numpy as np
+import tensorflow as tf
+
+from engine import examples
+from engine.data import Batches
+
+BATCH_SIZE = 64
+
+
+def seconds_to_first_batch(count: int, position: float, *, in_memory: bool) -> float:
+    """Returns how long the batch at `position` (0 to 1) of an epoch of `count` examples takes to come."""
+    examples.BYTES_IN_MEMORY = 2**29 if in_memory else 0
+    features = np.zeros((count, 8), np.float32)
+    batches = Batches(
+        "train",
+        load_examples=lambda _: tf.data.Dataset.from_tensor_slices((features, np.zeros(count, np.int32))),
+        prepare_example=lambda features, labels: (features, labels),
+        replicas=1,
+        global_batch_size=BATCH_SIZE,
+        seed=0,
+        shuffle_buffer_size=count if in_memory else 100_000,
+    )
+    started = time.perf_counter()
+    feed = batches.feed(tf.distribute.get_strategy(), first_step=int(position * batches.steps))
+    next(feed.take(1))
+    seconds = time.perf_counter() - started
+    feed.close()
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--examples", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    cases = [(in_memory, position) for in_memory in (True, False) for position in (0.0, 0.9)]
+    seconds: dict[tuple[bool, float], list[float]] = {case: [] for case in cases}
+    for _ in range(options.rounds):
+        for in_memory, position in cases:
+            seconds[in_memory, position].append(seconds_to_first_batch(options.examples, position, in_memory=in_memory))
+    for (in_memory, position), of in seconds.items():
+        kind = "in memory" if in_memory else "streamed "
+        print(f"{options.examples} examples {kind}, at {position:.0%}: {statistics.median(of):.2f} s")
+
+
+if __name__ == "__main__":
+    main()

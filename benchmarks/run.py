@@ -1,0 +1,214 @@
+"""Measures train.py as it ships beside other loops: the same models, data and batches, in turns, on this machine.
+
+    python benchmarks/run.py [--rounds 3] [--workloads mlp cnn] [--replicas 1 2] [--orbit <python with Orbit>]
+
+Each figure is the median of its rounds; a round runs every program once, each in a process of its own, one after the
+other. It writes results.json, results.md and overhead.png into --output; rows that are there already and are not
+measured again stay, with the command that gave them.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PROJECT = HERE.parent / "{{cookiecutter.project_slug}}"
+SECONDS_AT_MOST = 600
+FIGURES = ("training steps/s", "evaluation examples/s", "start to first step, s", "peak memory, MiB")
+OVERHEAD = {f"wide{variables}": variables for variables in (4, 40, 400)}
+
+
+def programs(orbit: str | None) -> dict[str, dict[str, Any]]:
+    """Returns what is measured, by name: script, interpreter, arguments and environment."""
+    measured: dict[str, dict[str, Any]] = {
+        "train.py": {"script": "ours.py"},
+        "tutorial": {"script": "tutorial.py"},
+        "Keras fit, 1 step": {"script": "keras_fit.py", "arguments": ["--steps-per-execution=1"]},
+        "Keras fit, K steps": {"script": "keras_fit.py"},
+    }
+    if orbit:
+        legacy = {"TF_USE_LEGACY_KERAS": "1"}
+        measured["Orbit, Keras 3"] = {"script": "orbit_trainer.py", "python": orbit}
+        measured["Orbit, tf-keras"] = {"script": "orbit_trainer.py", "python": orbit, "environment": legacy}
+    measured["bare limit"] = {"script": "bare.py"}
+    return measured
+
+
+def measure(program: dict[str, Any], workload: str, replicas: int, workers: int = 1) -> dict[str, Any]:
+    """Runs a program once; returns its figures, those of the first process of several, or {"error": its last line}."""
+    command = [
+        program.get("python", sys.executable),
+        str(HERE / "loops" / program["script"]),
+        workload,
+        f"--replicas={replicas}",
+        *program.get("arguments", []),
+    ]
+    environment = {
+        **os.environ,
+        **program.get("environment", {}),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(PROJECT)]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    addresses = [f"127.0.0.1:{_free_port()}" for _ in range(workers)]
+    processes = []
+    for index in range(workers):
+        if workers > 1:
+            task = {"type": "worker", "index": index}
+            environment["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
+        environment["BENCHMARK_STARTED"] = repr(time.time())
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        outputs = [process.communicate(timeout=SECONDS_AT_MOST) for process in processes]
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {SECONDS_AT_MOST} s"}
+    finally:
+        for process in processes:
+            process.kill()
+    if any(process.returncode for process in processes):
+        said = [line for _, errors in outputs for line in errors.splitlines() if "Error" in line]
+        return {"error": (said or ["ended with an error"])[-1][:200]}
+    return json.loads(outputs[0][0].splitlines()[-1])
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns each figure's median, lowest and highest value, or the error that one round ended with."""
+    for one in rounds:
+        if "error" in one:
+            return one
+    values = {name: [one[name] for one in rounds] for name in FIGURES if all(name in one for one in rounds)}
+    return {name: {"median": statistics.median(of), "low": min(of), "high": max(of)} for name, of in values.items()}
+
+
+def machine() -> dict[str, Any]:
+    """Returns what the figures depend on."""
+    packages = ("tensorflow", "keras", "numpy")
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        models = {line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")}
+    return {
+        "cpu": f"{len(os.sched_getaffinity(0))} cores of {', '.join(models)}",
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def as_markdown(results: dict[str, Any]) -> str:
+    """Returns one table per figure: a line per workload and layout, a column per program."""
+    names = list(dict.fromkeys(name for row in results["rows"] for name in row["programs"]))
+    lines = ["Medians of the rounds (lowest to highest), by", ""]
+    lines += [f"- `{command}`" for command in dict.fromkeys(row["command"] for row in results["rows"])]
+    lines += ["", *(f"{name}: {value}  " for name, value in results["machine"].items())]
+    for figure in FIGURES:
+        lines += [
+            "",
+            f"## {figure[0].upper()}{figure[1:]}",
+            "",
+            f"| | {' | '.join(names)} |",
+            "|---" * (len(names) + 1) + "|",
+        ]
+        for row in results["rows"]:
+            cells = [_cell(row["programs"].get(name), figure) for name in names]
+            lines.append(f"| {row['workload']}, {_layout(row)} | {' | '.join(cells)} |")
+    failed = [
+        f"- {name}, {row['workload']}, {_layout(row)}: `{found['error']}`"
+        for row in results["rows"]
+        for name, found in row["programs"].items()
+        if "error" in found
+    ]
+    return "\n".join([*lines, *(["", "## What failed", "", *failed] if failed else [])]) + "\n"
+
+
+def _layout(row: dict[str, Any]) -> str:
+    return f"{row['workers']} processes" if row["workers"] > 1 else f"{row['replicas']} replica(s)"
+
+
+def _cell(found: dict[str, Any] | None, figure: str) -> str:
+    if not found or figure not in found:
+        return "fails" if found and "error" in found else "-"
+    of = found[figure]
+    digits = 0 if of["median"] >= 100 else 1
+    return f"{of['median']:,.{digits}f} ({of['low']:,.{digits}f} to {of['high']:,.{digits}f})"
+
+
+def draw_overhead(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draws the time of a step as replicas and variables grow, of train.py and of the bare limit."""
+    import matplotlib.figure
+
+    rows = [row for row in rows if row["workload"] in OVERHEAD and row["workers"] == 1]
+    if not rows:
+        return
+    figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for color, replicas in zip(("C0", "C1", "C2", "C3"), sorted({row["replicas"] for row in rows}), strict=False):
+        for name, style in (("train.py", "-o"), ("bare limit", "--x")):
+            points = [
+                (OVERHEAD[row["workload"]], 1000 / row["programs"][name]["training steps/s"]["median"])
+                for row in rows
+                if row["replicas"] == replicas and "error" not in row["programs"][name]
+            ]
+            axes.plot(*zip(*sorted(points), strict=True), style, color=color, label=f"{name}, {replicas} replica(s)")
+    axes.set(xlabel="variables", ylabel="milliseconds per step", xscale="log", yscale="log")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workloads", nargs="+", default=["mlp", "cnn", "transformer", "bert"])
+    parser.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--workers", nargs="*", type=int, default=[2], help="numbers of processes to try the first on")
+    parser.add_argument("--overhead", action="store_true", help="models of 4, 40 and 400 variables too")
+    parser.add_argument("--orbit", help="a Python interpreter that has tf-models-official and tf-keras")
+    parser.add_argument("--output", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    layouts = [(workload, replicas, 1) for workload in options.workloads for replicas in options.replicas]
+    layouts += [(options.workloads[0], 1, workers) for workers in options.workers]
+    layouts += [(workload, replicas, 1) for workload in OVERHEAD for replicas in options.replicas if options.overhead]
+    everything = programs(options.orbit)
+    options.output.mkdir(parents=True, exist_ok=True)
+    written = options.output / "results.json"
+    rows = json.loads(written.read_text(encoding="utf-8"))["rows"] if written.exists() else []
+    command = f"python benchmarks/run.py {' '.join(sys.argv[1:])}".strip()
+    if options.orbit:
+        command = command.replace(options.orbit, "<python with Orbit>")
+    for workload, replicas, workers in layouts:
+        chosen = {
+            name: program
+            for name, program in everything.items()
+            if workload not in OVERHEAD or name in ("train.py", "bare limit")
+        }
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+        for _ in range(options.rounds):
+            for name, program in chosen.items():
+                found[name].append(measure(program, workload, replicas, workers))
+                print(f"{workload}, {replicas} x {workers}, {name}: {found[name][-1]}", flush=True)
+        layout = {"workload": workload, "replicas": replicas, "workers": workers}
+        rows = [row for row in rows if any(row[name] != value for name, value in layout.items())]
+        of_programs = {name: medians(rounds) for name, rounds in found.items()}
+        rows.append({**layout, "rounds": options.rounds, "command": command, "programs": of_programs})
+        results = {"machine": machine(), "rows": rows}
+        written.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        (options.output / "results.md").write_text(as_markdown(results), encoding="utf-8")
+    draw_overhead(rows, options.output / "overhead.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What task.prepare_example makes of the examples: a whole batch in one go where that is possible, else one by one."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from engine.errors import BadInput
+from engine.examples import Examples
+
+# Calls under way at once; a core takes the next one without having to be woken. More than there are cores of any use.
+PARALLEL_CALLS = 64
+
+
+class Preparation:
+    """Prepares examples of a split, and gives each a weight: its own or 1, and 0 to the padding behind the last one."""
+
+    def __init__(self, prepare_example: Callable[..., Any], *, training: bool) -> None:
+        self._prepare_example = prepare_example
+        self._training = training
+        self._takes = {"training", "seed"} & set(inspect.signature(prepare_example).parameters)
+        # Traced once each, and not anew for each pass.
+        self._one = tf.function(self._prepare_one)
+        self._batch = tf.function(self._prepare_batch)
+        self._vectorizes = False
+
+    def batch_spec(self, examples: Examples, size: int) -> Any:
+        """Returns the type of batches of `size` prepared examples, as tf.TensorSpec; finds out how to prepare them."""
+        numbered = examples.in_order(0, size, seed=None, shuffle_buffer_size=1)
+        seed = tf.zeros([2], tf.int64)
+        # A seed is different for each example, and no operation that draws takes several.
+        if examples.have_one_shape and "seed" not in self._takes:
+            self._vectorizes = True
+            # Whatever an operation says that cannot be vectorized: the other way works, or tells what is wrong.
+            with contextlib.suppress(Exception), _silent():
+                return numbered.batch(size, drop_remainder=True).map(self.of_batch(0, seed)).element_spec
+            self._vectorizes = False
+        return self.one_by_one(numbered, 0, seed).batch(size, drop_remainder=True).element_spec
+
+    @property
+    def is_of_batches(self) -> bool:
+        """Whether a whole batch can be prepared in one go."""
+        return self._vectorizes
+
+    def of_batch(self, length: int, seed: tf.Tensor) -> Callable[[tf.Tensor, Any], Any]:
+        """Returns a function from places (int64, [n]) and examples ([n, ...]) to (features, labels, weights).
+
+        Args:
+            length: the first place that holds padding.
+            seed: int64 [2]; each example's seed is made from it and its place.
+        """
+        length = tf.constant(length, tf.int64)
+        return lambda places, examples: self._batch(places, examples, length, seed)
+
+    def one_by_one(self, numbered: tf.data.Dataset, length: int, seed: tf.Tensor) -> tf.data.Dataset:
+        """Returns single prepared examples (features, label, weight) of single ones (place, example)."""
+        length = tf.constant(length, tf.int64)
+        return numbered.map(
+            lambda place, example: self._one(place, example, length, seed),
+            num_parallel_calls=PARALLEL_CALLS,
+        )
+
+    def _prepare_batch(self, places: tf.Tensor, examples: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
+        # Without fallback, because an operation that cannot be vectorized would run for one example after the other.
+        return tf.vectorized_map(
+            lambda each: self._prepare_one(*each, length, seed), (places, examples), fallback_to_while_loop=False
+        )
+
+    def _prepare_one(self, place: tf.Tensor, example: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
+        features, labels, *own_weight = example
+        options = {"training": self._training}
+        if "seed" in self._takes:
+            # Made from the place in the epoch: the same after a resume and for any replicas.
+            options["seed"] = tf.random.experimental.stateless_fold_in(seed, place)
+        prepared = self._prepare_example(features, labels, **{name: options[name] for name in self._takes})
+        if not isinstance(prepared, tuple) or len(prepared) != 2:
+            raise BadInput(f"task.prepare_example returned {prepared!r}: return (features, labels)")
+        # A list of numbers is one tensor to tf.data.
+        features, labels = (tf.convert_to_tensor(each) if isinstance(each, list) else each for each in prepared)
+        weight = tf.cast(own_weight[0], tf.float32) if own_weight else tf.constant(1.0)
+        return features, labels, tf.where(place < length, weight, 0.0)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keeps TensorFlow from telling of what is tried and may fail."""
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel("CRITICAL")
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

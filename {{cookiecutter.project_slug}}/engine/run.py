@@ -1,0 +1,83 @@
+"""How a run begins, how it is taken up again, and what it comes to.
+
+`program` is the module train.py, with its global objects.
+"""
+
+from types import ModuleType
+from typing import Any
+
+from engine import objects
+from engine.checkpoint import read_newest, weights_sha256
+from engine.errors import BadInput
+from engine.initial_weights import load_initial_weights
+from engine.replicas import is_seed
+from engine.run_directory import RESULT
+from engine.state import State, Values
+
+
+def is_finished(result: dict[str, Any], settings: Any) -> bool:
+    """Returns whether a run that ended with `result` has nothing left to do for the settings epochs and patience."""
+    epochs, without_improvement = (result.get(name) for name in ("epochs", "epochs_without_improvement"))
+    if not isinstance(epochs, int) or not isinstance(without_improvement, int):
+        return False
+    return epochs >= settings.epochs or (settings.patience is not None and without_improvement >= settings.patience)
+
+
+def resume(program: ModuleType) -> str | None:
+    """Takes up the run where its newest whole checkpoint was made; returns which, or None if there is none yet.
+
+    Raises:
+        BadInput: there was one, or the run has gone further than it is asked to.
+    """
+    settings, checkpoints, best = program.config, program.checkpoints, program.best
+    from_chief = program.workers.from_chief
+    newest = from_chief(lambda: read_newest(checkpoints, best))
+    if newest is None:
+        if from_chief(lambda: (settings.run_dir / RESULT).exists() or len(best.paths()) > 1):
+            raise BadInput(
+                f"{checkpoints.directory} is empty, and the run has gone far: bring the checkpoints back, begin a new "
+                "--run-dir with --init-from this one, or use --fresh, which moves the run aside"
+            )
+        return None
+    path, values, progress = newest
+    if progress.epochs_begun() > settings.epochs:
+        raise BadInput(
+            f"--epochs {settings.epochs}: the run was stopped in epoch {progress.epochs_begun()}: ask for that many"
+        )
+    program.progress = progress
+    checkpoints.state.assign(values)
+    return f"resumed from {path.name}"
+
+
+def initialize(program: ModuleType) -> str:
+    """Begins with the weights of --init-from; returns which they are. Raises BadInput if they do not fit."""
+    settings, model = program.config, program.task.model
+    variables = objects.model_variables(model)
+    weights = State(program.strategy, {name: each for name, each in variables.items() if not is_seed(name)})
+
+    def load() -> tuple[str, Values]:
+        report = load_initial_weights(settings.init_from, model, partial=settings.init_partial)
+        return report, weights.values()
+
+    report, values = program.workers.from_chief(load)
+    weights.assign(values)
+    if program.moving_average:
+        program.moving_average.start_anew()
+    return report
+
+
+def test_the_best(program: ModuleType) -> dict[str, Any]:
+    """Returns what result.json holds: the test metrics of the best weights, and what the run came to."""
+    progress = program.progress
+    fingerprint = weights_sha256(objects.model_variables(program.task.model))
+    program.best.restore(program.best.path(progress.best_step))
+    return {
+        **program.test(),
+        "epochs": progress.epoch,
+        "step": progress.step,
+        "best_epoch": progress.best_epoch,
+        f"best_{program.config.monitor}": progress.best_score,
+        "epochs_without_improvement": progress.epochs_without_improvement(),
+        "seconds": progress.seconds,
+        "weights_sha256": fingerprint,
+    }
