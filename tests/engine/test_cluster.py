@@ -13,7 +13,7 @@ import tensorflow as tf
 from engine import strategy as strategies
 from engine.cluster import Cluster, find_cluster
 from engine.errors import BadInput
-from engine.meeting import gone, meet
+from engine.meeting import lost, meet
 from engine.workers import _accused
 from rendering import PROJECT, run
 
@@ -151,9 +151,26 @@ def meeting(tasks: list[Cluster], facts: list[dict[str, Any]], *, seconds: float
 def test_tasks_that_come_one_after_the_other_meet_and_free_their_addresses() -> None:
     tasks = local(3)
     assert meeting(tasks, [{"--epochs": 5}] * 3, seconds=20) == [None, None, None]
-    assert len(gone(tasks[0])) == 2
+    assert lost(tasks[0]) == [f"worker {index} ({tasks[0].tasks()[f'worker {index}']}) is gone" for index in (1, 2)]
     for address in tasks[0].tasks().values():
         socket.create_server(("127.0.0.1", int(address.split(":")[1]))).close()
+
+
+def test_task_that_is_stopped_is_told_from_those_that_have_ended_and_comes_first() -> None:
+    tasks = local(4)
+    addresses = tasks[0].tasks()
+    # The system takes connections for a stopped process, which never speaks.
+    with (
+        socket.create_server(("127.0.0.1", int(addresses["worker 3"].split(":")[1]))),
+        socket.create_server(("127.0.0.1", int(addresses["worker 2"].split(":")[1]))) as well,
+        concurrent.futures.ThreadPoolExecutor(1) as thread,
+    ):
+        greeting = thread.submit(lambda: well.accept()[0].send(b"\0"))
+        assert lost(tasks[0]) == [
+            f"worker 3 ({addresses['worker 3']}) does not answer",
+            f"worker 1 ({addresses['worker 1']}) is gone",
+        ]
+        assert greeting.result() == 1
 
 
 def test_missing_task_is_named_within_the_deadline() -> None:

@@ -61,10 +61,25 @@ def meet(cluster: Cluster, facts: dict[str, Any], *, timeout: float) -> None:
             time.sleep(SECONDS_BETWEEN_TRIES)
 
 
-def gone(cluster: Cluster) -> list[str]:
-    """Returns the other tasks, with their addresses, that nothing listens for any more."""
-    tasks = cluster.tasks()
-    return [f"{task} ({tasks[task]})" for task in tasks if task != cluster.name and not is_listening(tasks[task])]
+def lost(cluster: Cluster) -> list[str]:
+    """Returns "TASK (ADDRESS) does not answer" and "... is gone" for the other tasks; none while all are well.
+
+    Who does not answer comes first: the others may have ended because of that.
+    """
+    silent, ended = [], []
+    for task, address in cluster.tasks().items():
+        if task == cluster.name:
+            continue
+        try:
+            with _connect(address) as connection:
+                # A gRPC server speaks first. Without hearing it a stopped process would seem well: the system accepts.
+                if not connection.recv(1):
+                    raise ConnectionResetError
+        except TimeoutError:
+            silent.append(f"{task} ({address}) does not answer")
+        except OSError:
+            ended.append(f"{task} ({address}) is gone")
+    return silent + ended
 
 
 def is_listening(address: str) -> bool:

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from engine.cluster import Cluster, find_cluster
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost
-from engine.meeting import gone
+from engine.meeting import lost
 
 # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
 CHUNK = 2**24
@@ -140,13 +140,11 @@ def peers_named() -> Iterator[None]:
         if cluster is None or not isinstance(problem, OF_CONNECTIONS):
             raise
         deadline = time.monotonic() + SECONDS_UNTIL_GONE
-        while not (missing := gone(cluster)) and time.monotonic() < deadline:
+        while not (who := ", ".join(lost(cluster))) and time.monotonic() < deadline:
             time.sleep(0.2)
-        if missing:
-            who = f"{', '.join(missing)} is gone"
-        elif silent := _accused(str(problem), cluster):
-            who = f"{silent} does not answer, or failed"
-        else:
+        if not who and (accused := _accused(str(problem), cluster)):
+            who = f"{accused} does not answer, or failed"
+        if not who:
             raise
         raise PeerLost(
             f"{who}: look at its log, then start the same command, without --fresh, on all; what was saved is whole"
