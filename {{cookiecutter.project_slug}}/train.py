@@ -130,10 +130,10 @@ def build(settings: Config) -> None:
             objects.check_scope(strategy, of_split, "task.create_metrics")
         trained = objects.trainable_variables(task.model)
         moving_average = MovingAverage(trained, config.ema_decay) if config.ema_decay else None
-    objects.build_metrics(task, synchronous(strategy), batches["train"].element_spec)
-    # To the hooks it is yes or no; config.json holds what was asked for.
+    # To the steps it is yes or no; config.json holds what was asked for.
     jit = resolve_jit(config.jit, task, strategy, batches["train"].element_spec)
     task.config = dataclasses.replace(config, jit=jit)
+    objects.build_metrics(task, synchronous(strategy), batches["train"].element_spec)
     objects.check_objects(task, config, synchronous(strategy), batches["train"].element_spec)
     direction = resolve_direction(config.monitor, config.monitor_direction)
     weights = objects.model_variables(task.model)
@@ -198,6 +198,7 @@ def compile_steps(distributed_step: Callable[..., tf.Tensor]) -> Callable[..., t
     A stack is several batches in one, [batches, share, ...] on each replica.
     """
     scalar = tf.TensorSpec((), tf.int32)
+    replicas = synchronous(strategy)
 
     # With a signature, because a graph would be traced for each size of a stack otherwise. Batches of all splits are of
     # one type.
@@ -206,7 +207,7 @@ def compile_steps(distributed_step: Callable[..., tf.Tensor]) -> Callable[..., t
         losses = tf.TensorArray(tf.float32, count, element_shape=())
         # `count` is a tensor, so this loop runs in the graph, and any number of steps shares one graph.
         for index in tf.range(count):
-            batch = synchronous(strategy).run(batch_of, args=(stack, first + index))
+            batch = replicas.run(batch_of, args=(stack, first + index))
             losses = losses.write(index, distributed_step(batch))
         return losses.stack()
 
