@@ -45,8 +45,7 @@ class Batches:
     batch is padded with copies of weight 0, so that each example counts exactly once.
 
     Attributes:
-        examples: the user's tf.data.Dataset of single examples.
-        number_of_examples: how many it holds.
+        number_of_examples: how many examples it has.
         steps: batches in one pass.
         left_out: examples that one pass leaves out.
         element_spec: what one replica receives, as tf.TensorSpec: static shapes [share, ...].
@@ -88,7 +87,6 @@ class Batches:
             ]
         else:
             self._parts = [Examples(load_examples(split), of)]
-        self.examples = self._parts[0].dataset
         lengths = [part.length for part in self._parts]
         self.number_of_examples = sum(lengths)
         self._load_examples = load_examples
@@ -111,7 +109,7 @@ class Batches:
             raise
         except Exception as problem:
             raise BadInput(
-                f"task.prepare_example failed on an example of {as_text(self.examples.element_spec)}, as "
+                f"task.prepare_example failed on an example of {as_text(self._parts[0].element_spec)}, as "
                 f"task.load_examples({split!r}) returned it ({first_line(problem)}): examples come one by one, not in "
                 "batches"
             ) from problem
@@ -122,7 +120,7 @@ class Batches:
         self._feed: Feed | None = None
         self._bytes_of_batch = replicas * bytes_of(self.element_spec)
         whole = self._parts[0]
-        read = global_batch_size * bytes_of(whole.dataset.element_spec) if whole.have_one_shape else 0
+        read = global_batch_size * bytes_of(whole.element_spec) if whole.have_one_shape else 0
         self._prepared_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(read, self._bytes_of_batch)))
 
     def read(self, strategy: tf.distribute.Strategy, pipeline: int) -> None:
@@ -145,7 +143,7 @@ class Batches:
 
     def stack_spec(self, strategy: tf.distribute.Strategy) -> Any:
         """Returns the type of what a Feed hands to the compiled steps: a stack of batches for each replica."""
-        empty = tf.data.Dataset.range(1).map(lambda zero: empty_stack(self.element_spec, zero))
+        empty = tf.data.Dataset.range(1).map(functools.partial(empty_stack, self.element_spec))
         return synchronous(strategy).distribute_datasets_from_function(lambda _: empty).element_spec
 
     def one_by_one(self, strategy: tf.distribute.Strategy, *, epoch: int = 0, first_step: int = 0) -> Iterator[Any]:
@@ -229,6 +227,7 @@ class Batches:
         return prepared.batch(self.share, drop_remainder=True).prefetch(tf.data.AUTOTUNE).with_options(_options())
 
 
+@tf.autograph.experimental.do_not_convert
 def batch_of(stack: Any, index: tf.Tensor) -> Any:
     """Returns batch number `index` of a stack, on one replica."""
     # The default strategy leaves a stack in the host's memory: a GPU would fetch all of it for each batch.

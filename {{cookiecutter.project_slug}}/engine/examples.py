@@ -20,8 +20,9 @@ class Examples:
     """Examples one by one, in a fixed order: those of one split, or of one process's part of it.
 
     Attributes:
-        dataset: the user's tf.data.Dataset.
-        length: how many it holds.
+        length: how many there are.
+        element_spec: the type of one.
+        have_one_shape: whether all of them are tensors of one known shape.
     """
 
     def __init__(self, dataset: Any, hook: str, length: int | None = None) -> None:
@@ -32,8 +33,9 @@ class Examples:
         self._hook = hook
         self.length = _checked_length(hook, dataset) if length is None else length
         # A set that holds fewer than it says would shift all batches after it.
-        self.dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.length))
-        leaves = tf.nest.flatten(dataset.element_spec)
+        self._dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.length))
+        self.element_spec = dataset.element_spec
+        leaves = tf.nest.flatten(self.element_spec)
         self.have_one_shape = all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in leaves)
         self._kept: Any = None  # All examples in one structure of tensors [length, ...].
 
@@ -98,14 +100,14 @@ class Examples:
         self, first: tf.Tensor, end: int, *, seed: tf.Tensor | None, shuffle_buffer_size: int
     ) -> tf.data.Dataset:
         """Returns (place, example), one by one and not from memory, as `batches` does."""
-        examples = self.dataset
+        examples = self._dataset
         if seed is not None:
             # TensorFlow mixes it with the seed of the graph, and compares that one with 0 first: a tensor cannot be.
             tf.compat.v1.set_random_seed(1)
             buffer_size = min(self.length, shuffle_buffer_size)
             examples = examples.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=False)
         if end > self.length:
-            examples = examples.concatenate(self.dataset.take(1).repeat(end - self.length))
+            examples = examples.concatenate(self._dataset.take(1).repeat(end - self.length))
         return examples.take(end).skip(first).enumerate(start=first)
 
     def keep(self, shuffle_buffer_size: int | None) -> None:
@@ -113,15 +115,16 @@ class Examples:
         if self._kept is None and self._is_kept(shuffle_buffer_size):
             try:
                 with tf.device("CPU:0"):
-                    self._kept = self.dataset.batch(self.length).get_single_element()
+                    self._kept = self._dataset.batch(self.length).get_single_element()
+                self._dataset = None  # It may be of arrays, which would stay in memory beside what is kept.
             except tf.errors.OpError as problem:
                 raise BadInput(f"{self._hook} failed while it was read ({first_line(problem)}): mend it") from problem
 
     def _is_kept(self, shuffle_buffer_size: int | None) -> bool:
-        leaves = tf.nest.flatten(self.dataset.element_spec)
+        leaves = tf.nest.flatten(self.element_spec)
         if not self.have_one_shape or any(leaf.dtype == tf.string for leaf in leaves):
             return False  # Its size is not known.
-        fits = self.length * bytes_of(self.dataset.element_spec) <= BYTES_IN_MEMORY
+        fits = self.length * bytes_of(self.element_spec) <= BYTES_IN_MEMORY
         return fits and self.length <= (shuffle_buffer_size or self.length)
 
 

@@ -133,6 +133,7 @@ def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, share: i
     return stacks.flat_map(lambda *stack: tf.data.Dataset.range(replicas).map(functools.partial(of_replica, stack)))
 
 
+@tf.autograph.experimental.do_not_convert
 def empty_stack(batch_spec: Any, zero: tf.Tensor | int = 0) -> Any:
     """Returns a stack of no batches; if 0 is given as a tensor, of a type that fits any number of them."""
     return tf.nest.map_structure(lambda spec: tf.zeros([zero, *spec.shape], spec.dtype), batch_spec)

@@ -44,8 +44,10 @@ def in_micro_batches(loss_and_gradients: Callable[..., Any], batch: Any, *, coun
         jit: compile it with XLA. Nothing in it may need the other replicas.
     """
     compute = tf.function(loss_and_gradients, jit_compile=True) if jit else loss_and_gradients
-    if count == 1:
-        return compute(batch)
+    return compute(batch) if count == 1 else _summed_over_parts(compute, batch, count)
+
+
+def _summed_over_parts(compute: Callable[..., Any], batch: Any, count: int) -> Any:
     parts = []
     for first in range(count):
         # The next part begins when the one before has ended, so that its memory is free.
@@ -61,6 +63,8 @@ def in_micro_batches(loss_and_gradients: Callable[..., Any], batch: Any, *, coun
     return loss, gradients, tf.nest.map_structure(_interleave, *(outputs for _, _, outputs in parts))
 
 
+# There is nothing to convert in it, and AutoGraph takes a tenth of a second to find that out.
+@tf.autograph.experimental.do_not_convert
 def apply_gradients(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[Any],

@@ -69,17 +69,25 @@ class Preparation:
         )
 
     def _prepare_one(self, place: tf.Tensor, example: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
-        features, labels, *own_weight = example
-        options = {"training": self._training}
+        # Short, because AutoGraph has to convert it for the sake of the hook, and takes long.
+        prepared = self._prepare_example(*example[:2], **self._options(place, seed))
+        return self._weighted(prepared, place, example, length)
+
+    @tf.autograph.experimental.do_not_convert
+    def _options(self, place: tf.Tensor, seed: tf.Tensor) -> dict[str, Any]:
+        options = {"training": self._training} if "training" in self._takes else {}
         if "seed" in self._takes:
             # Made from the place in the epoch: the same after a resume and for any replicas.
             options["seed"] = tf.random.experimental.stateless_fold_in(seed, place)
-        prepared = self._prepare_example(features, labels, **{name: options[name] for name in self._takes})
+        return options
+
+    @tf.autograph.experimental.do_not_convert
+    def _weighted(self, prepared: Any, place: tf.Tensor, example: Any, length: tf.Tensor) -> Any:
         if not isinstance(prepared, tuple) or len(prepared) != 2:
             raise BadInput(f"task.prepare_example returned {prepared!r}: return (features, labels)")
         # A list of numbers is one tensor to tf.data.
         features, labels = (tf.convert_to_tensor(each) if isinstance(each, list) else each for each in prepared)
-        weight = tf.cast(own_weight[0], tf.float32) if own_weight else tf.constant(1.0)
+        weight = tf.cast(example[2], tf.float32) if len(example) == 3 else tf.constant(1.0)
         return features, labels, tf.where(place < length, weight, 0.0)
 
 
