@@ -46,7 +46,7 @@ test-all: test
 	@touch $@
 
 benchmark: .venv/installed .venv-orbit/installed
-	$(BIN)/python benchmarks/run.py --overhead --orbit .venv-orbit/bin/python
+	$(BIN)/python benchmarks/run.py --overhead --costs --orbit .venv-orbit/bin/python
 
 lint: .venv/installed
 	$(BIN)/ruff check .

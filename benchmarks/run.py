@@ -1,6 +1,6 @@
 """Measures train.py as it ships beside other loops: the same models, data and batches, in turns, on this machine.
 
-    python benchmarks/run.py [--rounds 3] [--workloads mlp cnn] [--replicas 1 2] [--orbit <python with Orbit>]
+    python benchmarks/run.py [--rounds 3] [--workloads mlp cnn] [--replicas 1 2] [--orbit <python with Orbit>] [--costs]
 
 Each figure is the median of its rounds; a round runs every program once, each in a process of its own, one after the
 other. It writes results.json, results.md and overhead.png into --output; rows that are there already and are not
@@ -22,15 +22,27 @@ from typing import Any
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parent / "{{cookiecutter.project_slug}}"
-SECONDS_AT_MOST = 600
-FIGURES = ("training steps/s", "evaluation examples/s", "start to first step, s", "peak memory, MiB")
+SECONDS_AT_MOST = 300
+FIGURES = (
+    "training steps/s",
+    "evaluation examples/s",
+    "start to first step, s",
+    "peak memory, MiB",
+    "added by a checkpoint, ms",
+)
 OVERHEAD = {f"wide{variables}": variables for variables in (4, 40, 400)}
+# Programs of their own, whose output is kept as it is.
+COSTS = {
+    "Checkpoints and reports in the default run": "checkpoint_cost.py",
+    "From a position in an epoch to its first batch": "resume_cost.py",
+}
 
 
 def programs(orbit: str | None) -> dict[str, dict[str, Any]]:
     """Returns what is measured, by name: script, interpreter, arguments and environment."""
     measured: dict[str, dict[str, Any]] = {
         "train.py": {"script": "ours.py"},
+        "train.py, --async-checkpoints": {"script": "ours.py", "arguments": ["--async-checkpoints"]},
         "tutorial": {"script": "tutorial.py"},
         "Keras fit, 1 step": {"script": "keras_fit.py", "arguments": ["--steps-per-execution=1"]},
         "Keras fit, K steps": {"script": "keras_fit.py"},
@@ -132,7 +144,10 @@ def as_markdown(results: dict[str, Any]) -> str:
         for name, found in row["programs"].items()
         if "error" in found
     ]
-    return "\n".join([*lines, *(["", "## What failed", "", *failed] if failed else [])]) + "\n"
+    lines += ["", "## What failed", "", *failed] if failed else []
+    for title, (command, output) in results["costs"].items():
+        lines += ["", f"## {title}", "", f"`{command}`", "", "```text", *output, "```"]
+    return "\n".join(lines) + "\n"
 
 
 def _layout(row: dict[str, Any]) -> str:
@@ -176,6 +191,7 @@ def main() -> None:
     parser.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--workers", nargs="*", type=int, default=[2], help="numbers of processes to try the first on")
     parser.add_argument("--overhead", action="store_true", help="models of 4, 40 and 400 variables too")
+    parser.add_argument("--costs", action="store_true", help="of checkpoints, reports and positions too")
     parser.add_argument("--orbit", help="a Python interpreter that has tf-models-official and tf-keras")
     parser.add_argument("--output", type=Path, default=HERE / "results")
     options = parser.parse_args()
@@ -185,7 +201,13 @@ def main() -> None:
     everything = programs(options.orbit)
     options.output.mkdir(parents=True, exist_ok=True)
     written = options.output / "results.json"
-    rows = json.loads(written.read_text(encoding="utf-8"))["rows"] if written.exists() else []
+    results = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {"rows": [], "costs": {}}
+    results["machine"] = machine()
+
+    def write() -> None:
+        written.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        (options.output / "results.md").write_text(as_markdown(results), encoding="utf-8")
+
     command = f"python benchmarks/run.py {' '.join(sys.argv[1:])}".strip()
     if options.orbit:
         command = command.replace(options.orbit, "<python with Orbit>")
@@ -198,16 +220,20 @@ def main() -> None:
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
         for _ in range(options.rounds):
             for name, program in chosen.items():
-                found[name].append(measure(program, workload, replicas, workers))
-                print(f"{workload}, {replicas} x {workers}, {name}: {found[name][-1]}", flush=True)
+                if not any("error" in one for one in found[name]):
+                    found[name].append(measure(program, workload, replicas, workers))
+                    print(f"{workload}, {replicas} x {workers}, {name}: {found[name][-1]}", flush=True)
         layout = {"workload": workload, "replicas": replicas, "workers": workers}
-        rows = [row for row in rows if any(row[name] != value for name, value in layout.items())]
+        rows = [row for row in results["rows"] if any(row[name] != value for name, value in layout.items())]
         of_programs = {name: medians(rounds) for name, rounds in found.items()}
-        rows.append({**layout, "rounds": options.rounds, "command": command, "programs": of_programs})
-        results = {"machine": machine(), "rows": rows}
-        written.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        (options.output / "results.md").write_text(as_markdown(results), encoding="utf-8")
-    draw_overhead(rows, options.output / "overhead.png")
+        results["rows"] = [*rows, {**layout, "rounds": options.rounds, "command": command, "programs": of_programs}]
+        write()
+    draw_overhead(results["rows"], options.output / "overhead.png")
+    for title, script in COSTS.items() if options.costs else ():
+        arguments = [script, f"--rounds={options.rounds}"]
+        done = subprocess.run([sys.executable, *arguments], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True)
+        results["costs"][title] = [f"python benchmarks/{' '.join(arguments)}", done.stdout.splitlines()]
+        write()
 
 
 if __name__ == "__main__":

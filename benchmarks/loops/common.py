@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import resource
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ class Measured:
         self.first_step_seconds: float | None = None
         self._seconds = {"train": 0.0, "evaluation": 0.0}
         self._count = {"train": 0, "evaluation": 0}
+        self._checkpoints: list[float] = []
 
     def first_step_is_done(self) -> None:
         self.first_step_seconds = self.first_step_seconds or time.time() - STARTED
@@ -37,6 +39,10 @@ class Measured:
         self._seconds[what] += seconds
         self._count[what] += count
 
+    def add_checkpoints(self, seconds: list[float]) -> None:
+        """Counts how long the loop stood still for each checkpoint."""
+        self._checkpoints += seconds
+
     def tell(self) -> None:
         """Prints the figures as the last line of the output."""
         rates = {what: self._count[what] / seconds for what, seconds in self._seconds.items() if seconds}
@@ -46,6 +52,8 @@ class Measured:
             "start to first step, s": self.first_step_seconds,
             "peak memory, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
+        if self._checkpoints:
+            figures["added by a checkpoint, ms"] = 1000 * statistics.median(self._checkpoints)
         print(json.dumps({name: figure for name, figure in figures.items() if figure is not None}), flush=True)
 
 

@@ -17,6 +17,7 @@ from workloads import EPOCHS
 
 import task
 import train
+from engine.checkpoint import Checkpoints
 from engine.feed import Feed
 from engine.report import Report
 
@@ -37,9 +38,10 @@ task.load_examples, task.prepare_example = load_examples, prepare_example
 task.create_model = lambda: workload.model(keras)
 task.create_optimizer = lambda total_steps: keras.optimizers.Adam(1e-3)
 
-run, one_pass, epoch = Feed.run, train.one_pass, Report.epoch
+run, one_pass, epoch, save = Feed.run, train.one_pass, Report.epoch, Checkpoints.save
 marks = []
 validating = []
+saving = []
 
 
 def measured_run(self, steps, count):
@@ -61,7 +63,14 @@ def measured_epoch(self, row, **more):
     epoch(self, row, **more)
 
 
-Feed.run, train.one_pass, Report.epoch = measured_run, measured_pass, measured_epoch
+def measured_save(self, *arguments):
+    started = time.perf_counter()
+    save(self, *arguments)
+    if self is train.checkpoints:
+        saving.append(time.perf_counter() - started)
+
+
+Feed.run, train.one_pass, Report.epoch, Checkpoints.save = measured_run, measured_pass, measured_epoch, measured_save
 gc.freeze()  # As train.py does when it is started.
 with tempfile.TemporaryDirectory() as folder:
     arguments = [
@@ -76,4 +85,5 @@ with tempfile.TemporaryDirectory() as folder:
 for began, ended, seconds in zip(marks[:-1], marks[1:], validating[1:], strict=True):
     measured.add("train", workload.steps, ended - began - seconds)
     measured.add("evaluation", workload.evaluation_steps * workload.batch_size, seconds)
+measured.add_checkpoints(saving[1:])
 measured.tell()
