@@ -31,11 +31,10 @@ class State:
 
     def values(self) -> Values:
         """Returns copies of the values: [...] of a variable that is alike, [replicas, ...] of each replica's own."""
-        values = {name: variable.numpy() for name, variable in self.alike.items()}
-        here = {
-            name: np.stack([each.numpy() for each in self.strategy.experimental_local_results(variable)])
-            for name, variable in self.own.items()
-        }
+        of_replicas = self.strategy.experimental_local_results
+        # Of the first replica's variable, because that of all takes five times as long to read.
+        values = {name: of_replicas(variable)[0].numpy() for name, variable in self.alike.items()}
+        here = {name: np.stack([each.numpy() for each in of_replicas(variable)]) for name, variable in self.own.items()}
         everywhere = self.workers.gather(here)  # [workers, replicas of each, ...]
         return values | {name: value.reshape(-1, *value.shape[2:]) for name, value in everywhere.items()}
 
