@@ -82,8 +82,9 @@ with tempfile.TemporaryDirectory() as folder:
     ]
     with contextlib.redirect_stdout(sys.stderr):
         train.main([*arguments, *(["--async-checkpoints"] if options.async_checkpoints else [])])
-for began, ended, seconds in zip(marks[:-1], marks[1:], validating[1:], strict=True):
-    measured.add("train", workload.steps, ended - began - seconds)
-    measured.add("evaluation", workload.evaluation_steps * workload.batch_size, seconds)
+if train.workers.is_chief:  # Which is the one that reports, and the one that is measured.
+    for began, ended, seconds in zip(marks[:-1], marks[1:], validating[1:], strict=True):
+        measured.add("train", workload.steps, ended - began - seconds)
+        measured.add("evaluation", workload.evaluation_steps * workload.batch_size, seconds)
 measured.add_checkpoints(saving[1:])
 measured.tell()
