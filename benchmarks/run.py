@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--workers", nargs="*", type=int, default=[2], help="numbers of processes to try the first on")
     parser.add_argument("--overhead", action="store_true", help="models of 4, 40 and 400 variables too")
-    parser.add_argument("--costs", action="store_true", help="of checkpoints, reports, positions and the parts of a step too")
+    parser.add_argument("--costs", action="store_true", help="of saves, positions and the parts of a step too")
     parser.add_argument("--orbit", help="a Python interpreter that has tf-models-official and tf-keras")
     parser.add_argument("--output", type=Path, default=HERE / "results")
     options = parser.parse_args()
