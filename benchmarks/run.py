@@ -145,6 +145,8 @@ def as_markdown(results: dict[str, Any]) -> str:
         for name, found in row["programs"].items()
         if "error" in found
     ]
+    if any(row["workload"] in OVERHEAD for row in results["rows"]):
+        lines += ["", "## Time of a step as replicas and variables grow", "", "![Time of a step](overhead.png)"]
     lines += ["", "## What failed", "", *failed] if failed else []
     for title, (command, output) in results["costs"].items():
         lines += ["", f"## {title}", "", f"`{command}`", "", "```text", *output, "```"]
@@ -188,7 +190,7 @@ def draw_overhead(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workloads", nargs="+", default=["mlp", "cnn", "transformer", "bert"])
+    parser.add_argument("--workloads", nargs="*", default=["mlp", "cnn", "transformer", "bert"])
     parser.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--workers", nargs="*", type=int, default=[2], help="numbers of processes to try the first on")
     parser.add_argument("--overhead", action="store_true", help="models of 4, 40 and 400 variables too")
@@ -197,7 +199,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results")
     options = parser.parse_args()
     layouts = [(workload, replicas, 1) for workload in options.workloads for replicas in options.replicas]
-    layouts += [(options.workloads[0], 1, workers) for workers in options.workers]
+    layouts += [(workload, 1, workers) for workload in options.workloads[:1] for workers in options.workers]
     layouts += [(workload, replicas, 1) for workload in OVERHEAD for replicas in options.replicas if options.overhead]
     everything = programs(options.orbit)
     options.output.mkdir(parents=True, exist_ok=True)

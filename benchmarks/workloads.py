@@ -102,9 +102,9 @@ WORKLOADS = {
     "transformer": Workload(transformer, _tokens(1000, 32), steps=60, evaluation_steps=30, steps_per_execution=20),
     "bert": Workload(bert, _tokens(30522, 64), steps=8, evaluation_steps=8, batch_size=32, steps_per_execution=4),
 }
-for _variables in (4, 40, 400):
+for _variables, _steps in ((4, 1200), (40, 600), (400, 100)):
     WORKLOADS[f"wide{_variables}"] = Workload(
-        lambda keras, variables=_variables: wide(keras, variables), _numbers(8), steps=100, evaluation_steps=10
+        lambda keras, variables=_variables: wide(keras, variables), _numbers(8), steps=_steps, evaluation_steps=10
     )
 EPOCHS = 4
 """Of which the first one, in which everything is compiled, is not counted."""
