@@ -1,5 +1,7 @@
 """Batches hold the right examples, once each, whatever the number of replicas and input pipelines."""
 
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -110,6 +112,21 @@ def test_global_batches_are_the_same_for_any_number_of_input_pipelines() -> None
     for step, expected in enumerate(reference):
         shares = [share for part in parts for share in part[2 * step : 2 * step + 2]]
         np.testing.assert_array_equal(np.concatenate(shares), expected)
+
+
+@pytest.mark.parametrize(("buffer_size", "is_kept"), [(1000, True), (10, False)])
+def test_dataset_is_let_go_once_its_examples_are_kept(buffer_size: int, is_kept: bool) -> None:
+    loaded = []
+
+    def load(_: str) -> tf.data.Dataset:
+        dataset = tf.data.Dataset.from_tensor_slices((np.arange(40), np.arange(40)))
+        loaded.append(weakref.ref(dataset))
+        return dataset
+
+    of = batches(load_examples=load, shuffle_buffer_size=buffer_size)
+    of.read(tf.distribute.get_strategy(), 0)
+    gc.collect()
+    assert (loaded[0]() is None) == is_kept
 
 
 def test_pipeline_prepares_its_own_share_only() -> None:
