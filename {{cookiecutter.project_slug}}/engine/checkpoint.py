@@ -70,7 +70,7 @@ class Checkpoints:
         self.keep = keep
         self.writer = writer or Writer()
         # A mask may be infinite from the start; a weight that becomes so has diverged.
-        self._infinite = {name for name, variable in state.alike.items() if _has(tf.math.is_inf, variable)}
+        self._infinite = {name for name, variable in state.alike.items() if not _all_finite(variable.numpy())}
 
     def paths(self) -> list[Path]:
         """Returns the checkpoints there are, oldest first."""
@@ -94,8 +94,9 @@ class Checkpoints:
         from_chief(self.writer.wait_for_room)
         values, record = self.state.values(), {**record, "step": step}
         for name, value in values.items():
-            infinite = name not in self._infinite and _has(np.isinf, value)
-            if not name.startswith("metrics/") and (infinite or _has(np.isnan, value)):
+            if name.startswith("metrics/") or _all_finite(value):
+                continue
+            if name not in self._infinite or np.isnan(value).any():
                 raise Diverged(f"after step {step} the variable {name} is not finite")
         from_chief(lambda: self.writer.submit(lambda: self._write(step, values, record)))
         return self.path(step)
@@ -253,9 +254,9 @@ def weights_sha256(variables: dict[str, tf.Variable]) -> str:
     return digest.hexdigest()
 
 
-def _has(kind: Callable[[Any], Any], value: np.ndarray | tf.Variable) -> bool:
-    """Returns whether a number in `value` is of a kind, such as np.isnan; whole numbers and texts are of none."""
-    return tf.as_dtype(value.dtype).is_floating and bool(np.any(kind(value)))
+def _all_finite(value: np.ndarray) -> bool:
+    """Returns whether no number is infinite or NaN; whole numbers and texts are neither."""
+    return not tf.as_dtype(value.dtype).is_floating or bool(np.isfinite(value).all())
 
 
 def _remove(path: Path) -> None:
