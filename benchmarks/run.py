@@ -8,14 +8,17 @@ measured again stay, with the command that gave them.
 """
 
 import argparse
+import compileall
 import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -56,7 +59,7 @@ def programs(orbit: str | None) -> dict[str, dict[str, Any]]:
     return measured
 
 
-def measure(program: dict[str, Any], workload: str, replicas: int, workers: int = 1) -> dict[str, Any]:
+def measure(program: dict[str, Any], project: Path, workload: str, replicas: int, workers: int = 1) -> dict[str, Any]:
     """Runs a program once; returns its figures, those of the first process of several, or {"error": its last line}."""
     command = [
         program.get("python", sys.executable),
@@ -68,8 +71,7 @@ def measure(program: dict[str, Any], workload: str, replicas: int, workers: int 
     environment = {
         **os.environ,
         **program.get("environment", {}),
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(PROJECT)]),
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(project)]),
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     addresses = [f"127.0.0.1:{_free_port()}" for _ in range(workers)]
@@ -214,23 +216,27 @@ def main() -> None:
     command = f"python benchmarks/run.py {' '.join(sys.argv[1:])}".strip()
     if options.orbit:
         command = command.replace(options.orbit, "<python with Orbit>")
-    for workload, replicas, workers in layouts:
-        chosen = {
-            name: program
-            for name, program in everything.items()
-            if workload not in OVERHEAD or name in ("train.py", "bare limit")
-        }
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
-        for _ in range(options.rounds):
-            for name, program in chosen.items():
-                if not any("error" in one for one in found[name]):
-                    found[name].append(measure(program, workload, replicas, workers))
-                    print(f"{workload}, {replicas} x {workers}, {name}: {found[name][-1]}", flush=True)
-        layout = {"workload": workload, "replicas": replicas, "workers": workers}
-        rows = [row for row in results["rows"] if any(row[name] != value for name, value in layout.items())]
-        of_programs = {name: medians(rounds) for name, rounds in found.items()}
-        results["rows"] = [*rows, {**layout, "rounds": options.rounds, "command": command, "programs": of_programs}]
-        write()
+    with tempfile.TemporaryDirectory() as folder:
+        # Compiled to bytecode, as a project is from its second start on.
+        project = Path(shutil.copytree(PROJECT, Path(folder, "project")))
+        compileall.compile_dir(project, quiet=1)
+        for workload, replicas, workers in layouts:
+            chosen = {
+                name: program
+                for name, program in everything.items()
+                if workload not in OVERHEAD or name in ("train.py", "bare limit")
+            }
+            found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+            for _ in range(options.rounds):
+                for name, program in chosen.items():
+                    if not any("error" in one for one in found[name]):
+                        found[name].append(measure(program, project, workload, replicas, workers))
+                        print(f"{workload}, {replicas} x {workers}, {name}: {found[name][-1]}", flush=True)
+            layout = {"workload": workload, "replicas": replicas, "workers": workers}
+            rows = [row for row in results["rows"] if any(row[name] != value for name, value in layout.items())]
+            of_programs = {name: medians(rounds) for name, rounds in found.items()}
+            results["rows"] = [*rows, {**layout, "rounds": options.rounds, "command": command, "programs": of_programs}]
+            write()
     draw_overhead(results["rows"], options.output / "overhead.png")
     for title, script in COSTS.items() if options.costs else ():
         arguments = [script, f"--rounds={options.rounds}"]
