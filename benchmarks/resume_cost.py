@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from engine import examples
 from engine.data import Batches
+from engine.preparation import Preparation
 
 BATCH_SIZE = 64
 
@@ -30,7 +31,7 @@ def seconds_to_first_batch(count: int, position: float, *, in_memory: bool) -> f
     batches = Batches(
         "train",
         load_examples=lambda _: tf.data.Dataset.from_tensor_slices((features, np.zeros(count, np.int32))),
-        prepare_example=lambda features, labels: (features, labels),
+        preparation=Preparation(lambda features, labels: (features, labels), training=True),
         replicas=1,
         global_batch_size=BATCH_SIZE,
         seed=0,

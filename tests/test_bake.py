@@ -19,6 +19,7 @@ FILES = {
     "deploy/kubernetes.yaml",
     "deploy/slurm.sh",
     "engine/__init__.py",
+    "engine/autograph.py",
     "engine/check.py",
     "engine/checkpoint.py",
     "engine/cluster.py",

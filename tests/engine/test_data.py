@@ -12,6 +12,7 @@ import tensorflow as tf
 from engine.data import Batches, check_same_structure, per_replica_batch_size
 from engine.errors import BadInput
 from engine.feed import stack_sizes
+from engine.preparation import Preparation
 from engine.strategy import create_strategy
 
 
@@ -34,7 +35,8 @@ def batches(split: str = "train", *, count: int = 37, replicas: int = 1, **chang
         "shuffle_buffer_size": 1000,
         **changes,
     }
-    return Batches(split, **arguments)
+    preparation = Preparation(arguments.pop("prepare_example"), training=split == "train")
+    return Batches(split, preparation=preparation, **arguments)
 
 
 def global_batches(of: Batches, replicas: int, *, epoch: int = 0, first_step: int = 0) -> list[list[np.ndarray]]:
@@ -229,7 +231,7 @@ def test_examples_of_unknown_shape_are_refused() -> None:
         lengths = tf.data.Dataset.range(9)
         return lengths.map(lambda length: (tf.ones(length), 0))
 
-    with pytest.raises(BadInput, match=r"task.prepare_example returned for 'train' batches of \(float32\[8, None\]"):
+    with pytest.raises(BadInput, match=r"task.prepare_example returned for 'train' \(float32\[None\], int32\[\]\)"):
         batches(load_examples=ragged)
 
 

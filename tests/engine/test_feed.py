@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from engine.data import Batches, batch_of
 from engine.feed import BYTES_OF_STACK, stack_sizes
+from engine.preparation import Preparation
 from engine.strategy import create_strategy
 from rendering import PROJECT
 
@@ -18,7 +19,7 @@ def counting(split: str, count: int, *, replicas: int = 1) -> Batches:
     return Batches(
         split,
         load_examples=lambda _: tf.data.Dataset.range(count).map(lambda number: (number, number)),
-        prepare_example=lambda features, labels: (features, labels),
+        preparation=Preparation(lambda features, labels: (features, labels), training=split == "train"),
         replicas=replicas,
         global_batch_size=4,
         seed=0,
@@ -85,6 +86,7 @@ import time
 import numpy as np
 import tensorflow as tf
 from engine.data import Batches
+from engine.preparation import Preparation
 
 def numbers():
     for number in range(100_000):
@@ -97,8 +99,11 @@ batches = Batches(
     load_examples=lambda _: tf.data.Dataset.from_generator(numbers, output_signature=(spec, spec)).apply(
         tf.data.experimental.assert_cardinality(100_000)
     ),
-    prepare_example=lambda features, labels: (
-        tf.ensure_shape(tf.py_function(lambda number: number, [features], tf.int64), []), labels
+    preparation=Preparation(
+        lambda features, labels: (
+            tf.ensure_shape(tf.py_function(lambda number: number, [features], tf.int64), []), labels
+        ),
+        training=True,
     ),
     replicas=1, global_batch_size=4, seed=0, shuffle_buffer_size=10,
 )

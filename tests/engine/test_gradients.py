@@ -113,8 +113,9 @@ def test_outputs_of_micro_batches_come_in_the_order_of_the_batch() -> None:
     np.testing.assert_array_equal(outputs["flat"], features[:, 0])
 
 
+@pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
-def test_loss_may_branch_on_a_tensor(count: int) -> None:
+def test_loss_may_branch_on_a_tensor(count: int, jit: bool) -> None:
     """AutoGraph converts it, though it leaves the engine's own functions as they are."""
 
     def loss_and_gradients(batch):
@@ -125,7 +126,7 @@ def test_loss_may_branch_on_a_tensor(count: int) -> None:
         return loss, [], features
 
     features = tf.constant([[1.0], [2.0], [3.0], [4.0]])
-    steps = tf.function(lambda batch: in_micro_batches(loss_and_gradients, batch, count=count))
+    steps = tf.function(lambda batch: in_micro_batches(loss_and_gradients, batch, count=count, jit=jit))
     loss, _, _ = steps((features, features, features))
     assert loss == {1: 10.0, 2: 6.0}[count]
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from engine import examples as examples_module
 from engine.data import Batches
+from engine.preparation import Preparation
 from engine.strategy import create_strategy
 
 COUNT = 37
@@ -34,7 +35,8 @@ def batches(prepare_example: Callable[..., Any], split: str = "train", **changes
         "keep_last_batch": True,
         **changes,
     }
-    return Batches(split, **arguments)
+    preparation = Preparation(arguments.pop("prepare_example"), training=split == "train")
+    return Batches(split, preparation=preparation, **arguments)
 
 
 def contents(of: Batches, epoch: int = 0) -> list[np.ndarray]:

@@ -56,7 +56,7 @@ class Batches:
         split: str,
         *,
         load_examples: Callable[[str], tf.data.Dataset],
-        prepare_example: Callable[..., Any],
+        preparation: Preparation,
         replicas: int,
         global_batch_size: int,
         seed: int,
@@ -90,7 +90,7 @@ class Batches:
         lengths = [part.length for part in self._parts]
         self.number_of_examples = sum(lengths)
         self._load_examples = load_examples
-        self._preparation = Preparation(prepare_example, training=self.training)
+        self._preparation = preparation
 
         # Every process takes the same number of steps, whatever there is in its part.
         self._of_part = global_batch_size // len(self._parts)
@@ -104,7 +104,7 @@ class Batches:
                 f"task.load_examples({split!r}): use a smaller one, or --keep-last-batch"
             )
         try:
-            batch_spec = self._preparation.batch_spec(self._parts[0], self._of_part)
+            batch_spec = self._preparation.batch_spec(self._parts[0])
         except BadInput:
             raise
         except Exception as problem:
@@ -118,6 +118,7 @@ class Batches:
             lambda spec: tf.TensorSpec([self.share, *spec.shape[1:]], spec.dtype), batch_spec
         )
         self._feed: Feed | None = None
+        self._stack_spec: Any = None
         self._bytes_of_batch = replicas * bytes_of(self.element_spec)
         whole = self._parts[0]
         read = global_batch_size * bytes_of(whole.element_spec) if whole.have_one_shape else 0
@@ -143,8 +144,10 @@ class Batches:
 
     def stack_spec(self, strategy: tf.distribute.Strategy) -> Any:
         """Returns the type of what a Feed hands to the compiled steps: a stack of batches for each replica."""
-        empty = tf.data.Dataset.range(1).map(functools.partial(empty_stack, self.element_spec))
-        return synchronous(strategy).distribute_datasets_from_function(lambda _: empty).element_spec
+        if self._stack_spec is None:
+            empty = tf.data.Dataset.range(1).map(functools.partial(empty_stack, self.element_spec))
+            self._stack_spec = synchronous(strategy).distribute_datasets_from_function(lambda _: empty).element_spec
+        return self._stack_spec
 
     def one_by_one(self, strategy: tf.distribute.Strategy, *, epoch: int = 0, first_step: int = 0) -> Iterator[Any]:
         """Yields the global batches of an epoch one by one, to look at; training takes them from a Feed."""
@@ -254,11 +257,13 @@ def load_splits(
         replicas: how many share a global batch.
         pipelines: how many processes they are in.
     """
+    evaluating = Preparation(task.prepare_example, training=False)
+    training = Preparation(task.prepare_example, training=True) if evaluating.depends_on_training else evaluating
     batches = {
         split: Batches(
             split,
             load_examples=task.load_examples,
-            prepare_example=task.prepare_example,
+            preparation=training if split == "train" else evaluating,
             replicas=replicas,
             global_batch_size=settings.global_batch_size,
             seed=settings.seed,
@@ -304,10 +309,13 @@ def _check_micro_batches(micro_batches: int, share: int) -> None:
         )
 
 
-def _check_static(split: str, spec: Any) -> None:
-    leaves = tf.nest.flatten(spec)
-    if not all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in leaves):
+def _check_static(split: str, batch_spec: Any) -> None:
+    def of_one(spec: Any) -> Any:
+        return tf.TensorSpec(spec.shape[1:], spec.dtype) if isinstance(spec, tf.TensorSpec) else spec
+
+    example = tf.nest.map_structure(of_one, batch_spec[:2])
+    if not all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(example)):
         raise BadInput(
-            f"task.prepare_example returned for {split!r} batches of {as_text(spec)}: each has to be a tensor, and "
-            "every size known and equal for all examples; resize or pad, then tf.ensure_shape"
+            f"task.prepare_example returned for {split!r} {as_text(example)}: each has to be a tensor, and every size "
+            "known and equal for all examples; resize or pad, then tf.ensure_shape"
         )

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from engine.autograph import converted
 from engine.errors import BadInput, Diverged
 
 # Arguments of a Keras optimizer that are wrong on several replicas, and the setting that is right.
@@ -30,6 +31,7 @@ LOWEST_LOSS_SCALE = 2.0**-10
 # --- In the step, on each replica -------------------------------------------------------------------------------------
 
 
+@tf.autograph.experimental.do_not_convert
 def in_micro_batches(loss_and_gradients: Callable[..., Any], batch: Any, *, count: int, jit: bool = False) -> Any:
     """Returns `loss_and_gradients(batch)`, computed on `count` equal parts of the batch, one after the other.
 
@@ -43,11 +45,11 @@ def in_micro_batches(loss_and_gradients: Callable[..., Any], batch: Any, *, coun
         batch: one replica's share; `count` divides it.
         jit: compile it with XLA. Nothing in it may need the other replicas.
     """
-    compute = tf.function(loss_and_gradients, jit_compile=True) if jit else loss_and_gradients
-    return compute(batch) if count == 1 else _summed_over_parts(compute, batch, count)
-
-
-def _summed_over_parts(compute: Callable[..., Any], batch: Any, count: int) -> Any:
+    compute = converted(loss_and_gradients)
+    if jit:
+        compute = tf.function(compute, autograph=False, jit_compile=True)
+    if count == 1:
+        return compute(batch)
     parts = []
     for first in range(count):
         # The next part begins when the one before has ended, so that its memory is free.
@@ -63,7 +65,6 @@ def _summed_over_parts(compute: Callable[..., Any], batch: Any, count: int) -> A
     return loss, gradients, tf.nest.map_structure(_interleave, *(outputs for _, _, outputs in parts))
 
 
-# There is nothing to convert in it, and AutoGraph takes a tenth of a second to find that out.
 @tf.autograph.experimental.do_not_convert
 def apply_gradients(
     optimizer: keras.optimizers.Optimizer,

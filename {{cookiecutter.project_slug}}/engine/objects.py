@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from engine import replicas
+from engine.autograph import converted
 from engine.errors import BadInput, first_line
 from engine.gradients import prepare_optimizer
 
@@ -238,8 +239,9 @@ def _check_loss(task: ModuleType, strategy: tf.distribute.Strategy, batch_spec: 
         return
     returned: list[Any] = []
 
+    @tf.autograph.experimental.do_not_convert
     def noted(*arguments: Any, **options: Any) -> Any:
-        returned.append(compute_loss(*arguments, **options))
+        returned.append(converted(compute_loss)(*arguments, **options))
         return returned[-1]
 
     share = batch_spec[2].shape[0]
@@ -247,7 +249,8 @@ def _check_loss(task: ModuleType, strategy: tf.distribute.Strategy, batch_spec: 
         f"one value per example, shape ({share},), is needed: average over any other axes, and let the losses of "
         "task.create_loss_objects have reduction='none'"
     )
-    traced = tf.function(lambda batch: strategy.run(task.validation_step, args=(batch,)))
+    step = converted(task.validation_step)
+    traced = tf.function(lambda batch: strategy.run(step, args=(batch,)), autograph=False)
     task.compute_loss = noted
     try:
         traced.get_concrete_function(batch_spec)

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from engine.autograph import converted
 from engine.errors import BadInput
 from engine.examples import Examples
 
@@ -15,29 +16,33 @@ PARALLEL_CALLS = 64
 
 
 class Preparation:
-    """Prepares examples of a split, and gives each a weight: its own or 1, and 0 to the padding behind the last one."""
+    """Prepares examples, and gives each a weight: its own or 1, and 0 to the padding behind the last one."""
 
     def __init__(self, prepare_example: Callable[..., Any], *, training: bool) -> None:
-        self._prepare_example = prepare_example
+        self._prepare_example = converted(prepare_example)
         self._training = training
         self._takes = {"training", "seed"} & set(inspect.signature(prepare_example).parameters)
         # Traced once each, and not anew for each pass.
-        self._one = tf.function(self._prepare_one)
-        self._batch = tf.function(self._prepare_batch)
-        self._vectorizes = False
-
-    def batch_spec(self, examples: Examples, size: int) -> Any:
-        """Returns the type of batches of `size` prepared examples, as tf.TensorSpec; finds out how to prepare them."""
-        numbered = examples.in_order(0, size, seed=None, shuffle_buffer_size=1)
-        seed = tf.zeros([2], tf.int64)
+        self._one = tf.function(self._prepare_one, autograph=False)
+        self._batch = tf.function(self._prepare_batch, autograph=False)
         # A seed is different for each example, and no operation that draws takes several.
-        if examples.have_one_shape and "seed" not in self._takes:
-            self._vectorizes = True
+        self._vectorizes = "seed" not in self._takes
+
+    @property
+    def depends_on_training(self) -> bool:
+        """Whether examples are prepared for training in another way than for evaluation."""
+        return "training" in self._takes
+
+    def batch_spec(self, examples: Examples) -> Any:
+        """Returns the type of batches of prepared examples, [None, ...]; finds out how to prepare them."""
+        numbered = examples.in_order(0, 1, seed=None, shuffle_buffer_size=1)
+        seed = tf.zeros([2], tf.int64)
+        if examples.have_one_shape and self._vectorizes:
             # Whatever an operation says that cannot be vectorized: the other way works, or tells what is wrong.
             with contextlib.suppress(Exception), _silent():
-                return numbered.batch(size, drop_remainder=True).map(self.of_batch(0, seed)).element_spec
+                return numbered.batch(1).map(self.of_batch(0, seed)).element_spec
             self._vectorizes = False
-        return self.one_by_one(numbered, 0, seed).batch(size, drop_remainder=True).element_spec
+        return self.one_by_one(numbered, 0, seed).batch(1).element_spec
 
     @property
     def is_of_batches(self) -> bool:
@@ -52,15 +57,17 @@ class Preparation:
             seed: int64 [2]; each example's seed is made from it and its place.
         """
         length = tf.constant(length, tf.int64)
-        return lambda places, examples: self._batch(places, examples, length, seed)
+        return tf.autograph.experimental.do_not_convert(
+            lambda places, examples: self._batch(places, examples, length, seed)
+        )
 
     def one_by_one(self, numbered: tf.data.Dataset, length: int, seed: tf.Tensor) -> tf.data.Dataset:
         """Returns single prepared examples (features, label, weight) of single ones (place, example)."""
         length = tf.constant(length, tf.int64)
-        return numbered.map(
-            lambda place, example: self._one(place, example, length, seed),
-            num_parallel_calls=PARALLEL_CALLS,
+        prepare = tf.autograph.experimental.do_not_convert(
+            lambda place, example: self._one(place, example, length, seed)
         )
+        return numbered.map(prepare, num_parallel_calls=PARALLEL_CALLS)
 
     def _prepare_batch(self, places: tf.Tensor, examples: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
         # Without fallback, because an operation that cannot be vectorized would run for one example after the other.
@@ -69,11 +76,9 @@ class Preparation:
         )
 
     def _prepare_one(self, place: tf.Tensor, example: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
-        # Short, because AutoGraph has to convert it for the sake of the hook, and takes long.
         prepared = self._prepare_example(*example[:2], **self._options(place, seed))
         return self._weighted(prepared, place, example, length)
 
-    @tf.autograph.experimental.do_not_convert
     def _options(self, place: tf.Tensor, seed: tf.Tensor) -> dict[str, Any]:
         options = {"training": self._training} if "training" in self._takes else {}
         if "seed" in self._takes:
@@ -81,7 +86,6 @@ class Preparation:
             options["seed"] = tf.random.experimental.stateless_fold_in(seed, place)
         return options
 
-    @tf.autograph.experimental.do_not_convert
     def _weighted(self, prepared: Any, place: tf.Tensor, example: Any, length: tf.Tensor) -> Any:
         if not isinstance(prepared, tuple) or len(prepared) != 2:
             raise BadInput(f"task.prepare_example returned {prepared!r}: return (features, labels)")
