@@ -227,6 +227,10 @@ def _check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
             )
 
 
+class _Traced(Exception):
+    """A step has been traced as far as is needed."""
+
+
 def _check_loss(task: ModuleType, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:
     """Raises BadInput unless compute_loss gives one scalar and one value per example.
 
@@ -250,10 +254,17 @@ def _check_loss(task: ModuleType, strategy: tf.distribute.Strategy, batch_spec: 
         "task.create_loss_objects have reduction='none'"
     )
     step = converted(task.validation_step)
-    traced = tf.function(lambda batch: strategy.run(step, args=(batch,)), autograph=False)
+
+    @tf.autograph.experimental.do_not_convert
+    def step_of_one_replica(batch: Any) -> None:
+        step(batch)
+        raise _Traced  # The other replicas would be traced next, and say the same.
+
+    traced = tf.function(lambda batch: strategy.run(step_of_one_replica, args=(batch,)), autograph=False)
     task.compute_loss = noted
     try:
-        traced.get_concrete_function(batch_spec)
+        with contextlib.suppress(_Traced):
+            traced.get_concrete_function(batch_spec)
     except ValueError as problem:
         # What tf.nn.compute_average_loss says of a scalar.
         if "Invalid value passed for `per_example_loss`" not in str(problem):
