@@ -100,7 +100,7 @@ WORKLOADS = {
     "mlp": Workload(mlp, _numbers(8), steps=1200, evaluation_steps=200),
     "cnn": Workload(cnn, _numbers(28, 28, 1), steps=150, evaluation_steps=50, steps_per_execution=20),
     "transformer": Workload(transformer, _tokens(1000, 32), steps=60, evaluation_steps=30, steps_per_execution=20),
-    "bert": Workload(bert, _tokens(30522, 64), steps=8, evaluation_steps=8, batch_size=32, steps_per_execution=4),
+    "bert": Workload(bert, _tokens(30522, 64), steps=16, evaluation_steps=8, batch_size=32, steps_per_execution=4),
 }
 for _variables, _steps in ((4, 1200), (40, 600), (400, 100)):
     WORKLOADS[f"wide{_variables}"] = Workload(

@@ -254,7 +254,7 @@ def weights_sha256(variables: dict[str, tf.Variable]) -> str:
     return digest.hexdigest()
 
 
-def _all_finite(value: np.ndarray) -> bool:
+def _all_finite(value: np.ndarray | tf.Tensor) -> bool:
     """Returns whether no number is infinite or NaN; whole numbers and texts are neither."""
     return not tf.as_dtype(value.dtype).is_floating or bool(np.isfinite(value).all())
 
