@@ -40,6 +40,27 @@ def test_restored_variables_and_record_are_those_saved(tmp_path: Path) -> None:
         np.testing.assert_array_equal(others[name].numpy(), variable.numpy())
 
 
+def test_values_stay_what_they_were_when_the_variables_change() -> None:
+    variable = tf.Variable([1.0, 2.0])
+    values = State(tf.distribute.get_strategy(), {"a": variable}).values()
+    variable.assign_add([1.0, 1.0])
+    np.testing.assert_array_equal(values["a"], [1.0, 2.0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory can be reset on Linux only")
+def test_save_takes_no_memory_for_copies_of_the_variables(tmp_path: Path) -> None:
+    def mebibytes(field: str) -> int:
+        status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) // 1024 for line in status if line.startswith(f"{field}:"))
+
+    named = {str(number): tf.Variable(tf.random.uniform([2**23])) for number in range(4)}  # 32 MiB each
+    checkpoints = of(tmp_path, named)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # See man 5 proc_pid_clear_refs.
+    before = mebibytes("VmRSS")
+    checkpoints.save(1, {})
+    assert mebibytes("VmHWM") - before < 64
+
+
 def on(replicas: int, **values: list[float]) -> State:
     """Returns a state on some replicas: "alike", "seed" and "mean" variables, and what a metric sums up."""
     strategy = create_strategy("auto", replicas)
