@@ -9,6 +9,7 @@ measured again stay, with the command that gave them.
 
 import argparse
 import compileall
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -20,8 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from workloads import WORKLOADS
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parent / "{{cookiecutter.project_slug}}"
@@ -57,6 +61,28 @@ def programs(orbit: str | None) -> dict[str, dict[str, Any]]:
         measured["Orbit, tf-keras"] = {"script": "orbit_trainer.py", "python": orbit, "environment": legacy}
     measured["bare limit"] = {"script": "bare.py"}
     return measured
+
+
+@contextlib.contextmanager
+def compiled_project() -> Iterator[Path]:
+    """Gives, for a while, a copy of the project compiled to bytecode, as a project is from its second start on."""
+    with tempfile.TemporaryDirectory() as folder:
+        project = Path(shutil.copytree(PROJECT, Path(folder, "project")))
+        compileall.compile_dir(project, quiet=1)
+        yield project
+
+
+def measure_in_turn(
+    chosen: dict[str, dict[str, Any]], project: Path, rounds: int, *, workload: str, replicas: int, workers: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Runs the chosen programs one after the other, and that again in each round; those that fail only once."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+    for _ in range(rounds):
+        for name, program in chosen.items():
+            if not any("error" in one for one in found[name]):
+                found[name].append(measure(program, project, workload, replicas, workers))
+                print(f"{workload}, {replicas} x {workers}, {name}: {found[name][-1]}", flush=True)
+    return found
 
 
 def measure(program: dict[str, Any], project: Path, workload: str, replicas: int, workers: int = 1) -> dict[str, Any]:
@@ -155,6 +181,10 @@ def as_markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _place(row: dict[str, Any]) -> tuple[int, int, int]:
+    return list(WORKLOADS).index(row["workload"]), row["workers"], row["replicas"]
+
+
 def _layout(row: dict[str, Any]) -> str:
     return f"{row['workers']} processes" if row["workers"] > 1 else f"{row['replicas']} replica(s)"
 
@@ -216,26 +246,19 @@ def main() -> None:
     command = f"python benchmarks/run.py {' '.join(sys.argv[1:])}".strip()
     if options.orbit:
         command = command.replace(options.orbit, "<python with Orbit>")
-    with tempfile.TemporaryDirectory() as folder:
-        # Compiled to bytecode, as a project is from its second start on.
-        project = Path(shutil.copytree(PROJECT, Path(folder, "project")))
-        compileall.compile_dir(project, quiet=1)
+    with compiled_project() as project:
         for workload, replicas, workers in layouts:
             chosen = {
                 name: program
                 for name, program in everything.items()
                 if workload not in OVERHEAD or name in ("train.py", "bare limit")
             }
-            found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
-            for _ in range(options.rounds):
-                for name, program in chosen.items():
-                    if not any("error" in one for one in found[name]):
-                        found[name].append(measure(program, project, workload, replicas, workers))
-                        print(f"{workload}, {replicas} x {workers}, {name}: {found[name][-1]}", flush=True)
             layout = {"workload": workload, "replicas": replicas, "workers": workers}
+            found = measure_in_turn(chosen, project, options.rounds, **layout)
             rows = [row for row in results["rows"] if any(row[name] != value for name, value in layout.items())]
             of_programs = {name: medians(rounds) for name, rounds in found.items()}
-            results["rows"] = [*rows, {**layout, "rounds": options.rounds, "command": command, "programs": of_programs}]
+            rows.append({**layout, "rounds": options.rounds, "command": command, "programs": of_programs})
+            results["rows"] = sorted(rows, key=_place)
             write()
     draw_overhead(results["rows"], options.output / "overhead.png")
     for title, script in COSTS.items() if options.costs else ():

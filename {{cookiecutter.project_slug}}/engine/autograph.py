@@ -1,11 +1,11 @@
-"""AutoGraph for the hooks alone: the engine's own code has nothing to convert, and each function would take 30 ms."""
+"""AutoGraph for the hooks alone: the engine's own code has nothing to convert, and to find that out takes long."""
 
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-# Imported outside any function that is being traced, so that it does not say what those around a hook ask for.
+# Taken here, where nothing is being traced: within a trace it would say what the functions around a hook ask for.
 _status = tf.__internal__.autograph.control_status_ctx()
 
 
