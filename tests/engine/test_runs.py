@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import functools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import keras
 import numpy as np
@@ -728,6 +730,34 @@ def test_own_column_in_a_row_is_reported(tmp_path: Path) -> None:
     )
     report.draw_curves()
     assert rows(tmp_path)[0]["mine"] == "2.0"
+
+
+# --- Hooks ------------------------------------------------------------------------------------------------------------
+
+
+def looping(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the hook with a loop over a tensor in front, which only AutoGraph makes possible in a graph."""
+
+    @functools.wraps(hook)
+    def with_loop(*arguments: Any, **options: Any) -> Any:
+        total = 0
+        for number in tf.range(3):
+            total += number
+        with tf.control_dependencies([tf.debugging.assert_equal(total, 3)]):
+            return hook(*arguments, **options)
+
+    return with_loop
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_hooks_may_loop_over_tensors(replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--epochs=1", f"--simulated-devices={replicas}")
+    plain = run(tmp_path / "plain", *flags)
+    for name in ("prepare_example", "compute_loss", "update_metrics", "loss_and_gradients"):
+        monkeypatch.setattr(task, name, looping(getattr(task, name)))
+    for split in ("train", "validation", "test"):
+        monkeypatch.setattr(task, f"{split}_step", looping(getattr(task, f"{split}_step")))
+    assert run(tmp_path / "looping", *flags) == plain | {"seconds": ANY}
 
 
 # --- Speed ------------------------------------------------------------------------------------------------------------
