@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from engine.errors import BadInput, first_line
-from engine.examples import Examples, as_text, bytes_of
+from engine.examples import Examples, as_text, bytes_of, input_options
 from engine.feed import Feed, empty_stack, stack_sizes, stacked
 from engine.parameter_server import WorkersFeed, is_asynchronous, synchronous
 from engine.preparation import Preparation
@@ -190,7 +190,7 @@ class Batches:
         # or it would ask all processes of a cluster, before each stack, whether there is one more.
         stacks = tf.data.Dataset.range(epoch, tf.int64.max).flat_map(one_pass)
         endless = stacks.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
-        return endless.prefetch(replicas).with_options(_options())
+        return endless.prefetch(replicas).with_options(input_options())
 
     def _prepared(
         self, epoch: tf.Tensor, first_step: tf.Tensor, pipelines: int, pipeline: int, part: int
@@ -227,7 +227,7 @@ class Batches:
         numbered = examples.in_order(*places, seed=seed, shuffle_buffer_size=self.shuffle_buffer_size)
         own = numbered.shard(pipelines, pipeline).repeat()
         prepared = self._preparation.one_by_one(own, examples.length, tf.stack([seed, 0]))
-        return prepared.batch(self.share, drop_remainder=True).prefetch(tf.data.AUTOTUNE).with_options(_options())
+        return prepared.batch(self.share, drop_remainder=True).prefetch(tf.data.AUTOTUNE).with_options(input_options())
 
 
 @tf.autograph.experimental.do_not_convert
@@ -236,13 +236,6 @@ def batch_of(stack: Any, index: tf.Tensor) -> Any:
     # The default strategy leaves a stack in the host's memory: a GPU would fetch all of it for each batch.
     with contextlib.nullcontext() if tf.distribute.has_strategy() else tf.device("CPU:0"):
         return tf.nest.map_structure(lambda part: tf.gather(part, index), stack)
-
-
-def _options() -> tf.data.Options:
-    options = tf.data.Options()
-    options.deterministic = True
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return options
 
 
 def load_splits(

@@ -14,6 +14,8 @@ from engine.errors import BadInput, first_line
 BYTES_IN_MEMORY = 2**29
 # What a text is taken to be long, because its type does not say.
 BYTES_OF_TEXT = 2**14
+# Calls under way at once; a core takes the next one without having to be woken. More than there are cores of any use.
+PARALLEL_CALLS = 64
 
 
 class Examples:
@@ -115,7 +117,7 @@ class Examples:
         if self._kept is None and self._is_kept(shuffle_buffer_size):
             try:
                 with tf.device("CPU:0"):
-                    self._kept = self._dataset.batch(self.length).get_single_element()
+                    self._kept = self._dataset.batch(self.length).with_options(input_options()).get_single_element()
                 self._dataset = None  # It may be of arrays, which would stay in memory beside what is kept.
             except tf.errors.OpError as problem:
                 raise BadInput(f"{self._hook} failed while it was read ({first_line(problem)}): mend it") from problem
@@ -126,6 +128,18 @@ class Examples:
             return False  # Its size is not known.
         fits = self.length * bytes_of(self.element_spec) <= BYTES_IN_MEMORY
         return fits and self.length <= (shuffle_buffer_size or self.length)
+
+
+def input_options() -> tf.data.Options:
+    """Returns the options of every pipeline: elements in their order, and what runs in parallel does so at once."""
+    options = tf.data.Options()
+    options.deterministic = True
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    # The thread that tunes a pipeline may miss that it is to end, and is waited for then: up to a minute. What is to be
+    # tuned (tf.data.AUTOTUNE) keeps the number of calls that it begins with.
+    options.autotune.enabled = False
+    options.autotune.initial_parallelism = PARALLEL_CALLS
+    return options
 
 
 def bytes_of(spec: Any) -> int:

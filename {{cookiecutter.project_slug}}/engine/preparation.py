@@ -9,10 +9,7 @@ import tensorflow as tf
 
 from engine.autograph import converted
 from engine.errors import BadInput
-from engine.examples import Examples
-
-# Calls under way at once; a core takes the next one without having to be woken. More than there are cores of any use.
-PARALLEL_CALLS = 64
+from engine.examples import PARALLEL_CALLS, Examples
 
 
 class Preparation:
