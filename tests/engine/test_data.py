@@ -57,7 +57,8 @@ def shares_of(of: Batches, pipeline: int, *, first_step: int = 0) -> list[list[n
     stacks = iter(of._stacks(0, first_step, 2, pipeline))
     shares = []
     for size in sizes:
-        of_replicas = [[part.numpy() for part in next(stacks)] for _ in range(replicas)]
+        of_replicas = [[part.numpy() for part in stack] for stack in next(stacks)]
+        assert len(of_replicas) == replicas
         assert all(len(part) == size for stack in of_replicas for part in stack)
         shares += [[part[number] for part in stack] for number in range(size) for stack in of_replicas]
     return shares

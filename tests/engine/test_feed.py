@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from engine.data import Batches, batch_of
 from engine.feed import BYTES_OF_STACK, stack_sizes
@@ -61,6 +62,22 @@ def test_training_feed_is_used_again_only_for_the_epoch_that_it_is_at() -> None:
     assert batches.feed(strategy, epoch=5) is not feed
     np.testing.assert_array_equal(batches.feed(strategy, epoch=3).run(steps, 10), order)
     assert not np.array_equal(batches.feed(strategy, epoch=4).run(steps, 10), order)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_no_thread_tunes_the_input(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may miss that it is to end; whoever closes the input then waits for its next turn, up to a minute."""
+    tuned = []
+    create = OwnedIterator.__init__
+
+    def noted(iterator: OwnedIterator, dataset: tf.data.Dataset | None = None, **options) -> None:
+        tuned.append(dataset.options().autotune.enabled is not False)
+        create(iterator, dataset, **options)
+
+    monkeypatch.setattr(OwnedIterator, "__init__", noted)
+    strategy = create_strategy("auto", simulated_devices=replicas)
+    counting("train", 40, replicas=replicas).feed(strategy).run(first_examples(strategy), 10)
+    assert tuned == [False]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 39, 64, 65, 1000, 12345])

@@ -17,13 +17,16 @@ import tensorflow as tf
 
 from engine.errors import BadInput, first_line
 from engine.examples import Examples, as_text, bytes_of, input_options
-from engine.feed import Feed, empty_stack, stack_sizes, stacked
+from engine.feed import Feed, empty_stack, on_replicas, stack_sizes, stacked
 from engine.parameter_server import WorkersFeed, is_asynchronous, synchronous
 from engine.preparation import Preparation
+from engine.workers import Workers
 
 # Small batches are prepared so many in one call, which costs more than the work itself does.
 BATCHES_AT_ONCE = 16
 BYTES_AT_ONCE = 2**20
+# How many are ready before they are asked for.
+STACKS_AHEAD = 2
 
 
 def per_replica_batch_size(global_batch_size: int, replicas: int) -> int:
@@ -160,17 +163,13 @@ class Batches:
             yield from (pick(stack, tf.constant(first + index)) for index in range(count))
 
     def _new_feed(self, strategy: tf.distribute.Strategy, epoch: int, first_step: int) -> Feed:
-        sizes = stack_sizes(self.steps, first_step, self._bytes_of_batch)
-        return Feed(iter(self._distributed(strategy, epoch, first_step)), sizes, epoch, first_step)
-
-    def _distributed(self, strategy: tf.distribute.Strategy, epoch: int, first_step: int) -> Any:
-        """Returns the stacks of an epoch and of those to come as a tf.distribute.DistributedDataset."""
-        return synchronous(strategy).distribute_datasets_from_function(
-            lambda context: self._stacks(epoch, first_step, context.num_input_pipelines, context.input_pipeline_id)
-        )
+        strategy = synchronous(strategy)
+        workers = Workers(strategy)
+        stacks = on_replicas(strategy, iter(self._stacks(epoch, first_step, workers.count, workers.index)))
+        return Feed(stacks, stack_sizes(self.steps, first_step, self._bytes_of_batch), epoch, first_step)
 
     def _stacks(self, epoch: int, first_step: int, pipelines: int = 1, pipeline: int = 0) -> tf.data.Dataset:
-        """Returns one input pipeline's stacks without end, one replica's after the other's."""
+        """Returns one input pipeline's stacks of an epoch and of those to come: tuples of one for each replica."""
         part = pipeline if self.in_parts else 0
         self._parts[part].keep(self.shuffle_buffer_size if self.training else None)  # If `read` was not called.
         replicas = self.global_batch_size // pipelines // self.share
@@ -186,11 +185,9 @@ class Batches:
             prepared = self._prepared(number, first, pipelines, pipeline, part)
             return stacked(prepared, sizes, replicas, self.share)
 
-        # Endless, so that the next epoch's first batches are prepared while this one is validated. TensorFlow is told,
-        # or it would ask all processes of a cluster, before each stack, whether there is one more.
-        stacks = tf.data.Dataset.range(epoch, tf.int64.max).flat_map(one_pass)
-        endless = stacks.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
-        return endless.prefetch(replicas).with_options(input_options())
+        # Endless, so that the next epoch's first batches are prepared while this one is validated.
+        endless = tf.data.Dataset.range(epoch, tf.int64.max).flat_map(one_pass)
+        return endless.prefetch(STACKS_AHEAD).with_options(input_options())
 
     def _prepared(
         self, epoch: tf.Tensor, first_step: tf.Tensor, pipelines: int, pipeline: int, part: int

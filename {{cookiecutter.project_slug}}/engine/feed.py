@@ -4,7 +4,6 @@ Fetching an element for several replicas costs more than a small step does, and 
 """
 
 import atexit
-import functools
 import gc
 import itertools
 import sys
@@ -15,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from engine.strategy import describe_strategy
 
 # The size of a stack at most, for all replicas together.
 BYTES_OF_STACK = 2**22
@@ -110,7 +111,7 @@ def stack_sizes(steps: int, first_step: int, bytes_of_batch: int) -> tuple[list[
 
 
 def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, share: int) -> tf.data.Dataset:
-    """Returns stacks, [batches, share, ...] each: one for each replica in turn.
+    """Returns stacks, [batches, share, ...] each, in tuples of one for each replica.
 
     Args:
         prepared: elements of any number of examples, [n, ...]; the replicas' shares of a batch follow each other.
@@ -119,7 +120,7 @@ def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, share: i
         share: examples in a replica's share of a batch.
     """
 
-    def of_replica(stack: Any, replica: tf.Tensor | int) -> Any:
+    def of_replica(stack: Any, replica: int) -> Any:
         def own(part: tf.Tensor) -> tf.Tensor:
             # Whole shares side by side, so that each is copied in one piece.
             shares = tf.reshape(part, [-1, replicas, share * part.shape[1:].num_elements()])
@@ -128,9 +129,28 @@ def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, share: i
         return tf.nest.map_structure(own, stack)
 
     stacks = prepared.rebatch(replicas * share * sizes)
-    if replicas == 1:
-        return stacks.map(lambda *stack: of_replica(stack, 0))
-    return stacks.flat_map(lambda *stack: tf.data.Dataset.range(replicas).map(functools.partial(of_replica, stack)))
+    return stacks.map(lambda *stack: tuple(of_replica(stack, replica) for replica in range(replicas)))
+
+
+def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
+    """Yields what strategy.run takes, of tuples with a stack for each of this process's replicas.
+
+    Each is brought to its replica's device; the default strategy leaves its own one in the host's memory.
+    """
+    if describe_strategy(strategy) == "one_device":
+        yield from (stack for (stack,) in stacks)
+        return
+    devices = strategy.extended.worker_devices
+    for of_replicas in stacks:
+        brought = []
+        for device, stack in zip(devices, of_replicas, strict=True):
+            with tf.device(device):
+                brought.append(tf.nest.map_structure(tf.identity, stack))
+        if len(brought) == 1:
+            yield brought[0]
+        else:
+            in_turn = iter(brought)
+            yield strategy.experimental_distribute_values_from_function(lambda _, in_turn=in_turn: next(in_turn))
 
 
 @tf.autograph.experimental.do_not_convert
