@@ -80,6 +80,19 @@ def test_no_thread_tunes_the_input(replicas: int, monkeypatch: pytest.MonkeyPatc
     assert tuned == [False]
 
 
+def test_compiled_steps_take_what_a_strategy_of_one_gpu_is_given() -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:1"])
+    batches = counting("validation", 40)
+
+    @tf.function(input_signature=(batches.stack_spec(strategy), tf.TensorSpec((), tf.int32)))
+    def first_of(stack, index):
+        return strategy.run(lambda stack: batch_of(stack, index)[0][0], args=(stack,))
+
+    for stack, first, count in batches.feed(strategy).take(10):
+        assert all("CPU:1" in part.device for part in stack)
+        assert first_of(stack, tf.constant(first + count - 1)) % 4 == 0
+
+
 @pytest.mark.parametrize("steps", [1, 2, 39, 64, 65, 1000, 12345])
 @pytest.mark.parametrize("first_step", [0, 1, 30])
 @pytest.mark.parametrize("bytes_of_batch", [1, BYTES_OF_STACK // 10, 3 * BYTES_OF_STACK])

@@ -146,7 +146,7 @@ def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ..
         for device, stack in zip(devices, of_replicas, strict=True):
             with tf.device(device):
                 brought.append(tf.nest.map_structure(tf.identity, stack))
-        if len(brought) == 1:
+        if strategy.num_replicas_in_sync == 1:
             yield brought[0]
         else:
             in_turn = iter(brought)
