@@ -122,13 +122,14 @@ def _examine_data(program: ModuleType, task: ModuleType, settings: Any, add: Add
     shares = [str(number) for number in range(1, batch_size + 1) if batch_size % number == 0]
     add(Finding("--global-batch-size", True, f"{batch_size} can be shared by {', '.join(shares)} replicas"))
 
+    predict = tf.function(lambda features: task.model(features, training=False), autograph=False)
     for split in program.SPLITS:
         for batch in itertools.islice(program.batches[split].one_by_one(program.strategy), 20):
-            _examine_batch(task, split, batch)
+            _examine_batch(task, split, batch, predict)
     add(Finding("task.py prepare_example", True, "finite features, and labels that the model can predict"))
 
 
-def _examine_batch(task: ModuleType, split: str, batch: Any) -> None:
+def _examine_batch(task: ModuleType, split: str, batch: Any, predict: Callable[[Any], Any]) -> None:
     features, labels, weights = batch
     for part in tf.nest.flatten(features):
         if part.dtype.is_floating and not bool(tf.reduce_all(tf.math.is_finite(part))):
@@ -137,7 +138,7 @@ def _examine_batch(task: ModuleType, split: str, batch: Any) -> None:
             )
     if not isinstance(task.model, keras.Model) or not isinstance(labels, tf.Tensor) or not labels.dtype.is_integer:
         return
-    predictions = task.model(features, training=False)
+    predictions = predict(features)
     if not isinstance(predictions, tf.Tensor) or predictions.shape.rank != labels.shape.rank + 1:
         return
     classes = predictions.shape[-1]

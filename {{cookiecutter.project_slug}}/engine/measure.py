@@ -85,6 +85,7 @@ def measure(program: ModuleType, task: ModuleType, settings: Any, replicas: int)
         program.moving_average.start_anew()
     for optimizer in optimizers:
         optimizer.learning_rate.assign(0.0)
+    program.progress.add("train", 1, seconds=0.0, waited=0.0)  # The epoch, and its feed, go on after that step.
     metrics = program.train_epoch(0)
     with program.weights_to_keep():
         metrics |= {**program.validate(), **program.test()}

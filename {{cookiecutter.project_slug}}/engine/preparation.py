@@ -22,6 +22,7 @@ class Preparation:
         # Traced once each, and not anew for each pass.
         self._one = tf.function(self._prepare_one, autograph=False)
         self._batch = tf.function(self._prepare_batch, autograph=False)
+        self._batch_specs: dict[str, Any] = {}  # By the type of the examples, which the splits share.
         # A seed is different for each example, and no operation that draws takes several.
         self._vectorizes = "seed" not in self._takes
 
@@ -32,6 +33,12 @@ class Preparation:
 
     def batch_spec(self, examples: Examples) -> Any:
         """Returns the type of batches of prepared examples, [None, ...]; finds out how to prepare them."""
+        of = str(examples.element_spec)
+        if of not in self._batch_specs:
+            self._batch_specs[of] = self._find_batch_spec(examples)
+        return self._batch_specs[of]
+
+    def _find_batch_spec(self, examples: Examples) -> Any:
         numbered = examples.in_order(0, 1, seed=None, shuffle_buffer_size=1)
         seed = tf.zeros([2], tf.int64)
         if examples.have_one_shape and self._vectorizes:
