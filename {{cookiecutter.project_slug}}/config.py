@@ -61,7 +61,7 @@ class Config:
     cluster_timeout: float = 300.0
     """Seconds to wait for the other processes of a cluster at the start."""
     deterministic: bool = False
-    """Make every run of the same command bit-equal, whatever the model; slower. Without it most models' runs are."""
+    """Make every run of the same command bit-equal, a GAN's on two replicas too; slower. Most are without it."""
     simulated_devices: int = 0
     """Train on N logical CPU devices in place of real ones, to try distribution on any machine. 0: real devices."""
     steps_per_execution: Literal["auto"] | int = "auto"

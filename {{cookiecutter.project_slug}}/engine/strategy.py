@@ -82,14 +82,14 @@ def create_strategy(
 
 
 def make_deterministic() -> None:
-    """Makes all operations of this process, from here on, give the same bits every time.
+    """Makes the operations of this process, from here on, give the same bits every time.
 
-    Besides TensorFlow's own switch this leaves out one of its graph optimizations. Together with another one it may
-    rewrite the gradients of several replicas in one order or in another, from trace to trace; a sum in another order
-    is rounded in another way.
+    Besides TensorFlow's own switch this leaves out the graph optimization that makes one sum (AddN) of several. A sum
+    of three or more begins with whichever part's memory it may reuse, which the timing decides, and is rounded in
+    another way then.
     """
     tf.config.experimental.enable_op_determinism()
-    tf.config.optimizer.set_experimental_options({"dependency_optimization": False})
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
 
 
 def describe_strategy(strategy: tf.distribute.Strategy) -> str:

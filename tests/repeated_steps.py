@@ -1,0 +1,29 @@
+"""Takes the same steps again and again from the same weights, and prints the SHA-256 of each outcome, all different.
+
+python repeated_steps.py TIMES, in the folder of a project. It trains with --deterministic on two replicas.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path.cwd()))
+
+import tensorflow as tf
+
+import task
+import train
+from config import read_settings
+from engine.checkpoint import weights_sha256
+from engine.objects import model_variables
+
+train.build(read_settings(["--deterministic", "--simulated-devices=2"]))
+state, batches = train.checkpoints.state, train.batches["train"]
+before = state.values()
+stacks = list(batches.feed(train.strategy).take(batches.steps))
+found = set()
+for _ in range(int(sys.argv[1])):
+    state.assign(before)
+    for stack, first, count in stacks:
+        train.run_steps["train"](stack, tf.constant(first), tf.constant(count))
+    found.add(weights_sha256(model_variables(task.model)))
+print(*sorted(found))
