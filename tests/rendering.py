@@ -34,9 +34,10 @@ class Bake:
     folder: Path
 
     def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
-        """Runs a command in the project; fails the test if the command fails."""
+        """Runs a command in the project; fails the test if it fails, or TensorFlow warns of something."""
         done = run(*command, folder=self.folder)
         assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        assert "WARNING:tensorflow" not in done.stderr, f"{command} made TensorFlow warn:\n{done.stderr}"
         return done
 
     def files(self) -> set[str]:

@@ -1,6 +1,6 @@
-"""Takes the same steps again and again from the same weights, and prints the SHA-256 of each outcome, all different.
+"""Takes an epoch's steps on two replicas again and again from the same weights; prints the SHA-256 of each outcome.
 
-python repeated_steps.py TIMES, in the folder of a project. It trains with --deterministic on two replicas.
+python repeated_steps.py TIMES, in the folder of a project. Equal outcomes are printed once.
 """
 
 import sys
@@ -16,7 +16,7 @@ from config import read_settings
 from engine.checkpoint import weights_sha256
 from engine.objects import model_variables
 
-train.build(read_settings(["--deterministic", "--simulated-devices=2"]))
+train.build(read_settings(["--simulated-devices=2"]))
 state, batches = train.checkpoints.state, train.batches["train"]
 before = state.values()
 stacks = list(batches.feed(train.strategy).take(batches.steps))

@@ -25,7 +25,7 @@ def test_other_task_trains_on_two_replicas(task: str, metric: str, limit: float,
     assert project.result("runs/two")[metric] == pytest.approx(project.result("runs/one")[metric], rel=1e-4)
 
 
-def test_deterministic_steps_are_bit_equal(bake: Callable[..., Bake]) -> None:
+def test_repeated_steps_are_bit_equal(bake: Callable[..., Bake]) -> None:
     # Where four gradients are summed in an order that depends on the timing, a fifth of the repetitions differ.
     project = bake()
     shutil.copy(TASKS / "gan.py", project.folder / "task.py")

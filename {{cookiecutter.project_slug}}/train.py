@@ -46,7 +46,7 @@ from engine.plan import describe_run, print_plan
 from engine.preemption import Preemption, saved_at_the_end
 from engine.profiling import Profile
 from engine.progress import Progress
-from engine.replicas import average_statistics, is_seed, spread_seeds
+from engine.replicas import compile_averaging, is_seed, spread_seeds
 from engine.report import TENSORBOARD, Report
 from engine.run import initialize, is_finished, resume, test_the_best
 from engine.run_directory import (
@@ -60,7 +60,7 @@ from engine.run_directory import (
     write_json,
 )
 from engine.state import State, run_state
-from engine.strategy import create_strategy, make_deterministic
+from engine.strategy import create_strategy
 from engine.workers import Workers, peers_named
 from engine.xla import resolve_jit
 
@@ -79,6 +79,7 @@ preemption = Preemption()  # whether a signal has asked the run to stop
 checkpoints: Checkpoints  # the whole state, at the end of each epoch and every --checkpoint-every-steps
 best: Checkpoints  # the weights that --monitor says are the best
 direction: str  # "min" or "max": which --monitor is better
+average_statistics: Callable[[], None]  # gives all replicas the mean of what each has measured for itself
 moving_average: MovingAverage | None  # of the weights, with --ema-decay
 profile: Profile | None  # of some steps, with --profile
 this_program = sys.modules[__name__]  # all of the above, for those parts of the engine that need it
@@ -100,7 +101,7 @@ def build(settings: Config) -> None:
         BadInput: the settings, the hooks of task.py and this machine do not go together.
     """
     global config, strategy, workers, batches, run_steps, steps_at_once, direction, moving_average
-    global progress, profile, checkpoints, best
+    global average_statistics, progress, profile, checkpoints, best
     objects.check_hooks(task)
     config = task.config = settings
     strategy = choose_strategy(settings)
@@ -109,7 +110,7 @@ def build(settings: Config) -> None:
     if asynchronous:
         check_settings(config)
     if config.deterministic:
-        make_deterministic()
+        tf.config.experimental.enable_op_determinism()
     # Names and random numbers start anew, so that one process can build the same objects twice.
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(config.seed)
@@ -154,6 +155,7 @@ def build(settings: Config) -> None:
             "validation": compile_steps(distributed_validation_step),
             "test": compile_steps(distributed_test_step),
         }
+    average_statistics = compile_averaging(strategy, objects.by_name(task.model, "model"))
     steps_at_once = dict.fromkeys(SPLITS, 1 if config.steps_per_execution == "auto" else config.steps_per_execution)
 
     progress = Progress()
@@ -266,7 +268,7 @@ def is_multiple(every: int | None) -> bool:
 def train_epoch(epoch: int, report: Report | None = None) -> dict[str, float]:
     """Trains on the batches of one epoch, counted from 0, that are left; returns the training metrics of all."""
     metrics = one_pass("train", epoch, between_chunks=lambda: validate_in_between(epoch, report))
-    average_statistics(strategy, objects.by_name(task.model, "model"))
+    average_statistics()
     return metrics
 
 
@@ -281,7 +283,7 @@ def validate_in_between(epoch: int, report: Report | None) -> None:
     if not due or progress.validated_step == progress.step:
         return
     if "validation" not in progress.steps_of_pass:  # Else it was stopped in the middle of it.
-        average_statistics(strategy, objects.by_name(task.model, "model"))
+        average_statistics()
     with weights_to_keep():
         metrics = validate(epoch)
         improved = config.monitor in metrics and progress.consider(metrics[config.monitor], direction)

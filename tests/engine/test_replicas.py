@@ -1,5 +1,6 @@
 """What replicas hold that differs is made to differ, or to agree, on purpose."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import tensorflow as tf
 import task
 import train
 from config import Config
-from engine.replicas import average_statistics
 
 
 def dropout_model() -> keras.Model:
@@ -100,7 +100,7 @@ def test_unsynchronized_statistics_are_averaged_before_evaluation(
     before = [value.numpy() for value in train.strategy.experimental_local_results(mean)]
     assert not np.array_equal(before[0], before[1])
     frozen = task.model.layers[2].kernel.numpy()
-    average_statistics(train.strategy, {"model": task.model})
+    train.average_statistics()
     for value in train.strategy.experimental_local_results(mean):
         np.testing.assert_allclose(value.numpy(), np.mean(before, axis=0), rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(task.model.layers[2].kernel.numpy(), frozen)
@@ -109,3 +109,28 @@ def test_unsynchronized_statistics_are_averaged_before_evaluation(
     first, *others = train.strategy.experimental_local_results(mean)
     for other in others:
         np.testing.assert_array_equal(other.numpy(), first.numpy())
+    assert train.average_statistics.func.experimental_get_tracing_count() == 1
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_sum_over_replicas_is_rounded_in_one_way_whatever_else_reads_its_parts(replicas: int) -> None:
+    # TensorFlow's own sum of three or more begins with a part that nobody else holds.
+    train.build(Config(simulated_devices=replicas, global_batch_size=36))
+    squares = tf.constant([1.0, 1.0, 9e14, 1.0])
+
+    @tf.function
+    def summed(squares: tf.Tensor, holders: int) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Returns the sum over the replicas of their shares' sums, and what `holders` of the replicas have summed."""
+
+        def on_replica() -> tuple[tf.Tensor, list[tf.Tensor]]:
+            replica = tf.distribute.get_replica_context()
+            first = replica.replica_id_in_sync_group * len(squares) // replicas
+            parts = [tf.sqrt(squares[first + each]) for each in range(len(squares) // replicas)]
+            return replica.all_reduce("SUM", functools.reduce(tf.add, parts)), parts
+
+        total, parts = train.strategy.run(on_replica)
+        held = [train.strategy.experimental_local_results(part)[:holders] for part in parts]
+        return train.strategy.experimental_local_results(total)[0], held
+
+    sums = {summed(squares, holders)[0].numpy() for holders in range(replicas + 1)}
+    assert len(sums) == 1

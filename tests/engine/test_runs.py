@@ -782,6 +782,15 @@ def test_each_function_is_traced_once_in_a_run_and_once_after_a_resume(
     assert found["weights_sha256"] == expected["weights_sha256"]
 
 
+def test_deterministic_operations_are_used_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: asked.append(True))
+    train.build(Config())
+    assert not asked
+    train.build(Config(deterministic=True))
+    assert asked
+
+
 def test_profile_is_written_and_changes_no_number(tmp_path: Path, capsys) -> None:
     plain = run(tmp_path / "plain", "--epochs=4", "--steps-per-execution=3")
     profiled = run(tmp_path / "profiled", "--epochs=4", "--steps-per-execution=3", "--profile")

@@ -10,8 +10,6 @@ from engine.checkpoint import Checkpoints, read_checkpoint
 from engine.cluster import refuse_cluster
 from engine.console import console, print_facts
 from engine.errors import BadInput, Damaged
-from engine.objects import by_name
-from engine.replicas import average_statistics
 from engine.report import Evaluations
 from engine.run import initialize
 from engine.run_directory import RESULT
@@ -86,7 +84,7 @@ def evaluate_continuously(program: ModuleType, settings: Any) -> None:
                 continue
             checkpoints.state.assign(values)
             # It may have been saved in the middle of an epoch, or of a validation.
-            average_statistics(program.strategy, by_name(program.task.model, "model"))
+            program.average_statistics()
             for metric in program.task.metrics["validation"].values():
                 metric.reset_state()
             with program.weights_to_keep():

@@ -1,6 +1,7 @@
 """What replicas hold that differs: the seeds of dropout, and the statistics of BatchNormalization."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -38,8 +39,8 @@ def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable])
     tf.function(strategy.run)(spread)
 
 
-def average_statistics(strategy: tf.distribute.Strategy, models: dict[str, keras.Model]) -> None:
-    """Replaces what each replica measured for itself by the replicas' mean.
+def compile_averaging(strategy: tf.distribute.Strategy, models: dict[str, keras.Model]) -> Callable[[], None]:
+    """Returns a function that replaces what each replica measured for itself by the replicas' mean.
 
     This concerns moving statistics of layers that are not synchronized: each replica's are of its own share of the
     batches, and a checkpoint holds those of the first. Call it before every validation, save and export.
@@ -51,14 +52,14 @@ def average_statistics(strategy: tf.distribute.Strategy, models: dict[str, keras
         if variable.dtype.startswith(("float", "bfloat"))
     ]
     if strategy.num_replicas_in_sync == 1 or not statistics:
-        return
+        return lambda: None
 
     def average() -> None:
         replica = tf.distribute.get_replica_context()
         for variable in statistics:
             variable.assign(replica.all_reduce(tf.distribute.ReduceOp.MEAN, tf.identity(variable.value)))
 
-    tf.function(strategy.run)(average)
+    return functools.partial(tf.function(strategy.run), average)
 
 
 def _statistics(model: keras.Model) -> Iterator[keras.Variable]:

@@ -37,9 +37,12 @@ class State:
         """
         of_replicas = self.strategy.experimental_local_results
         # Of the first replica's variable, because that of all takes five times as long to read.
-        values = {name: _value(of_replicas(variable)[0]) for name, variable in self.alike.items()}
+        values = {name: _read(of_replicas(variable)[0]) for name, variable in self.alike.items()}
+        with tf.device("CPU:0"):
+            host = tf.constant(0).device
+            values = {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
         here = {
-            name: np.stack([_value(each).numpy() for each in of_replicas(variable)])
+            name: np.stack([_read(each).numpy() for each in of_replicas(variable)])
             for name, variable in self.own.items()
         }
         everywhere = self.workers.gather(here)  # [workers, replicas of each, ...]
@@ -106,9 +109,9 @@ def _shared_out(rows: np.ndarray, variable: tf.Variable, replicas: int) -> np.nd
     return np.stack([one_of_replicas(rows)] * replicas)
 
 
-def _value(variable: tf.Variable) -> tf.Tensor:
+def _read(variable: tf.Variable) -> tf.Tensor:
     # What variable.read_value() does, in less time, which a save of many small variables mostly consists of.
-    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype).cpu()
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
 def _kind(dtype: str, shape: tuple[int, ...]) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -43,6 +43,9 @@ def create_strategy(
     Raises:
         BadInput: the devices asked for are not there, or the cluster is not what it has to be.
     """
+    # Else graph optimization joins a gradient's sum and the one over replicas to one sum (AddN) of all their parts. One
+    # of three or more begins with a part whose memory it may reuse, which the timing decides, and so the last digit.
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
     cluster = find_cluster(os.environ)
     if name == "tpu":
         return _tpu()
@@ -79,17 +82,6 @@ def create_strategy(
             "the CPU, or --strategy one_device"
         )
     return _one_device() if name == "one_device" else _mirrored(tuple(devices), simulated=simulated_devices > 0)
-
-
-def make_deterministic() -> None:
-    """Makes the operations of this process, from here on, give the same bits every time.
-
-    Besides TensorFlow's own switch this leaves out the graph optimization that makes one sum (AddN) of several. A sum
-    of three or more begins with whichever part's memory it may reuse, which the timing decides, and is rounded in
-    another way then.
-    """
-    tf.config.experimental.enable_op_determinism()
-    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
 
 
 def describe_strategy(strategy: tf.distribute.Strategy) -> str:
@@ -133,8 +125,13 @@ def _one_device() -> tf.distribute.Strategy:
 @functools.cache
 def _mirrored(devices: tuple[str, ...], *, simulated: bool) -> tf.distribute.Strategy:
     # Collectives between logical CPUs cost more than a sum on one of them; GPUs keep the default, NCCL.
-    reduction = tf.distribute.ReductionToOneDevice() if simulated else None
+    reduction = tf.distribute.ReductionToOneDevice(accumulation_fn=_sum_in_order) if simulated else None
     return tf.distribute.MirroredStrategy(list(devices), cross_device_ops=reduction)
+
+
+def _sum_in_order(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    # One by one, because the order in which tf.add_n takes three or more depends on the timing.
+    return functools.reduce(tf.add, parts)
 
 
 @functools.cache

@@ -23,7 +23,6 @@ def arguments(settings: Config, run_dir: Path) -> list[str]:
         f"--global-batch-size={settings.global_batch_size}",
         "--simulated-devices=2",
         "--steps-per-execution=1",
-        "--deterministic",
     ]
 
 
