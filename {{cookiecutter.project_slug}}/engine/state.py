@@ -39,6 +39,7 @@ class State:
         # Of the first replica's variable, because that of all takes five times as long to read.
         values = {name: _read(of_replicas(variable)[0]) for name, variable in self.alike.items()}
         with tf.device("CPU:0"):
+            # Those of GPUs and parameter servers are brought here; a copy of the others would be one for nothing.
             host = tf.constant(0).device
             values = {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
         here = {
