@@ -3,8 +3,8 @@
     python benchmarks/run.py [--rounds 3] [--workloads mlp cnn] [--replicas 1 2] [--orbit <python with Orbit>] [--costs]
 
 Each figure is the median of its rounds; a round runs every program once, each in a process of its own, one after the
-other. It writes results.json, results.md and overhead.png into --output; rows that are there already and are not
-measured again stay, with the command that gave them.
+other. It writes results.json, results.md and overhead.png into --output; rows of the same machine and versions that are
+there already and are not measured again stay, with the command that gave them.
 """
 
 import argparse
@@ -223,21 +223,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workloads", nargs="*", default=["mlp", "cnn", "transformer", "bert"])
-    parser.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--replicas", nargs="+", type=int, help="numbers of replicas instead of each workload's own")
     parser.add_argument("--workers", nargs="*", type=int, default=[2], help="numbers of processes to try the first on")
     parser.add_argument("--overhead", action="store_true", help="models of 4, 40 and 400 variables too")
     parser.add_argument("--costs", action="store_true", help="of saves, positions and the parts of a step too")
     parser.add_argument("--orbit", help="a Python interpreter that has tf-models-official and tf-keras")
     parser.add_argument("--output", type=Path, default=HERE / "results")
     options = parser.parse_args()
-    layouts = [(workload, replicas, 1) for workload in options.workloads for replicas in options.replicas]
-    layouts += [(workload, 1, workers) for workload in options.workloads[:1] for workers in options.workers]
-    layouts += [(workload, replicas, 1) for workload in OVERHEAD for replicas in options.replicas if options.overhead]
+    workloads = [*options.workloads, *(OVERHEAD if options.overhead else ())]
+    layouts = [(name, replicas, 1) for name in workloads for replicas in options.replicas or WORKLOADS[name].replicas]
+    layouts += [(name, 1, workers) for name in options.workloads[:1] for workers in options.workers]
     everything = programs(options.orbit)
     options.output.mkdir(parents=True, exist_ok=True)
     written = options.output / "results.json"
-    results = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {"rows": [], "costs": {}}
-    results["machine"] = machine()
+    results = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {}
+    if results.get("machine") != machine():
+        results = {"rows": [], "costs": {}, "machine": machine()}
 
     def write() -> None:
         written.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -22,6 +22,7 @@ FILES = {
     "engine/autograph.py",
     "engine/check.py",
     "engine/checkpoint.py",
+    "engine/chunks.py",
     "engine/cluster.py",
     "engine/console.py",
     "engine/data.py",

@@ -1,5 +1,6 @@
 """The README says what is so."""
 
+import json
 import re
 
 from rendering import PROJECT, TEMPLATE
@@ -38,3 +39,23 @@ def test_readme_names_both_commands_and_the_flags_there_are() -> None:
     assert "make test" in readme
     for flag in re.findall(r"train\.py.*?--([a-z-]+)", readme):
         assert flag == "help" or f"    {flag.replace('-', '_')}: " in config, flag
+
+
+def test_speeds_are_those_of_the_results() -> None:
+    results = json.loads((TEMPLATE / "benchmarks" / "results" / "results.json").read_text(encoding="utf-8"))
+    measured = {(row["workload"], row["replicas"], row["workers"]): row["programs"] for row in results["rows"]}
+    readme = (TEMPLATE / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| (\w+), (\d) (replica|processe)s? \| (.*) \|$", readme, re.MULTILINE)
+    assert len(shown) == sum(not workload.startswith("wide") for workload, _, _ in measured)
+    columns = (
+        ["train.py"],
+        ["Orbit, Keras 3"],
+        ["Keras fit, 1 step", "Keras fit, K steps"],
+        ["tutorial"],
+        ["bare limit"],
+    )
+    for workload, number, what, cells in shown:
+        programs = measured[(workload, int(number), 1) if what == "replica" else (workload, 1, int(number))]
+        for names, cell in zip(columns, cells.split(" | "), strict=True):
+            rates = [programs[name]["training steps/s"]["median"] for name in names if "error" not in programs[name]]
+            assert cell == (f"{max(rates):,.{0 if max(rates) >= 100 else 1}f}" if rates else "fails")

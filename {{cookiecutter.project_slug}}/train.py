@@ -10,15 +10,18 @@
 The same command again resumes a run that was stopped.
 """
 
+# ruff: noqa: E402
+import gc
+
+gc.disable()  # Until all is imported: looking through it for garbage meanwhile takes a fifth of that time.
+
 import contextlib
 import dataclasses
 import functools
-import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -29,40 +32,29 @@ from config import MAY_CHANGE_ON_RESUME, Config, read_settings
 from engine import objects
 from engine.check import check_task
 from engine.checkpoint import Checkpoints, Writer
+from engine.chunks import Chunks
 from engine.console import console, print_facts
 from engine.data import Batches, batch_of, load_splits
 from engine.errors import Diverged, exit_codes
 from engine.evaluation import evaluate, evaluate_continuously
 from engine.gradients import MovingAverage, check_loss_scale
 from engine.monitor import resolve_direction
-from engine.parameter_server import (
-    check_settings,
-    compile_steps_on_workers,
-    count_atomically,
-    is_asynchronous,
-    synchronous,
-)
-from engine.plan import describe_run, print_plan
+from engine.parameter_server import asynchronous_steps, check_settings, is_asynchronous, synchronous
+from engine.plan import print_plan
 from engine.preemption import Preemption, saved_at_the_end
 from engine.profiling import Profile
 from engine.progress import Progress
 from engine.replicas import compile_averaging, is_seed, spread_seeds
 from engine.report import TENSORBOARD, Report
-from engine.run import initialize, is_finished, resume, test_the_best
-from engine.run_directory import (
-    BEST,
-    CHECKPOINTS,
-    CONFIG,
-    RESULT,
-    RunDirectory,
-    file_sha256,
-    read_json,
-    write_json,
-)
+from engine.run import begin_writing, initialize, is_finished, look_into, resume, test_the_best
+from engine.run_directory import BEST, CHECKPOINTS, RESULT, RunDirectory, file_sha256, write_json
 from engine.state import State, run_state
 from engine.strategy import create_strategy
 from engine.workers import Workers, peers_named
 from engine.xla import resolve_jit
+
+gc.freeze()  # What the imports made stays, and is not looked through any more.
+gc.enable()
 
 SPLITS = ("train", "validation", "test")
 
@@ -73,7 +65,7 @@ strategy: tf.distribute.Strategy
 workers: Workers  # the processes that train together: usually one, this one
 batches: dict[str, Batches]  # split -> its batches
 run_steps: dict[str, Callable[..., tf.Tensor]]  # split -> the compiled function that runs its steps
-steps_at_once: dict[str, int]  # split -> how many steps its next call runs
+chunks: Chunks  # how many steps its next call runs
 progress: Progress  # how far the run has come
 preemption = Preemption()  # whether a signal has asked the run to stop
 checkpoints: Checkpoints  # the whole state, at the end of each epoch and every --checkpoint-every-steps
@@ -81,7 +73,7 @@ best: Checkpoints  # the weights that --monitor says are the best
 direction: str  # "min" or "max": which --monitor is better
 average_statistics: Callable[[], None]  # gives all replicas the mean of what each has measured for itself
 moving_average: MovingAverage | None  # of the weights, with --ema-decay
-profile: Profile | None  # of some steps, with --profile
+profile: Profile  # of some steps, with --profile
 this_program = sys.modules[__name__]  # all of the above, for those parts of the engine that need it
 
 
@@ -100,14 +92,13 @@ def build(settings: Config) -> None:
     Raises:
         BadInput: the settings, the hooks of task.py and this machine do not go together.
     """
-    global config, strategy, workers, batches, run_steps, steps_at_once, direction, moving_average
+    global config, strategy, workers, batches, run_steps, chunks, direction, moving_average
     global average_statistics, progress, profile, checkpoints, best
     objects.check_hooks(task)
     config = task.config = settings
     strategy = choose_strategy(settings)
     workers = Workers(strategy)
-    asynchronous = is_asynchronous(strategy)
-    if asynchronous:
+    if is_asynchronous(strategy):
         check_settings(config)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -141,25 +132,17 @@ def build(settings: Config) -> None:
     spread_seeds(strategy, [variable for name, variable in weights.items() if is_seed(name)])
 
     # Compiled anew with every build: a compiled function keeps using the objects it was first called with.
-    if asynchronous:
-        count_atomically([*objects.by_name(task.optimizer, "optimizer").values(), *task.metrics["train"].values()])
-        # Workers train for parameter servers; the chief evaluates alone.
-        run_steps = {
-            "train": compile_steps_on_workers(distributed_train_step),
-            "validation": compile_steps(task.validation_step),
-            "test": compile_steps(task.test_step),
-        }
-    else:
-        run_steps = {
-            "train": compile_steps(distributed_train_step),
-            "validation": compile_steps(distributed_validation_step),
-            "test": compile_steps(distributed_test_step),
-        }
+    run_steps = {
+        "train": compile_steps(distributed_train_step),
+        "validation": compile_steps(distributed_validation_step),
+        "test": compile_steps(distributed_test_step),
+    }
+    if is_asynchronous(strategy):
+        run_steps = asynchronous_steps(this_program, task)
     average_statistics = compile_averaging(strategy, objects.by_name(task.model, "model"))
-    steps_at_once = dict.fromkeys(SPLITS, 1 if config.steps_per_execution == "auto" else config.steps_per_execution)
 
-    progress = Progress()
-    profile = Profile(config.run_dir / TENSORBOARD, records=workers.is_chief) if config.profile else None
+    progress, chunks = Progress(), Chunks(config, SPLITS, workers)
+    profile = Profile(config.run_dir / TENSORBOARD if config.profile else None, records=workers.is_chief)
     state, writer = run_state(strategy, task, moving_average), Writer(in_thread=config.async_checkpoints)
     checkpoints = Checkpoints(config.run_dir / CHECKPOINTS, state, keep=config.keep_checkpoints, writer=writer)
     # One more than there are checkpoints, because each of them may name another one as the best.
@@ -228,14 +211,10 @@ def one_pass(split: str, epoch: int = 0, between_chunks: Callable[[], None] = la
     while done < batches[split].steps:
         preemption.check(workers)
         between_chunks()
-        count = min(steps_at_once[split], batches[split].steps - done)
-        if split == "train":
-            # To the next multiple, counted from the first epoch on, so that resumes move none.
-            for every in filter(None, (config.checkpoint_every_steps, config.validate_every_steps)):
-                count = min(count, every - progress.step % every)
-            count = profile.steps_at_most(count) if profile else count
+        count = chunks.next(split, left=batches[split].steps - done, step=progress.step)
+        count = profile.steps_at_most(split, count)
         started, waited_before = time.monotonic(), feed.seconds_waited
-        with profile.chunk() if profile and split == "train" else contextlib.nullcontext():
+        with profile.chunk(split):
             losses = feed.run(run_steps[split], count)
         seconds, waited = time.monotonic() - started, feed.seconds_waited - waited_before
         if not np.isfinite(losses).all():
@@ -243,11 +222,9 @@ def one_pass(split: str, epoch: int = 0, between_chunks: Callable[[], None] = la
             raise Diverged(f"the loss of {split} step {done + first + 1} in epoch {epoch + 1} is {losses[first]}")
         done += count
         progress.add(split, count, seconds, waited)
+        chunks.took(split, count, seconds)
         for optimizer in objects.by_name(task.optimizer, "optimizer").values():
             check_loss_scale(optimizer, progress.step)
-        if config.steps_per_execution == "auto" and count == steps_at_once[split]:
-            # A second's worth, reached by doubling: the first call compiles, and so looks slow.
-            steps_at_once[split] = workers.of_chief(max(1, min(2 * count, int(count / seconds))))
         if split == "train" and done < batches[split].steps and is_multiple(config.checkpoint_every_steps):
             checkpoints.save(progress.step, progress.record())
     results = objects.metric_results(task.metrics, split)
@@ -358,7 +335,7 @@ def train(settings: Config) -> None:
     """Begins a run, or goes on with the one in the directory, and ends it with the test of its best weights."""
     from_chief = Workers(choose_strategy(settings)).from_chief
     with contextlib.closing(RunDirectory(settings.run_dir)) as run_directory, preemption.listening():
-        result = from_chief(lambda: look_into(run_directory, settings))
+        result = from_chief(lambda: look_into(run_directory, settings, MAY_CHANGE_ON_RESUME, task))
         if result and is_finished(result, settings):
             more = "--epochs" if result["epochs"] >= settings.epochs else "--patience"
             told = f"more {more} would continue it; --fresh starts anew"
@@ -371,38 +348,15 @@ def train(settings: Config) -> None:
         for of_split in batches.values():
             of_split.read(strategy, workers.index)  # What cannot be read shows before anything is written.
         report = Report(settings.run_dir, epochs=settings.epochs)
-        from_chief(lambda: begin_writing(run_directory, report))
+        from_chief(lambda: begin_writing(this_program, run_directory, report))
         print_plan(settings, strategy, batches, task, begins)
 
-        profiling = contextlib.closing(profile) if profile else contextlib.nullcontext()
-        with profiling, saved_at_the_end(checkpoints, progress):
+        with contextlib.closing(profile), saved_at_the_end(checkpoints, progress):
             run_epochs(report)
         result = test_the_best(this_program)
         from_chief(lambda: write_json(settings.run_dir / RESULT, result))
     print_facts("Result, of the best weights", result)
 
 
-def look_into(run_directory: RunDirectory, settings: Config) -> dict[str, Any] | None:
-    """Takes the run's directory for this run; returns the result of the run in it, if that has ended."""
-    if not settings.fresh:
-        run_directory.check_same_run(settings.as_json(), MAY_CHANGE_ON_RESUME, Path(task.__file__))
-    run_directory.hold()
-    return None if settings.fresh else read_json(settings.run_dir / RESULT)
-
-
-def begin_writing(run_directory: RunDirectory, report: Report) -> None:
-    """Makes the run's directory ready for what the run will write."""
-    run_directory.open(fresh=config.fresh)
-    for each in (checkpoints, best):
-        each.clear()
-    best.forget_after(progress.step)
-    report.open(epochs_done=progress.epoch, validated_step=progress.validated_step or 0)
-    task_sha256 = run_directory.task_sha256(Path(task.__file__))
-    write_json(config.run_dir / CONFIG, describe_run(config, strategy, task_sha256))
-    (config.run_dir / RESULT).unlink(missing_ok=True)
-
-
 if __name__ == "__main__":
-    # What the imports made stays; looking through it for garbage, over and over, delays the first step.
-    gc.freeze()
     main()

@@ -4,8 +4,10 @@ Only task.py's hooks are the workload's. Counted as training is everything from 
 of the last one but the validations.
 """
 
+import train  # First, as when it is started by itself: it imports TensorFlow in its own way.
+
+# isort: split
 import contextlib
-import gc
 import sys
 import tempfile
 import time
@@ -16,7 +18,6 @@ from common import Measured, read_arguments
 from workloads import EPOCHS
 
 import task
-import train
 from engine.checkpoint import Checkpoints
 from engine.feed import Feed
 from engine.report import Report
@@ -71,7 +72,6 @@ def measured_save(self, *arguments):
 
 
 Feed.run, train.one_pass, Report.epoch, Checkpoints.save = measured_run, measured_pass, measured_epoch, measured_save
-gc.freeze()  # As train.py does when it is started.
 with tempfile.TemporaryDirectory() as folder:
     arguments = [
         f"--run-dir={folder}",

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import functools
+import gc
 import json
 import os
 import re
@@ -814,3 +815,8 @@ def test_waiting_for_batches_is_counted(tmp_path: Path, capsys, monkeypatch: pyt
     run(tmp_path, "--epochs=2")
     waited = [int(text) for text in re.findall(r"waited (\d+) %", capsys.readouterr().out)]
     assert waited[1] > 50
+
+
+def test_garbage_is_looked_for_again_once_all_is_imported() -> None:
+    assert gc.isenabled()
+    assert gc.get_freeze_count()

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NoReturn
 
 import keras
@@ -21,6 +22,7 @@ from engine.cluster import Cluster
 from engine.console import console
 from engine.errors import BadInput, PeerLost
 from engine.meeting import ended_after, is_listening
+from engine.objects import by_name
 
 # A chunk is cut into that many pieces per worker, so that a fast one can take more of them.
 PIECES_PER_WORKER = 4
@@ -105,7 +107,22 @@ def check_settings(settings: Any) -> None:
         )
 
 
-def count_atomically(objects: Any) -> None:
+def asynchronous_steps(program: ModuleType, task: ModuleType) -> dict[str, Callable[..., tf.Tensor]]:
+    """Returns split -> the compiled function that runs its steps: workers train, and the chief evaluates alone.
+
+    Args:
+        program: the module train.py.
+        task: the module task.py.
+    """
+    _count_atomically([*by_name(task.optimizer, "optimizer").values(), *task.metrics["train"].values()])
+    return {
+        "train": _compile_steps_on_workers(program.distributed_train_step),
+        "validation": program.compile_steps(task.validation_step),
+        "test": program.compile_steps(task.test_step),
+    }
+
+
+def _count_atomically(objects: Any) -> None:
     """Lets the variables of optimizers and metrics that only add count what all workers add.
 
     Keras adds by reading, adding and writing; what another worker has written in between is lost.
@@ -120,7 +137,7 @@ def _atomic(variable: keras.Variable) -> Callable[[Any], Any]:
     return lambda value: variable.value.assign_add(tf.cast(value, variable.dtype))
 
 
-def compile_steps_on_workers(distributed_step: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+def _compile_steps_on_workers(distributed_step: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
     """Returns a compiled function that takes `count` steps on an iterator's batches; it returns their losses."""
 
     @tf.function

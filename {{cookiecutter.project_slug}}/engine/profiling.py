@@ -17,8 +17,8 @@ STEPS_OF_CHUNK = 10
 class Profile:
     """The profile of a run, written once it has trained some chunks of steps."""
 
-    def __init__(self, directory: Path, *, records: bool) -> None:
-        """Writes nothing yet; TensorBoard finds the profile in `directory`, its log directory.
+    def __init__(self, directory: Path | None, *, records: bool) -> None:
+        """Writes nothing yet; TensorBoard finds the profile in `directory`, its log directory. None makes no profile.
 
         Of several workers one `records`, and all take the same steps.
         """
@@ -27,14 +27,17 @@ class Profile:
         self._is_recording = False
         self._chunks = 0
 
-    def steps_at_most(self, count: int) -> int:
+    def steps_at_most(self, split: str, count: int) -> int:
         """Returns how many of `count` steps the next chunk may take: few while they are recorded."""
         is_recorded = CHUNKS_BEFORE <= self._chunks < CHUNKS_BEFORE + CHUNKS
-        return min(count, STEPS_OF_CHUNK) if is_recorded else count
+        return min(count, STEPS_OF_CHUNK) if self._is_of(split) and is_recorded else count
 
     @contextlib.contextmanager
-    def chunk(self) -> Iterator[None]:
+    def chunk(self, split: str) -> Iterator[None]:
         """Counts a chunk of training steps, and records it if it is its turn."""
+        if not self._is_of(split):
+            yield
+            return
         if self._chunks == CHUNKS_BEFORE and self._records:
             tf.profiler.experimental.start(str(self._directory))
             self._is_recording = True
@@ -49,12 +52,15 @@ class Profile:
 
     def close(self) -> None:
         """Writes what there is, and says so, if the run was too short."""
-        if self._chunks < CHUNKS_BEFORE + CHUNKS:
+        if self._directory and self._chunks < CHUNKS_BEFORE + CHUNKS:
             self._stop()
             console.print(
                 f"--profile: the run had {self._chunks} chunks of training steps; a profile is of the "
                 f"{CHUNKS} after the first {CHUNKS_BEFORE}"
             )
+
+    def _is_of(self, split: str) -> bool:
+        return self._directory is not None and split == "train"
 
     def _stop(self) -> None:
         if self._is_recording:

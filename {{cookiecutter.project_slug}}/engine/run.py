@@ -3,6 +3,7 @@
 `program` is the module train.py, with its global objects.
 """
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -10,9 +11,25 @@ from engine import objects
 from engine.checkpoint import read_newest, weights_sha256
 from engine.errors import BadInput
 from engine.initial_weights import load_initial_weights
+from engine.plan import describe_run
 from engine.replicas import is_seed
-from engine.run_directory import RESULT
+from engine.report import Report
+from engine.run_directory import CONFIG, RESULT, RunDirectory, read_json, write_json
 from engine.state import State, Values
+
+
+def look_into(
+    run_directory: RunDirectory, settings: Any, may_change: frozenset[str], task: ModuleType
+) -> dict[str, Any] | None:
+    """Takes the run's directory for this run; returns the result of the run in it, if that has ended.
+
+    Raises:
+        BadInput: the directory cannot be used, or holds a run with other settings than `may_change` lets differ.
+    """
+    if not settings.fresh:
+        run_directory.check_same_run(settings.as_json(), may_change, Path(task.__file__))
+    run_directory.hold()
+    return None if settings.fresh else read_json(settings.run_dir / RESULT)
 
 
 def is_finished(result: dict[str, Any], settings: Any) -> bool:
@@ -64,6 +81,19 @@ def initialize(program: ModuleType) -> str:
     if program.moving_average:
         program.moving_average.start_anew()
     return report
+
+
+def begin_writing(program: ModuleType, run_directory: RunDirectory, report: Report) -> None:
+    """Makes the run's directory ready for what the run will write."""
+    settings, progress = program.config, program.progress
+    run_directory.open(fresh=settings.fresh)
+    for each in (program.checkpoints, program.best):
+        each.clear()
+    program.best.forget_after(progress.step)
+    report.open(epochs_done=progress.epoch, validated_step=progress.validated_step or 0)
+    task_sha256 = run_directory.task_sha256(Path(program.task.__file__))
+    write_json(settings.run_dir / CONFIG, describe_run(settings, program.strategy, task_sha256))
+    (settings.run_dir / RESULT).unlink(missing_ok=True)
 
 
 def test_the_best(program: ModuleType) -> dict[str, Any]:
