@@ -65,7 +65,7 @@ strategy: tf.distribute.Strategy
 workers: Workers  # the processes that train together: usually one, this one
 batches: dict[str, Batches]  # split -> its batches
 run_steps: dict[str, Callable[..., tf.Tensor]]  # split -> the compiled function that runs its steps
-chunks: Chunks  # how many steps its next call runs
+chunks: Chunks  # how many steps the next call of one of them runs
 progress: Progress  # how far the run has come
 preemption = Preemption()  # whether a signal has asked the run to stop
 checkpoints: Checkpoints  # the whole state, at the end of each epoch and every --checkpoint-every-steps
