@@ -3,8 +3,9 @@
     python benchmarks/run.py [--rounds 3] [--workloads mlp cnn] [--replicas 1 2] [--orbit <python with Orbit>] [--costs]
 
 Each figure is the median of its rounds; a round runs every program once, each in a process of its own, one after the
-other. It writes results.json, results.md and overhead.png into --output; rows of the same machine and versions that are
-there already and are not measured again stay, with the command that gave them.
+other. It writes results.json, results.md and overhead.png into --output, build/benchmarks by default; rows of the same
+machine and versions that are there already and are not measured again stay, with the command that gave them. What the
+documents speak of is in benchmarks/results.
 """
 
 import argparse
@@ -228,7 +229,7 @@ def main() -> None:
     parser.add_argument("--overhead", action="store_true", help="models of 4, 40 and 400 variables too")
     parser.add_argument("--costs", action="store_true", help="of saves, positions and the parts of a step too")
     parser.add_argument("--orbit", help="a Python interpreter that has tf-models-official and tf-keras")
-    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--output", type=Path, default=HERE.parent / "build" / "benchmarks")
     options = parser.parse_args()
     workloads = [*options.workloads, *(OVERHEAD if options.overhead else ())]
     layouts = [(name, replicas, 1) for name in workloads for replicas in options.replicas or WORKLOADS[name].replicas]
