@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "{{cookiecutter.project_sl
 import numpy as np
 import tensorflow as tf
 
-from engine import examples
-from engine.data import Batches
-from engine.preparation import Preparation
+from engine.data import examples
+from engine.data.batches import Batches
+from engine.data.preparation import Preparation
 
 BATCH_SIZE = 64
 

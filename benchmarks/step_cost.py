@@ -23,7 +23,7 @@ from workloads import WORKLOADS
 import task
 import train
 from config import read_settings
-from engine.data import batch_of
+from engine.data.batches import batch_of
 
 STEPS = 1200
 CALLS = 4

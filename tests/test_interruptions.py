@@ -15,7 +15,7 @@ import pytest
 
 from rendering import PROJECT, run
 
-LIVES = Path(__file__).parent / "lives.py"
+LIVES = Path(__file__).parent / "helpers/lives.py"
 # Small chunks and frequent saves, so that the ends fall on many kinds of moments.
 FLAGS = ("--steps-per-execution=3", "--checkpoint-every-steps=5")
 LAYOUTS = {
@@ -121,7 +121,7 @@ def test_signal_while_libraries_are_imported_ends_with_a_line(number: int, code:
 def test_second_signal_ends_at_once_in_a_chunk_without_end() -> None:
     program = """
 import tensorflow as tf
-from engine.preemption import Preemption
+from engine.run.signals import Preemption
 
 endless = tf.function(lambda: tf.while_loop(lambda _: tf.random.uniform([]) < 2.0, lambda x: (x,), (0.0,)))
 with Preemption().listening():

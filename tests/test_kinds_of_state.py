@@ -20,7 +20,7 @@ REPORTED = ("tf_nn_dropout_in_a_layer", "numpy_in_prepare_example", "tf_random_w
 
 @pytest.mark.long
 def test_state_is_kept_and_what_is_not_repeated_is_reported() -> None:
-    folder = Path(__file__).parent
+    folder = Path(__file__).parent / "helpers"
     command = [sys.executable, "kinds_of_state.py", *REPEATED, *REPORTED]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=900)
     found = {line["kind"]: line for line in map(json.loads, done.stdout.splitlines())}

@@ -29,7 +29,7 @@ def test_repeated_steps_are_bit_equal(bake: Callable[..., Bake]) -> None:
     # Where four gradients are summed in an order that depends on the timing, a fifth of the repetitions differ.
     project = bake()
     shutil.copy(TASKS / "gan.py", project.folder / "task.py")
-    program = Path(__file__).with_name("repeated_steps.py")
+    program = Path(__file__).parent / "helpers/repeated_steps.py"
     first, second = (project.run("python", program, "60").stdout.split() for _ in range(2))
     assert len(first) == 1
     assert second == first

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import tyro
 
 from engine.errors import BadInput
-from engine.run_directory import recorded_settings
+from engine.run.directory import recorded_settings
 
 LARGEST = 2**31 - 1  # Of the whole numbers that become tensors of 32 bits.
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 from config import Config
-from engine.gradients import apply_gradients, in_micro_batches
+from engine.model.gradients import apply_gradients, in_micro_batches
 
 # --- Data -------------------------------------------------------------------------------------------------------------
 

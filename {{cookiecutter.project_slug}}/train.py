@@ -33,27 +33,31 @@ import tensorflow as tf
 
 import task
 from config import MAY_CHANGE_ON_RESUME, NOT_OF_EVALUATION, Config, read_settings
-from engine import objects
-from engine.check import check_task
-from engine.checkpoint import Checkpoints, Writer
-from engine.chunks import Chunks
+from engine.check.check import check_task
+from engine.cluster.asynchronous import asynchronous_steps, check_settings, is_asynchronous, synchronous
+from engine.cluster.devices import long_sums_reported
+from engine.cluster.strategy import create_strategy
+from engine.cluster.versions import shared_facts
+from engine.cluster.workers import Workers, peers_named
 from engine.console import console, print_facts
-from engine.data import Batches, batch_of, load_splits
-from engine.devices import long_sums_reported
+from engine.data.batches import Batches, batch_of, load_splits
 from engine.errors import BadInput, Diverged, InterruptedStep, exit_codes
-from engine.evaluation import evaluate, evaluate_continuously
-from engine.gradients import MovingAverage, check_loss_scale
-from engine.hidden_state import HiddenState, noted
 from engine.mistakes import mistakes_named
-from engine.monitor import resolve_direction
-from engine.parameter_server import asynchronous_steps, check_settings, is_asynchronous, synchronous
-from engine.plan import print_plan
-from engine.preemption import Preemption, saved_at_the_end
-from engine.profiling import Profile
-from engine.progress import Progress
-from engine.replicas import compile_averaging, is_seed, spread_seeds
-from engine.report import TENSORBOARD, Report
-from engine.run import (
+from engine.model import objects
+from engine.model.averages import MovingAverage
+from engine.model.gradients import check_loss_scale
+from engine.model.hidden_state import HiddenState, noted
+from engine.model.replicas import compile_averaging, is_seed, spread_seeds
+from engine.run.checkpoints import Checkpoints, Writer
+from engine.run.chunks import Chunks
+from engine.run.directory import BEST, CHECKPOINTS, RESULT, RunDirectory, write_json
+from engine.run.evaluation import evaluate, evaluate_continuously
+from engine.run.monitor import resolve_direction
+from engine.run.plan import print_plan
+from engine.run.profile import Profile
+from engine.run.progress import Progress
+from engine.run.report import TENSORBOARD, Report
+from engine.run.run import (
     begin_writing,
     begins_anew,
     check_steps,
@@ -63,11 +67,8 @@ from engine.run import (
     resume,
     test_the_best,
 )
-from engine.run_directory import BEST, CHECKPOINTS, RESULT, RunDirectory, write_json
-from engine.state import State, run_state
-from engine.strategy import create_strategy
-from engine.versions import shared_facts
-from engine.workers import Workers, peers_named
+from engine.run.signals import Preemption, saved_at_the_end
+from engine.run.state import State, run_state
 
 gc.freeze()  # What the imports made stays, and is not looked through any more.
 gc.enable()

@@ -18,9 +18,9 @@ from common import Measured, read_arguments
 from workloads import EPOCHS
 
 import task
-from engine.checkpoint import Checkpoints
-from engine.feed import Feed
-from engine.report import Report
+from engine.data.feed import Feed
+from engine.run.checkpoints import Checkpoints
+from engine.run.report import Report
 
 options, workload = read_arguments()
 measured = Measured()

@@ -6,6 +6,6 @@ from rendering import PROJECT
 
 sys.path.insert(0, str(PROJECT))
 
-from engine.strategy import create_strategy
+from engine.cluster.strategy import create_strategy
 
 create_strategy("mirrored", simulated_devices=5)

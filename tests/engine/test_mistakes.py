@@ -15,8 +15,9 @@ import tensorflow as tf
 
 import task
 import train
-from engine import mistakes, objects
+from engine import mistakes
 from engine.mistakes import first_line, where_raised
+from engine.model import objects
 
 TIMES = ("seconds", "examples_per_second")
 FLAGS = ("--epochs=2", "--global-batch-size=60", "--simulated-devices=1")

@@ -13,7 +13,7 @@ import tensorflow as tf
 import task
 import train
 from config import Config
-from engine.objects import model_variables
+from engine.model.objects import model_variables
 
 EPOCHS = 2
 

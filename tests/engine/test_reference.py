@@ -11,8 +11,8 @@ import tensorflow as tf
 import task
 import train
 from config import Config
-from engine.checkpoint import weights_sha256
-from engine.objects import model_variables
+from engine.model.objects import model_variables
+from engine.run.checkpoints import weights_sha256
 
 EPOCHS = 3
 LEARNING_RATE = 0.2

@@ -9,8 +9,8 @@ import pytest
 
 import task
 from config import Config, read_settings
+from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
-from engine.strategy import create_strategy
 
 # What your own settings without a default need, as on the command line: ["--data-dir=/data/digits"].
 ARGUMENTS: list[str] = []

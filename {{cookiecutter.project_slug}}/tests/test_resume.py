@@ -9,9 +9,9 @@ import pytest
 
 import train
 from config import Config
+from engine.cluster.workers import Workers
 from engine.errors import Stopped
-from engine.preemption import Preemption
-from engine.workers import Workers
+from engine.run.signals import Preemption
 
 TIME_COLUMNS = ("seconds", "examples_per_second")
 

@@ -12,9 +12,9 @@ import pytest
 import task
 import train
 from config import Config
-from engine.measure import differing_gradients, measure, recording_optimizers
-from engine.objects import model_variables
-from engine.replicas import is_seed
+from engine.check.measure import differing_gradients, measure, recording_optimizers
+from engine.model.objects import model_variables
+from engine.model.replicas import is_seed
 
 OPTIONS = {
     "whole batches": {},

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from config import Config
-from engine.gradients import apply_gradients, in_micro_batches
+from engine.model.gradients import apply_gradients, in_micro_batches
 
 
 def load_examples(split):

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from config import Config
-from engine.gradients import apply_gradients, in_micro_batches
+from engine.model.gradients import apply_gradients, in_micro_batches
 
 SIZE = 32
 CLASSES = 3

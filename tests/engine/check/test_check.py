@@ -1,0 +1,491 @@
+"""--check finds each fault that is planted in the hooks, names the hook, and has nothing to say against sound ones."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import task
+import train
+from config import Config
+from engine import mistakes
+from engine.check.check import check_task
+
+Check = Callable[..., tuple[bool, list[str]]]
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Checks the shipped task with some hooks replaced and a small model; returns the verdict and the lines to mend."""
+    monkeypatch.setattr(task, "create_model", linear_model)
+
+    def run(hooks: dict[str, Any] | None = None, **settings: Any) -> tuple[bool, list[str]]:
+        for name, hook in (hooks or {}).items():
+            monkeypatch.setattr(task, name, hook)
+        capsys.readouterr()
+        holds = check_task(train, task, Config(**settings))
+        lines = capsys.readouterr().out.splitlines()
+        return holds, [line for line in lines if line.startswith("FIX")]
+
+    return run
+
+
+def linear_model(*extra: keras.layers.Layer, regularizer: Any = None) -> keras.Model:
+    dense = keras.layers.Dense(10, kernel_regularizer=regularizer)
+    return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *extra, dense])
+
+
+# --- Sound tasks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"micro_batches": 4, "clip_norm": 0.1, "ema_decay": 0.9, "all_reduce": "nccl"}, {"global_batch_size": 33}],
+    ids=["defaults", "options", "odd batch"],
+)
+def test_sound_task_has_nothing_to_mend(settings: dict, check: Check) -> None:
+    assert check(**settings) == (True, [])
+
+
+def partly_frozen_model() -> keras.Model:
+    frozen = keras.Sequential([keras.layers.Dense(16), keras.layers.BatchNormalization()], name="backbone")
+    frozen.trainable = False
+    return linear_model(frozen)
+
+
+def random_model() -> keras.Model:
+    return linear_model(keras.layers.Dropout(0.3), keras.layers.GaussianNoise(0.2), keras.layers.Dense(12))
+
+
+def normalized_model() -> keras.Model:
+    return linear_model(keras.layers.BatchNormalization(synchronized=True), regularizer=keras.regularizers.L2(0.1))
+
+
+def flipping_model() -> keras.Model:
+    return linear_model(keras.layers.Reshape((8, 8, 1)), keras.layers.RandomFlip(), keras.layers.Flatten())
+
+
+def model_with_random_layers_inside_layers() -> keras.Model:
+    features = keras.Input((8, 8, 1))
+    rows = keras.layers.Reshape((8, 8))(features)
+    attended = keras.layers.MultiHeadAttention(2, 4, dropout=0.2)(rows, rows)
+    read = keras.layers.LSTM(4, dropout=0.2, recurrent_dropout=0.2)(attended)
+    read_twice = keras.layers.Bidirectional(keras.layers.GRU(4, dropout=0.2, activity_regularizer="l2"))(rows)
+    joined = keras.layers.ActivityRegularization(l2=0.1)(keras.layers.Concatenate()([read, read_twice]))
+    return keras.Model(features, keras.layers.Dense(10)(joined))
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (model_with_random_layers_inside_layers, {}),
+        (partly_frozen_model, {}),
+        (random_model, {}),
+        (normalized_model, {}),
+        (normalized_model, {"micro_batches": 2}),
+        (flipping_model, {}),
+    ],
+)
+def test_sound_model_is_no_false_alarm(model: Callable[[], keras.Model], settings: dict, check: Check) -> None:
+    assert check({"create_model": model}, **settings) == (True, [])
+
+
+def test_labels_that_are_no_classes_are_no_false_alarm(check: Check) -> None:
+    def distance(labels, predictions, weights):
+        per_example_loss = tf.square(tf.cast(labels, tf.float32) - tf.reduce_mean(predictions, axis=1))
+        return average(per_example_loss, weights), per_example_loss
+
+    load_examples = task.load_examples
+    hooks = {
+        "load_examples": lambda split: load_examples(split).map(lambda features, label: (features, 3 * label)),
+        "compute_loss": distance,
+        "create_metrics": lambda split: {"loss": keras.metrics.Mean()},
+        "update_metrics": lambda split, labels, predictions, per_example_loss, weights: task.metrics[split][
+            "loss"
+        ].update_state(per_example_loss, sample_weight=weights),
+    }
+    assert check(hooks) == (True, [])
+
+
+def test_random_layers_are_named(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    task.create_model = random_model  # Undone by the fixture.
+    assert check_task(train, task, Config())
+    assert "not the same on one replica and two: dropout, gaussian_noise" in capsys.readouterr().out
+
+
+def test_masked_labels_are_no_false_alarm(check: Check) -> None:
+    load_examples, compute_loss = task.load_examples, task.compute_loss
+
+    def some_unknown(split):
+        return load_examples(split).map(lambda features, label: (features, tf.where(label == 3, -1, label)))
+
+    def masked_loss(labels, predictions, weights):
+        known = tf.cast(labels >= 0, tf.float32)
+        loss, per_example_loss = compute_loss(tf.maximum(labels, 0), predictions, weights * known)
+        return loss, per_example_loss * known
+
+    assert check({"load_examples": some_unknown, "compute_loss": masked_loss}) == (True, [])
+
+
+# --- Planted faults ---------------------------------------------------------------------------------------------------
+
+
+def average(per_example_loss: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    return tf.nn.compute_average_loss(
+        per_example_loss, sample_weight=weights, global_batch_size=task.config.global_batch_size
+    )
+
+
+def label_losses(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
+    return task.loss_objects["label"](labels, predictions)
+
+
+def mean_reduced_loss():
+    return {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+
+
+def divided_by_local_batch(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions)
+    return tf.reduce_mean(per_example_loss * weights), per_example_loss
+
+
+def divided_twice(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions)
+    return average(per_example_loss, weights) / tf.distribute.get_strategy().num_replicas_in_sync, per_example_loss
+
+
+def unscaled_regularization(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions)
+    return average(per_example_loss, weights) + tf.add_n(task.model.losses), per_example_loss
+
+
+def rank_trap(labels, predictions, weights):
+    per_example_loss = tf.abs(tf.cast(labels, tf.float32) - predictions[:, :1])  # [share] - [share, 1]
+    return average(per_example_loss, weights), per_example_loss
+
+
+def not_a_number(labels, predictions, weights):
+    per_example_loss = tf.math.log(label_losses(labels, predictions) * 0.0 - 1.0)
+    return average(per_example_loss, weights), per_example_loss
+
+
+def infinite_gradient(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions) + tf.sqrt(tf.reduce_sum(predictions * 0.0, axis=1))
+    return average(per_example_loss, weights), per_example_loss
+
+
+def broken_features(features, labels, *, training):
+    return tf.math.log(features - 1.0), labels
+
+
+OUTSIDE = {}
+
+
+def model_made_outside():
+    return OUTSIDE["model"]
+
+
+def metrics_made_outside(split):
+    return OUTSIDE[split]
+
+
+def counting_step(batch):
+    OUTSIDE["counter"].assign_add(1)
+    return ORIGINAL["train_step"](batch)
+
+
+def model_with_a_spare_variable():
+    class Spare(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.used, self.spare = keras.layers.Dense(10), keras.layers.Dense(3, name="spare")
+
+        def build(self, shape):
+            self.used.build((None, 64))
+            self.spare.build((None, 4))
+
+        def call(self, features):
+            return self.used(tf.reshape(features, [-1, 64]))
+
+    return Spare()
+
+
+def unsynchronized_model():
+    return linear_model(keras.layers.BatchNormalization(name="bn"))
+
+
+def metrics_of_the_scaled_loss(split, labels, predictions, per_example_loss, weights):
+    task.metrics[split]["loss"].update_state(average(per_example_loss, weights))
+    task.metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=weights)
+
+
+def metrics_without_weights(split, labels, predictions, per_example_loss, weights):
+    task.metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
+    task.metrics[split]["accuracy"].update_state(labels, predictions)
+
+
+def validation_in_training_mode(batch):
+    features, labels, weights = batch
+    loss, per_example_loss = task.compute_loss(labels, task.model(features, training=True), weights)
+    task.update_metrics("validation", labels, task.model(features, training=True), per_example_loss, weights)
+    return loss
+
+
+def summed_twice(batch):
+    _, labels, weights = batch
+    loss, gradients, (predictions, per_example_loss) = task.loss_and_gradients(batch)
+    gradients = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+    task.optimizer.apply_gradients(zip(gradients, task.model.trainable_variables, strict=True))
+    task.update_metrics("train", labels, predictions, per_example_loss, weights)
+    return loss
+
+
+def labels_out_of_range(split):
+    return ORIGINAL["load_examples"](split).map(lambda features, label: (features, label + 1))
+
+
+def negative_labels(split):
+    return ORIGINAL["load_examples"](split).map(lambda features, label: (features, label - 1))
+
+
+def endless_examples(split):
+    return ORIGINAL["load_examples"](split).repeat()
+
+
+def examples_of_unknown_length(split):
+    return ORIGINAL["load_examples"](split).filter(lambda features, label: True)
+
+
+def reshuffled_examples(split):
+    return ORIGINAL["load_examples"](split).shuffle(100)
+
+
+def rising_loss(total_steps):
+    return keras.optimizers.SGD(-0.1)
+
+
+class ClippingOptimizer(keras.optimizers.SGD):
+    """Clips in its own apply, so before the sum over the replicas."""
+
+    def apply(self, grads, trainable_variables=None):
+        clipped, _ = tf.clip_by_global_norm(grads, 1e-3)
+        return super().apply(clipped, trainable_variables)
+
+
+class CountingSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """Counts in Python how often it is traced."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, step):
+        self.calls += 1
+        return 0.01 * self.calls
+
+
+def noisy_loss(labels, predictions, weights):
+    noise = 0.1 * tf.random.normal(tf.shape(predictions))
+    return ORIGINAL["compute_loss"](labels, predictions + noise, weights)
+
+
+def loss_with_numpy(labels, predictions, weights):
+    noise = tf.numpy_function(lambda: np.random.normal(size=(1, 10)).astype("float32"), [], tf.float32)
+    return ORIGINAL["compute_loss"](labels, predictions + tf.ensure_shape(noise, (1, 10)), weights)
+
+
+def random_preparation(features, labels, *, training):
+    return tf.image.random_flip_left_right(features) if training else features, labels
+
+
+def preparation_with_numpy(features, labels, *, training):
+    noise = tf.numpy_function(lambda: np.random.normal(size=(8, 8, 1)).astype("float32"), [], tf.float32)
+    return features / 16.0 + tf.ensure_shape(noise, (8, 8, 1)), labels
+
+
+class RunningMean(keras.layers.Layer):
+    """Keeps a mean in a variable that Keras does not list."""
+
+    def build(self, shape):
+        self.mean = tf.Variable(tf.zeros(shape[1:]), trainable=False)
+
+    def call(self, inputs, training=False):
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(inputs, axis=0))
+        return inputs - self.mean
+
+
+class AddedLoss(keras.layers.Layer):
+    """Adds the sum over a replica's share to the loss, not the mean."""
+
+    def call(self, inputs):
+        self.add_loss(1e-3 * tf.reduce_sum(tf.square(inputs)))
+        return inputs
+
+
+ORIGINAL = {name: getattr(task, name) for name in ("train_step", "load_examples", "create_metrics", "compute_loss")}
+L2 = keras.regularizers.L2(0.1)
+
+FAULTS = {
+    "mean-reduced loss": (
+        {"create_loss_objects": mean_reduced_loss},
+        "task.py create_loss_objects",
+        "use reduction='none'",
+    ),
+    "local batch": ({"compute_loss": divided_by_local_batch}, "task.py compute_loss", "by config.global_batch_size"),
+    "divided twice": ({"compute_loss": divided_twice}, "task.py compute_loss", "a second time"),
+    "regularization": (
+        {"compute_loss": unscaled_regularization, "create_model": lambda: linear_model(regularizer=L2)},
+        "task.py compute_loss",
+        "tf.nn.scale_regularization_loss",
+    ),
+    "optimizer with clipnorm": (
+        {"create_optimizer": lambda total_steps: keras.optimizers.SGD(0.1, clipnorm=1.0)},
+        "task.py create_optimizer",
+        "use --clip-norm",
+    ),
+    "model outside the scope": ({"create_model": model_made_outside}, "task.py create_model", "outside"),
+    "optimizer outside the scope": (
+        {"create_optimizer": lambda total_steps: OUTSIDE["optimizer"]},
+        "task.py create_optimizer",
+        "outside",
+    ),
+    "metric outside the scope": ({"create_metrics": metrics_made_outside}, "task.py create_metrics", "outside"),
+    "variable outside the scope": ({"train_step": counting_step}, "task.py train_step", "steps_seen"),
+    "no gradient": (
+        {"create_model": model_with_a_spare_variable},
+        "task.py train_step",
+        "spare/kernel gets no gradient",
+    ),
+    "rank trap": ({"compute_loss": rank_trap}, "task.py compute_loss", "(32, 32)"),
+    "NaN loss": ({"compute_loss": not_a_number}, "task.py compute_loss", "the loss is nan"),
+    "NaN gradient": ({"compute_loss": infinite_gradient}, "task.py compute_loss", "is not finite"),
+    "NaN features": ({"prepare_example": broken_features}, "task.py prepare_example", "not finite"),
+    "labels too high": ({"load_examples": labels_out_of_range}, "task.py load_examples", "labels from"),
+    "labels too low": ({"load_examples": negative_labels}, "task.py load_examples", "labels from -1"),
+    "unsynchronized BatchNorm": ({"create_model": unsynchronized_model}, "task.py create_model", "'bn'"),
+    "scaled metric": ({"update_metrics": metrics_of_the_scaled_loss}, "task.py update_metrics", "train/loss is"),
+    "training in validation": (
+        {
+            "validation_step": validation_in_training_mode,
+            "create_model": lambda: linear_model(keras.layers.Dropout(0.3)),
+        },
+        "task.py validation_step",
+        "training=False",
+    ),
+    "unweighted metric": ({"update_metrics": metrics_without_weights}, "task.py update_metrics", "padding"),
+    "own sum": ({"train_step": summed_twice}, "task.py train_step", "without a sum of your own"),
+    "endless": ({"load_examples": endless_examples}, "task.py load_examples", "endless examples"),
+    "unknown length": ({"load_examples": examples_of_unknown_length}, "task.py load_examples", "unknown number"),
+    "unordered": ({"load_examples": reshuffled_examples}, "task.py load_examples", "the second time"),
+    "clipping in apply": (
+        {"create_optimizer": lambda total_steps: ClippingOptimizer(0.1)},
+        "task.py create_optimizer",
+        "the gradients agree",
+    ),
+    "schedule that counts": (
+        {"create_optimizer": lambda total_steps: keras.optimizers.SGD(CountingSchedule())},
+        "task.py create_optimizer",
+        "the gradients agree",
+    ),
+    "tf.random in the step": (
+        {"compute_loss": noisy_loss},
+        "task.py train_step",
+        "RandomStandardNormal (test_check.py:",
+    ),
+    "NumPy in the step": ({"compute_loss": loss_with_numpy}, "task.py train_step", "PyFunc (test_check.py:"),
+    "tf.image.random": (
+        {"prepare_example": random_preparation},
+        "task.py prepare_example",
+        "tf.image.stateless_random_*",
+    ),
+    "NumPy in prepare_example": (
+        {"prepare_example": preparation_with_numpy},
+        "task.py prepare_example",
+        "np.random.default_rng(np.abs(seed))",
+    ),
+    "each replica's mean": (
+        {"create_model": lambda: linear_model(RunningMean())},
+        "task.py create_model",
+        "running_mean/Variable, of which each replica has its own",
+    ),
+    "added loss": (
+        {"create_model": lambda: linear_model(AddedLoss())},
+        "task.py compute_loss",
+        "add_loss adds up a replica's share",
+    ),
+    "rising loss": ({"create_optimizer": rising_loss}, "task.py create_optimizer", "it has to fall"),
+}
+
+
+# A check takes seconds, and these do not hide each other.
+TOGETHER = [
+    ("training in validation", "unsynchronized BatchNorm", "rising loss"),
+    ("unweighted metric", "no gradient"),
+]
+ALONE = [(fault,) for fault in FAULTS if not any(fault in group for group in TOGETHER)]
+
+
+@pytest.mark.parametrize("faults", [*TOGETHER, *ALONE], ids=", ".join)
+def test_planted_fault_is_found_and_the_hook_named(faults: tuple[str, ...], check: Check) -> None:
+    OUTSIDE["model"] = linear_model()
+    OUTSIDE["optimizer"] = keras.optimizers.SGD(0.1)
+    OUTSIDE.update({split: ORIGINAL["create_metrics"](split) for split in train.SPLITS})
+    OUTSIDE["counter"] = tf.Variable(0, name="steps_seen")
+    planted = [FAULTS[fault] for fault in faults]
+    holds, lines = check({name: hook for hooks, _, _ in planted for name, hook in hooks.items()})
+    assert not holds
+    for _, where, text in planted:
+        assert any(line.split("  ")[1] == where and text in line for line in lines), "\n".join(lines)
+    # One cause does not show as many.
+    assert {line.split("  ")[1] for line in lines} == {where for _, where, _ in planted}, "\n".join(lines)
+
+
+def test_function_that_retraces_is_found(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_steps = train.compile_steps
+    # The user's edit: no signature, so each size of a stack is traced.
+    monkeypatch.setattr(train, "compile_steps", lambda step: tf.function(compile_steps(step).python_function))
+    holds, lines = check()
+    assert not holds
+    assert {line.split("  ")[1] for line in lines} == {"train.py compile_steps"}
+    assert "the validation steps were traced" in lines[0]
+
+
+def loss_of_classes_that_there_are_none(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions) * tf.cast(tf.gather(tf.ones([3]), labels), tf.float32)
+    return average(per_example_loss, weights), per_example_loss
+
+
+@pytest.mark.parametrize(
+    ("hooks", "where", "said"),
+    [
+        (
+            {"create_model": lambda: linear_model(keras.layers.Reshape((7, 7)))},
+            "linear_model",
+            "raised ValueError: The total",
+        ),
+        ({"create_loss_objects": dict}, "label_losses", "raised KeyError: 'label'"),
+        ({}, "loss_of_classes_that_there_are_none", "raised InvalidArgumentError: indices["),
+    ],
+    ids=["when it is called", "while it is traced", "while it runs"],
+)
+def test_exception_in_a_hook_is_named_by_line_with_what_it_says(
+    hooks: dict, where: str, said: str, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mistakes, "PROJECT", Path(__file__).parent)
+    holds, lines = check({"compute_loss": loss_of_classes_that_there_are_none, **hooks})
+    assert not holds
+    (line,) = lines
+    assert re.match(rf"FIX  test_check\.py:\d+ {where}  {re.escape(said)}", line), line
+
+
+def test_check_leaves_hooks_and_run_directory_alone(check: Check, tmp_path) -> None:
+    before = {name: getattr(task, name) for name in ("load_examples", "create_optimizer")}
+    check(run_dir=tmp_path / "run")
+    assert {name: getattr(task, name) for name in before} == before
+    assert not list(tmp_path.iterdir())
+    assert np.ndim(train.config.seed) == 0

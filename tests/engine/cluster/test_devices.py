@@ -1,0 +1,341 @@
+"""GPU machines, by stand-ins: what the driver describes, and lists of devices. Nothing here runs on a GPU."""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import task
+import train
+from config import Config
+from engine.cluster import asynchronous, devices, nvidia
+from engine.cluster import strategy as strategies
+from engine.cluster.devices import describe_arithmetic
+from engine.cluster.environment import Cluster
+from engine.cluster.nvidia import gpus_of_machine, identify_gpus, visible_gpus
+from engine.cluster.strategy import create_strategy
+from engine.data.feed import Feed
+from engine.errors import BadInput
+from engine.run.plan import describe_devices, describe_run, print_plan
+
+A100 = {"device_name": "NVIDIA A100", "compute_capability": (8, 0)}
+T4 = {"device_name": "Tesla T4", "compute_capability": (7, 5)}
+TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
+
+Machine = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for /proc/driver/nvidia/gpus, of a machine with two GPUs."""
+    for bus, uuid in (("0000:3b:00.0", "GPU-aaaa-1111"), ("0000:af:00.0", "GPU-bbbb-2222")):
+        folder = tmp_path / "gpus" / bus
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t NVIDIA A100\nGPU UUID: \t {uuid}\n", encoding="utf-8")
+    (tmp_path / "boot_id").write_text("this-machine\n", encoding="utf-8")
+    monkeypatch.setattr(nvidia, "NVIDIA_GPUS", tmp_path / "gpus")
+    monkeypatch.setattr(nvidia, "BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path / "gpus"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Has TensorFlow list GPUs of the given details; returns the list of what is done with them, in order."""
+    listed, calls = tf.config.list_physical_devices, []
+    # What other tests have made stays, and what these make goes.
+    for name in ("_mirrored", "_multi_worker", "warn_of_unused_gpus"):
+        monkeypatch.setattr(strategies, name, functools.cache(getattr(strategies, name).__wrapped__))
+
+    def noted(name: str) -> Callable[..., Any]:
+        class Strategy:  # Also a type, as what stands for a strategy has to be.
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                calls.append((name, *arguments, *options.values()))
+
+        return Strategy
+
+    def of_details(*details: dict[str, Any]) -> list[Any]:
+        gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index, _ in enumerate(details)]
+        monkeypatch.setattr(
+            tf.config, "list_physical_devices", lambda kind=None: gpus if kind == "GPU" else listed(kind)
+        )
+        monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: details[gpus.index(gpu)])
+        monkeypatch.setattr(tf.config.experimental, "set_memory_growth", noted("growth"))
+        monkeypatch.setattr(tf.distribute, "MirroredStrategy", noted("mirrored"))
+        monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", noted("multi_worker"))
+        return calls
+
+    return of_details
+
+
+def cluster_that_says(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> None:
+    """Puts this process in a cluster, whose workers say this of themselves besides what this one says."""
+    monkeypatch.setenv("TF_CONFIG", TF_CONFIG)
+
+    def join(cluster: Cluster, facts: dict[str, Any], own: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        return {"worker 0": own, **{f"worker {index}": {**own, **each} for index, each in enumerate(workers, start=1)}}
+
+    monkeypatch.setattr(strategies, "join", join)
+    monkeypatch.setattr(strategies.console, "quiet", False)
+
+
+# --- What there is ----------------------------------------------------------------------------------------------------
+
+
+def test_visible_gpus_are_those_of_the_variable_or_of_the_driver(driver: Path, monkeypatch) -> None:
+    assert gpus_of_machine() == ["0000:3b:00.0", "0000:af:00.0"]
+    assert visible_gpus({}) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == ["1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-aaaa, MIG-1, -1, 0"}) == ["GPU-aaaa", "MIG-1"]
+    for none in ("", "-1", "NoDevFiles"):
+        assert visible_gpus({"CUDA_VISIBLE_DEVICES": none}) == []
+    monkeypatch.setattr(nvidia, "NVIDIA_GPUS", driver / "not there")
+    assert visible_gpus({}) == []
+
+
+def test_gpu_has_one_name_however_it_is_chosen(driver: Path) -> None:
+    first, second = "this-machine 0000:3b:00.0", "this-machine 0000:af:00.0"
+    assert identify_gpus({}, 2) == [first, second]
+    assert identify_gpus({"CUDA_VISIBLE_DEVICES": "1"}, 1) == [second]
+    assert identify_gpus({"CUDA_VISIBLE_DEVICES": "GPU-bbbb,0"}, 2) == [second, first]
+    assert identify_gpus({"CUDA_VISIBLE_DEVICES": "MIG-7"}, 1) == ["this-machine MIG-7"]
+    assert identify_gpus({}, 0) == []
+
+
+@pytest.mark.parametrize("hidden", [None, "", "-1"])
+def test_gpus_that_tensorflow_cannot_use_are_reported_once(
+    hidden: str | None, driver: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    machine()
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    create_strategy("auto", simulated_devices=1)
+    assert "WARNING" not in capsys.readouterr().out
+    create_strategy("auto")
+    create_strategy("auto")
+    (warning,) = capsys.readouterr().out.splitlines()
+    assert "this machine has 2 NVIDIA GPUs, and TensorFlow can use none" in warning
+    assert "pip install 'tensorflow[and-cuda]'" in warning
+    assert (f"CUDA_VISIBLE_DEVICES is {hidden!r}" in warning) is (hidden is not None)
+    with pytest.raises(BadInput, match="--strategy mirrored needs GPUs and this machine has 2 NVIDIA GPUs"):
+        create_strategy("mirrored")
+
+
+def test_machine_without_gpus_is_not_warned(driver: Path, machine: Machine, monkeypatch, capsys) -> None:
+    machine()
+    monkeypatch.setattr(nvidia, "NVIDIA_GPUS", driver / "not there")
+    create_strategy("auto")
+    assert capsys.readouterr().out == ""
+
+
+def test_memory_of_all_gpus_grows_before_anything_starts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = machine(A100, A100)
+    create_strategy("auto")
+    kinds = [call[0] for call in calls]
+    assert kinds == ["growth", "growth", "mirrored"]
+    assert [call[2] for call in calls[:2]] == [True, True]
+
+    calls.clear()
+    cluster_that_says(monkeypatch, {"gpus": ["another one"]})
+    create_strategy("auto")
+    assert [call[0] for call in calls] == ["growth", "growth", "multi_worker"]
+
+    calls.clear()
+    monkeypatch.setenv("TF_CONFIG", TF_CONFIG.replace('"worker": [', '"chief": ["c:1"], "ps": ["d:1"], "worker": ['))
+    monkeypatch.setattr(strategies, "serve", lambda *_, **__: calls.append(("serve",)) or sys.exit())
+    with pytest.raises(SystemExit):
+        create_strategy("parameter_server")
+    assert [call[0] for call in calls] == ["growth", "growth", "serve"]
+
+
+def test_memory_of_a_served_worker_grows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {}
+
+    def server(*_: Any, **options: Any) -> None:
+        given.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(tf.distribute, "Server", server)
+    cluster = Cluster("TF_CONFIG", {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}, "worker", 0)
+    with pytest.raises(InterruptedError):
+        asynchronous.serve(cluster, timeout=1)
+    assert given["config"].gpu_options.allow_growth
+
+
+def test_gpu_that_cannot_grow_any_more_is_reported(machine: Machine, monkeypatch, capsys) -> None:
+    machine(A100)
+
+    def started(*_: Any) -> None:
+        raise RuntimeError("Physical devices cannot be modified after being initialized")
+
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", started)
+    create_strategy("auto")
+    assert "GPU:0: TensorFlow had started before, in task.py for example" in capsys.readouterr().out
+
+
+# --- The plan and config.json -----------------------------------------------------------------------------------------
+
+
+def test_plan_and_config_name_the_devices(machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    settings = Config(simulated_devices=2)
+    train.build(settings)
+    monkeypatch.setattr(devices, "_count_cores", lambda: 8)
+    print_plan(settings, train.strategy, train.batches, task, "with new weights")
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert lines["devices"] == "2 simulated on 8 CPU cores"
+    assert lines["all-reduce"] == "one_device"
+    assert lines["arithmetic"] == "float32"
+    recorded = describe_run(settings, train.strategy, {})
+    assert (recorded["devices"], recorded["arithmetic"]) == ("2 simulated on 8 CPU cores", "float32")
+
+    machine()
+    one_device = tf.distribute.get_strategy()
+    assert describe_devices(one_device, 0) == "CPU, 8 cores"
+    machine(A100, A100)
+    assert describe_devices(one_device, 0) == "1 x NVIDIA A100"
+    assert describe_devices(create_strategy("mirrored"), 0) == "2 x NVIDIA A100"
+    machine(A100, A100, T4)
+    assert describe_devices(create_strategy("mirrored"), 0) == "2 x NVIDIA A100, 1 x Tesla T4"
+
+
+def test_products_of_fewer_digits_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(A100)
+    assert describe_arithmetic("float32", 0) == "float32 (TF32)"
+    assert describe_arithmetic("float32", 2) == "float32"
+    assert describe_arithmetic("mixed_bfloat16", 0) == "mixed_bfloat16"
+    machine(T4)
+    assert describe_arithmetic("float32", 0) == "float32"
+    machine({})
+    assert describe_arithmetic("float32", 0) == "float32"
+    machine(A100)
+    monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: None)
+    try:
+        train.build(Config(simulated_devices=1, deterministic=True))
+        assert describe_arithmetic("float32", 0) == "float32"
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(True)
+
+
+# --- How gradients are summed -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("all_reduce", "kind"),
+    [
+        ("auto", type(None)),
+        ("nccl", tf.distribute.NcclAllReduce),
+        ("hierarchical_copy", tf.distribute.HierarchicalCopyAllReduce),
+        ("one_device", tf.distribute.ReductionToOneDevice),
+    ],
+)
+def test_gpus_of_a_machine_sum_as_asked_for(all_reduce: str, kind: type, machine: Machine) -> None:
+    calls = machine(A100, A100)
+    strategy = create_strategy("auto", all_reduce=all_reduce)
+    assert create_strategy("mirrored", all_reduce=all_reduce) is strategy
+    (made,) = [call for call in calls if call[0] == "mirrored"]
+    assert made[1] == ["GPU:0", "GPU:1"]
+    assert isinstance(made[2], kind)
+    assert strategy.all_reduce == ("nccl" if all_reduce == "auto" else all_reduce)
+
+
+def test_hierarchical_copy_is_refused_where_it_loses_a_replica(machine: Machine) -> None:
+    summed = {}
+    for replicas in (2, 3):
+        places = [f"CPU:{index}" for index in range(replicas)]
+        strategy = tf.distribute.MirroredStrategy(places, tf.distribute.HierarchicalCopyAllReduce())
+
+        def ones() -> tf.Tensor:
+            return tf.distribute.get_replica_context().all_reduce("SUM", [tf.ones([]), tf.ones([])])[0]
+
+        per_replica = tf.function(strategy.run)(ones)
+        summed[replicas] = {float(each) for each in strategy.experimental_local_results(per_replica)}
+    assert summed == {2: {2.0}, 3: {2.0}}  # Where this is mended, three need not be refused any more.
+    machine(A100, A100, A100)
+    with pytest.raises(BadInput, match="--all-reduce hierarchical_copy on 3 GPUs"):
+        create_strategy("auto", all_reduce="hierarchical_copy")
+
+
+def test_sum_that_the_devices_cannot_have_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match="--all-reduce nccl is for GPUs, and --simulated-devices 2 are on the CPU"):
+        create_strategy("auto", simulated_devices=2, all_reduce="nccl")
+    simulated = create_strategy("auto", simulated_devices=2)
+    assert create_strategy("auto", simulated_devices=2, all_reduce="one_device") is simulated
+    for name in ("tpu", "parameter_server"):
+        with pytest.raises(BadInput, match=f"--all-reduce nccl with --strategy {name}"):
+            create_strategy(name, all_reduce="nccl")
+    machine()
+    cluster_that_says(monkeypatch, {})
+    with pytest.raises(BadInput, match="--all-reduce one_device is for one machine"):
+        create_strategy("auto", all_reduce="one_device")
+    with pytest.raises(BadInput, match="--all-reduce nccl needs GPUs, and the workers have none"):
+        create_strategy("auto", all_reduce="nccl")
+
+
+def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machine, monkeypatch) -> None:
+    implementations = tf.distribute.experimental.CommunicationImplementation
+    monkeypatch.setattr(devices, "_count_cores", lambda: 8)
+    for gpus, others, implementation, told, by_worker in (
+        (
+            *([A100], {"gpus": ["another one"]}, implementations.NCCL),
+            *("nccl between the workers", "1 x NVIDIA A100 for each worker"),
+        ),
+        (
+            *([], {"devices": "CPU, 4 cores"}, implementations.RING),
+            *("ring between the workers", "worker 0: CPU, 8 cores; worker 1: CPU, 4 cores"),
+        ),
+    ):
+        calls = machine(*gpus)
+        calls.clear()
+        strategies._multi_worker.cache_clear()
+        cluster_that_says(monkeypatch, others)
+        strategy = create_strategy("auto")
+        (options,) = [call[1] for call in calls if call[0] == "multi_worker"]
+        assert options.implementation == implementation
+        assert options.timeout_seconds is None  # Each sum would keep two threads for so long.
+        assert strategy.all_reduce == told
+        assert describe_devices(strategy, 0) == by_worker
+
+
+def test_steps_that_do_not_end_are_reported_where_nccl_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    spoken = threading.Event()
+    monkeypatch.setattr(devices, "SECONDS_WITHOUT_AN_END", 0.01)
+    monkeypatch.setattr(devices.console, "print", lambda text: told.append(text) or spoken.set())
+    train.build(Config(simulated_devices=2))
+    feed_runs = Feed.run
+
+    def run_slowly(*arguments: Any) -> Any:
+        spoken.wait(0.2 if train.strategy.all_reduce == "one_device" else 60)
+        return feed_runs(*arguments)
+
+    monkeypatch.setattr(Feed, "run", run_slowly)
+    train.validate()
+    assert not told
+    monkeypatch.setattr(train.strategy, "all_reduce", "nccl")
+    train.validate()
+    assert "No step has ended for 0.01 s" in told[0]
+    assert "--all-reduce one_device" in told[0]
+
+
+def test_gpu_that_two_workers_use_is_refused(driver: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(A100)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    cluster_that_says(monkeypatch, {})
+    with pytest.raises(BadInput, match=r"worker 0 and worker 1 use the same GPU 0000:af:00.0 of .*CUDA_VISIBLE"):
+        create_strategy("auto")
+    # Of other machines, the same number is another one.
+    cluster_that_says(monkeypatch, {"gpus": ["another-machine 0000:af:00.0"]})
+    create_strategy("auto")
+    # Simulated devices use none.
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(strategies, "join", lambda cluster, facts, own, **_: said.append((facts, own)) or {"a": own})
+    monkeypatch.setattr(strategies, "_simulate", lambda count: [f"CPU:{index}" for index in range(count)])
+    create_strategy("auto", simulated_devices=2, facts={"--epochs": 1})
+    ((facts, own),) = said
+    assert facts == {"--epochs": 1, "GPUs": 0}
+    assert own["gpus"] == []

@@ -1,0 +1,312 @@
+"""Batches hold the right examples, once each, whatever the number of replicas and input pipelines."""
+
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from engine.cluster.strategy import create_strategy
+from engine.data.batches import Batches, check_same_structure, per_replica_batch_size
+from engine.data.feed import stack_sizes
+from engine.data.preparation import Preparation
+from engine.errors import BadInput
+
+
+def numbers(count: int) -> tf.data.Dataset:
+    """Returns `count` examples whose features and labels are their number."""
+    return tf.data.Dataset.range(count).map(lambda number: (number, number))
+
+
+def unchanged(features, labels, *, training):
+    return features, labels
+
+
+def batches(split: str = "train", *, count: int = 37, replicas: int = 1, **changes: Any) -> Batches:
+    arguments = {
+        "load_examples": lambda _: numbers(count),
+        "prepare_example": unchanged,
+        "replicas": replicas,
+        "global_batch_size": 8,
+        "seed": 5,
+        "shuffle_buffer_size": 1000,
+        **changes,
+    }
+    preparation = Preparation(arguments.pop("prepare_example"), training=split == "train")
+    return Batches(split, preparation=preparation, **arguments)
+
+
+def global_batches(of: Batches, replicas: int, *, epoch: int = 0, first_step: int = 0) -> list[list[np.ndarray]]:
+    """Returns every global batch as [features, labels, weights], its replicas' shares joined."""
+    strategy = create_strategy("auto", simulated_devices=replicas)
+    found = []
+    for batch in of.one_by_one(strategy, epoch=epoch, first_step=first_step):
+        parts = [strategy.experimental_local_results(part) for part in batch]
+        found.append([np.concatenate([share.numpy() for share in shares]) for shares in parts])
+    assert len(found) == of.steps - first_step
+    return found
+
+
+def shares_of(of: Batches, pipeline: int, *, first_step: int = 0) -> list[list[np.ndarray]]:
+    """Returns what one of two input pipelines gives its replicas in a pass: a share of a batch for each in turn."""
+    sizes, _ = stack_sizes(of.steps, first_step, of._bytes_of_batch)
+    replicas = of.global_batch_size // 2 // of.share
+    stacks = iter(of._stacks(0, first_step, 2, pipeline))
+    shares = []
+    for size in sizes:
+        of_replicas = [[part.numpy() for part in stack] for stack in next(stacks)]
+        assert len(of_replicas) == replicas
+        assert all(len(part) == size for stack in of_replicas for part in stack)
+        shares += [[part[number] for part in stack] for number in range(size) for stack in of_replicas]
+    return shares
+
+
+def test_evaluation_counts_each_example_once() -> None:
+    for count in (1, 7, 8, 9, 37):
+        of = batches("validation", count=count, replicas=2)
+        counted = Counter()
+        for features, labels, weights in global_batches(of, 2):
+            np.testing.assert_array_equal(features, labels)
+            assert weights.dtype == np.float32
+            assert len(features) == 8
+            counted.update(features[weights == 1].tolist())
+            assert set(weights) <= {0.0, 1.0}
+        assert counted == Counter(range(count))
+        assert of.left_out == 0
+
+
+def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
+    of = batches()
+    assert (of.steps, of.left_out) == (4, 5)
+    seen = [np.concatenate([batch[0] for batch in global_batches(of, 1, epoch=epoch)]) for epoch in range(3)]
+    for order in seen:
+        assert len(set(order.tolist())) == 32
+    left_out = [set(range(37)) - set(order.tolist()) for order in seen]
+    assert left_out[0] != left_out[1] != left_out[2]
+
+
+def test_kept_last_batch_is_padded_with_weight_0() -> None:
+    of = batches(keep_last_batch=True)
+    assert (of.steps, of.left_out) == (5, 0)
+    found = global_batches(of, 1)
+    kept = np.concatenate([features[weights == 1] for features, _, weights in found])
+    assert sorted(kept.tolist()) == list(range(37))
+    assert found[-1][2].sum() == 5
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_global_batches_are_the_same_for_any_number_of_replicas(split: str) -> None:
+    reference = global_batches(batches(split), 1, epoch=1)
+    for replicas in (2, 4):
+        for one, other in zip(
+            reference, global_batches(batches(split, replicas=replicas), replicas, epoch=1), strict=True
+        ):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_global_batches_are_the_same_for_any_number_of_input_pipelines() -> None:
+    of = batches(replicas=4)
+    reference = [features for features, _, _ in global_batches(of, 4)]
+    # Each pipeline feeds two of the four replicas, which get what they get in one process.
+    parts = [[share[0] for share in shares_of(of, index)] for index in range(2)]
+    for step, expected in enumerate(reference):
+        shares = [share for part in parts for share in part[2 * step : 2 * step + 2]]
+        np.testing.assert_array_equal(np.concatenate(shares), expected)
+
+
+@pytest.mark.parametrize(("buffer_size", "is_kept"), [(1000, True), (10, False)])
+def test_dataset_is_let_go_once_its_examples_are_kept(buffer_size: int, is_kept: bool) -> None:
+    loaded = []
+
+    def load(_: str) -> tf.data.Dataset:
+        dataset = tf.data.Dataset.from_tensor_slices((np.arange(40), np.arange(40)))
+        loaded.append(weakref.ref(dataset))
+        return dataset
+
+    of = batches(load_examples=load, shuffle_buffer_size=buffer_size)
+    of.read(tf.distribute.get_strategy(), 0)
+    gc.collect()
+    assert (loaded[0]() is None) == is_kept
+
+
+def test_pipeline_prepares_its_own_share_only() -> None:
+    prepared = []
+
+    def noted(features, labels, *, training):
+        return tf.py_function(lambda number: prepared.append(int(number)) or number, [features], tf.int64), labels
+
+    def of_known_shape(features, labels, *, training):
+        features, labels = noted(features, labels, training=training)
+        return tf.ensure_shape(features, []), labels
+
+    # In evaluation, because the next epoch's, which may be under way already, are the same.
+    of = batches("validation", prepare_example=of_known_shape, replicas=2, count=40)
+    shares_of(of, 1)
+    assert set(prepared) == {number for number in range(40) if number % 8 >= 4}
+
+
+def test_skipping_continues_with_the_next_unseen_batch_and_prepares_nothing_before_it() -> None:
+    prepared = []
+
+    def noted(features, labels, *, training, seed):
+        tf.py_function(lambda *seed: prepared.append(tuple(map(int, seed))), tf.unstack(seed), [])
+        return features, tf.cast(seed, tf.int64)
+
+    reference = global_batches(batches(prepare_example=noted), 1, epoch=2)
+    prepared.clear()
+    rest = global_batches(batches(prepare_example=noted), 1, epoch=2, first_step=3)
+    for expected, found in zip(reference[3:], rest, strict=True):
+        for one, other in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(one, other)
+    seeds = [{tuple(seed) for batch in batches for seed in batch[1].tolist()} for batches in (reference[:3], rest)]
+    assert not set(prepared) & seeds[0]
+    assert set(prepared) >= seeds[1]
+
+
+def test_every_example_and_epoch_gets_a_seed_of_its_own() -> None:
+    def seeds(features, labels, *, training, seed):
+        return features, seed
+
+    of = batches(prepare_example=seeds)
+    found = [tuple(seed) for epoch in (0, 1) for batch in global_batches(of, 1, epoch=epoch) for seed in batch[1]]
+    assert len(set(found)) == 64
+
+
+def test_own_weights_are_kept_and_padding_has_none() -> None:
+    def weighted(_: str) -> tf.data.Dataset:
+        return numbers(5).map(lambda number, label: (number, label, number + 1))
+
+    (batch,) = global_batches(batches("test", load_examples=weighted), 1)
+    assert batch[2].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 0.0, 0.0]
+
+
+def test_shuffle_goes_through_a_small_buffer() -> None:
+    first = global_batches(batches(shuffle_buffer_size=4), 1)[0][0]
+    assert max(first) < 8 + 4
+    assert first.tolist() != sorted(first)
+
+
+def test_shares_are_equal_or_refused() -> None:
+    assert per_replica_batch_size(65, 5) == 13
+    with pytest.raises(BadInput, match="--global-batch-size 33 cannot be shared equally by 2 replicas: use 32 or 34"):
+        per_replica_batch_size(33, 2)
+    with pytest.raises(BadInput, match="--global-batch-size 2 cannot be shared equally by 4 replicas: use 4"):
+        per_replica_batch_size(2, 4)
+
+
+def no_labels(_: str) -> tf.data.Dataset:
+    return tf.data.Dataset.range(9)
+
+
+def unknown_length(_: str) -> tf.data.Dataset:
+    return numbers(9).filter(lambda number, _: number > 2)
+
+
+REFUSED_EXAMPLES = {
+    "a list": (lambda _: [1, 2], "returned a list: return a tf.data.Dataset"),
+    "no examples": (lambda _: numbers(0), "returned no examples"),
+    "endless": (lambda _: numbers(9).repeat(), "returned endless examples"),
+    "unknown length": (unknown_length, "returned examples of unknown number"),
+    "no labels": (no_labels, r"returned elements of int64\[\]: each has to be a tuple \(features, labels\)"),
+    "a weight per feature": (
+        lambda _: tf.data.Dataset.from_tensor_slices(([[1.0, 2.0]] * 9, [0] * 9, [[1.0, 2.0]] * 9)),
+        r"returned weights of float32\[2\]: each example has one number",
+    ),
+    "too few": (lambda _: numbers(7), "--global-batch-size 8 is larger than the 7 examples"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_EXAMPLES)
+def test_examples_that_cannot_be_batched_are_refused(case: str) -> None:
+    load_examples, reason = REFUSED_EXAMPLES[case]
+    with pytest.raises(BadInput, match=reason) as refused:
+        batches(load_examples=load_examples)
+    assert "task.load_examples('train')" in str(refused.value)
+
+
+def test_examples_of_unknown_shape_are_refused() -> None:
+    def ragged(_: str) -> tf.data.Dataset:
+        lengths = tf.data.Dataset.range(9)
+        return lengths.map(lambda length: (tf.ones(length), 0))
+
+    with pytest.raises(BadInput, match=r"task.prepare_example returned for 'train' \(float32\[None\], int32\[\]\)"):
+        batches(load_examples=ragged)
+
+
+def test_splits_of_unequal_structure_are_refused() -> None:
+    def wider(_: str) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((tf.ones([9, 2]), tf.ones([9])))
+
+    splits = {"train": batches(), "validation": batches("validation", load_examples=wider)}
+    with pytest.raises(BadInput, match=r"task.load_examples\('validation'\) .* gave .*float32\[8, 2\].*'train' are"):
+        check_same_structure(splits)
+
+
+# --- Examples sharded by file -----------------------------------------------------------------------------------------
+
+
+def load_own_files(split: str, input_context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
+    """Three files, of 10, 22 and 7 examples; a pipeline reads every so many-th file."""
+    files = [range(10), range(10, 32), range(32, 39)]
+    if input_context:
+        files = files[input_context.input_pipeline_id :: input_context.num_input_pipelines]
+    return tf.data.Dataset.from_tensor_slices([number for file in files for number in file]).map(lambda n: (n, n))
+
+
+def test_files_of_one_process_are_all_files() -> None:
+    of = batches("validation", load_examples=load_own_files)
+    assert (of.number_of_examples, of.in_parts) == (39, False)
+
+
+def test_evaluation_of_files_counts_each_example_once_in_equally_many_steps() -> None:
+    of = batches("validation", load_examples=load_own_files, replicas=2, pipelines=2)
+    # Files of 17 and of 22 examples, 4 of a batch from each.
+    assert (of.number_of_examples, of.steps, of.left_out) == (39, 6, 0)
+    counted = Counter()
+    for pipeline in range(2):
+        shares = shares_of(of, pipeline)
+        assert len(shares) == 6
+        for features, _, weights in shares:
+            counted.update(features[weights == 1].tolist())
+    assert counted == Counter(range(39))
+
+
+def test_training_on_files_takes_equally_many_steps_and_resumes() -> None:
+    drawn = []
+
+    def draw(features, labels, *, training, seed):
+        return tf.random.stateless_uniform([], seed), labels
+
+    of = batches(load_examples=load_own_files, prepare_example=draw, replicas=2, pipelines=2)
+    assert (of.steps, of.left_out) == (4, 7)
+    for pipeline, files in enumerate(({*range(10), *range(32, 39)}, set(range(10, 32)))):
+        shares = shares_of(of, pipeline)
+        seen = [int(label) for _, labels, _ in shares for label in labels]
+        assert len(seen) == len(set(seen)) == 16
+        assert set(seen) <= files
+        drawn += [float(feature) for features, _, _ in shares for feature in features]
+        for one, other in zip(shares_of(of, pipeline, first_step=3), shares[3:], strict=True):
+            for part, same in zip(one, other, strict=True):
+                np.testing.assert_array_equal(part, same)
+    # No two examples, of whichever worker, have the same augmentation.
+    assert len(set(drawn)) == 32
+
+
+def test_worker_without_a_file_is_refused() -> None:
+    def load(split: str, input_context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
+        return numbers(0 if input_context and input_context.input_pipeline_id else 10)
+
+    with pytest.raises(BadInput, match="for worker 1 of 2 returned no examples"):
+        batches(load_examples=load, replicas=2, pipelines=2)
+
+
+def test_set_that_holds_fewer_examples_than_it_says_is_refused(tmp_path) -> None:
+    def load(_: str) -> tf.data.Dataset:
+        fewer = numbers(40).filter(lambda number, _: number < 30)
+        return fewer.apply(tf.data.experimental.assert_cardinality(40))
+
+    with pytest.raises(BadInput, match=r"task.load_examples\('train'\): .* contained only 30 elements: give"):
+        global_batches(batches(load_examples=load), 1)

@@ -1,0 +1,152 @@
+"""Batches arrive in stacks of several: in order, whole, and whatever the numbers of steps they are asked for in."""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator
+
+from engine.cluster.strategy import create_strategy
+from engine.data.batches import Batches, batch_of
+from engine.data.feed import BYTES_OF_STACK, stack_sizes
+from engine.data.preparation import Preparation
+from rendering import PROJECT
+
+
+def counting(split: str, count: int, *, replicas: int = 1) -> Batches:
+    return Batches(
+        split,
+        load_examples=lambda _: tf.data.Dataset.range(count).map(lambda number: (number, number)),
+        preparation=Preparation(lambda features, labels: (features, labels), training=split == "train"),
+        replicas=replicas,
+        global_batch_size=4,
+        seed=0,
+        shuffle_buffer_size=1000,
+    )
+
+
+def first_examples(strategy: tf.distribute.Strategy):
+    """Returns what stands for compiled steps: the number of each batch's first example, as its loss."""
+
+    @tf.function
+    def first_of(stack, index):
+        of_replicas = strategy.run(lambda stack: tf.cast(batch_of(stack, index)[0][0], tf.float32), args=(stack,))
+        return strategy.experimental_local_results(of_replicas)[0]
+
+    return lambda stack, first, count: tf.stack([first_of(stack, first + index) for index in range(int(count))])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_steps_of_any_number_take_the_batches_in_order_pass_after_pass(replicas: int) -> None:
+    strategy = create_strategy("auto", simulated_devices=replicas)
+    batches = counting("validation", 400, replicas=replicas)
+    feed, steps = batches.feed(strategy), first_examples(strategy)
+    for epoch in range(2):
+        taken = [feed.run(steps, count) for count in (1, 2, 30, 1, 66)]
+        assert [len(each) for each in taken] == [1, 2, 30, 1, 66]
+        np.testing.assert_array_equal(np.concatenate(taken), np.arange(0, 400, 4))
+        # It goes on: the same one serves the next pass.
+        assert batches.feed(strategy, epoch=epoch + 1) is feed
+    assert batches.feed(strategy, first_step=3) is not feed
+    np.testing.assert_array_equal(batches.feed(strategy, first_step=3).run(steps, 4), [12, 16, 20, 24])
+
+
+def test_training_feed_is_used_again_only_for_the_epoch_that_it_is_at() -> None:
+    strategy = create_strategy("auto", simulated_devices=1)
+    batches, steps = counting("train", 40), first_examples(create_strategy("auto", simulated_devices=1))
+    feed = batches.feed(strategy, epoch=3)
+    order = feed.run(steps, 10)
+    assert batches.feed(strategy, epoch=5) is not feed
+    np.testing.assert_array_equal(batches.feed(strategy, epoch=3).run(steps, 10), order)
+    assert not np.array_equal(batches.feed(strategy, epoch=4).run(steps, 10), order)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_no_thread_tunes_the_input(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may miss that it is to end; whoever closes the input then waits for its next turn, up to a minute."""
+    tuned = []
+    create = OwnedIterator.__init__
+
+    def noted(iterator: OwnedIterator, dataset: tf.data.Dataset | None = None, **options) -> None:
+        tuned.append(dataset.options().autotune.enabled is not False)
+        create(iterator, dataset, **options)
+
+    monkeypatch.setattr(OwnedIterator, "__init__", noted)
+    strategy = create_strategy("auto", simulated_devices=replicas)
+    counting("train", 40, replicas=replicas).feed(strategy).run(first_examples(strategy), 10)
+    assert tuned == [False]
+
+
+def test_compiled_steps_take_what_a_strategy_of_one_gpu_is_given() -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:1"])
+    batches = counting("validation", 40)
+
+    @tf.function(input_signature=(batches.stack_spec(strategy), tf.TensorSpec((), tf.int32)))
+    def first_of(stack, index):
+        return strategy.run(lambda stack: batch_of(stack, index)[0][0], args=(stack,))
+
+    for stack, first, count in batches.feed(strategy).take(10):
+        assert all("CPU:1" in part.device for part in stack)
+        assert first_of(stack, tf.constant(first + count - 1)) % 4 == 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 39, 64, 65, 1000, 12345])
+@pytest.mark.parametrize("first_step", [0, 1, 30])
+@pytest.mark.parametrize("bytes_of_batch", [1, BYTES_OF_STACK // 10, 3 * BYTES_OF_STACK])
+def test_stacks_hold_each_step_once_and_fit_their_size(steps: int, first_step: int, bytes_of_batch: int) -> None:
+    first_step = min(first_step, steps - 1)
+    growing, whole = stack_sizes(steps, first_step, bytes_of_batch)
+    assert (sum(growing), sum(whole)) == (steps - first_step, steps)
+    assert all(size >= 1 for size in (*growing, *whole))
+    assert growing[0] == 1  # So that the first step can be taken soon.
+    for size in (*growing, *whole):
+        assert size == 1 or size * bytes_of_batch <= BYTES_OF_STACK
+
+
+def test_pass_with_nothing_left_is_followed_by_whole_ones() -> None:
+    """As after a resume with fewer examples than there were."""
+    assert stack_sizes(10, 10, 1) == stack_sizes(10, 12, 1) == ([10], [10])
+
+
+ENDLESS_GENERATOR = """
+import time
+import numpy as np
+import tensorflow as tf
+from engine.data.batches import Batches
+from engine.data.preparation import Preparation
+
+def numbers():
+    for number in range(100_000):
+        time.sleep(0.001)
+        yield np.int64(number), np.int64(number)
+
+spec = tf.TensorSpec((), tf.int64)
+batches = Batches(
+    "train",
+    load_examples=lambda _: tf.data.Dataset.from_generator(numbers, output_signature=(spec, spec)).apply(
+        tf.data.experimental.assert_cardinality(100_000)
+    ),
+    preparation=Preparation(
+        lambda features, labels: (
+            tf.ensure_shape(tf.py_function(lambda number: number, [features], tf.int64), []), labels
+        ),
+        training=True,
+    ),
+    replicas=1, global_batch_size=4, seed=0, shuffle_buffer_size=10,
+)
+next(batches.feed(tf.distribute.get_strategy()).take(1))
+print("taken", flush=True)
+"""
+
+
+def test_program_ends_while_a_generator_of_examples_runs() -> None:
+    """TensorFlow's threads would wait for Python, and Python's end for them."""
+    started = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDLESS_GENERATOR], cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "taken\n"), ended.stderr
+    assert time.monotonic() - started < 90

@@ -1,0 +1,131 @@
+"""Examples are the same however they are read, and however many are prepared at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from engine.cluster.strategy import create_strategy
+from engine.data import examples as examples_module
+from engine.data.batches import Batches
+from engine.data.preparation import Preparation
+
+COUNT = 37
+
+
+def images(_: str) -> tf.data.Dataset:
+    random = np.random.default_rng(0)
+    weights = random.random(COUNT, np.float32)
+    return tf.data.Dataset.from_tensor_slices((random.random((COUNT, 6, 6, 3), np.float32), np.arange(COUNT), weights))
+
+
+EXAMPLES = list(images("").as_numpy_iterator())
+
+
+def batches(prepare_example: Callable[..., Any], split: str = "train", **changes: Any) -> Batches:
+    arguments = {
+        "load_examples": images,
+        "prepare_example": prepare_example,
+        "replicas": 2,
+        "global_batch_size": 8,
+        "seed": 1,
+        "shuffle_buffer_size": 1000,
+        "keep_last_batch": True,
+        **changes,
+    }
+    preparation = Preparation(arguments.pop("prepare_example"), training=split == "train")
+    return Batches(split, preparation=preparation, **arguments)
+
+
+def contents(of: Batches, epoch: int = 0) -> list[np.ndarray]:
+    """Returns features (or each of several), labels and weights of all batches, in order."""
+    strategy = create_strategy("auto", simulated_devices=2)
+    found = []
+    for batch in of.one_by_one(strategy, epoch=epoch):
+        shares = [strategy.experimental_local_results(part) for part in tf.nest.flatten(batch)]
+        found.append([np.concatenate([share.numpy() for share in each]) for each in shares])
+    return [np.concatenate(parts) for parts in zip(*found, strict=True)]
+
+
+def branching(features, labels):
+    if tf.reduce_mean(features) > 0.5:
+        features = 1.0 - features
+    return features, labels
+
+
+TOGETHER = {
+    "as they are": lambda features, labels: (features, labels),
+    "scaled": lambda features, labels: (features / 2.0 - 0.5, tf.one_hot(labels, COUNT)),
+    "standardized": lambda features, labels: (tf.image.per_image_standardization(features), labels),
+    "several": lambda features, labels: ({"a": features[..., 0], "b": tf.transpose(features)}, labels % 7),
+    "branching": branching,
+}
+# What is made of a batch, and of all features at once by NumPy.
+ONE_BY_ONE = {
+    "Python": (
+        lambda features, labels: (
+            tf.ensure_shape(tf.py_function(lambda x: 2.0 * x, [features], tf.float32), (6, 6, 3)),
+            labels,
+        ),
+        lambda features: 2.0 * features,
+    ),
+    "decoded": (
+        lambda features, labels: (
+            tf.ensure_shape(tf.io.decode_png(tf.io.encode_png(tf.cast(9.0 * features, tf.uint8)), 3), (6, 6, 3)),
+            labels,
+        ),
+        lambda features: (np.float32(9.0) * features).astype(np.uint8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_batch_prepared_in_one_go_is_that_of_single_examples(name: str) -> None:
+    of = batches(TOGETHER[name])
+    assert of._preparation.is_of_batches
+    together = contents(of)
+    of._preparation._vectorizes = False
+    for one, other in zip(together, contents(of), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_what_cannot_be_prepared_in_one_go_is_prepared_one_by_one(name: str, split: str) -> None:
+    prepare_example, by_numpy = ONE_BY_ONE[name]
+    of = batches(prepare_example, split)
+    assert not of._preparation.is_of_batches
+    expected = by_numpy(np.stack([features for features, _, _ in EXAMPLES]))
+    features, labels, weights = contents(of)
+    np.testing.assert_array_equal(features[weights > 0], expected[labels[weights > 0]])
+    assert sorted(labels[weights > 0]) == list(range(COUNT))
+    assert len(weights) == 40
+
+
+def test_every_example_is_prepared_with_a_seed_of_its_own() -> None:
+    of = batches(lambda features, labels, *, seed: (tf.random.stateless_uniform([], seed), labels), global_batch_size=2)
+    drawn = contents(of, epoch=0)[0], contents(of, epoch=1)[0]
+    assert len(np.unique(np.concatenate(drawn))) == 2 * 38
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_examples_in_memory_and_streamed_ones_are_the_same(split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = contents(batches(TOGETHER["as they are"], split))
+    monkeypatch.setattr(examples_module, "BYTES_IN_MEMORY", 0)
+    streamed = contents(batches(TOGETHER["as they are"], split))
+    for features, labels, weights in (kept, streamed):
+        assert sorted(labels[weights > 0]) == list(range(COUNT))
+        for feature, label, weight in zip(features, labels, weights, strict=True):
+            np.testing.assert_array_equal(feature, EXAMPLES[label][0])
+            assert weight in (0.0, EXAMPLES[label][2])
+    # Both are shuffled, each in its way.
+    assert np.array_equal(kept[1], streamed[1]) == (split == "validation")
+    assert (split == "validation") == np.array_equal(kept[1][:COUNT], np.arange(COUNT))
+
+
+def test_larger_set_than_the_shuffle_buffer_is_shuffled_through_it() -> None:
+    labels = contents(batches(TOGETHER["as they are"], shuffle_buffer_size=3))[1]
+    assert labels[0] < 3
+    assert labels.tolist() != sorted(labels)

@@ -1,0 +1,123 @@
+"""Reports: rows survive a resume, and the better score is known by its name."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from engine.errors import BadInput
+from engine.run.monitor import is_better, resolve_direction
+from engine.run.report import Report
+
+
+def row(epoch: int, **metrics: float) -> dict[str, Any]:
+    counters = {"epoch": epoch, "step": 10 * epoch, "seconds": 1.5, "examples_per_second": 20.0, "learning_rate": 0.1}
+    return {**counters, **{name.replace("__", "/"): value for name, value in metrics.items()}}
+
+
+def rows_in(run_dir: Path) -> list[dict[str, str]]:
+    with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def opened(run_dir: Path, *, epochs: int, epochs_done: int, validated_step: int = 0) -> Report:
+    report = Report(run_dir, epochs=epochs)
+    report.open(epochs_done=epochs_done, validated_step=validated_step)
+    return report
+
+
+def test_resumed_report_keeps_the_rows_of_the_epochs_done(tmp_path: Path) -> None:
+    report = opened(tmp_path, epochs=3, epochs_done=0)
+    for epoch in (1, 2):
+        report.epoch(row(epoch, train__loss=1 / 3 / epoch), is_best=True)
+    # Killed after the second row and before its checkpoint: the second epoch is done again.
+    report = opened(tmp_path, epochs=3, epochs_done=1)
+    report.epoch(row(2, train__loss=0.5), is_best=False)
+    report.epoch(row(3, train__loss=0.25, validation__auc=0.75), is_best=False)
+    found = rows_in(tmp_path)
+    assert [(one["epoch"], one["train/loss"]) for one in found] == [("1", repr(1 / 3)), ("2", "0.5"), ("3", "0.25")]
+    assert [one["validation/auc"] for one in found] == ["", "", "0.75"]
+
+    report = opened(tmp_path, epochs=4, epochs_done=3)
+    report.epoch(row(4, train__loss=0.125), is_best=False)
+    assert [one["train/loss"] for one in rows_in(tmp_path)] == [repr(1 / 3), "0.5", "0.25", "0.125"]
+    report.draw_curves()
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_resumed_report_keeps_the_validations_up_to_the_last_one_done(tmp_path: Path) -> None:
+    report = opened(tmp_path, epochs=3, epochs_done=0)
+    for step in (5, 10, 15):
+        report.validation(step, {"validation/loss": 1 / step}, is_best=False)
+    # Killed before a checkpoint said that step 10 was validated.
+    report = opened(tmp_path, epochs=3, epochs_done=0, validated_step=5)
+    report.validation(10, {"validation/loss": 0.5}, is_best=False)
+    with (tmp_path / "validations.csv").open(encoding="utf-8", newline="") as lines:
+        assert list(csv.reader(lines)) == [["step", "validation/loss"], ["5", "0.2"], ["10", "0.5"]]
+
+
+def test_tensorboard_shows_the_rows(tmp_path: Path) -> None:
+    opened(tmp_path, epochs=1, epochs_done=0).epoch(row(1, train__loss=0.5), is_best=False)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    shown = {
+        value.tag: (event.step, float(tf.make_ndarray(value.tensor)))
+        for event in tf.compat.v1.train.summary_iterator(str(events))
+        for value in event.summary.value
+    }
+    assert shown == {
+        "waited": (10, 0.0),
+        "train/loss": (10, 0.5),
+        "examples_per_second": (10, 20.0),
+        "learning_rate": (10, pytest.approx(0.1)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("monitor", "direction"),
+    [
+        ("validation/loss", "min"),
+        ("validation/mean_absolute_error", "min"),
+        ("train/mae", "min"),
+        ("validation/accuracy", "max"),
+        ("validation/top_5_accuracy", "max"),
+        ("validation/f1", "max"),
+    ],
+)
+def test_direction_is_known_by_the_name(monitor: str, direction: str) -> None:
+    assert resolve_direction(monitor, "auto") == direction
+
+
+@pytest.mark.parametrize("monitor", ["validation/wer", "validation/accuracy_loss"])
+def test_direction_has_to_be_said_if_the_name_does_not_tell(monitor: str) -> None:
+    assert resolve_direction(monitor, "max") == "max"
+    with pytest.raises(BadInput, match=f"--monitor {monitor} .* --monitor-direction min or max"):
+        resolve_direction(monitor, "auto")
+
+
+def test_better_is_strictly_better() -> None:
+    assert is_better(0.4, 0.5, "min")
+    assert not is_better(0.5, 0.5, "min")
+    assert is_better(0.6, 0.5, "max")
+    assert not is_better(0.5, 0.5, "max")
+    assert is_better(0.5, None, "min")
+    assert not is_better(float("nan"), 0.5, "max")
+    # A score that is never a number still leaves weights to test.
+    assert is_better(float("nan"), None, "min")
+    assert is_better(0.5, float("nan"), "min")
+    assert not is_better(float("nan"), float("nan"), "min")
+
+
+def test_much_waiting_is_told_once_with_what_to_do_but_not_of_the_first_epoch(tmp_path: Path, capsys) -> None:
+    report = opened(tmp_path, epochs=5, epochs_done=0)
+    for epoch, waited in enumerate((0.9, 0.05, 0.5, 0.6), start=1):
+        report.epoch(row(epoch, train__loss=1.0), is_best=False, waited=waited)
+    lines = capsys.readouterr().out.splitlines()
+    epochs = [line for line in lines if line.startswith("epoch")]
+    assert [line.split("waited ")[1] for line in epochs] == ["90 %", "5 %", "50 %", "60 %"]
+    told = [line for line in lines if "went into waiting for batches" in line]
+    assert len(told) == 1
+    assert told[0].startswith("50 % of the training time")
+    assert "task.prepare_example" in told[0]

@@ -1,0 +1,1165 @@
+"""Runs of train.py in this process: begun, taken up again, begun with other weights, stopped early, evaluated."""
+
+import contextlib
+import csv
+import dataclasses
+import functools
+import gc
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import ANY
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import task
+import train
+from config import Config, _from_json
+from engine.errors import BadInput, Stopped
+from engine.model.objects import learning_rates, model_variables
+from engine.run.checkpoints import Checkpoints, _checksums, read_checkpoint
+from engine.run.directory import RunDirectory
+from engine.run.initial_weights import load_initial_weights
+from engine.run.report import COLUMNS, Report
+from engine.run.run import START_ID, begin_writing, initialize, resume
+
+SHORT = ("--global-batch-size=60", "--simulated-devices=1")
+
+
+def small_model(*more: keras.layers.Layer, without_last: bool = False) -> keras.Model:
+    layers = [
+        keras.layers.Flatten(),
+        keras.layers.Dense(8, activation="tanh"),
+        keras.layers.BatchNormalization(synchronized=True),
+        keras.layers.Dropout(0.1),
+        keras.layers.Dense(10),
+        *more,
+    ]
+    return keras.Sequential([keras.Input((8, 8, 1)), *(layers[:-1] if without_last else layers)])
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "create_model", small_model)
+
+
+@pytest.fixture
+def ended(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs train.py with flags; returns its exit code and the last line on stderr."""
+
+    def end(run_dir: Path, *flags: str) -> tuple[int, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ending:
+            train.main([f"--run-dir={run_dir}", *SHORT, *flags])
+        return ending.value.code, capsys.readouterr().err.strip().splitlines()[-1]
+
+    return end
+
+
+def run(run_dir: Path, *flags: str) -> dict[str, Any]:
+    """Runs train.py with flags; returns the result."""
+    train.main([f"--run-dir={run_dir}", *SHORT, *flags])
+    return json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+
+
+def killed_after(chunks: int) -> Callable[..., None]:
+    """Returns a Preemption.check at which the run ends, like a killed one, after so many chunks of steps."""
+    left = iter(range(chunks))
+
+    def check(*_: Any) -> None:
+        if next(left, None) is None:
+            raise InterruptedError
+
+    return check
+
+
+def rows(run_dir: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((run_dir / "metrics.csv").read_text(encoding="utf-8").splitlines()))
+
+
+# --- When is saved, and what is restored ------------------------------------------------------------------------------
+
+
+def test_saves_are_at_multiples_whatever_the_chunks_and_the_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+    save = Checkpoints.save
+
+    def noted(checkpoints: Checkpoints, step: int, record: dict[str, Any]) -> Path:
+        if checkpoints is train.checkpoints:
+            saved.append(step)
+        return save(checkpoints, step, record)
+
+    monkeypatch.setattr(Checkpoints, "save", noted)
+    expected = [7, 14, 20, 21, 28, 35, 40, 42, 49, 56, 60]  # 20 steps per epoch.
+    for chunk in ("auto", "5", "100"):
+        saved.clear()
+        flags = ("--checkpoint-every-steps=7", f"--steps-per-execution={chunk}", "--keep-checkpoints=20")
+        run(tmp_path / chunk, "--epochs=3", *flags)
+        assert saved == expected
+        # As after a kill between the steps 14 and 20, and of a run that had other chunks.
+        for path in train.checkpoints.paths()[2:]:
+            shutil.rmtree(path)
+        (tmp_path / chunk / "result.json").unlink()
+        saved.clear()
+        run(tmp_path / chunk, "--epochs=3", "--checkpoint-every-steps=7", "--steps-per-execution=4")
+        assert saved == expected[2:]
+
+
+def test_every_variable_is_restored_on_other_numbers_of_replicas(tmp_path: Path, monkeypatch) -> None:
+    at_restore: list[dict[str, np.ndarray]] = []
+    run_epochs = train.run_epochs
+
+    def noted(report: Report) -> None:
+        at_restore.append(train.checkpoints.state.values())
+        run_epochs(report)
+
+    monkeypatch.setattr(train, "run_epochs", noted)
+    before: dict[str, np.ndarray] = {}
+    for epochs, replicas in ((1, 2), (2, 1), (3, 4)):
+        run(tmp_path, f"--epochs={epochs}", f"--simulated-devices={replicas}", "--ema-decay=0.9")
+        restored, saved = at_restore[-1], before
+        assert not saved or restored.keys() == saved.keys()
+        for name, value in saved.items():
+            if name in train.checkpoints.state.own:
+                # Of the seeds the first replica's stays; all else agrees at the end of an epoch.
+                of_all = 1 if "seed_generator" in name else len(restored[name])
+                np.testing.assert_array_equal(restored[name][:of_all], [value[0]] * of_all, err_msg=name)
+            else:
+                np.testing.assert_array_equal(restored[name], value, err_msg=name)
+        before = read_checkpoint(train.checkpoints.paths()[-1])[0]
+    assert [int(row["epoch"]) for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_metrics_that_make_their_variables_late_are_in_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
+        return {"loss": keras.metrics.Mean(), "f1": keras.metrics.F1Score(average="macro")}
+
+    def update_metrics(split, labels, predictions, per_example_loss, weights) -> None:
+        task.metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
+        one_hot = tf.one_hot(labels, 10)
+        task.metrics[split]["f1"].update_state(one_hot, tf.nn.softmax(predictions), sample_weight=weights)
+
+    flags = ("--epochs=1", "--simulated-devices=2", "--steps-per-execution=3")
+    without = run(tmp_path / "without", *flags)
+    monkeypatch.setattr(task, "create_metrics", create_metrics)
+    monkeypatch.setattr(task, "update_metrics", update_metrics)
+    expected = run(tmp_path / "whole", *flags)
+    assert expected["weights_sha256"] == without["weights_sha256"]  # To make them changed nothing else.
+    with monkeypatch.context() as stopping:
+        stopping.setattr(train.Preemption, "check", stopped_after(5))
+        assert ended(tmp_path / "stopped", *flags)[0] == 42
+    assert "metrics/train/f1/f1_score/true_positives" in train.checkpoints.state.own
+    found = run(tmp_path / "stopped", *flags)
+    assert (found["weights_sha256"], found["test/f1"]) == (expected["weights_sha256"], expected["test/f1"])
+    assert rows(tmp_path / "stopped")[0]["train/f1"] == rows(tmp_path / "whole")[0]["train/f1"]
+
+
+def stopped_after(chunks: int) -> Callable[..., None]:
+    left = iter(range(chunks))
+
+    def check(*_: Any) -> None:
+        if next(left, None) is None:
+            raise Stopped("stopped by a test")
+
+    return check
+
+
+def assert_stopped_run_ends_equal(
+    stops: tuple[int, ...], folder: Path, flags: tuple[str, ...], ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stops a run after so many chunks each time, and compares it with one that is not stopped."""
+    expected = run(folder / "whole", *flags)
+    for chunks in stops:
+        with monkeypatch.context() as stopping:
+            stopping.setattr(train.Preemption, "check", stopped_after(chunks))
+            assert ended(folder / "stopped", *flags)[0] == 42
+    found = run(folder / "stopped", *flags)
+    timeless = [
+        {name: text for name, text in row.items() if name not in COLUMNS[2:4]} for row in rows(folder / "whole")
+    ]
+    assert [{name: row[name] for name in timeless[0]} for row in rows(folder / "stopped")] == timeless
+    assert {**found, "seconds": 0} == {**expected, "seconds": 0}
+
+
+@pytest.mark.long
+def test_stopped_run_with_every_kind_of_state_ends_bit_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    def each_on_its_own() -> keras.Model:
+        layers = [keras.layers.Flatten(), keras.layers.Dense(8), keras.layers.BatchNormalization()]
+        layers += [keras.layers.Dropout(0.2), keras.layers.Dense(10, kernel_regularizer="l2")]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+    monkeypatch.setattr(task, "create_model", each_on_its_own)
+    flags = ("--epochs=2", "--simulated-devices=3", "--steps-per-execution=3", "--keep-last-batch", "--clip-norm=0.5")
+    flags += ("--ema-decay=0.9", "--micro-batches=2", "--precision=mixed_float16", "--checkpoint-every-steps=5")
+    # In the first epoch, before its validation, and in the second epoch.
+    assert_stopped_run_ends_equal((3, 6, 5), tmp_path, flags, ended, monkeypatch)
+
+
+class Remembering(keras.layers.Layer):
+    """Keeps a mean and the state of a generator in variables that Keras does not list."""
+
+    def build(self, shape):
+        self.mean = tf.Variable(tf.zeros(shape[1:]), trainable=False, name="mean")
+        self.generator = tf.random.Generator.from_seed(7)
+
+    def call(self, inputs, training=False):
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(inputs, axis=0))
+            inputs += 0.1 * self.generator.normal(tf.shape(inputs))
+        return inputs - self.mean
+
+
+def test_stopped_run_with_state_that_keras_does_not_list_ends_bit_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]], capsys
+) -> None:
+    layers = (keras.layers.Reshape((8, 8)), keras.layers.GRU(4, stateful=True), Remembering(), keras.layers.Dense(10))
+    inputs = keras.Input(batch_shape=(30, 8, 8, 1))  # Two replicas' shares of 60.
+
+    def create_model() -> keras.Model:
+        return keras.Sequential([inputs, *(type(layer).from_config(layer.get_config()) for layer in layers)])
+
+    monkeypatch.setattr(task, "create_model", create_model)
+    flags = ("--epochs=2", "--simulated-devices=2", "--steps-per-execution=6")
+    assert_stopped_run_ends_equal((6,), tmp_path, flags, ended, monkeypatch)
+    values, _ = read_checkpoint(train.checkpoints.paths()[-1])
+    kept = {name.split("/")[-1]: value for name, value in values.items() if name.startswith("hidden/")}
+    assert kept.keys() == {"rnn_state", "mean", "StateVar"}
+    assert not np.array_equal(*kept["mean"])  # Each replica's own.
+    # Best weights come with the state that the validation used.
+    capsys.readouterr()
+    run(tmp_path / "whole", *flags, "--evaluate-only")
+    expected = json.loads((tmp_path / "whole" / "result.json").read_text(encoding="utf-8"))["test/loss"]
+    assert f"test/loss            {expected}" in capsys.readouterr().out
+
+
+def test_stopped_run_of_two_models_ends_bit_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tasks"))
+    import gan
+
+    monkeypatch.setattr(train, "task", gan)
+    monitor = next(iter(gan.create_metrics("validation")))
+    flags = ("--epochs=2", "--steps-per-execution=1", f"--monitor=validation/{monitor}", "--monitor-direction=min")
+    assert_stopped_run_ends_equal((2, 6), tmp_path, flags, ended, monkeypatch)
+
+
+def test_damaged_newest_checkpoint_is_told_and_the_run_ends_equal(tmp_path: Path, capsys) -> None:
+    expected = run(tmp_path / "whole", "--epochs=3")
+    shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
+    newest = tmp_path / "damaged" / "checkpoints" / "step-00000060"
+    data = newest / "state.data-00000-of-00001"
+    data.write_bytes(data.read_bytes()[:1000])
+    (tmp_path / "damaged" / "result.json").unlink()
+    capsys.readouterr()
+    found = run(tmp_path / "damaged", "--epochs=3")
+    out = capsys.readouterr().out
+    assert "step-00000060 is left out" in out
+    assert "resumed from step-00000040" in out
+    assert {**found, "seconds": 0} == {**expected, "seconds": 0}
+
+
+def test_without_a_whole_checkpoint_nothing_is_deleted(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
+    run(tmp_path, "--epochs=2")
+    for record in tmp_path.glob("checkpoints/*/record.json"):
+        record.unlink()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    code, line = ended(tmp_path, "--epochs=3")
+    assert code == 2
+    assert "holds no checkpoint to go on from" in line
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+# --- --patience -------------------------------------------------------------------------------------------------------
+
+
+def test_patience_ends_a_run_and_more_of_it_continues_it(tmp_path: Path, monkeypatch, capsys) -> None:
+    scores = [0.5, 0.6, 0.55, 0.58, 0.59, 0.7, 0.1, 0.1, 0.1]
+    validate = train.validate
+    monkeypatch.setattr(train, "validate", lambda epoch=0: {**validate(epoch), "validation/accuracy": scores[epoch]})
+    flags = ("--epochs=9", "--monitor=validation/accuracy")
+    result = run(tmp_path, *flags, "--patience=2")
+    assert (result["epochs"], result["best_epoch"], result["epochs_without_improvement"]) == (4, 2, 2)
+    assert len(rows(tmp_path)) == 4
+    assert "No better validation/accuracy for 2 epochs: stopped." in capsys.readouterr().out
+    train.main([f"--run-dir={tmp_path}", *SHORT, *flags, "--patience=2"])
+    assert "Finished already after 4 epochs (more --patience" in capsys.readouterr().out
+    result = run(tmp_path, *flags, "--patience=3")
+    assert (result["epochs"], result["best_epoch"]) == (5, 2)
+    result = run(tmp_path, *flags)
+    assert (result["epochs"], result["best_epoch"], result["best_validation/accuracy"]) == (9, 6, 0.7)
+
+
+# --- --init-from ------------------------------------------------------------------------------------------------------
+
+
+FORMS = {
+    "run directory": ".",
+    "checkpoint": "checkpoints/step-00000020",
+    ".weights.h5": "m.weights.h5",
+    ".keras": "m.keras",
+    "tf.train.Checkpoint of the model": "model",
+    "tf.train.Checkpoint with the model": "object",
+}
+
+
+def weights() -> dict[str, np.ndarray]:
+    return {name: v.numpy() for name, v in model_variables(task.model).items() if "seed_generator" not in name}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A run of one epoch on two replicas, with its weights in all the FORMS beside, and the weights."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(task, "create_model", small_model)
+        run(folder, "--epochs=1", "--simulated-devices=2")
+    task.model.save_weights(folder / FORMS[".weights.h5"])
+    task.model.save(folder / FORMS[".keras"])
+    tf.train.Checkpoint(task.model).write(str(folder / "model"))
+    tf.train.Checkpoint(model=task.model, step=tf.Variable(3)).write(str(folder / "object"))
+    return folder, weights()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_initial_weights_are_those_of_the_file(form: str, trained: tuple[Path, dict[str, np.ndarray]]) -> None:
+    folder, expected = trained
+    path = folder / FORMS[form]
+    for replicas in (1, 2):
+        train.build(Config(simulated_devices=replicas, init_from=path, ema_decay=0.9, seed=5))
+        seeds = {name: variable.numpy() for name, variable in model_variables(task.model).items()}
+        report = initialize(train)
+        assert report.startswith("8 of the model's 8 variables from ")
+        for name, value in expected.items():
+            for of_replica in train.strategy.experimental_local_results(model_variables(task.model)[name]):
+                np.testing.assert_array_equal(of_replica.numpy(), value)
+        for name, average in train.moving_average.averages.items():
+            np.testing.assert_array_equal(average.numpy(), expected[name])
+        for name, variable in model_variables(task.model).items():
+            if "seed_generator" in name:
+                np.testing.assert_array_equal(variable.numpy(), seeds[name])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_another_model_are_refused_unless_asked_for(
+    form: str, trained: tuple[Path, dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = trained
+    path = folder / FORMS[form]
+    monkeypatch.setattr(task, "create_model", lambda: small_model(keras.layers.Dense(10, name="dense_2")))
+    train.build(Config(simulated_devices=2))
+    initial = weights()
+    with pytest.raises(BadInput, match="--init-partial loads what matches"):
+        load_initial_weights(path, task.model, partial=False)
+
+    train.build(Config(simulated_devices=2))
+    report = load_initial_weights(path, task.model, partial=True)
+    assert report.startswith("8 of the model's 10 variables from ")
+    assert report.endswith("; without model/sequential/dense_2/kernel, model/sequential/dense_2/bias")
+    for name, value in weights().items():
+        np.testing.assert_array_equal(value, expected.get(name, initial[name]))
+
+
+@pytest.mark.parametrize("form", ["run directory", ".weights.h5"])
+def test_weights_left_over_are_refused_unless_asked_for(form: str, trained: tuple[Path, dict[str, np.ndarray]]) -> None:
+    path = trained[0] / FORMS[form]
+    keras.utils.clear_session()
+    model = small_model(without_last=True)
+    with pytest.raises(BadInput, match="2 of the file's left over: --init-partial"):
+        load_initial_weights(path, model, partial=False)
+    assert "2 of the file's left over" in load_initial_weights(path, model, partial=True)
+
+
+ENCODER_FORMS = {
+    "tf.train.Checkpoint of the encoder": "encoder",
+    "tf.train.Checkpoint of it alone": "alone",
+    "tf.train.Checkpoint of a larger object": "whole",
+    ".weights.h5 of the encoder": "encoder.weights.h5",
+    ".weights.h5 of a larger model": "whole.weights.h5",
+    ".keras of the encoder": "encoder.keras",
+}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray]]:
+    """A folder (whose name is a pattern to TensorFlow) with a trained encoder in all the ENCODER_FORMS; its weights."""
+    folder = tmp_path_factory.mktemp("exp[1]")
+    trained = small_model(without_last=True)
+    whole = WithEncoder(trained, 3)
+    whole(np.zeros((1, 8, 8, 1)))
+    whole.compile("adam", "mse")
+    whole.fit(np.ones((4, 8, 8, 1)), np.ones((4, 3)), verbose=0)
+    tf.train.Checkpoint(encoder=trained, step=tf.Variable(3)).write(str(folder / "encoder"))
+    tf.train.Checkpoint(trained).write(str(folder / "alone"))
+    tf.train.Checkpoint(net=whole, optimizer=whole.optimizer).write(str(folder / "whole"))
+    trained.save_weights(folder / "encoder.weights.h5")
+    trained.save(folder / "encoder.keras")
+    whole.save_weights(folder / "whole.weights.h5")
+    return folder, [variable.numpy() for variable in trained.variables if "seed_generator" not in variable.path]
+
+
+class WithEncoder(keras.Model):
+    def __init__(self, trunk: keras.Model, classes: int) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.classify = keras.layers.Dense(classes)
+
+    def call(self, features, training=False):
+        return self.classify(self.trunk(features, training=training))
+
+
+def functional_with_encoder() -> keras.Model:
+    features = keras.Input((8, 8, 1))
+    return keras.Model(
+        features, keras.layers.Dense(10)(keras.layers.Dense(5)(small_model(without_last=True)(features)))
+    )
+
+
+@pytest.mark.parametrize("form", ENCODER_FORMS)
+def test_layer_of_the_model_begins_with_the_weights_of_one_like_it(
+    form: str, encoder: tuple[Path, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = encoder[0] / ENCODER_FORMS[form], encoder[1]
+    for create_model, total in (
+        (functional_with_encoder, 10),
+        (lambda: WithEncoder(small_model(without_last=True), 10), 8),
+    ):
+        monkeypatch.setattr(task, "create_model", create_model)
+        train.build(Config(simulated_devices=2))
+        initial = weights()
+        with pytest.raises(BadInput, match=f"gives 6 of the model's {total} variables.*: --init-partial loads what"):
+            load_initial_weights(path, task.model, partial=False)
+        train.build(Config(simulated_devices=2))
+        report = load_initial_weights(path, task.model, partial=True)
+        assert report.startswith(f"6 of the model's {total} variables from {path}")
+        (part,) = (layer for layer in task.model.layers if isinstance(layer, keras.Sequential))
+        found = [variable.numpy() for variable in part.variables if "seed_generator" not in variable.path]
+        for value, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(value, wanted)
+        others = [name for name in weights() if name not in {f"model/{each.path}" for each in part.variables}]
+        assert len(others) == total - 6
+        for name in others:
+            np.testing.assert_array_equal(weights()[name], initial[name])
+
+
+def test_weights_that_fit_two_layers_are_refused_with_the_names_of_both(
+    encoder: tuple[Path, list[np.ndarray]],
+) -> None:
+    features = keras.Input((8, 8, 1))
+    towers = [keras.models.clone_model(small_model(without_last=True)) for _ in range(2)]
+    for tower, name in zip(towers, ("left", "right"), strict=True):
+        tower.name = name
+    model = keras.Model(features, keras.layers.Add()([tower(features) for tower in towers]))
+    for form in ("encoder", "encoder.weights.h5"):
+        with pytest.raises(BadInput, match=r"fits in several ways .*'left'.*'right'.*load what is meant in"):
+            load_initial_weights(encoder[0] / form, model, partial=True)
+
+
+def test_what_holds_no_weights_is_refused(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
+    (tmp_path / "text.keras").write_text("no archive")
+    for path, reason in (
+        (tmp_path / "nothing", "is nothing that weights can be loaded from: it has to be a run directory"),
+        (tmp_path / "text.keras", "does not fit the model"),
+    ):
+        code, line = ended(tmp_path / "run", f"--init-from={path}")
+        assert code == 2
+        assert line.startswith(f"ERROR: --init-from {path} {reason}")
+        assert not (tmp_path / "run").exists()
+    assert "--init-partial needs --init-from" in ended(tmp_path / "run", "--init-partial")[1]
+
+
+def test_run_begun_with_weights_resumes_its_own_state(
+    trained: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, capsys
+) -> None:
+    shutil.copytree(trained[0], tmp_path / "trained")
+    before = json.loads((tmp_path / "trained" / "result.json").read_text(encoding="utf-8"))
+    # At such a learning rate the weights stay where they begin; the moving averages of the normalization do not.
+    flags = (f"--init-from={tmp_path / 'trained'}", "--learning-rate=1e-12")
+    first = run(tmp_path / "next", "--epochs=1", *flags)
+    out = capsys.readouterr().out
+    assert f"8 of the model's 8 variables from {tmp_path}/trained/best/step-00000020" in out
+    kernel = "model/sequential/dense/kernel"
+    np.testing.assert_allclose(weights()[kernel], trained[1][kernel], atol=1e-9)
+    assert first["test/loss"] == pytest.approx(before["test/loss"], rel=0.2)
+    shutil.rmtree(tmp_path / "trained")
+    second = run(tmp_path / "next", "--epochs=2", *flags)
+    assert "resumed from step-00000020" in capsys.readouterr().out
+    assert second["epochs"] == 2
+
+
+# --- --evaluate-only --------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_is_of_the_best_weights_and_changes_nothing(
+    tmp_path: Path, capsys, ended: Callable[..., tuple[int, str]]
+) -> None:
+    assert "is empty: train first" in ended(tmp_path / "run", "--evaluate-only")[1]
+    assert not list(tmp_path.iterdir())
+    result = run(tmp_path / "run", "--epochs=2", "--ema-decay=0.9")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    capsys.readouterr()
+    for replicas in (1, 4):
+        flags = ("--evaluate-only", f"--simulated-devices={replicas}")  # No setting of the training matters.
+        train.main([f"--run-dir={tmp_path / 'run'}", *SHORT, *flags])
+        told = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
+        assert float(told["test/loss"]) == pytest.approx(result["test/loss"], rel=1e-5)
+        assert float(told["validation/loss"]) == pytest.approx(result["best_validation/loss"], rel=1e-5)
+    for run_dir in ("none", "run"):
+        train.main([f"--run-dir={tmp_path / run_dir}", *SHORT, "--evaluate-only", f"--init-from={tmp_path / 'run'}"])
+        told = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
+        assert float(told["test/loss"]) == pytest.approx(result["test/loss"], rel=1e-5)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_evaluation_of_damaged_weights_is_refused(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
+    run(tmp_path, "--epochs=2")
+    (tmp_path / "best" / "step-00000040" / "record.json").unlink()
+    code, line = ended(tmp_path, "--evaluate-only")
+    assert (code, "best/step-00000040 is damaged" in line) == (2, True)
+
+
+def test_evaluation_of_a_run_stopped_in_a_validation_counts_from_the_start(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    flags = ("--epochs=2", "--steps-per-execution=1")
+    with monkeypatch.context() as stopping:
+        stopping.setattr(train.Preemption, "check", stopped_after(20 + 3 + 20 + 2))
+        assert ended(tmp_path, *flags)[0] == 42
+    assert json.loads((train.checkpoints.paths()[-1] / "record.json").read_text())["steps_of_pass"]["validation"] == 2
+    train.main([f"--run-dir={tmp_path}", *SHORT, *flags, "--evaluate-only"])
+    told = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  validation/"))
+    assert float(told["validation/loss"]) == float(rows(tmp_path)[0]["validation/loss"])
+
+
+def test_evaluation_is_with_the_settings_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, ended: Callable[..., tuple[int, str]]
+) -> None:
+    compute_loss = task.compute_loss
+
+    def weighted_loss(labels, predictions, weights):
+        loss, per_example_loss = compute_loss(labels, predictions, weights)
+        return loss, per_example_loss * (task.config.clip_norm or 1.0)
+
+    monkeypatch.setattr(task, "compute_loss", weighted_loss)
+    begun_from = ("--init-from", str(tmp_path / "first"), "--init-partial")
+    run(tmp_path / "first", "--epochs=1")
+    result = run(tmp_path / "run", "--epochs=1", "--clip-norm=7", "--keep-last-batch", *begun_from)
+    expected = float(rows(tmp_path / "run")[-1]["validation/loss"])
+    for flags in ((), ("--clip-norm", "7.0", "--keep-last-batch")):
+        capsys.readouterr()
+        train.main([f"--run-dir={tmp_path / 'run'}", "--simulated-devices=1", "--evaluate-only", *flags])
+        told = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
+        assert float(told["test/loss"]) == pytest.approx(result["test/loss"], rel=1e-5)
+        assert float(told["validation/loss"]) == pytest.approx(expected, rel=1e-5)
+    train.main([f"--run-dir={tmp_path / 'run'}", "--simulated-devices=1", "--evaluate-continuously"])
+    (evaluated,) = validations(tmp_path / "run", "evaluations.csv")
+    assert float(evaluated["validation/loss"]) == expected
+
+    for way in ("--evaluate-only", "--evaluate-continuously"):
+        for flags, reason in (
+            (("--clip-norm=6",), "--clip-norm 7.0 there and 6.0 now"),
+            (
+                ("--seed=1", "--global-batch-size=32"),
+                "--global-batch-size 60 there and 32 now, --seed 0 there and 1 now",
+            ),
+            (("--no-keep-last-batch",), "--keep-last-batch True there and False now"),
+        ):
+            code, line = ended(tmp_path / "run", way, *flags)
+            assert code == 2
+            assert f"other settings ({reason})" in line
+            assert "--fresh" not in line
+
+
+def test_settings_are_read_back_as_they_were() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Inner:
+        decay: float = 0.9
+        names: tuple[str, ...] = ()
+
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Config):
+        data_dir: Path = Path("data")
+        layers: tuple[int, ...] = (64, 64)
+        scales: dict[str, float] = dataclasses.field(default_factory=dict)
+        inner: Inner = dataclasses.field(default_factory=Inner)
+        steps: Literal["auto"] | int = "auto"
+        limit: float | None = 1.0
+        unreadable: complex = 1j
+
+    written = Mine(
+        data_dir=Path("a b"),
+        layers=(3,),
+        scales={"x": 0.1},
+        inner=Inner(0.5, ("a", "b")),
+        steps=7,
+        limit=None,
+        learning_rate=1e-5,
+        async_checkpoints=True,
+    )
+    assert _from_json(Mine, written.as_json()) == written
+
+
+# --- --learning-rate of a resume --------------------------------------------------------------------------------------
+
+
+def test_run_goes_on_with_another_learning_rate_on_purpose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, ended: Callable[..., tuple[int, str]]
+) -> None:
+    monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(task.config.learning_rate))
+    validate = train.validate
+
+    def validate_and_halve(epoch: int = 0) -> dict[str, float]:  # As a hook between epochs may.
+        task.optimizer.learning_rate = float(task.optimizer.learning_rate) / 2
+        return validate(epoch)
+
+    monkeypatch.setattr(train, "validate", validate_and_halve)
+
+    def changes(run_dir: Path) -> list[dict[str, Any]]:
+        return json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["learning_rate_changes"]
+
+    flags = ("--epochs=4", "--steps-per-execution=5", "--learning-rate=0.01")
+    with monkeypatch.context() as stopping:
+        stopping.setattr(train.Preemption, "check", stopped_after(4 + 2 + 2))
+        assert ended(tmp_path / "run", *flags, "--learning-rate=0.1")[0] == 42  # In the middle of the second epoch.
+    assert changes(tmp_path / "run") == []
+    shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    capsys.readouterr()
+    expected = run(tmp_path / "run", *flags)
+    (step,) = [each["step"] for each in changes(tmp_path / "run")]
+    assert 20 < step < 40
+    assert f"--learning-rate 0.1 -> 0.01 from step {step} on" in capsys.readouterr().out
+    assert changes(tmp_path / "run") == [{"step": step, "--learning-rate": [0.1, 0.01]}]
+    used = [float(row["learning_rate"]) for row in rows(tmp_path / "run")]
+    np.testing.assert_allclose(used, [0.05, 0.005, 0.0025, 0.00125], rtol=1e-6)
+
+    # Killed before anything was saved with it, then after: the same bits, and what the hook did to it stays.
+    for chunks in (1, 8, 2):
+        with monkeypatch.context() as killing, pytest.raises(InterruptedError):
+            killing.setattr(train.Preemption, "check", killed_after(chunks))
+            run(tmp_path / "killed", *flags)
+    found = run(tmp_path / "killed", *flags)
+    assert {**found, "seconds": 0} == {**expected, "seconds": 0}
+    assert changes(tmp_path / "killed") == changes(tmp_path / "run")
+    assert [float(row["learning_rate"]) for row in rows(tmp_path / "killed")] == used
+
+
+def test_learning_rate_that_no_hook_uses_is_told_and_schedules_and_several_optimizers_take_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    def cosine(total_steps: int) -> keras.optimizers.Optimizer:
+        return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(task.config.learning_rate, 100))
+
+    def train_step(batch) -> tf.Tensor:  # That of the task takes one optimizer.
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(task.model(batch[0], training=True))
+        gradients = tape.gradient(loss, task.model.trainable_variables)
+        (optimizer,) = task.optimizer.values() if isinstance(task.optimizer, dict) else [task.optimizer]
+        optimizer.apply_gradients(zip(gradients, task.model.trainable_variables, strict=True))
+        return loss
+
+    monkeypatch.setattr(task, "train_step", train_step)
+    for create_optimizer, told, rate in (
+        (lambda total_steps: keras.optimizers.SGD(0.5), "0.003 -> 0.001 changes nothing, because task.create_op", 0.5),
+        (cosine, "; --learning-rate 0.003 -> 0.001 from step 20 on", None),
+        (
+            lambda total_steps: {"model": keras.optimizers.SGD(2 * task.config.learning_rate)},
+            "; --learning-rate 0.003 -> 0.001, learning rate of 'model' 0.006 -> 0.002 from step 20 on",
+            0.002,
+        ),
+    ):
+        monkeypatch.setattr(task, "create_optimizer", create_optimizer)
+        train.build(Config(run_dir=tmp_path))
+        with contextlib.closing(RunDirectory(tmp_path)) as run_directory:
+            begin_writing(train, run_directory, Report(tmp_path, epochs=1), fresh=True)
+        train.checkpoints.save(20, {**train.progress.record(), "step": 20})
+        for value, expected in ((0.001, told), (0.003, "")):
+            train.build(Config(run_dir=tmp_path, learning_rate=value))
+            begins = resume(train)
+            assert begins.startswith("resumed from step-00000020")
+            assert expected in begins
+            assert expected or begins == "resumed from step-00000020"
+            if rate and value == 0.001:
+                assert list(learning_rates(task.optimizer).values()) == [pytest.approx(rate)]
+
+
+# --- --fresh ----------------------------------------------------------------------------------------------------------
+
+
+def test_fresh_begins_once_in_all_lives_of_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, ended: Callable[..., tuple[int, str]]
+) -> None:
+    flags = ("--epochs=2", "--fresh", "--steps-per-execution=5")
+    run(tmp_path / "run", "--epochs=1", "--seed=9")
+    monkeypatch.setenv(START_ID, "first")
+    with monkeypatch.context() as killing, pytest.raises(InterruptedError):
+        killing.setattr(train.Preemption, "check", killed_after(2))  # Before anything was saved.
+        run(tmp_path / "run", *flags)
+    with monkeypatch.context() as stopping:
+        stopping.setattr(train.Preemption, "check", stopped_after(5))
+        assert ended(tmp_path / "run", *flags)[0] == 42
+    capsys.readouterr()
+    run(tmp_path / "run", *flags)
+    assert "resumed from" in capsys.readouterr().out
+    run(tmp_path / "run", *flags)
+    assert "Finished already" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1"]
+    # Whoever goes on with it later does not take it over; another start moves it aside.
+    monkeypatch.setenv(START_ID, "second")
+    run(tmp_path / "run", "--epochs=3")
+    assert json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))["start_id"] == "first"
+    run(tmp_path / "run", "--epochs=1", "--fresh")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
+
+
+# --- Examples by files ------------------------------------------------------------------------------------------------
+
+
+def test_position_in_an_epoch_by_files_is_of_its_number_of_workers_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    load_examples, flags = task.load_examples, ("--epochs=3", "--steps-per-execution=5")
+    with monkeypatch.context() as stopping:
+        stopping.setattr(train.Preemption, "check", stopped_after(4 + 2 + 2))
+        assert ended(tmp_path, *flags)[0] == 42
+    newest = train.checkpoints.paths()[-1]
+    # As on two workers.
+    record = json.loads((newest / "record.json").read_text(encoding="utf-8"))
+    assert record["workers"] == 1
+    (newest / "record.json").write_text(json.dumps({**record, "workers": 2}), encoding="utf-8")
+    (newest / "SHA256SUMS").write_text(_checksums(newest), encoding="utf-8")
+    with monkeypatch.context() as by_files:
+        by_files.setattr(task, "load_examples", lambda split, input_context=None: load_examples(split))
+        code, line = ended(tmp_path, *flags)
+        assert (code, "from the middle of an epoch on 2 worker(s), and there are 1" in line) == (2, True)
+        # At the beginning of an epoch there is no position yet.
+        shutil.rmtree(newest)
+        assert run(tmp_path, *flags)["step"] == 60
+
+
+# --- Validation beside training ---------------------------------------------------------------------------------------
+
+
+def validations(run_dir: Path, name: str = "validations.csv") -> list[dict[str, str]]:
+    return list(csv.DictReader((run_dir / name).read_text(encoding="utf-8").splitlines()))
+
+
+def test_validations_are_at_multiples_whatever_the_chunks(tmp_path: Path) -> None:
+    found = []
+    for chunk, more in (("auto", ("--checkpoint-every-steps=7",)), ("3", ()), ("100", ())):
+        flags = ("--validate-every-steps=7", f"--steps-per-execution={chunk}", "--keep-checkpoints=50")
+        result = run(tmp_path / chunk, "--epochs=3", *flags, *more)
+        found.append((validations(tmp_path / chunk), {**result, "seconds": 0}))
+    assert [int(row["step"]) for row in found[0][0]] == [7, 14, 21, 28, 35, 42, 49, 56]  # 20 steps per epoch.
+    assert found[0] == found[1] == found[2]
+
+    # What was measured in between are the weights of that step, in a process that does nothing else.
+    train.main([f"--run-dir={tmp_path / 'auto'}", *SHORT, "--evaluate-continuously"])
+    evaluated = {row["step"]: row["validation/loss"] for row in validations(tmp_path / "auto", "evaluations.csv")}
+    for row in found[0][0]:
+        assert evaluated[row["step"]] == row["validation/loss"]
+    best = min(float(row["validation/loss"]) for row in [*found[0][0], *rows(tmp_path / "auto")])
+    assert found[0][1]["best_validation/loss"] == best
+
+
+def test_run_stopped_in_a_validation_between_epochs_ends_bit_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    # Statistics of each replica's own are averaged before a validation, and must not be a second time.
+    def each_on_its_own() -> keras.Model:
+        layers = [keras.layers.Flatten(), keras.layers.Dense(8), keras.layers.BatchNormalization()]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Dropout(0.2), keras.layers.Dense(10)])
+
+    monkeypatch.setattr(task, "create_model", each_on_its_own)
+    flags = ("--epochs=2", "--simulated-devices=5", "--steps-per-execution=1", "--validate-every-steps=8")
+    flags += ("--ema-decay=0.9",)
+    # After 8 steps: before the validation, after its first step, after its second; then in the second epoch's.
+    assert_stopped_run_ends_equal((8, 1, 1, 16 + 20 + 5), tmp_path, flags, ended, monkeypatch)
+    assert validations(tmp_path / "stopped") == validations(tmp_path / "whole")
+
+
+def test_run_killed_between_validations_finds_the_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--epochs=2", "--validate-every-steps=2", "--steps-per-execution=2", "--keep-checkpoints=1")
+    expected = run(tmp_path / "whole", *flags)
+
+    for chunks in (20, 15, 15):
+        with monkeypatch.context() as killing, pytest.raises(InterruptedError):
+            killing.setattr(train.Preemption, "check", killed_after(chunks))
+            run(tmp_path / "killed", *flags)
+    found = run(tmp_path / "killed", *flags)
+    assert {**found, "seconds": 0} == {**expected, "seconds": 0}
+    assert validations(tmp_path / "killed") == validations(tmp_path / "whole")
+
+
+def test_patience_counts_an_epoch_with_a_better_validation_in_it(tmp_path: Path, monkeypatch) -> None:
+    scores = iter([5.0, 4.0, 3.0, 6.0, 6.0, 6.0, 6.0, 6.0, 6.0])
+    one_pass = train.one_pass
+
+    def scored(split: str, *more: Any, **options: Any) -> dict[str, float]:
+        metrics = one_pass(split, *more, **options)
+        return {**metrics, "validation/loss": next(scores)} if split == "validation" else metrics
+
+    monkeypatch.setattr(train, "one_pass", scored)
+    result = run(tmp_path, "--epochs=9", "--validate-every-steps=10", "--patience=1")
+    # 5 in the middle and 4 at the end of the first epoch, 3 and 6 in the second, then 6 twice: that one had none.
+    assert (result["epochs"], result["best_epoch"], result["best_validation/loss"]) == (3, 2, 3.0)
+
+
+def test_continuous_evaluation_follows_a_run_and_writes_only_its_own(tmp_path: Path, capsys) -> None:
+    result = run(tmp_path, "--epochs=4", "--keep-checkpoints=3", "--ema-decay=0.9")
+    own = {"evaluations.csv"}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    train.main([f"--run-dir={tmp_path}", *SHORT, "--ema-decay=0.9", "--evaluate-continuously"])
+    assert "The run has ended." in capsys.readouterr().out
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    new = {path.relative_to(tmp_path).as_posix() for path in after.keys() - before.keys()}
+    assert {name for name in new if not name.startswith("tensorboard/evaluation/")} == own
+    assert {path: after[path] for path in before} == before
+    found = {row["step"]: row["validation/loss"] for row in validations(tmp_path, "evaluations.csv")}
+    assert found == {row["step"]: row["validation/loss"] for row in rows(tmp_path)[-3:]}
+
+    # Begun again it has nothing to do, and without an end of the run it waits for as long as it is told.
+    (tmp_path / "result.json").unlink()
+    train.main(
+        [f"--run-dir={tmp_path}", *SHORT, "--ema-decay=0.9", "--evaluate-continuously", "--evaluation-timeout=1"]
+    )
+    out = capsys.readouterr().out
+    assert "Nothing new for 1 s" in out
+    assert "step-" not in out
+    assert result["epochs"] == 4
+
+
+def test_continuous_evaluation_waits_for_a_run_and_leaves_its_directory_alone(tmp_path: Path, capsys) -> None:
+    train.main([f"--run-dir={tmp_path / 'run'}", *SHORT, "--evaluate-continuously", "--evaluation-timeout=1"])
+    assert "there is no run yet" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_continuous_evaluation_that_cannot_write_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    run(tmp_path, "--epochs=1")
+    (tmp_path / "tensorboard" / "evaluation").write_text("in the way")  # Root may write anywhere else.
+    code, line = ended(tmp_path, "--evaluate-continuously")
+    assert code == 1
+    assert f"{tmp_path}/tensorboard/evaluation cannot be written" in line
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    code, line = ended(tmp_path, "--evaluate-continuously")
+    assert code == 2
+    assert f"--run-dir {tmp_path}, which cannot be written: make it writable" in line
+
+
+def test_continuous_evaluation_of_a_checkpoint_inside_a_validation_counts_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    flags = ("--epochs=1", "--steps-per-execution=1")
+    run(tmp_path / "whole", *flags)
+    with monkeypatch.context() as stopping:
+        stopping.setattr(train.Preemption, "check", stopped_after(20 + 2))
+        assert ended(tmp_path / "stopped", *flags)[0] == 42
+    train.main(
+        [f"--run-dir={tmp_path / 'stopped'}", *SHORT, *flags, "--evaluate-continuously", "--evaluation-timeout=1"]
+    )
+    (found,) = validations(tmp_path / "stopped", "evaluations.csv")
+    assert found["validation/loss"] == rows(tmp_path / "whole")[0]["validation/loss"]
+
+
+# --- What goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_directory_in_use_is_refused(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
+    run(tmp_path, "--epochs=1")
+    before = sorted(tmp_path.parent.iterdir())
+    holding = RunDirectory(tmp_path)
+    holding.hold()
+    with contextlib.closing(holding):
+        for flags in (("--epochs=2",), ("--fresh",)):
+            code, line = ended(tmp_path, *flags)
+            assert (code, "is in use by another run" in line) == (2, True)
+    assert sorted(tmp_path.parent.iterdir()) == before
+    run(tmp_path, "--epochs=2")
+
+
+@pytest.mark.parametrize("flags", [(), ("--async-checkpoints",)], ids=["at once", "in a thread"])
+def test_deleted_directory_ends_the_run_with_one_line(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    validate = train.validate
+
+    def delete_and_validate(epoch: int = 0) -> dict[str, float]:
+        if epoch == 1:
+            (tmp_path / "run").rename(tmp_path / "elsewhere")
+        return validate(epoch)
+
+    monkeypatch.setattr(train, "validate", delete_and_validate)
+    code, line = ended(tmp_path / "run", "--epochs=3", *flags)
+    assert code == 1
+    assert "cannot be written" in line
+    assert "which was moved or deleted" in line
+    assert not (tmp_path / "run").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(task, "create_model", small_model)
+    (tmp_path / "elsewhere").rename(tmp_path / "run")
+    run(tmp_path / "run", "--epochs=3", *flags)
+
+
+def test_divergence_names_the_step_and_the_way_on_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    train_step = task.train_step
+
+    def spoiled_step(batch):
+        loss = train_step(batch)
+        # The loss is finite in this step, and from the next one on it is not.
+        spoil = tf.where(task.optimizer.iterations == 30, float("nan"), 0.0)
+        task.model.trainable_variables[0].assign_add(tf.fill([64, 8], spoil))
+        return loss
+
+    with monkeypatch.context() as diverging:
+        diverging.setattr(task, "train_step", spoiled_step)
+        code, line = ended(tmp_path / "run", "--epochs=2", "--checkpoint-every-steps=14")
+        assert code == 3
+        assert "the loss of train step 11 in epoch 2 is nan" in line
+        last = tmp_path / "run" / "checkpoints" / "step-00000028"
+        assert f"the last good state is {last}" in line
+        # Steps in which the loss shows nothing yet, but a save is due.
+        code, line = ended(tmp_path / "other", "--epochs=2", "--checkpoint-every-steps=15")
+        assert code == 3
+        assert "after step 30 the variable model/sequential/dense/kernel is not finite" in line
+        assert f"the last good state is {tmp_path / 'other'}/checkpoints/step-00000020" in line
+    for path in tmp_path.glob("*/*/step-*"):
+        for name, value in read_checkpoint(path)[0].items():
+            assert value.dtype.kind in "iu" or np.isfinite(value).all(), f"{path} {name}"
+    run(tmp_path / "new", "--epochs=1", f"--init-from={last}", "--learning-rate=1e-3")
+
+
+def test_gradients_that_are_never_finite_end_a_float16_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    compute_loss = task.compute_loss
+
+    def without_slope(labels, predictions, weights):
+        loss, per_example_loss = compute_loss(labels, predictions, weights)
+        return loss + tf.sqrt(0.0 * tf.reduce_sum(task.model.trainable_variables[0])), per_example_loss
+
+    monkeypatch.setattr(task, "compute_loss", without_slope)
+    code, line = ended(tmp_path, "--epochs=9", "--precision=mixed_float16")
+    assert code == 3
+    assert "the loss scale is down to" in line
+
+
+def test_lost_files_are_told_and_nothing_more_is_lost(
+    tmp_path: Path, ended: Callable[..., tuple[int, str]], capsys
+) -> None:
+    run(tmp_path / "run", "--epochs=2")
+    for lost, reason in (
+        ("checkpoints", "is empty, and the run has gone far"),
+        ("best", "best/step-00000040 is damaged"),
+    ):
+        shutil.copytree(tmp_path / "run", tmp_path / lost)
+        shutil.rmtree(tmp_path / lost / lost)
+        for put in (lambda path: None, lambda path: path.write_text("mine")):
+            put(tmp_path / lost / lost)
+            before = sorted(tmp_path.joinpath(lost).rglob("*"))
+            code, line = ended(tmp_path / lost, "--epochs=3")
+            assert (code, reason in line) == (2, True), line
+            assert sorted(tmp_path.joinpath(lost).rglob("*")) == before
+    (tmp_path / "run" / "metrics.csv").unlink()
+    run(tmp_path / "run", "--epochs=3")
+    assert "metrics.csv lacks 2 of 2 epochs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("metrics.csv", "epoch,step\n1,a\n"),
+        ("metrics.csv", "step\n1\n"),
+        ("metrics.csv", "epoch,step\n1,20,3\n"),
+        ("metrics.csv", "epoch\n2\n1\n"),
+        ("config.json", "[]"),
+        ("config.json", '{"settings": [1]}'),
+        ("config.json", "{"),
+        ("config.json", "[" * 100_000 + "]" * 100_000),
+    ],
+)
+def test_files_broken_by_hand_are_one_line(
+    file: str, content: str, tmp_path: Path, ended: Callable[..., tuple[int, str]]
+) -> None:
+    run(tmp_path, "--epochs=1")
+    (tmp_path / file).write_text(content)
+    code, line = ended(tmp_path, "--epochs=2")
+    assert (code, line.startswith(f"ERROR: {tmp_path / file} ")) == (2, True), line
+    assert (tmp_path / "result.json").exists()
+
+
+def test_result_broken_by_hand_is_made_again(tmp_path: Path) -> None:
+    expected = run(tmp_path, "--epochs=1")
+    for content in ('{"epochs": "1"}', "{}"):
+        (tmp_path / "result.json").write_text(content)
+        assert run(tmp_path, "--epochs=1") == expected
+
+
+def test_fewer_epochs_than_were_begun_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    with monkeypatch.context() as stopping:
+        stopping.setattr(train.Preemption, "check", stopped_after(12))
+        assert ended(tmp_path, "--epochs=3", "--steps-per-execution=4")[0] == 42
+    assert "--epochs 1: the run was stopped in epoch 2: ask for that many" in ended(tmp_path, "--epochs=1")[1]
+    assert run(tmp_path, "--epochs=2")["step"] == 40
+
+
+def test_signal_before_the_first_step_saves_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    load_splits = train.load_splits
+
+    def load_and_signal(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # As `timeout` does.
+        return load_splits(*arguments, **options)
+
+    with monkeypatch.context() as signalling:
+        signalling.setattr(train, "load_splits", load_and_signal)
+        code, line = ended(tmp_path, "--epochs=1")
+    # One more, while the program ends, does not take the exit code away.
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    assert code == 42
+    assert line.startswith(f"stopped by SIGTERM, the state is in {tmp_path / 'checkpoints' / 'step-00000000'}")
+    assert run(tmp_path, "--epochs=1")["step"] == 20
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_fresh_moves_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    run(tmp_path / "real", "--epochs=1")
+    (tmp_path / "link").symlink_to("real")
+    run(tmp_path / "link", "--epochs=1", "--fresh")
+    assert (tmp_path / "link.1").is_symlink()
+    assert (tmp_path / "real" / "result.json").exists()
+    assert not (tmp_path / "link").is_symlink()
+
+
+def test_fresh_in_the_current_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(Path("."), "--epochs=1")
+    code, line = ended(Path("."), "--epochs=1", "--fresh")
+    assert (code, "--fresh cannot move --run-dir ., in which it was started" in line) == (2, True)
+    assert Path("result.json").exists()
+
+
+def test_own_column_in_a_row_is_reported(tmp_path: Path) -> None:
+    report = Report(tmp_path, epochs=1)
+    report.open(epochs_done=0, validated_step=0)
+    report.epoch(
+        {"epoch": 1, "step": 1, "seconds": 1.0, "examples_per_second": 1.0, "learning_rate": 0.1, "mine": 2.0},
+        is_best=False,
+    )
+    report.draw_curves()
+    assert rows(tmp_path)[0]["mine"] == "2.0"
+
+
+# --- Hooks ------------------------------------------------------------------------------------------------------------
+
+
+def looping(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the hook with a loop over a tensor in front, which only AutoGraph makes possible in a graph."""
+
+    @functools.wraps(hook)
+    def with_loop(*arguments: Any, **options: Any) -> Any:
+        total = 0
+        for number in tf.range(3):
+            total += number
+        with tf.control_dependencies([tf.debugging.assert_equal(total, 3)]):
+            return hook(*arguments, **options)
+
+    return with_loop
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_hooks_may_loop_over_tensors(replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--epochs=1", f"--simulated-devices={replicas}")
+    plain = run(tmp_path / "plain", *flags)
+    for name in ("prepare_example", "compute_loss", "update_metrics", "loss_and_gradients"):
+        monkeypatch.setattr(task, name, looping(getattr(task, name)))
+    for split in ("train", "validation", "test"):
+        monkeypatch.setattr(task, f"{split}_step", looping(getattr(task, f"{split}_step")))
+    assert run(tmp_path / "looping", *flags) == plain | {"seconds": ANY}
+
+
+# --- Speed ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_function_is_traced_once_in_a_run_and_once_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short last chunks and batches, saves within epochs, validations and the test are all run by the same graphs."""
+
+    def traces() -> dict[str, int]:
+        return {split: steps.experimental_get_tracing_count() for split, steps in train.run_steps.items()}
+
+    flags = ["--epochs=3", "--steps-per-execution=4", "--checkpoint-every-steps=7", "--keep-last-batch"]
+    expected = run(tmp_path / "whole", *flags)
+    assert traces() == {"train": 1, "validation": 1, "test": 1}
+    with monkeypatch.context() as stopping, pytest.raises(InterruptedError):
+        stopping.setattr(train.Preemption, "check", killed_after(9))
+        run(tmp_path / "stopped", *flags)
+    found = run(tmp_path / "stopped", *flags)
+    assert traces() == {"train": 1, "validation": 1, "test": 1}
+    assert found["weights_sha256"] == expected["weights_sha256"]
+
+
+def test_deterministic_operations_are_used_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: asked.append(True))
+    train.build(Config())
+    assert not asked
+    train.build(Config(deterministic=True))
+    assert asked
+
+
+def test_profile_is_written_and_changes_no_number(tmp_path: Path, capsys) -> None:
+    plain = run(tmp_path / "plain", "--epochs=4", "--steps-per-execution=3")
+    profiled = run(tmp_path / "profiled", "--epochs=4", "--steps-per-execution=3", "--profile")
+    assert profiled["weights_sha256"] == plain["weights_sha256"]
+    assert list((tmp_path / "profiled" / "tensorboard" / "plugins" / "profile").glob("*/*.xplane.pb"))
+    assert not (tmp_path / "plain" / "tensorboard" / "plugins").exists()
+    assert "pip install xprof" in capsys.readouterr().out
+    run(tmp_path / "short", "--epochs=1", "--steps-per-execution=20", "--profile")
+    assert "--profile: the run had 1 chunks of training steps" in capsys.readouterr().out
+
+
+def test_waiting_for_batches_is_counted(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_example = task.prepare_example
+
+    def slow(features, labels, *, training, seed):
+        features, labels = prepare_example(features, labels, training=training, seed=seed)
+        pause = tf.py_function(lambda label: time.sleep(0.003) or label, [labels], labels.dtype)
+        return features, tf.ensure_shape(pause, [])
+
+    monkeypatch.setattr(task, "prepare_example", slow)
+    run(tmp_path, "--epochs=2")
+    waited = [int(text) for text in re.findall(r"waited (\d+) %", capsys.readouterr().out)]
+    assert waited[1] > 50
+
+
+def test_garbage_is_looked_for_again_once_all_is_imported() -> None:
+    assert gc.isenabled()
+    assert gc.get_freeze_count()

@@ -1,0 +1,29 @@
+"""Takes an epoch's steps on two replicas again and again from the same weights; prints the SHA-256 of each outcome.
+
+python repeated_steps.py TIMES, in the folder of a project. Equal outcomes are printed once.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path.cwd()))
+
+import tensorflow as tf
+
+import task
+import train
+from config import read_settings
+from engine.model.objects import model_variables
+from engine.run.checkpoints import weights_sha256
+
+train.build(read_settings(["--simulated-devices=2"]))
+state, batches = train.checkpoints.state, train.batches["train"]
+before = state.values()
+stacks = list(batches.feed(train.strategy).take(batches.steps))
+found = set()
+for _ in range(int(sys.argv[1])):
+    state.assign(before)
+    for stack, first, count in stacks:
+        train.run_steps["train"](stack, tf.constant(first), tf.constant(count))
+    found.add(weights_sha256(model_variables(task.model)))
+print(*sorted(found))

@@ -1,0 +1,86 @@
+"""What this process's devices are, as TensorFlow has them, and how they are used. Nothing here was measured on GPUs."""
+
+import collections
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from engine.cluster.nvidia import why_no_gpu
+from engine.console import console
+
+# The first steps are compiled, which takes minutes for large models.
+SECONDS_WITHOUT_AN_END = 600.0
+
+
+def let_gpu_memory_grow() -> None:
+    """Has every GPU's memory taken as it is needed; else one process takes all, and no second one can begin."""
+    for gpu in tf.config.list_physical_devices("GPU"):
+        try:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        except RuntimeError:
+            console.print(
+                f"{gpu.name}: TensorFlow had started before, in task.py for example, and takes all of its memory"
+            )
+        except ValueError:
+            continue  # It was divided into virtual devices, each with a limit of its own.
+
+
+@functools.cache
+def warn_of_unused_gpus() -> None:
+    """Says so, once, if this machine has GPUs; for where TensorFlow lists none (tensorflow#63362, tensorflow#85689)."""
+    if reason := why_no_gpu(os.environ):
+        console.print(f"WARNING: trained on the CPU, because {reason}")
+
+
+def describe_own_devices(simulated_devices: int, *, only_one: bool = False) -> str:
+    """Returns what this process's replicas run on: "2 x NVIDIA A100", "4 simulated on 2 CPU cores", "CPU, 2 cores"."""
+    cores = f"{_count_cores()} core{'s' * (_count_cores() > 1)}"
+    if simulated_devices:
+        return f"{simulated_devices} simulated on {cores.replace('core', 'CPU core')}"
+    gpus = tf.config.list_physical_devices("GPU")[: 1 if only_one else None]
+    names = collections.Counter(_details(gpu).get("device_name", "GPU") for gpu in gpus)
+    return ", ".join(f"{number} x {name}" for name, number in names.items()) or f"CPU, {cores}"
+
+
+def describe_arithmetic(precision: str, simulated_devices: int) -> str:
+    """Returns the precision that the layers have: "float32 (TF32)" where GPUs multiply float32 with fewer digits.
+
+    NVIDIA's GPUs from Ampere (compute capability 8.0) on do so unless it is turned off; products are then
+    good to about 3e-4 (tensorflow#127346).
+    """
+    gpus = [] if simulated_devices else tf.config.list_physical_devices("GPU")
+    capable = any(tuple(_details(gpu).get("compute_capability", ())) >= (8, 0) for gpu in gpus)
+    enabled = tf.config.experimental.tensor_float_32_execution_enabled()
+    return f"{precision} (TF32)" if precision == "float32" and capable and enabled else precision
+
+
+@contextlib.contextmanager
+def long_sums_reported(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Says so if what is inside, some steps, has not ended after ten minutes, and NCCL, which may hang, sums in it."""
+    if not getattr(strategy, "all_reduce", "").startswith("nccl"):
+        yield
+        return
+    message = (
+        f"No step has ended for {SECONDS_WITHOUT_AN_END:g} s. If it is NCCL that hangs, NCCL_DEBUG=INFO says where; on "
+        "one machine --all-reduce one_device does without NCCL"
+    )
+    timer = threading.Timer(SECONDS_WITHOUT_AN_END, console.print, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _count_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _details(gpu: Any) -> dict[str, Any]:
+    return tf.config.experimental.get_device_details(gpu)

@@ -1,0 +1,193 @@
+"""Batches brought to the replicas several at a time: a stack of them is one element of the input.
+
+Fetching an element for several replicas costs more than a small step does, and so does every return to Python.
+"""
+
+import atexit
+import gc
+import itertools
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from engine.cluster.strategy import describe_strategy
+from engine.errors import BadInput
+
+# The size of a stack at most, for all replicas together.
+BYTES_OF_STACK = 2**22
+# Each of a run's first stacks is that many times as large as the one before: the first one is there soon.
+GROWTH = 4
+
+_feeds: weakref.WeakSet = weakref.WeakSet()
+
+
+class Feed:
+    """The batches of a split from some place on, pass after pass.
+
+    Attributes:
+        seconds_waited: how long the program has waited for batches so far.
+    """
+
+    def __init__(
+        self,
+        stacks: Iterator[Any],
+        sizes: tuple[list[int], list[int]],
+        epoch: int = 0,
+        first_step: int = 0,
+        *,
+        refusal: Callable[[tf.errors.OpError, int, int], BadInput],
+        alone: bool = True,
+    ) -> None:
+        """`stacks` begins with batch number `first_step` of an epoch; `sizes` is what `stack_sizes` returned.
+
+        `refusal` returns what to raise if TensorFlow cannot give the stack that begins with a batch of an epoch.
+        `alone` is whether no other worker takes the same steps.
+        """
+        self._stacks = stacks
+        self._refusal, self._alone = refusal, alone
+        self._refused: BadInput | None = None
+        self._sizes = itertools.chain(sizes[0], itertools.cycle(sizes[1]))
+        self._stack: Any = None
+        self._next = self._end = 0  # Of the batches in the stack, the next one to take, and how many there are.
+        self._epoch, self._step = epoch, first_step
+        self._steps_of_pass = sum(sizes[1])
+        self.seconds_waited = 0.0
+        _feeds.add(self)
+
+    def is_at(self, epoch: int | None, step: int) -> bool:
+        """Returns whether the next batch is number `step` of an epoch; None means any."""
+        return self._step == step and epoch in (None, self._epoch)
+
+    def run(self, steps: Callable[..., tf.Tensor], count: int) -> np.ndarray:
+        """Takes `count` steps on the next batches, all of one pass; returns their losses (float32, [count]).
+
+        They are fewer where the examples after them cannot be read: so those steps can be counted, and the next call
+        raises BadInput. `steps` is what train.compile_steps returned.
+        """
+        losses, batches = [], self.take(count)
+        while True:
+            try:
+                stack, first, here = next(batches)
+            except StopIteration:
+                break
+            except BadInput:
+                if losses and self._alone:
+                    break
+                raise  # Other workers are in steps that this one cannot take.
+            losses.append(steps(stack, tf.constant(first), tf.constant(here)))
+        # Read when all are under way: a GPU goes on meanwhile.
+        return np.concatenate([each.numpy() for each in losses])
+
+    def take(self, count: int) -> Iterator[tuple[Any, int, int]]:
+        """Yields where the next `count` batches are: a stack, the first one's number in it, and how many."""
+        while count:
+            if self._next == self._end:
+                self._fetch()
+            first, here = self._next, min(count, self._end - self._next)
+            self._next += here
+            self._step += here
+            count -= here
+            if self._step == self._steps_of_pass:
+                self._epoch, self._step = self._epoch + 1, 0
+            yield self._stack, first, here
+
+    def _fetch(self) -> None:
+        if self._refused:
+            raise self._refused
+        started = time.monotonic()
+        try:
+            self._stack = next(self._stacks)
+        except tf.errors.OpError as problem:
+            self._refused = self._refusal(problem, self._epoch, self._step)
+            raise self._refused from problem
+        self.seconds_waited += time.monotonic() - started
+        self._next, self._end = 0, next(self._sizes)
+
+    def close(self) -> None:
+        """Ends the threads that prepare batches."""
+        self._stacks = self._stack = self._refused = None
+
+
+@atexit.register
+def _close_all() -> None:
+    # A thread that is in Python code of the user's, as a generator of examples is, can end only while Python runs.
+    for feed in list(_feeds):
+        feed.close()
+    for name in ("last_exc", "last_value", "last_traceback"):  # Their frames hold the feed that failed.
+        if hasattr(sys, name):
+            delattr(sys, name)
+    gc.collect()
+
+
+def stack_sizes(steps: int, first_step: int, bytes_of_batch: int) -> tuple[list[int], list[int]]:
+    """Returns how many batches to put into each stack: of a pass from `first_step` on, and of the whole ones after it.
+
+    Args:
+        steps: batches of a whole pass.
+        first_step: the first batch of the first pass.
+        bytes_of_batch: the size of one, for all replicas.
+    """
+    # A stack can be used only when all of it is prepared, so a long pass has several.
+    largest = max(1, min(BYTES_OF_STACK // bytes_of_batch, max(64, steps // 4)))
+    growing, size, left = [], 1, steps - first_step
+    while left > 0:
+        growing.append(min(size, largest, left))
+        left -= growing[-1]
+        size *= GROWTH
+    whole, rest = divmod(steps, largest)
+    sizes = [largest] * whole + [rest] * (rest > 0)
+    return growing or sizes, sizes
+
+
+def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, share: int) -> tf.data.Dataset:
+    """Returns stacks, [batches, share, ...] each, in tuples of one for each replica.
+
+    Args:
+        prepared: elements of any number of examples, [n, ...]; the replicas' shares of a batch follow each other.
+        sizes: how many batches go into each stack (int64).
+        replicas: how many there are.
+        share: examples in a replica's share of a batch.
+    """
+
+    def of_replica(stack: Any, replica: int) -> Any:
+        def own(part: tf.Tensor) -> tf.Tensor:
+            # Whole shares side by side, so that each is copied in one piece.
+            shares = tf.reshape(part, [-1, replicas, share * part.shape[1:].num_elements()])
+            return tf.reshape(tf.gather(shares, replica, axis=1), [-1, share, *part.shape[1:]])
+
+        return tf.nest.map_structure(own, stack)
+
+    stacks = prepared.rebatch(replicas * share * sizes)
+    return stacks.map(lambda *stack: tuple(of_replica(stack, replica) for replica in range(replicas)))
+
+
+def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
+    """Yields what strategy.run takes, of tuples with a stack for each of this process's replicas.
+
+    Each is brought to its replica's device; the default strategy leaves its own one in the host's memory.
+    """
+    if describe_strategy(strategy) == "one_device":
+        yield from (stack for (stack,) in stacks)
+        return
+    devices = strategy.extended.worker_devices
+    for of_replicas in stacks:
+        brought = []
+        for device, stack in zip(devices, of_replicas, strict=True):
+            with tf.device(device):
+                brought.append(tf.nest.map_structure(tf.identity, stack))
+        if strategy.num_replicas_in_sync == 1:
+            yield brought[0]
+        else:
+            in_turn = iter(brought)
+            yield strategy.experimental_distribute_values_from_function(lambda _, in_turn=in_turn: next(in_turn))
+
+
+@tf.autograph.experimental.do_not_convert
+def empty_stack(batch_spec: Any, zero: tf.Tensor | int = 0) -> Any:
+    """Returns a stack of no batches; if 0 is given as a tensor, of a type that fits any number of them."""
+    return tf.nest.map_structure(lambda spec: tf.zeros([zero, *spec.shape], spec.dtype), batch_spec)

@@ -1,0 +1,9 @@
+"""What a step uses and changes: models, optimizers, metrics and their variables. Imports nothing of the other rooms.
+
+objects       builds what the hooks return, and names every variable
+refusals      refuses what would go wrong without an error
+gradients     micro-batches, the sum over replicas, clipping, the update
+averages      the moving average of the weights
+replicas      what differs between replicas: seeds and statistics
+hidden_state  the variables that Keras does not list
+"""

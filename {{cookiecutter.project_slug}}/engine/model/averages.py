@@ -1,0 +1,42 @@
+"""The moving average of the weights: --ema-decay."""
+
+import contextlib
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+
+class MovingAverage:
+    """The exponential moving average of some variables: average <- decay * average + (1 - decay) * variable."""
+
+    def __init__(self, variables: dict[str, tf.Variable], decay: float) -> None:
+        """Begins with the variables' values. Make it inside the strategy's scope."""
+        self._strategy = tf.distribute.get_strategy()
+        self._variables = variables
+        self._decay = decay
+        self.averages = {name: tf.Variable(variable, trainable=False) for name, variable in variables.items()}
+
+    def start_anew(self) -> None:
+        """Takes the variables' values for averages."""
+        for name, variable in self._variables.items():
+            self.averages[name].assign(tf.identity(variable))
+
+    def update(self) -> None:
+        """Moves the averages by one step; outside the replicas, in the graph."""
+        for name, average in self.averages.items():
+            self._strategy.extended.update(average, self._move, args=(self._variables[name],))
+
+    def _move(self, average: tf.Variable, variable: tf.Variable) -> tf.Operation:
+        return average.assign_sub((1.0 - self._decay) * (average - variable))
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Puts the averages in the variables' place for a while."""
+        trained = {name: tf.identity(variable) for name, variable in self._variables.items()}
+        for name, variable in self._variables.items():
+            variable.assign(tf.identity(self.averages[name]))
+        try:
+            yield
+        finally:
+            for name, variable in self._variables.items():
+                variable.assign(trained[name])

@@ -1,0 +1,118 @@
+"""State that Keras does not list: a tf.Variable in a layer, a tf.random.Generator, a stateful recurrent layer's state.
+
+The steps use it all the same, so it is saved and restored with the rest. What no checkpoint can hold is refused, and
+what no seed repeats is named.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+import tensorflow as tf
+
+from engine.errors import BadInput
+from engine.model.objects import listed_variables
+from engine.model.replicas import is_seed
+from engine.tracing import Traced, look_at
+
+# On several replicas such a generator fails, because Keras makes one in each replica's thread.
+UNSEEDED = (
+    "task.train_step draws from keras.random without a seed, which fails on several replicas: give a layer a "
+    "keras.random.SeedGenerator and pass it as seed"
+)
+Made = list[weakref.ref]  # What a hook makes and drops again may go.
+
+
+@contextlib.contextmanager
+def noted(made: Made) -> Iterator[None]:
+    """Adds every variable that is made inside to `made`."""
+
+    def note(next_creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
+        variable = next_creator(**options)
+        made.append(weakref.ref(variable))
+        return variable
+
+    with tf.variable_creator_scope(note):
+        yield
+
+
+class HiddenState:
+    """What the steps use besides the variables that Keras lists."""
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        task: ModuleType,
+        made: Made,
+        *,
+        trace_training: Callable[[], tf.Graph] | None,
+        validation: Traced,
+    ) -> None:
+        """Nothing is traced before it is needed.
+
+        Args:
+            strategy: the strategy in whose scope the variables were made.
+            task: what has model, optimizer and metrics.
+            made: all variables that the hooks made in the scope.
+            trace_training: returns the graph of the training steps; None if workers run them.
+            validation: what validation_step does on one replica.
+        """
+        self._of_replicas = strategy.experimental_local_results
+        listed = self._handles(listed_variables(task))
+        there = (variable for each in made if (variable := each()) is not None)
+        self._others = [variable for variable in there if not self._handles([variable]) & listed]
+        self._trace_training = trace_training
+        self.validation = validation
+
+    @functools.cached_property
+    def training(self) -> Traced | None:
+        """What the training steps do; traces them. None if workers run them."""
+        if self._trace_training is None:
+            return None
+        try:
+            return look_at(self._trace_training())
+        except Exception as problem:
+            if "seed_generator_state" in str(problem):
+                raise BadInput(UNSEEDED) from problem
+            raise
+
+    def of_training(self) -> dict[str, tf.Variable]:
+        """Returns, under unique names, the variables that a step changes, for the checkpoints."""
+        return self._among({*(self.training.changed if self.training else ()), *self.validation.changed})
+
+    def of_validation(self) -> dict[str, tf.Variable]:
+        """Returns, under unique names, the variables that the validation uses, to be kept with the best weights."""
+        return self._among(self.validation.used)
+
+    def check(self, saved: Iterable[tf.Variable]) -> None:
+        """Raises BadInput if a step changes something besides the variables that a checkpoint holds."""
+        kept = self._handles(saved)
+        for step, traced in (("train_step", self.training), ("validation_step", self.validation)):
+            if traced is None:
+                continue
+            for name in (name for key, name in traced.changed.items() if name and key not in kept):
+                if is_seed(name.removesuffix(":0")):
+                    raise BadInput(UNSEEDED)
+                raise BadInput(
+                    f"task.{step} changes the variable {name}, which no checkpoint holds, because it was made outside "
+                    "the create_* hooks: make it in one of them"
+                )
+            if traced.table_changes:
+                raise BadInput(
+                    f"task.{step} changes a lookup table, which no checkpoint holds: {traced.table_changes[0]}: fill "
+                    "it in a create_* hook, or keep a tf.Variable instead"
+                )
+
+    def _handles(self, variables: Iterable[tf.Variable]) -> set[int]:
+        return {id(each.handle) for variable in variables for each in self._of_replicas(variable)}
+
+    def _among(self, used: Iterable[int]) -> dict[str, tf.Variable]:
+        found: dict[str, tf.Variable] = {}
+        for variable in self._others:
+            if not self._handles([variable]).isdisjoint(used):
+                name = f"hidden/{variable.name.removesuffix(':0')}"
+                found[name if name not in found else f"{name}#{len(found)}"] = variable
+        return found

@@ -1,0 +1,72 @@
+"""What a run is, told before it begins: config.json, and the lines on the console."""
+
+from types import ModuleType
+from typing import Any
+
+import tensorflow as tf
+
+from engine.cluster.asynchronous import is_asynchronous
+from engine.cluster.devices import describe_arithmetic, describe_own_devices
+from engine.cluster.strategy import describe_strategy
+from engine.cluster.versions import versions
+from engine.cluster.workers import Workers
+from engine.console import print_facts
+from engine.data.batches import Batches
+from engine.model.objects import by_name
+
+
+def describe_run(settings: Any, strategy: tf.distribute.Strategy, code_sha256: dict[str, str]) -> dict[str, Any]:
+    """Returns what config.json holds: the settings, and what else the numbers depend on."""
+    return {
+        "settings": settings.as_json(),
+        "strategy": describe_strategy(strategy),
+        "replicas": strategy.num_replicas_in_sync,
+        "devices": describe_devices(strategy, settings.simulated_devices),
+        "arithmetic": describe_arithmetic(settings.precision, settings.simulated_devices),
+        "versions": versions(),
+        "code_sha256": code_sha256,
+    }
+
+
+def print_plan(
+    settings: Any, strategy: tf.distribute.Strategy, batches: dict[str, Batches], task: ModuleType, begins: str
+) -> None:
+    """Prints what is about to happen; `begins` says with which weights."""
+    train = batches["train"]
+    left_out = f", {train.left_out} examples left out of each (--keep-last-batch keeps them)" if train.left_out else ""
+    all_reduce = getattr(strategy, "all_reduce", None)  # None where nothing is summed over devices.
+    facts = {
+        "strategy": describe_strategy(strategy) + _size(strategy),
+        "devices": describe_devices(strategy, settings.simulated_devices),
+        **({"all-reduce": all_reduce} if all_reduce else {}),
+        "arithmetic": describe_arithmetic(settings.precision, settings.simulated_devices),
+        "batch": f"{settings.global_batch_size} examples, {train.share} on each replica",
+        "examples": ", ".join(f"{split} {each.number_of_examples}" for split, each in batches.items()),
+        "epochs": f"{settings.epochs}, each of {train.steps} steps{left_out}",
+        "parameters": f"{sum(model.count_params() for model in by_name(task.model, 'model').values()):,}",
+        "begins": begins,
+        "run directory": str(settings.run_dir),
+    }
+    print_facts("Training", facts)
+
+
+def _size(strategy: tf.distribute.Strategy) -> str:
+    if is_asynchronous(strategy):
+        return f", {len(strategy.worker_addresses)} worker(s), asynchronous: each takes steps of its own"
+    workers = Workers(strategy).count
+    return f", {workers} workers" * (workers > 1) + f", {strategy.num_replicas_in_sync} replica(s)"
+
+
+def describe_devices(strategy: tf.distribute.Strategy, simulated_devices: int) -> str:
+    """Returns what the replicas run on, as "2 x NVIDIA A100" or "CPU, 2 cores"."""
+    kind = describe_strategy(strategy)
+    if kind == "tpu":
+        return f"{strategy.num_replicas_in_sync} TPU cores"
+    if kind == "parameter_server":
+        return f"{describe_own_devices(0)} (the chief; those of the workers are their own)"
+    if kind != "multi_worker":
+        return describe_own_devices(simulated_devices, only_one=kind == "one_device")
+    by_worker = strategy.devices_of_workers
+    if len(set(by_worker.values())) == 1:
+        return f"{next(iter(by_worker.values()))} for each worker"
+    return "; ".join(f"{worker}: {devices}" for worker, devices in by_worker.items())

@@ -1,0 +1,72 @@
+"""How far a run has come: what a checkpoint records beside the variables."""
+
+import dataclasses
+from typing import Any
+
+from engine.run.monitor import is_better
+
+
+@dataclasses.dataclass
+class Progress:
+    """Counts and scores of a run, all of them JSON values."""
+
+    epoch: int = 0
+    """Whole epochs done."""
+    step: int = 0
+    """Training steps done."""
+    steps_of_pass: dict[str, int] = dataclasses.field(default_factory=dict)
+    """split -> steps done of a pass over it that has not ended."""
+    train_metrics: dict[str, float] | None = None
+    """The training metrics of the running epoch, once it has been trained."""
+    seconds_of_epoch: dict[str, float] = dataclasses.field(default_factory=dict)
+    """split -> seconds that the running epoch has taken so far."""
+    seconds_waited: float = 0.0
+    """Those of the running epoch's seconds in training that went into waiting for batches."""
+    seconds: float = 0.0
+    """Seconds that all whole epochs took."""
+    best_epoch: int | None = None
+    best_step: int | None = None
+    best_score: float | None = None
+    validated_step: int | None = None
+    """The step after which --validate-every-steps had the last whole validation."""
+    workers: int = 1
+    """How many processes the run was last in."""
+    learning_rates: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What --learning-rate was last, and what task.create_optimizer made of it, as `learning_rates` returns it."""
+    learning_rate_changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """One for each resume that changed it: {"step": s, "--learning-rate": [before, since], optimizer: ...}."""
+
+    def add(self, split: str, steps: int, seconds: float, waited: float) -> None:
+        """Counts steps of a pass over a split, the seconds that they took, and those of them without batches."""
+        self.seconds_waited += waited if split == "train" else 0.0
+        self.step += steps if split == "train" else 0
+        self.steps_of_pass[split] = self.steps_of_pass.get(split, 0) + steps
+        self.seconds_of_epoch[split] = self.seconds_of_epoch.get(split, 0.0) + seconds
+
+    def end_epoch(self) -> tuple[float, float, float]:
+        """Counts one more epoch; returns its seconds, those in training, and those of these without batches."""
+        seconds, train_seconds = sum(self.seconds_of_epoch.values()), self.seconds_of_epoch.get("train", 0.0)
+        waited = self.seconds_waited
+        self.epoch += 1
+        self.seconds += seconds
+        self.train_metrics, self.seconds_of_epoch, self.seconds_waited = None, {}, 0.0
+        return seconds, train_seconds, waited
+
+    def consider(self, score: float, direction: str) -> bool:
+        """Returns whether a score is the best so far ("min" or "max"), and remembers it if it is."""
+        improved = is_better(score, self.best_score, direction)
+        if improved:
+            self.best_epoch, self.best_step, self.best_score = self.epochs_begun(), self.step, score
+        return improved
+
+    def epochs_without_improvement(self) -> int:
+        """Returns how many epochs have ended since the one with the best score."""
+        return self.epoch - (self.best_epoch or 0)
+
+    def epochs_begun(self) -> int:
+        """Returns how many epochs have begun, whole ones included."""
+        return self.epoch + (any(self.steps_of_pass.values()) or self.train_metrics is not None)
+
+    def record(self) -> dict[str, Any]:
+        """Returns what `Progress(**record)` makes again."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,183 @@
+"""What a run tells: the console, metrics.csv, TensorBoard and curves.png.
+
+The rows of metrics.csv are the source; the other three show the same numbers. A resumed run keeps the rows up to the
+epoch it continues from and writes the rest again. Of several workers only the chief reports.
+"""
+
+import csv
+import functools
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import tensorflow as tf
+
+from engine.console import console
+from engine.errors import BadInput
+from engine.mistakes import first_line
+from engine.run.directory import write_whole, writing
+
+# The columns that are not metrics, in the order of metrics.csv; metrics follow. Of several optimizers each has its
+# learning rate, as "learning_rate/<name>".
+COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
+# curves.png is drawn at the end of a run and, in between, at most this often: TensorBoard is the live view.
+SECONDS_BETWEEN_CURVES = 30.0
+VALIDATIONS = "validations.csv"
+TENSORBOARD = "tensorboard"
+# From this share of the training time on, waiting for batches is worth a word.
+MUCH_WAITING = 0.1
+
+
+class Report:
+    """One row per epoch, to everywhere; and one per validation between the ends of epochs, to validations.csv."""
+
+    def __init__(self, run_dir: Path, *, epochs: int) -> None:
+        """Reads and writes nothing; `open` does."""
+        self.run_dir = run_dir
+        self.epochs = epochs
+        self._told_of_waiting = True  # So nothing is said of the first epoch, in which the pipeline fills.
+
+    def open(self, *, epochs_done: int, validated_step: int) -> None:
+        """Continues the report in `run_dir` after `epochs_done` epochs and a validation after step `validated_step`."""
+        self.rows = [row for row in _read_rows(self.run_dir / "metrics.csv") if row["epoch"] <= epochs_done]
+        if len(self.rows) < epochs_done:
+            console.print(
+                f"{self.run_dir / 'metrics.csv'} lacks {epochs_done - len(self.rows)} of {epochs_done} epochs"
+            )
+        validations = _read_rows(self.run_dir / VALIDATIONS, key="step")
+        self.validations = [row for row in validations if row["step"] <= validated_step]
+        with writing(self.run_dir / TENSORBOARD):
+            self._summaries = tf.summary.create_file_writer(str(self.run_dir / TENSORBOARD))
+        self._curves_drawn = time.monotonic()
+
+    def epoch(self, row: dict[str, Any], *, is_best: bool, waited: float = 0.0) -> None:
+        """Reports one epoch. `row` has the keys COLUMNS and "<split>/<metric>".
+
+        `waited` is the share (0 to 1) of the training time in which there were no batches.
+        """
+        self.rows.append(row)
+        metrics = {name: value for name, value in row.items() if _is_metric(name)}
+        rates = {name: value for name, value in row.items() if name.split("/")[0] == "learning_rate"}
+        console.print(
+            f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}  {_numbers(metrics)}  "
+            f"{row['seconds']:.1f} s  {row['examples_per_second']:,.0f} examples/s  waited {100 * waited:.0f} %"
+            f"{'  best' if is_best else ''}"
+        )
+        if waited > MUCH_WAITING and not self._told_of_waiting:
+            console.print(
+                f"{100 * waited:.0f} % of the training time went into waiting for batches: make task.prepare_example "
+                "cheaper, or store what it makes; read fewer and larger files; or give the program more CPU cores"
+            )
+        self._told_of_waiting = waited > MUCH_WAITING
+        told = {"waited": waited, **rates, "examples_per_second": row["examples_per_second"], **metrics}
+        self._summarize(row["step"], told)
+        write_whole(self.run_dir / "metrics.csv", functools.partial(_write_rows, self.rows))
+        if time.monotonic() - self._curves_drawn > SECONDS_BETWEEN_CURVES:
+            self.draw_curves()
+
+    def validation(self, step: int, metrics: dict[str, float], *, is_best: bool) -> None:
+        """Reports one validation between the ends of epochs: `metrics` as "validation/<metric>"."""
+        self.validations.append({"step": step, **metrics})
+        console.print(f"step {step}  {_numbers(metrics)}{'  best' if is_best else ''}")
+        self._summarize(step, metrics)
+        write_whole(self.run_dir / VALIDATIONS, functools.partial(_write_rows, self.validations))
+
+    def _summarize(self, step: int, values: dict[str, float]) -> None:
+        with writing(self.run_dir / TENSORBOARD), self._summaries.as_default(step=step):
+            for name, value in values.items():
+                tf.summary.scalar(name, value)
+            self._summaries.flush()
+
+    def draw_curves(self) -> None:
+        """Draws curves.png: one panel per metric, its splits over the epochs. Nothing, if there are no rows."""
+        if not self.rows:
+            return
+        write_whole(self.run_dir / "curves.png", functools.partial(_draw, self.rows))
+        self._curves_drawn = time.monotonic()
+
+
+class Evaluations:
+    """The validations of --evaluate-continuously: evaluations.csv, TensorBoard, and a line each."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Continues what is there, of a run that still has the same checkpoints."""
+        self._path = run_dir / "evaluations.csv"
+        self._rows = _read_rows(self._path, key="step")
+        self._passed_over: set[str] = set()
+        # Made with the first row: before it there may be no run, whose directory has to be empty.
+        self._summaries: tf.summary.SummaryWriter | None = None
+
+    def __contains__(self, checkpoint: Path) -> bool:
+        return checkpoint.name in self._passed_over or any(row["step"] == _step(checkpoint) for row in self._rows)
+
+    def pass_over(self, checkpoint: Path) -> None:
+        self._passed_over.add(checkpoint.name)
+
+    def add(self, checkpoint: Path, metrics: dict[str, float]) -> None:
+        """Reports what was measured of a checkpoint."""
+        step = _step(checkpoint)
+        self._rows = sorted([*self._rows, {"step": step, **metrics}], key=lambda row: row["step"])
+        console.print(f"{checkpoint.name}  {_numbers(metrics)}")
+        folder = self._path.parent / TENSORBOARD / "evaluation"
+        with writing(folder):
+            self._summaries = self._summaries or tf.summary.create_file_writer(str(folder))
+            with self._summaries.as_default(step=step):
+                for name, value in metrics.items():
+                    tf.summary.scalar(name, value)
+                self._summaries.flush()
+        write_whole(self._path, functools.partial(_write_rows, self._rows))
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _numbers(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def _read_rows(path: Path, key: str = "epoch") -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        with io.StringIO(path.read_text(encoding="utf-8"), newline="") as lines:
+            rows = [
+                {name: int(text) if name in ("epoch", "step") else float(text) for name, text in row.items() if text}
+                for row in csv.DictReader(lines, strict=True)
+            ]
+        keys = [row[key] for row in rows]
+        if keys == sorted(set(keys)):
+            return rows
+        problem = f"its {key}s do not rise"
+    except (OSError, ValueError, TypeError, KeyError, csv.Error) as error:
+        problem = first_line(error)
+    raise BadInput(f"{path} is not what a run writes ({problem}): restore it, move it away, or use --fresh")
+
+
+def _write_rows(rows: list[dict[str, Any]], path: Path) -> None:
+    # A metric that was added or taken away between two resumes has its column, with gaps.
+    columns = dict.fromkeys(name for row in rows for name in row)
+    with path.open("w", encoding="utf-8", newline="") as lines:
+        writer = csv.DictWriter(lines, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _is_metric(column: str) -> bool:
+    return column.split("/")[0] not in COLUMNS
+
+
+def _draw(rows: list[dict[str, Any]], path: Path) -> None:
+    # The figure is made directly: matplotlib.pyplot would choose a window system, and keep every figure in memory.
+    names = list(dict.fromkeys(name.rsplit("/", 1)[-1] for row in rows for name in row if _is_metric(name)))
+    figure = matplotlib.figure.Figure(figsize=(5 * len(names), 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        for key in (f"train/{name}", f"validation/{name}", name):
+            if having := [row for row in rows if key in row]:
+                axes.plot([row["epoch"] for row in having], [row[key] for row in having], label=key)
+        axes.set_xlabel("epoch")
+        axes.set_title(name)
+        axes.legend()
+    figure.savefig(path, format="png")

@@ -1,0 +1,146 @@
+"""The variables of a run by name, and their values.
+
+Most variables are alike on all replicas and have one value. Some are each replica's own: what a metric has counted so
+far, the seeds of dropout, the statistics of a BatchNormalization that is not synchronized. Of those every replica's
+value is kept, or a run that is taken up again would go on a little differently.
+"""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import tensorflow as tf
+
+from engine.cluster.workers import Workers
+from engine.model.averages import MovingAverage
+from engine.model.objects import metric_variables, model_variables, optimizer_variables, own_variables
+from engine.model.replicas import is_seed, spread_seeds
+
+Variables = dict[str, tf.Variable]
+Values = dict[str, np.ndarray | tf.Tensor]
+
+
+class State:
+    """Some variables, each under a name of its own."""
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        alike: Variables,
+        own: Variables | None = None,
+        hidden: Callable[[], Variables] = dict,
+    ) -> None:
+        """`alike` have one value on all replicas, `own` each replica's own; no name may be in both.
+
+        `hidden` returns more of each replica's own; it is called when they are needed for the first time.
+        """
+        self.strategy = strategy
+        self.workers = Workers(strategy)
+        self.alike = alike
+        self._own = own or {}
+        self._hidden = hidden
+
+    @functools.cached_property
+    def own(self) -> Variables:
+        """The variables of which each replica has a value of its own."""
+        return {**self._own, **self._hidden()}
+
+    def variables(self) -> list[tf.Variable]:
+        """Returns all variables."""
+        return [*self.alike.values(), *self.own.values()]
+
+    def values(self) -> Values:
+        """Returns the values as they are now: [...] of a variable that is alike, [replicas, ...] of each replica's own.
+
+        They are in host memory. A value that is alike may share the memory of its variable until that is changed, so
+        that large models need no memory for a second copy while they are saved.
+        """
+        of_replicas = self.strategy.experimental_local_results
+        # Of the first replica's variable, because that of all takes five times as long to read.
+        values = {name: _read(of_replicas(variable)[0]) for name, variable in self.alike.items()}
+        with tf.device("CPU:0"):
+            # Those of GPUs and parameter servers are brought here; a copy of the others would be one for nothing.
+            host = tf.constant(0).device
+            values = {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
+        here = {
+            name: np.stack([_read(each).numpy() for each in of_replicas(variable)])
+            for name, variable in self.own.items()
+        }
+        everywhere = self.workers.gather(here)  # [workers, replicas of each, ...]
+        return values | {name: value.reshape(-1, *value.shape[2:]) for name, value in everywhere.items()}
+
+    def assign(self, values: Values) -> None:
+        """Sets every variable. What other numbers of replicas had of their own is combined first."""
+        for name, variable in self.alike.items():
+            variable.assign(values[name])
+        seeds = []
+        for name, variable in self.own.items():
+            here, rows = self.strategy.experimental_local_results(variable), values[name]
+            replicas = len(here) * self.workers.count
+            if len(rows) != replicas:
+                rows = _shared_out(rows, variable, replicas)
+                seeds += [variable] if is_seed(name) else []
+            first = len(here) * self.workers.index
+            for each, row in zip(here, rows[first : first + len(here)], strict=True):
+                each.assign(row)
+        spread_seeds(self.strategy, seeds)
+
+    def differences(self, values: Values) -> list[str]:
+        """Returns, as texts, in what the names, dtypes and shapes of `values` are not those of the variables."""
+        expected = {
+            name: _kind(variable.dtype.name, variable.shape) for name, variable in {**self.alike, **self.own}.items()
+        }
+        found = {
+            name: _kind(value.dtype.name, value.shape[1:] if name in self.own else value.shape)
+            for name, value in values.items()
+        }
+        return [
+            f"{name} {found.get(name, 'absent')} there and {expected.get(name, 'absent')} now"
+            for name in sorted({**expected, **found})
+            if expected.get(name) != found.get(name)
+        ]
+
+
+def run_state(
+    strategy: tf.distribute.Strategy,
+    task: ModuleType,
+    moving_average: MovingAverage | None,
+    hidden: Callable[[], Variables],
+) -> State:
+    """Returns what training changes: models, optimizers, averages, the metrics so far, and what `hidden` returns."""
+    own = own_variables(task.model)
+    alike = {name: variable for name, variable in model_variables(task.model).items() if name not in own}
+    alike |= optimizer_variables(task.optimizer)
+    if moving_average:
+        alike |= {f"average/{name}": average for name, average in moving_average.averages.items()}
+    # No state is saved during the test.
+    metrics = {split: of_split for split, of_split in task.metrics.items() if split != "test"}
+    return State(strategy, alike, {**own, **metric_variables(metrics)}, hidden)
+
+
+def one_of_replicas(rows: np.ndarray) -> np.ndarray:
+    """Returns the one value [...] that stands for the replicas' own ones [replicas, ...]: their mean."""
+    # The mean of equal numbers may be rounded to another number, and whole numbers have none: of seeds it is the first.
+    if rows.dtype.kind in "iu" or (rows == rows[0]).all():
+        return rows[0]
+    return rows.mean(axis=0, dtype=rows.dtype)
+
+
+def _shared_out(rows: np.ndarray, variable: tf.Variable, replicas: int) -> np.ndarray:
+    """Returns for `replicas` what was of another number of them; what is summed over them stays the same in sum."""
+    on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
+    if on_read and variable.aggregation == tf.VariableAggregation.SUM:
+        shares = np.zeros((replicas, *rows.shape[1:]), rows.dtype)
+        shares[0] = rows.sum(axis=0, dtype=rows.dtype)
+        return shares
+    return np.stack([one_of_replicas(rows)] * replicas)
+
+
+def _read(variable: tf.Variable) -> tf.Tensor:
+    # What variable.read_value() does, in less time, which a save of many small variables mostly consists of.
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+
+def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}{list(shape)}"
