@@ -24,7 +24,6 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -37,7 +36,6 @@ from engine.check.check import check_task
 from engine.cluster.asynchronous import asynchronous_steps, check_settings, is_asynchronous, synchronous
 from engine.cluster.devices import long_sums_reported
 from engine.cluster.strategy import create_strategy
-from engine.cluster.versions import shared_facts
 from engine.cluster.workers import Workers, peers_named
 from engine.console import console, print_facts
 from engine.data.batches import Batches, batch_of, load_splits
@@ -95,19 +93,6 @@ profile: Profile  # of some steps, with --profile
 this_program = sys.modules[__name__]  # all of the above, for those parts of the engine that need it
 
 
-def choose_strategy(settings: Config) -> tf.distribute.Strategy:
-    """Returns the strategy, the same one for the same settings; waits for the other processes of a cluster."""
-    facts = {f"--{name.replace('_', '-')}": value for name, value in settings.as_json().items() if name != "run_dir"}
-    facts |= shared_facts(Path(task.__file__).parent)
-    return create_strategy(
-        settings.strategy,
-        settings.simulated_devices,
-        cluster_timeout=settings.cluster_timeout,
-        facts=facts,
-        all_reduce=settings.all_reduce,
-    )
-
-
 def build(settings: Config) -> None:
     """Makes every global object from the settings; may be called again with others. Writes nothing.
 
@@ -118,7 +103,7 @@ def build(settings: Config) -> None:
     global average_statistics, progress, profile, checkpoints, best, hidden
     objects.check_hooks(task)
     config = task.config = settings
-    strategy = choose_strategy(settings)
+    strategy = create_strategy(settings)
     workers = Workers(strategy)
     if is_asynchronous(strategy):
         check_settings(config)
@@ -392,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any] | bool | None
 
 def train(settings: Config) -> dict[str, Any]:
     """Begins a run, or goes on with the one in the directory; returns its result, with the test of its best weights."""
-    from_chief = Workers(choose_strategy(settings)).from_chief
+    from_chief = Workers(create_strategy(settings)).from_chief
     with contextlib.closing(RunDirectory(settings.run_dir)) as run_directory, preemption.listening():
         fresh = from_chief(lambda: begins_anew(settings))
         result = from_chief(lambda: look_into(run_directory, settings, MAY_CHANGE_ON_RESUME, task, fresh=fresh))

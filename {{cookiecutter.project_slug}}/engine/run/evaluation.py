@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from engine.cluster.environment import refuse_cluster
+from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.console import console, print_facts
 from engine.errors import BadInput, Damaged
@@ -33,7 +34,7 @@ def evaluate(program: ModuleType, settings: Any, may_change: frozenset[str]) -> 
         BadInput: there is no such run, or a setting contradicts it.
     """
     if not settings.init_from:
-        from_chief = Workers(program.choose_strategy(settings)).from_chief
+        from_chief = Workers(create_strategy(settings)).from_chief
         from_chief(lambda: _check_settings(program, settings, may_change))
     program.build(settings)
     # Of several workers a signal ends all; TensorFlow would swallow it.
