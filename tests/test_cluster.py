@@ -15,7 +15,7 @@ from pathlib import Path
 import clusters
 import pytest
 import tensorflow as tf
-from clusters import NORMALIZED, assert_same_numbers, outcome, project_with, wait_for, workers
+from clusters import NORMALIZED, TWO_DEVICES, assert_same_numbers, outcome, project_with, wait_for, workers
 from processes import is_alive, until
 
 from rendering import PROJECT
@@ -37,19 +37,21 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    ("number", "layout"),
+    ("number", "addition"),
     [
-        pytest.param(2, (), id="2 workers"),
-        pytest.param(2, ("--simulated-devices=2",), id="2 workers of 2 replicas", marks=pytest.mark.long),
-        pytest.param(3, (), id="3 workers", marks=pytest.mark.long),
+        pytest.param(2, "", id="2 workers"),
+        pytest.param(2, TWO_DEVICES, id="2 workers of 2 replicas", marks=pytest.mark.long),
+        pytest.param(3, "", id="3 workers", marks=pytest.mark.long),
     ],
 )
-def test_workers_and_replicas_agree(
-    number: int, layout: tuple[str, ...], one_process: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_workers_and_replicas_agree(number: int, addition: str, one_process: tuple[Path, Path], tmp_path: Path) -> None:
     project, expected = one_process
-    clusters.train(project, tmp_path / "run", number, *NUMBERS, *layout)
+    if addition:
+        project = project_with(tmp_path, NORMALIZED + addition)
+    clusters.train(project, tmp_path / "run", number, *NUMBERS)
     assert_same_numbers(expected, tmp_path / "run")
+    replicas = json.loads((tmp_path / "run" / "config.json").read_text())["replicas"]
+    assert replicas == number * (2 if addition else 1)
 
 
 def test_missing_worker_is_named_and_ends_the_others(tmp_path: Path) -> None:

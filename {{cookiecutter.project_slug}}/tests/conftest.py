@@ -4,6 +4,7 @@ All tests share one process with four simulated devices, and build the program o
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,8 @@ from engine.errors import BadInput
 # What your own settings without a default need, as on the command line: ["--data-dir=/data/digits"].
 ARGUMENTS: list[str] = []
 
-create_strategy("mirrored", simulated_devices=4)
+# First, because the first strategy of a process decides how many devices it has.
+create_strategy(SimpleNamespace(strategy="mirrored", simulated_devices=4, all_reduce="auto", cluster_timeout=60.0))
 
 # Three and a bit batches to train on; evaluation splits that no batch size divides.
 EXAMPLES = {"train": 27, "validation": 13, "test": 9}

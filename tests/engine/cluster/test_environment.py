@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from config import Config
 from engine.cluster import strategy as strategies
 from engine.cluster.environment import Cluster, find_cluster
 from engine.cluster.meeting import _open, lost, meet
@@ -438,11 +439,10 @@ def test_tpu_is_found_connected_and_initialized_before_its_strategy_is_made(monk
     monkeypatch.setattr(tf.tpu.experimental, "initialize_tpu_system", noted("initialize"))
     monkeypatch.setattr(tf.distribute, "TPUStrategy", noted("strategy"))
     monkeypatch.setenv("TPU_NAME", "mine")
-    strategies._tpu.cache_clear()
-    assert strategies.create_strategy("tpu") == "strategy"
+    monkeypatch.setattr(strategies, "_made", {})
+    assert strategies.create_strategy(Config(strategy="tpu")) == "strategy"
     expected = [("resolver", "mine"), ("connect", "resolver"), ("initialize", "resolver"), ("strategy", "resolver")]
     assert calls == expected
-    strategies._tpu.cache_clear()
 
 
 def test_machine_without_a_tpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,6 +450,5 @@ def test_machine_without_a_tpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         raise ValueError("Please provide a TPU Name to connect to.")
 
     monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", none_there)
-    strategies._tpu.cache_clear()
     with pytest.raises(BadInput, match="--strategy tpu finds no TPU"):
-        strategies.create_strategy("tpu")
+        strategies.create_strategy(Config(strategy="tpu"))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data.batches import Batches, check_same_structure, per_replica_batch_size
 from engine.data.feed import stack_sizes
@@ -41,7 +42,7 @@ def batches(split: str = "train", *, count: int = 37, replicas: int = 1, **chang
 
 def global_batches(of: Batches, replicas: int, *, epoch: int = 0, first_step: int = 0) -> list[list[np.ndarray]]:
     """Returns every global batch as [features, labels, weights], its replicas' shares joined."""
-    strategy = create_strategy("auto", simulated_devices=replicas)
+    strategy = create_strategy(Config(simulated_devices=replicas))
     found = []
     for batch in of.one_by_one(strategy, epoch=epoch, first_step=first_step):
         parts = [strategy.experimental_local_results(part) for part in batch]

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
+from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data.batches import Batches, batch_of
 from engine.data.feed import BYTES_OF_STACK, stack_sizes
@@ -41,7 +42,7 @@ def first_examples(strategy: tf.distribute.Strategy):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_steps_of_any_number_take_the_batches_in_order_pass_after_pass(replicas: int) -> None:
-    strategy = create_strategy("auto", simulated_devices=replicas)
+    strategy = create_strategy(Config(simulated_devices=replicas))
     batches = counting("validation", 400, replicas=replicas)
     feed, steps = batches.feed(strategy), first_examples(strategy)
     for epoch in range(2):
@@ -55,8 +56,8 @@ def test_steps_of_any_number_take_the_batches_in_order_pass_after_pass(replicas:
 
 
 def test_training_feed_is_used_again_only_for_the_epoch_that_it_is_at() -> None:
-    strategy = create_strategy("auto", simulated_devices=1)
-    batches, steps = counting("train", 40), first_examples(create_strategy("auto", simulated_devices=1))
+    strategy = create_strategy(Config(simulated_devices=1))
+    batches, steps = counting("train", 40), first_examples(create_strategy(Config(simulated_devices=1)))
     feed = batches.feed(strategy, epoch=3)
     order = feed.run(steps, 10)
     assert batches.feed(strategy, epoch=5) is not feed
@@ -75,7 +76,7 @@ def test_no_thread_tunes_the_input(replicas: int, monkeypatch: pytest.MonkeyPatc
         create(iterator, dataset, **options)
 
     monkeypatch.setattr(OwnedIterator, "__init__", noted)
-    strategy = create_strategy("auto", simulated_devices=replicas)
+    strategy = create_strategy(Config(simulated_devices=replicas))
     counting("train", 40, replicas=replicas).feed(strategy).run(first_examples(strategy), 10)
     assert tuned == [False]
 

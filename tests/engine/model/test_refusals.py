@@ -6,7 +6,6 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import keras
 import pytest
@@ -14,6 +13,7 @@ import tensorflow as tf
 
 import task
 import train
+from engine.cluster.versions import shared_facts
 from engine.errors import BadInput
 
 Refused = Callable[..., str]
@@ -171,12 +171,10 @@ def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: p
     train.main(arguments)
     assert "Since the run in" not in capsys.readouterr().out
 
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(train, "create_strategy", lambda *_, facts, **__: told.update(facts))
-    train.choose_strategy(train.Config())
-    assert told["code"] == recorded["code_sha256"]
-    assert told["keras"] == keras.__version__
-    assert told["tensorflow"] == tf.__version__
+    facts = shared_facts(project)
+    assert facts["code"] == recorded["code_sha256"]
+    assert facts["keras"] == keras.__version__
+    assert facts["tensorflow"] == tf.__version__
     monkeypatch.undo()
 
     monkeypatch.setattr(task, "__file__", str(project / "task.py"))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput, CannotWrite, Diverged
 from engine.run.checkpoints import Checkpoints, Damaged, Writer, read_newest, weights_sha256
@@ -98,7 +99,7 @@ def test_save_takes_no_memory_for_copies_of_the_variables(tmp_path: Path) -> Non
 
 def on(replicas: int, **values: list[float]) -> State:
     """Returns a state on some replicas: "alike", "seed" and "mean" variables, and what a metric sums up."""
-    strategy = create_strategy("auto", replicas)
+    strategy = create_strategy(Config(simulated_devices=replicas))
     summed = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
     with strategy.scope():
         alike = {"alike": tf.Variable([0.0, 0.0])}

@@ -38,6 +38,7 @@ from engine.check.measure import (
     switch_off,
 )
 from engine.cluster.environment import refuse_cluster
+from engine.cluster.strategy import create_strategy
 from engine.console import console
 from engine.data.feed import stack_sizes
 from engine.errors import BadInput
@@ -87,7 +88,7 @@ def check_task(program: ModuleType, task: ModuleType, settings: Any) -> bool:
             async_checkpoints=False,
             steps_per_execution=BATCHES - 1,  # Two calls of unequal length in an epoch show whether both share a trace.
         )
-        program.choose_strategy(settings)
+        create_strategy(settings)
         task.config = settings  # The examples are read before anything is built.
         findings: list[Finding] = []
         try:
