@@ -82,6 +82,7 @@ def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
     # Found again by whoever has the strategy.
     strategy.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     strategy.worker_addresses = cluster.addresses["worker"]
+    strategy.size = f", {len(strategy.worker_addresses)} worker(s), asynchronous: each takes steps of its own"
     return strategy
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.cluster.asynchronous import coordinate, serve
+from engine.cluster.asynchronous import check_settings, coordinate, serve
 from engine.cluster.devices import describe_own_devices, let_gpu_memory_grow, warn_of_unused_gpus
 from engine.cluster.environment import Cluster, find_cluster
 from engine.cluster.meeting import ended_after, join
@@ -20,7 +20,7 @@ from engine.cluster.nvidia import identify_gpus, why_no_gpu
 from engine.cluster.versions import shared_facts
 from engine.console import console
 from engine.errors import BadInput
-from engine.mistakes import PROJECT, first_line
+from engine.mistakes import first_line
 
 # Two strategies over one set of GPUs share collective keys and abort each other (tensorflow#61314).
 _made: dict[tuple[Any, ...], tf.distribute.Strategy] = {}
@@ -52,6 +52,8 @@ def create_strategy(settings: Any) -> tf.distribute.Strategy:
     _check_cluster(name, cluster)
     _check_devices(name, simulated, gpus)
     _check_all_reduce(name, settings, gpus)
+    if name == "parameter_server":
+        check_settings(settings)
     if simulated:
         _simulate(simulated)
     elif not gpus and name in ("one_device", "multi_worker"):
@@ -231,7 +233,7 @@ def _facts(settings: Any) -> dict[str, Any]:
     """Returns what has to be equal in all processes: the settings, the project's code, and the versions."""
     given = settings.as_json() if hasattr(settings, "as_json") else {}
     flags = {f"--{name.replace('_', '-')}": value for name, value in given.items() if name != "run_dir"}
-    return flags | shared_facts(PROJECT)
+    return flags | shared_facts()
 
 
 def _tpu() -> tf.distribute.Strategy:

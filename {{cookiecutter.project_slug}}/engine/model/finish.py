@@ -119,8 +119,10 @@ def finish(
         BadInput: the objects cannot give the same numbers on any number of replicas.
     """
     strategy = tf.distribute.get_strategy()
-    for objects, hook in ((task.model, "model"), (task.optimizer, "optimizer"), *((m, "metrics") for m in task.metrics.values())):
-        check_scope(strategy, objects, f"task.create_{hook}")
+    check_scope(strategy, task.model, "task.create_model")
+    check_scope(strategy, task.optimizer, "task.create_optimizer")
+    for metrics in task.metrics.values():
+        check_scope(strategy, metrics, "task.create_metrics")
     check_loss_objects(task.loss_objects)
     task.optimizer = build_optimizers(task.optimizer, task.model, settings.precision)
     build_metrics(task, strategy, batch_spec)

@@ -71,7 +71,7 @@ def monitor_direction(metrics: Metrics, monitor: str, setting: str) -> str:
     """Returns "min" or "max": the setting, or with "auto" what Keras knows of the metric.
 
     Raises:
-        BadInput: the setting is "auto", and the metric is neither called a loss nor one of Keras's that has a direction.
+        BadInput: the setting is "auto", and Keras knows no direction of the metric, nor is it called a loss.
     """
     if setting != "auto":
         return setting

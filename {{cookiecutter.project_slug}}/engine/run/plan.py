@@ -5,7 +5,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.cluster.asynchronous import is_asynchronous
 from engine.cluster.devices import describe_arithmetic, describe_own_devices
 from engine.cluster.strategy import describe_strategy
 from engine.cluster.versions import versions
@@ -51,8 +50,8 @@ def print_plan(
 
 
 def _size(strategy: tf.distribute.Strategy) -> str:
-    if is_asynchronous(strategy):
-        return f", {len(strategy.worker_addresses)} worker(s), asynchronous: each takes steps of its own"
+    if hasattr(strategy, "size"):  # The asynchronous one says it itself.
+        return strategy.size
     workers = Workers(strategy).count
     return f", {workers} workers" * (workers > 1) + f", {strategy.num_replicas_in_sync} replica(s)"
 

@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 
-
 @dataclasses.dataclass
 class Progress:
     """Counts and scores of a run, all of them JSON values."""

@@ -99,7 +99,7 @@ class State:
         ]
 
 
-def one_local_results(rows: np.ndarray) -> np.ndarray:
+def one_of_replicas(rows: np.ndarray) -> np.ndarray:
     """Returns the one value [...] that stands for the replicas' own ones [replicas, ...]: their mean."""
     # The mean of equal numbers may be rounded to another number, and whole numbers have none: of seeds it is the first.
     if rows.dtype.kind in "iu" or (rows == rows[0]).all():
@@ -114,7 +114,7 @@ def _shared_out(rows: np.ndarray, variable: tf.Variable, replicas: int) -> np.nd
         shares = np.zeros((replicas, *rows.shape[1:]), rows.dtype)
         shares[0] = rows.sum(axis=0, dtype=rows.dtype)
         return shares
-    return np.stack([one_local_results(rows)] * replicas)
+    return np.stack([one_of_replicas(rows)] * replicas)
 
 
 def _read(variable: tf.Variable) -> tf.Tensor:
