@@ -74,7 +74,7 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Any) -> C
         for number in range(count):
             _step.is_last, _step.calls = number == count - 1, 0
             part = batch if count == 1 else _part(batch, number, count, after=loss)
-            with _xla(settings.jit):
+            with _xla(True):
                 loss = step(part) if loss is None else loss + step(part)
         if count > 1 and not _step.sums:
             raise BadInput("--micro-batches needs task.train_step to update by engine.model.gradients.apply_gradients")
@@ -91,9 +91,10 @@ def _part(batch: Any, number: int, count: int, after: tf.Tensor | None) -> Any:
 
 
 def _xla(compiles: bool) -> contextlib.AbstractContextManager[None]:
-    if tf.executing_eagerly():
-        return contextlib.nullcontext()
-    return tf.xla.experimental.jit_scope(compile_ops=compiles)
+    """Marks operations for XLA, or not, with --jit. Those that XLA cannot compile run as they do without it."""
+    if _step.jit and not tf.executing_eagerly():
+        return tf.xla.experimental.jit_scope(compile_ops=compiles)
+    return contextlib.nullcontext()
 
 
 @tf.autograph.experimental.do_not_convert

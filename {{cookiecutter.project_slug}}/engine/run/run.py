@@ -81,7 +81,7 @@ class Run:
         split, progress = batches.split, self.progress
         if split == "train":
             self._examples = batches.examples_of_pass
-            if progress.train_metrics is not None:
+            if progress.train_metrics is not None and epoch == progress.epoch:
                 return  # It was stopped in the validation after this epoch.
         done = progress.steps_of_pass.setdefault(split, 0)
         feed = batches.feed(epoch, first_step=done) if done < batches.steps else None
@@ -124,10 +124,10 @@ class Run:
 
     def results(self, split: str) -> Metrics:
         """Returns the metrics of a pass that is done as "<split>/<name>", and resets them."""
-        if split == "train" and self.progress.train_metrics is not None:
+        if split == "train" and split not in self.progress.steps_of_pass:  # They were taken before a stop.
             return dict(self.progress.train_metrics)
         results = self.objects.results(split)
-        self.progress.steps_of_pass.pop(split, None)
+        del self.progress.steps_of_pass[split]
         if split == "train":
             self.progress.train_metrics = results
         return dict(results)
