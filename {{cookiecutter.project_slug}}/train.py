@@ -10,21 +10,17 @@
 The same command again resumes a run that was stopped.
 """
 
-# ruff: noqa: E402
-import gc
+from config import Config
+from engine.settings import begin
 
-from engine.errors import end_at_signals
-
-gc.disable()  # Until all is imported: looking through it for garbage meanwhile takes a fifth of that time.
-if __name__ == "__main__":  # Whoever imports it decides about signals.
-    end_at_signals()
+if __name__ == "__main__":  # Before TensorFlow is imported, which takes seconds.
+    begin(Config)
 
 import contextlib
 import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -32,7 +28,6 @@ import numpy as np
 import tensorflow as tf
 
 import task
-from config import MAY_CHANGE_ON_RESUME, NOT_OF_EVALUATION, Config, read_settings
 from engine.check.check import check_task
 from engine.cluster.asynchronous import asynchronous_steps, check_settings, is_asynchronous, synchronous
 from engine.cluster.devices import long_sums_reported
@@ -50,8 +45,9 @@ from engine.model.hidden_state import HiddenState, noted
 from engine.model.replicas import compile_averaging, is_seed, spread_seeds
 from engine.run.checkpoints import Checkpoints, Writer
 from engine.run.chunks import Chunks
-from engine.run.directory import BEST, CHECKPOINTS, RESULT, RunDirectory, write_json
+from engine.run.directory import BEST, CHECKPOINTS, RESULT, RunDirectory
 from engine.run.evaluation import evaluate, evaluate_continuously
+from engine.run.files import write_json
 from engine.run.monitor import resolve_direction
 from engine.run.plan import print_plan
 from engine.run.profile import Profile
@@ -69,9 +65,7 @@ from engine.run.run import (
 )
 from engine.run.signals import Preemption, saved_at_the_end
 from engine.run.state import State, run_state
-
-gc.freeze()  # What the imports made stays, and is not looked through any more.
-gc.enable()
+from engine.settings import flag, read_settings
 
 SPLITS = ("train", "validation", "test")
 
@@ -97,8 +91,8 @@ this_program = sys.modules[__name__]  # all of the above, for those parts of the
 
 def choose_strategy(settings: Config) -> tf.distribute.Strategy:
     """Returns the strategy, the same one for the same settings; waits for the other processes of a cluster."""
-    facts = {f"--{name.replace('_', '-')}": value for name, value in settings.as_json().items() if name != "run_dir"}
-    facts |= shared_facts(Path(task.__file__).parent)
+    facts = {flag(name): value for name, value in settings.as_json().items() if name != "run_dir"}
+    facts |= shared_facts()
     return create_strategy(
         settings.strategy,
         settings.simulated_devices,
@@ -379,23 +373,22 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any] | bool | None
         What result.json holds; with --evaluate-only the metrics, with --check whether all findings hold.
     """
     with exit_codes(), mistakes_named(), peers_named():
-        settings = read_settings(arguments)
+        settings = read_settings(Config, arguments)
         if settings.check:
             return check_task(this_program, task, settings)
-        may_change = MAY_CHANGE_ON_RESUME | NOT_OF_EVALUATION
         if settings.evaluate_only:
-            return evaluate(this_program, settings, may_change)
+            return evaluate(this_program, settings)
         if settings.evaluate_continuously:
-            return evaluate_continuously(this_program, lambda: read_settings(arguments), may_change)
+            return evaluate_continuously(this_program, lambda: read_settings(Config, arguments))
         return train(settings)
 
 
 def train(settings: Config) -> dict[str, Any]:
     """Begins a run, or goes on with the one in the directory; returns its result, with the test of its best weights."""
     from_chief = Workers(choose_strategy(settings)).from_chief
-    with contextlib.closing(RunDirectory(settings.run_dir)) as run_directory, preemption.listening():
+    with RunDirectory(settings.run_dir) as run_directory, preemption.listening():
         fresh = from_chief(lambda: begins_anew(settings))
-        result = from_chief(lambda: look_into(run_directory, settings, MAY_CHANGE_ON_RESUME, task, fresh=fresh))
+        result = from_chief(lambda: look_into(run_directory, settings, fresh=fresh))
         if result and is_finished(result, settings):
             more = "--epochs" if result["epochs"] >= settings.epochs else "--patience"
             told = f"more {more} would continue it; --fresh starts anew"

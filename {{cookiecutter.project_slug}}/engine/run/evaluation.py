@@ -6,35 +6,34 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from engine.cluster.environment import refuse_cluster
 from engine.cluster.workers import Workers
 from engine.console import console, print_facts
 from engine.errors import BadInput, Damaged
 from engine.run.checkpoints import Checkpoints, read_checkpoint
-from engine.run.directory import CONFIG, RESULT, RunDirectory
+from engine.run.directory import RESULT, RunDirectory
 from engine.run.report import Evaluations
 from engine.run.run import initialize
+from engine.settings import CONFIG, Settings
 
 # Between two looks at the run's directory.
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
-def evaluate(program: ModuleType, settings: Any, may_change: frozenset[str]) -> dict[str, float]:
+def evaluate(program: ModuleType, settings: Settings) -> dict[str, float]:
     """Prints and returns the validation and test metrics of --init-from, or else of the best weights of the run.
 
     Args:
         program: the module train.py.
         settings: the settings; those that the command line does not give are the run's.
-        may_change: the settings in which they may differ from the run's.
 
     Raises:
         BadInput: there is no such run, or a setting contradicts it.
     """
     if not settings.init_from:
         from_chief = Workers(program.choose_strategy(settings)).from_chief
-        from_chief(lambda: _check_settings(program, settings, may_change))
+        from_chief(lambda: _check_settings(settings))
     program.build(settings)
     # Of several workers a signal ends all; TensorFlow would swallow it.
     with program.preemption.listening() if program.workers.count > 1 else contextlib.nullcontext():
@@ -44,11 +43,10 @@ def evaluate(program: ModuleType, settings: Any, may_change: frozenset[str]) -> 
     return metrics
 
 
-def _check_settings(program: ModuleType, settings: Any, may_change: frozenset[str]) -> None:
+def _check_settings(settings: Settings) -> None:
     """Raises BadInput if the run, should there be one, was trained with other settings."""
     if (settings.run_dir / CONFIG).exists():
-        run, task_file = RunDirectory(settings.run_dir), Path(program.task.__file__)
-        run.check_same_run(settings.as_json(), may_change, task_file, to_train=False)
+        RunDirectory(settings.run_dir).check_same_run(settings)
 
 
 def _restore_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
@@ -73,7 +71,7 @@ def _restore_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
     return weights
 
 
-def evaluate_continuously(program: ModuleType, read_settings: Callable[[], Any], may_change: frozenset[str]) -> None:
+def evaluate_continuously(program: ModuleType, read_settings: Callable[[], Settings]) -> None:
     """Validates each checkpoint of the run in --run-dir as it appears, beside the training.
 
     The metrics go to the console, to evaluations.csv and to TensorBoard. It ends when the run has ended, or when there
@@ -83,7 +81,6 @@ def evaluate_continuously(program: ModuleType, read_settings: Callable[[], Any],
     Args:
         program: the module train.py.
         read_settings: returns the settings; those that the command line does not give are the run's, once it is there.
-        may_change: the settings in which they may differ from the run's.
 
     Raises:
         BadInput: a setting contradicts the run's, or its directory cannot be written.
@@ -97,7 +94,7 @@ def evaluate_continuously(program: ModuleType, read_settings: Callable[[], Any],
             console.print(f"Nothing new for {settings.evaluation_timeout:g} s (--evaluation-timeout)")
             return
         settings = read_settings()
-    _check_settings(program, settings, may_change)
+    _check_settings(settings)
     if not os.access(settings.run_dir, os.W_OK | os.X_OK):
         raise BadInput(
             f"--evaluate-continuously writes to --run-dir {settings.run_dir}, which cannot be written: make it "

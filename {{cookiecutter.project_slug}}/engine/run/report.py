@@ -17,7 +17,7 @@ import tensorflow as tf
 from engine.console import console
 from engine.errors import BadInput
 from engine.mistakes import first_line
-from engine.run.directory import write_whole, writing
+from engine.run.files import write_whole, writing
 
 # The columns that are not metrics, in the order of metrics.csv; metrics follow. Of several optimizers each has its
 # learning rate, as "learning_rate/<name>".

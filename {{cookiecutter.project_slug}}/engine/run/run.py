@@ -6,7 +6,6 @@
 import contextlib
 import json
 import os
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,11 +15,13 @@ from engine.errors import BadInput
 from engine.model import objects
 from engine.model.replicas import is_seed
 from engine.run.checkpoints import read_newest, weights_sha256
-from engine.run.directory import CONFIG, RESULT, RunDirectory, read_json, write_json
+from engine.run.directory import RESULT, RunDirectory
+from engine.run.files import write_json
 from engine.run.initial_weights import load_initial_weights
 from engine.run.plan import describe_run
 from engine.run.report import Report
 from engine.run.state import State, Values
+from engine.settings import CONFIG, Settings, read_json
 from engine.tracing import draws_in_preparation, draws_in_step, python_in_preparation, python_in_step
 
 # Set by whatever starts a program again when it has died, as launch.py does: the same in all lives of one start.
@@ -36,16 +37,14 @@ def begins_anew(settings: Any) -> bool:
     return True
 
 
-def look_into(
-    run_directory: RunDirectory, settings: Any, may_change: frozenset[str], task: ModuleType, *, fresh: bool
-) -> dict[str, Any] | None:
+def look_into(run_directory: RunDirectory, settings: Settings, *, fresh: bool) -> dict[str, Any] | None:
     """Takes the run's directory for this run; returns the result of the run in it, if that has ended.
 
     Raises:
-        BadInput: the directory cannot be used, or holds a run with other settings than `may_change` lets differ.
+        BadInput: the directory cannot be used, or holds a run with other settings.
     """
     if not fresh:
-        run_directory.check_same_run(settings.as_json(), may_change, Path(task.__file__))
+        run_directory.check_same_run(settings)
     run_directory.hold()
     return None if fresh else read_json(settings.run_dir / RESULT)
 
@@ -184,7 +183,7 @@ def begin_writing(program: ModuleType, run_directory: RunDirectory, report: Repo
         each.clear()
     program.best.forget_after(progress.step)
     report.open(epochs_done=progress.epoch, validated_step=progress.validated_step or 0)
-    code = run_directory.code_sha256(Path(program.task.__file__))
+    code = run_directory.code_sha256()
     earlier = read_json(settings.run_dir / CONFIG) or {"start_id": os.environ.get(START_ID)}
     more = {"learning_rate_changes": progress.learning_rate_changes, "start_id": earlier.get("start_id")}
     write_json(settings.run_dir / CONFIG, {**describe_run(settings, program.strategy, code), **more})
