@@ -288,7 +288,7 @@ def _flat(parsed: Settings) -> dict[str, Any]:
 
 
 def _arguments_of_run(kind: type[Settings], given: list[str]) -> list[str]:
-    """Returns, as arguments, the settings of the run that is to be evaluated; none if the command line asks for none."""
+    """Returns the settings of the run to evaluate as arguments, or none if the command line trains."""
     asking = _with_only(kind, ("run_dir", "init_from", "evaluate_only", "evaluate_continuously"))
     try:
         asked, _ = tyro.cli(asking, args=given, return_unknown_args=True, console_outputs=False)

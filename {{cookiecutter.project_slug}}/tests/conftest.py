@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 import task
-from config import Config, read_settings
+from config import Config
 from engine.cluster.strategy import create_strategy
-from engine.errors import BadInput
+from engine.settings import read_settings
 
 # What your own settings without a default need, as on the command line: ["--data-dir=/data/digits"].
 ARGUMENTS: list[str] = []
@@ -40,6 +40,6 @@ def arguments() -> list[str]:
 def settings(arguments: list[str], tmp_path: Path) -> Config:
     """Its settings."""
     try:
-        return read_settings([*arguments, f"--run-dir={tmp_path / 'run'}"])
-    except BadInput as problem:
-        pytest.fail(f"{problem}; ARGUMENTS, in tests/conftest.py, has to give what has no default", pytrace=False)
+        return read_settings(Config, [*arguments, f"--run-dir={tmp_path / 'run'}"])
+    except SystemExit:
+        pytest.fail("ARGUMENTS, in tests/conftest.py, has to give every setting without a default", pytrace=False)
