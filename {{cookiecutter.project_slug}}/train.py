@@ -11,10 +11,10 @@ The same command again resumes a run that was stopped.
 """
 
 from config import Config
-from engine.settings import begin as begin_program
+from engine.settings import begin
 
 if __name__ == "__main__":
-    begin_program(Config)  # Reads the command line before TensorFlow is imported, so that --help is quick.
+    begin(Config)  # Before TensorFlow is imported, which takes seconds.
 
 import sys
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ from engine.model.finish import finish, set_up
 from engine.model.gradients import in_micro_batches
 from engine.model.hidden_state import noted
 from engine.model.objects import build_models
-from engine.run.beginning import begin, finished_run
+from engine.run.beginning import begin_run, finished_run
 from engine.run.directory import RunDirectory
 from engine.run.evaluation import evaluate, evaluate_continuously
 from engine.run.run import Run
@@ -203,7 +203,7 @@ def train(settings: Config) -> dict[str, Any]:
         if result := finished_run(directory, settings, workers):
             return result
         build(settings)
-        begin(run, directory, batches, strategy)  # From the newest checkpoint, or else --init-from, or else anew.
+        begin_run(run, directory, batches, strategy)  # From the newest checkpoint, or else --init-from, or else anew.
         with run.under_way():
             run_epochs()
             return run.finish(test)

@@ -154,7 +154,7 @@ def test_loss_after_an_update_is_refused_in_micro_batches(count: int, order: str
     step = tf.function(in_micro_batches(train_step, Config(micro_batches=count)), autograph=False)
     features = tf.ones([4, 2])
     if count == 2 and order != "losses, updates":
-        with pytest.raises(BadInput, match="--micro-batches: task.train_step computes a loss after an update"):
+        with pytest.raises(BadInput, match=r"--micro-batches: task.train_step computes a loss after an update"):
             step((features, features, features))
         return
     step((features, features, features))
@@ -162,7 +162,7 @@ def test_loss_after_an_update_is_refused_in_micro_batches(count: int, order: str
 
 
 def test_update_by_other_means_is_refused_in_micro_batches() -> None:
-    with pytest.raises(BadInput, match="--micro-batches needs .*apply_gradients"):
+    with pytest.raises(BadInput, match=r"--micro-batches needs .*apply_gradients"):
         in_micro_batches(lambda batch: tf.constant(0.0), Config(micro_batches=2))((tf.ones([2]),) * 3)
 
 

@@ -45,6 +45,7 @@ from engine.errors import BadInput
 from engine.mistakes import first_line, where_raised
 from engine.model.objects import by_name, model_variables
 from engine.model.replicas import is_seed
+from engine.run.program import Program
 from engine.tracing import draws_in_preparation, draws_in_step, python_in_preparation, python_in_step
 
 EXAMPLES_READ_TWICE = 1000
@@ -60,7 +61,7 @@ class Finding:
     text: str
 
 
-def check_task(program: ModuleType, task: ModuleType, settings: Any) -> bool:
+def check_task(program: Program, task: ModuleType, settings: Any) -> bool:
     """Prints a table of findings; returns whether all hold. Trains nothing that is kept, and writes nothing.
 
     Args:
@@ -114,7 +115,7 @@ Add = Callable[[Finding], None]
 # --- What is examined -------------------------------------------------------------------------------------------------
 
 
-def _examine_data(program: ModuleType, task: ModuleType, settings: Any, add: Add) -> None:
+def _examine_data(program: Program, task: ModuleType, settings: Any, add: Add) -> None:
     """The examples: structure, length, order, finite values, labels in range."""
     for split in program.SPLITS:
         once, again = (_fingerprints(task.load_examples(split)) for _ in range(2))
@@ -134,18 +135,18 @@ def _examine_data(program: ModuleType, task: ModuleType, settings: Any, add: Add
     _examine_preparation(program, add)
     predict = tf.function(lambda features: task.model(features, training=False), autograph=False)
     for split in program.SPLITS:
-        for batch in itertools.islice(program.batches[split].one_by_one(program.strategy), 20):
+        for batch in itertools.islice(program.batches[split].one_by_one(), 20):
             _examine_batch(task, split, batch, predict)
     add(Finding("task.py prepare_example", True, "finite features, and labels that the model can predict"))
 
 
-def _examine_preparation(program: ModuleType, add: Add) -> None:
+def _examine_preparation(program: Program, add: Add) -> None:
     """What prepare_example draws. Nothing can be compared if it draws something else each time."""
     for split, batches in program.batches.items():
         for text in draws_in_preparation(batches.preparation):
             raise BadInput(f"task.prepare_example: {text}")
         for text in python_in_preparation(batches.preparation):
-            once, again = (tf.nest.flatten(next(batches.one_by_one(program.strategy))) for _ in range(2))
+            once, again = (tf.nest.flatten(next(batches.one_by_one())) for _ in range(2))
             if not all(np.array_equal(one, other) for one, other in zip(once, again, strict=True)):
                 raise BadInput(f"task.prepare_example gave other batches of {split!r} the second time: {text}")
             add(Finding("task.py prepare_example", True, f"{split} is the same twice, though {text}"))
@@ -179,7 +180,7 @@ def _examine_batch(task: ModuleType, split: str, batch: Any, predict: Callable[[
         )
 
 
-def _examine_replicas(program: ModuleType, task: ModuleType, settings: Any, add: Add) -> None:
+def _examine_replicas(program: Program, task: ModuleType, settings: Any, add: Add) -> None:
     """Loss, gradients and metrics: the same on one replica and on two."""
     with few_examples(task, settings.global_batch_size), recording_optimizers(task):
         one = measure(program, task, dataclasses.replace(settings, micro_batches=1), 1)
@@ -238,7 +239,7 @@ def _examine_replicas(program: ModuleType, task: ModuleType, settings: Any, add:
         add(Finding("train.py compile_steps", True, "every compiled function was traced once"))
 
 
-def _examine_evaluation(program: ModuleType, task: ModuleType, settings: Any, add: Add) -> None:
+def _examine_evaluation(program: Program, task: ModuleType, settings: Any, add: Add) -> None:
     """Validation and test leave the model as it is, and count no padding."""
     batch_size = settings.global_batch_size
     with few_examples(task, batch_size):
@@ -264,7 +265,7 @@ def _examine_evaluation(program: ModuleType, task: ModuleType, settings: Any, ad
                 add(Finding(f"task.py {_feeds_metrics(task, split)}", False, text))
 
 
-def _examine_training(program: ModuleType, task: ModuleType, settings: Any, add: Add, *, compare: bool) -> None:
+def _examine_training(program: Program, task: ModuleType, settings: Any, add: Add, *, compare: bool) -> None:
     """The real optimizers do the same on one replica and on two, and the loss falls; what is saved is restored."""
     # As many epochs as let a schedule run through in the steps there are.
     settings = dataclasses.replace(settings, epochs=math.ceil(REPEATED_STEPS / BATCHES))
@@ -276,7 +277,7 @@ def _examine_training(program: ModuleType, task: ModuleType, settings: Any, add:
         program.build(dataclasses.replace(settings, simulated_devices=1))
         switch_off(layers_of_task(task))
         on_one, rounding = measure_updates(program, task, draws=DRAWS)
-        batch = next(program.batches["train"].one_by_one(program.strategy))
+        batch = next(program.batches["train"].one_by_one())
     differing = differing_updates(on_one, on_two, rounding)
     if compare and differing and not drawing_layers(program, layers_of_task(task)):
         text = (
@@ -287,14 +288,14 @@ def _examine_training(program: ModuleType, task: ModuleType, settings: Any, add:
     _examine_learning(program, task, settings, batch, add)
 
 
-def _examine_learning(program: ModuleType, task: ModuleType, settings: Any, batch: Any, add: Add) -> None:
+def _examine_learning(program: Program, task: ModuleType, settings: Any, batch: Any, add: Add) -> None:
     """The loss falls on one repeated batch; how long an epoch would take."""
     steps = max(1, int(task.load_examples("train").cardinality()) // settings.global_batch_size)
     sizes, _ = stack_sizes(REPEATED_STEPS, 0, sum(part.numpy().nbytes for part in tf.nest.flatten(batch)))
     losses, started = np.empty(0), 0.0
     for size in sizes:
         stack = tf.nest.map_structure(lambda part, size=size: tf.stack([part] * size), batch)
-        losses = np.append(losses, program.run_steps["train"](stack, tf.constant(0), tf.constant(size)))
+        losses = np.append(losses, program.run_steps["train"](stack, 0, size))
         started = started or time.monotonic()  # The first one is compiled.
     seconds = (time.monotonic() - started) / (REPEATED_STEPS - 1)
     text = f"from {losses[0]:.4g} to {losses[-1]:.4g} in {REPEATED_STEPS} steps on one batch"
@@ -307,13 +308,13 @@ def _examine_learning(program: ModuleType, task: ModuleType, settings: Any, batc
     add(Finding("one epoch", True, f"{text}{_peak_memory()}"))
 
 
-def _examine_state(program: ModuleType, add: Add) -> None:
+def _examine_state(program: Program, add: Add) -> None:
     """What is saved is what is restored."""
-    state = program.checkpoints.state
+    state = program.run.checkpoints.state
     saved = state.values()
-    path = program.checkpoints.save(1, {})
+    path = program.run.checkpoints.save(1, {})
     state.assign({name: np.zeros_like(value) for name, value in saved.items()})
-    program.checkpoints.restore(path)
+    program.run.checkpoints.restore(path)
     restored = state.values()
     lost = [name for name, value in saved.items() if not np.array_equal(restored[name], value)]
     text = f"{lost[0]} is not what was saved" if lost else f"{len(saved)} variables saved and restored"

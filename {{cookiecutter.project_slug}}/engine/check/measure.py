@@ -13,6 +13,7 @@ import tensorflow as tf
 from engine.errors import BadInput
 from engine.model.objects import by_name, trainable_variables
 from engine.model.replicas import layers_of
+from engine.run.program import Program
 from engine.tracing import Traced
 
 Arrays = dict[str, np.ndarray]
@@ -76,7 +77,7 @@ class _Recorder(keras.optimizers.SGD):
         return super().apply(grads, trainable_variables)
 
 
-def measure(program: ModuleType, task: ModuleType, settings: Any, replicas: int) -> Measured:
+def measure(program: Program, task: ModuleType, settings: Any, replicas: int) -> Measured:
     """Builds the program for `replicas` and returns what they compute of a few batches, without randomness.
 
     Call it under `few_examples` and `recording_optimizers`.
@@ -88,18 +89,18 @@ def measure(program: ModuleType, task: ModuleType, settings: Any, replicas: int)
     layers = layers_of_task(task)
     synchronized = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
     random_layers, unsynchronized = switch_off(layers)
-    program.hidden.check(program.checkpoints.state.variables())
+    program.run.objects.hidden.check(program.run.checkpoints.state.variables())
     still_random = drawing_layers(program, layers)
     models = by_name(task.model, "model").values()
     optimizers = by_name(task.optimizer, "optimizer").values()
-    batches, state = program.batches["train"], program.checkpoints.state
-    stacks = list(batches.feed(program.strategy).take(batches.steps))
+    batches, state = program.batches["train"], program.run.checkpoints.state
+    stacks = list(batches.feed().take(batches.steps))
 
     def of_each_batch() -> Iterator[tuple[float, Arrays]]:
         for stack, first, count in stacks:
             for index in range(first, first + count):
                 before = weights_of(task)
-                (loss,) = program.run_steps["train"](stack, tf.constant(index), tf.constant(1)).numpy()
+                (loss,) = program.run_steps["train"](stack, index, 1).numpy()
                 yield loss, _differences(before, weights_of(task), LEARNING_RATE)
                 _assign(task, before)
 
@@ -118,7 +119,7 @@ def measure(program: ModuleType, task: ModuleType, settings: Any, replicas: int)
     for optimizer in optimizers:
         optimizer.learning_rate.assign(0.0)
     metrics = program.train_epoch(1)  # The feed is there now.
-    with program.weights_to_keep():
+    with program.run.weights_to_keep():
         metrics |= {**program.validate(), **program.test()}
 
     updated = set().union(*(getattr(optimizer, "updated", set()) for optimizer in optimizers))
@@ -135,27 +136,27 @@ def measure(program: ModuleType, task: ModuleType, settings: Any, replicas: int)
         random_layers=[*random_layers, *(name for name in still_random if name not in random_layers)],
         still_random=still_random,
         losses_again=losses_again,
-        hidden=[name.removeprefix("hidden/") for name in program.hidden.of_training()],
-        step=program.hidden.training,
+        hidden=[name.removeprefix("hidden/") for name in program.run.objects.hidden.changed()],
+        step=program.run.objects.hidden.training,
         synchronized=synchronized,
         unsynchronized=unsynchronized,
     )
 
 
-def measure_updates(program: ModuleType, task: ModuleType, *, draws: int = 0) -> tuple[Arrays, Arrays]:
+def measure_updates(program: Program, task: ModuleType, *, draws: int = 0) -> tuple[Arrays, Arrays]:
     """Returns how an epoch of a few steps with the real optimizers changes each weight, and what rounding does to that.
 
     The program is built, and keeps the state that it has. Rounding is tried `draws` times.
     """
-    batches, state = program.batches["train"], program.checkpoints.state
-    stacks = list(batches.feed(program.strategy).take(batches.steps))
+    batches, state = program.batches["train"], program.run.checkpoints.state
+    stacks = list(batches.feed().take(batches.steps))
     initial = state.values()
 
     def changes(before: Arrays) -> Arrays:
         state.assign(initial)
         _assign(task, before)
         for stack, first, count in stacks:
-            program.run_steps["train"](stack, tf.constant(first), tf.constant(count))
+            program.run_steps["train"](stack, first, count)
         return _differences(before, weights_of(task))
 
     before = weights_of(task)
@@ -241,9 +242,9 @@ def switch_off(layers: list[keras.layers.Layer]) -> tuple[list[str], list[str]]:
     return random_layers, unsynchronized
 
 
-def drawing_layers(program: ModuleType, layers: list[keras.layers.Layer]) -> list[str]:
+def drawing_layers(program: Program, layers: list[keras.layers.Layer]) -> list[str]:
     """Returns the names of the layers that draw random numbers in a training step: those whose seeds it changes."""
-    changed = program.hidden.training.changed
+    changed = program.run.objects.hidden.training.changed
 
     def draws(generator: keras.random.SeedGenerator) -> bool:
         states = program.strategy.experimental_local_results(generator.state.value)

@@ -53,7 +53,7 @@ def finished_run(directory: RunDirectory, settings: Any, workers: Workers) -> di
     return result
 
 
-def begin(run: Run, directory: RunDirectory, batches: dict[str, Batches], strategy: tf.distribute.Strategy) -> None:
+def begin_run(run: Run, directory: RunDirectory, batches: dict[str, Batches], strategy: tf.distribute.Strategy) -> None:
     """Begins the run, and its files. Raises BadInput if it cannot go on as it is asked to; nothing is changed then."""
     settings, from_chief = run.settings, run.workers.from_chief
     _check_steps(run, batches)
