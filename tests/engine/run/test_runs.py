@@ -23,11 +23,12 @@ import train
 from config import Config
 from engine.errors import BadInput, Stopped
 from engine.model.objects import learning_rates, model_variables
+from engine.run.beginning import START_ID, _resume, begin_run, initialize
 from engine.run.checkpoints import Checkpoints, _checksums, read_checkpoint
 from engine.run.directory import RunDirectory
 from engine.run.initial_weights import load_initial_weights
-from engine.run.report import COLUMNS, Report
-from engine.run.run import START_ID, begin_writing, initialize, resume
+from engine.run.report import COLUMNS
+from engine.run.signals import Preemption
 
 SHORT = ("--global-batch-size=60", "--simulated-devices=1")
 
@@ -93,7 +94,7 @@ def test_saves_are_at_multiples_whatever_the_chunks_and_the_resumes(
     save = Checkpoints.save
 
     def noted(checkpoints: Checkpoints, step: int, record: dict[str, Any]) -> Path:
-        if checkpoints is train.checkpoints:
+        if checkpoints is train.run.checkpoints:
             saved.append(step)
         return save(checkpoints, step, record)
 
@@ -105,7 +106,7 @@ def test_saves_are_at_multiples_whatever_the_chunks_and_the_resumes(
         run(tmp_path / chunk, "--epochs=3", *flags)
         assert saved == expected
         # As after a kill between the steps 14 and 20, and of a run that had other chunks.
-        for path in train.checkpoints.paths()[2:]:
+        for path in train.run.checkpoints.paths()[2:]:
             shutil.rmtree(path)
         (tmp_path / chunk / "result.json").unlink()
         saved.clear()
@@ -117,9 +118,9 @@ def test_every_variable_is_restored_on_other_numbers_of_replicas(tmp_path: Path,
     at_restore: list[dict[str, np.ndarray]] = []
     run_epochs = train.run_epochs
 
-    def noted(report: Report) -> None:
-        at_restore.append(train.checkpoints.state.values())
-        run_epochs(report)
+    def noted() -> None:
+        at_restore.append(train.run.checkpoints.state.values())
+        run_epochs()
 
     monkeypatch.setattr(train, "run_epochs", noted)
     before: dict[str, np.ndarray] = {}
@@ -128,13 +129,13 @@ def test_every_variable_is_restored_on_other_numbers_of_replicas(tmp_path: Path,
         restored, saved = at_restore[-1], before
         assert not saved or restored.keys() == saved.keys()
         for name, value in saved.items():
-            if name in train.checkpoints.state.own:
+            if name in train.run.checkpoints.state.own:
                 # Of the seeds the first replica's stays; all else agrees at the end of an epoch.
                 of_all = 1 if "seed_generator" in name else len(restored[name])
                 np.testing.assert_array_equal(restored[name][:of_all], [value[0]] * of_all, err_msg=name)
             else:
                 np.testing.assert_array_equal(restored[name], value, err_msg=name)
-        before = read_checkpoint(train.checkpoints.paths()[-1])[0]
+        before = read_checkpoint(train.run.checkpoints.paths()[-1])[0]
     assert [int(row["epoch"]) for row in rows(tmp_path)] == [1, 2, 3]
 
 
@@ -156,9 +157,9 @@ def test_metrics_that_make_their_variables_late_are_in_the_state(
     expected = run(tmp_path / "whole", *flags)
     assert expected["weights_sha256"] == without["weights_sha256"]  # To make them changed nothing else.
     with monkeypatch.context() as stopping:
-        stopping.setattr(train.Preemption, "check", stopped_after(5))
+        stopping.setattr(Preemption, "check", stopped_after(5))
         assert ended(tmp_path / "stopped", *flags)[0] == 42
-    assert "metrics/train/f1/f1_score/true_positives" in train.checkpoints.state.own
+    assert "metrics/train/f1/f1_score/true_positives" in train.run.checkpoints.state.own
     found = run(tmp_path / "stopped", *flags)
     assert (found["weights_sha256"], found["test/f1"]) == (expected["weights_sha256"], expected["test/f1"])
     assert rows(tmp_path / "stopped")[0]["train/f1"] == rows(tmp_path / "whole")[0]["train/f1"]
@@ -181,7 +182,7 @@ def assert_stopped_run_ends_equal(
     expected = run(folder / "whole", *flags)
     for chunks in stops:
         with monkeypatch.context() as stopping:
-            stopping.setattr(train.Preemption, "check", stopped_after(chunks))
+            stopping.setattr(Preemption, "check", stopped_after(chunks))
             assert ended(folder / "stopped", *flags)[0] == 42
     found = run(folder / "stopped", *flags)
     timeless = [
@@ -233,7 +234,7 @@ def test_stopped_run_with_state_that_keras_does_not_list_ends_bit_equal(
     monkeypatch.setattr(task, "create_model", create_model)
     flags = ("--epochs=2", "--simulated-devices=2", "--steps-per-execution=6")
     assert_stopped_run_ends_equal((6,), tmp_path, flags, ended, monkeypatch)
-    values, _ = read_checkpoint(train.checkpoints.paths()[-1])
+    values, _ = read_checkpoint(train.run.checkpoints.paths()[-1])
     kept = {name.split("/")[-1]: value for name, value in values.items() if name.startswith("hidden/")}
     assert kept.keys() == {"rnn_state", "mean", "StateVar"}
     assert not np.array_equal(*kept["mean"])  # Each replica's own.
@@ -340,12 +341,12 @@ def test_initial_weights_are_those_of_the_file(form: str, trained: tuple[Path, d
     for replicas in (1, 2):
         train.build(Config(simulated_devices=replicas, init_from=path, ema_decay=0.9, seed=5))
         seeds = {name: variable.numpy() for name, variable in model_variables(task.model).items()}
-        report = initialize(train)
+        report = initialize(train.run)
         assert report.startswith("8 of the model's 8 variables from ")
         for name, value in expected.items():
             for of_replica in train.strategy.experimental_local_results(model_variables(task.model)[name]):
                 np.testing.assert_array_equal(of_replica.numpy(), value)
-        for name, average in train.moving_average.averages.items():
+        for name, average in train.run.objects.average.averages.items():
             np.testing.assert_array_equal(average.numpy(), expected[name])
         for name, variable in model_variables(task.model).items():
             if "seed_generator" in name:
@@ -535,9 +536,11 @@ def test_evaluation_of_a_run_stopped_in_a_validation_counts_from_the_start(
 ) -> None:
     flags = ("--epochs=2", "--steps-per-execution=1")
     with monkeypatch.context() as stopping:
-        stopping.setattr(train.Preemption, "check", stopped_after(20 + 3 + 20 + 2))
+        stopping.setattr(Preemption, "check", stopped_after(20 + 3 + 20 + 2))
         assert ended(tmp_path, *flags)[0] == 42
-    assert json.loads((train.checkpoints.paths()[-1] / "record.json").read_text())["steps_of_pass"]["validation"] == 2
+    assert (
+        json.loads((train.run.checkpoints.paths()[-1] / "record.json").read_text())["steps_of_pass"]["validation"] == 2
+    )
     train.main([f"--run-dir={tmp_path}", *SHORT, *flags, "--evaluate-only"])
     told = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  validation/"))
     assert float(told["validation/loss"]) == float(rows(tmp_path)[0]["validation/loss"])
@@ -589,7 +592,7 @@ def test_run_goes_on_with_another_learning_rate_on_purpose(
 
     flags = ("--epochs=4", "--steps-per-execution=5", "--learning-rate=0.01")
     with monkeypatch.context() as stopping:
-        stopping.setattr(train.Preemption, "check", stopped_after(4 + 2 + 2))
+        stopping.setattr(Preemption, "check", stopped_after(4 + 2 + 2))
         assert ended(tmp_path / "run", *flags, "--learning-rate=0.1")[0] == 42  # In the middle of the second epoch.
     assert changes(tmp_path / "run") == []
     shutil.copytree(tmp_path / "run", tmp_path / "killed")
@@ -605,7 +608,7 @@ def test_run_goes_on_with_another_learning_rate_on_purpose(
     # Killed before anything was saved with it, then after: the same bits, and what the hook did to it stays.
     for chunks in (1, 8, 2):
         with monkeypatch.context() as killing, pytest.raises(InterruptedError):
-            killing.setattr(train.Preemption, "check", killed_after(chunks))
+            killing.setattr(Preemption, "check", killed_after(chunks))
             run(tmp_path / "killed", *flags)
     found = run(tmp_path / "killed", *flags)
     assert {**found, "seconds": 0} == {**expected, "seconds": 0}
@@ -639,12 +642,13 @@ def test_learning_rate_that_no_hook_uses_is_told_and_schedules_and_several_optim
     ):
         monkeypatch.setattr(task, "create_optimizer", create_optimizer)
         train.build(Config(run_dir=tmp_path))
-        with RunDirectory(tmp_path) as run_directory:
-            begin_writing(train, run_directory, Report(tmp_path, epochs=1), fresh=True)
-        train.checkpoints.save(20, {**train.progress.record(), "step": 20})
+        with RunDirectory(tmp_path) as directory:
+            begin_run(train.run, directory, train.batches, train.strategy)
+        train.run.progress.step = 20
+        train.run.save()
         for value, expected in ((0.001, told), (0.003, "")):
             train.build(Config(run_dir=tmp_path, learning_rate=value))
-            begins = resume(train)
+            begins = _resume(train.run, train.batches)
             assert begins.startswith("resumed from step-00000020")
             assert expected in begins
             assert expected or begins == "resumed from step-00000020"
@@ -662,10 +666,10 @@ def test_fresh_begins_once_in_all_lives_of_a_start(
     run(tmp_path / "run", "--epochs=1", "--seed=9")
     monkeypatch.setenv(START_ID, "first")
     with monkeypatch.context() as killing, pytest.raises(InterruptedError):
-        killing.setattr(train.Preemption, "check", killed_after(2))  # Before anything was saved.
+        killing.setattr(Preemption, "check", killed_after(2))  # Before anything was saved.
         run(tmp_path / "run", *flags)
     with monkeypatch.context() as stopping:
-        stopping.setattr(train.Preemption, "check", stopped_after(5))
+        stopping.setattr(Preemption, "check", stopped_after(5))
         assert ended(tmp_path / "run", *flags)[0] == 42
     capsys.readouterr()
     run(tmp_path / "run", *flags)
@@ -689,9 +693,9 @@ def test_position_in_an_epoch_by_files_is_of_its_number_of_workers_only(
 ) -> None:
     load_examples, flags = task.load_examples, ("--epochs=3", "--steps-per-execution=5")
     with monkeypatch.context() as stopping:
-        stopping.setattr(train.Preemption, "check", stopped_after(4 + 2 + 2))
+        stopping.setattr(Preemption, "check", stopped_after(4 + 2 + 2))
         assert ended(tmp_path, *flags)[0] == 42
-    newest = train.checkpoints.paths()[-1]
+    newest = train.run.checkpoints.paths()[-1]
     # As on two workers.
     record = json.loads((newest / "record.json").read_text(encoding="utf-8"))
     assert record["workers"] == 1
@@ -753,7 +757,7 @@ def test_run_killed_between_validations_finds_the_best_weights(tmp_path: Path, m
 
     for chunks in (20, 15, 15):
         with monkeypatch.context() as killing, pytest.raises(InterruptedError):
-            killing.setattr(train.Preemption, "check", killed_after(chunks))
+            killing.setattr(Preemption, "check", killed_after(chunks))
             run(tmp_path / "killed", *flags)
     found = run(tmp_path / "killed", *flags)
     assert {**found, "seconds": 0} == {**expected, "seconds": 0}
@@ -762,13 +766,8 @@ def test_run_killed_between_validations_finds_the_best_weights(tmp_path: Path, m
 
 def test_patience_counts_an_epoch_with_a_better_validation_in_it(tmp_path: Path, monkeypatch) -> None:
     scores = iter([5.0, 4.0, 3.0, 6.0, 6.0, 6.0, 6.0, 6.0, 6.0])
-    one_pass = train.one_pass
-
-    def scored(split: str, *more: Any, **options: Any) -> dict[str, float]:
-        metrics = one_pass(split, *more, **options)
-        return {**metrics, "validation/loss": next(scores)} if split == "validation" else metrics
-
-    monkeypatch.setattr(train, "one_pass", scored)
+    validate = train.validate
+    monkeypatch.setattr(train, "validate", lambda epoch: {**validate(epoch), "validation/loss": next(scores)})
     result = run(tmp_path, "--epochs=9", "--validate-every-steps=10", "--patience=1")
     # 5 in the middle and 4 at the end of the first epoch, 3 and 6 in the second, then 6 twice: that one had none.
     assert (result["epochs"], result["best_epoch"], result["best_validation/loss"]) == (3, 2, 3.0)
@@ -824,7 +823,7 @@ def test_continuous_evaluation_of_a_checkpoint_inside_a_validation_counts_from_t
     flags = ("--epochs=1", "--steps-per-execution=1")
     run(tmp_path / "whole", *flags)
     with monkeypatch.context() as stopping:
-        stopping.setattr(train.Preemption, "check", stopped_after(20 + 2))
+        stopping.setattr(Preemption, "check", stopped_after(20 + 2))
         assert ended(tmp_path / "stopped", *flags)[0] == 42
     train.main(
         [f"--run-dir={tmp_path / 'stopped'}", *SHORT, *flags, "--evaluate-continuously", "--evaluation-timeout=1"]
@@ -956,7 +955,7 @@ def test_fewer_epochs_than_were_begun_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
 ) -> None:
     with monkeypatch.context() as stopping:
-        stopping.setattr(train.Preemption, "check", stopped_after(12))
+        stopping.setattr(Preemption, "check", stopped_after(12))
         assert ended(tmp_path, "--epochs=3", "--steps-per-execution=4")[0] == 42
     assert "--epochs 1: the run was stopped in epoch 2: ask for that many" in ended(tmp_path, "--epochs=1")[1]
     assert run(tmp_path, "--epochs=2")["step"] == 40
@@ -1039,7 +1038,7 @@ def test_each_function_is_traced_once_in_a_run_and_once_after_a_resume(
     expected = run(tmp_path / "whole", *flags)
     assert traces() == {"train": 1, "validation": 1, "test": 1}
     with monkeypatch.context() as stopping, pytest.raises(InterruptedError):
-        stopping.setattr(train.Preemption, "check", killed_after(9))
+        stopping.setattr(Preemption, "check", killed_after(9))
         run(tmp_path / "stopped", *flags)
     found = run(tmp_path / "stopped", *flags)
     assert traces() == {"train": 1, "validation": 1, "test": 1}
