@@ -84,7 +84,7 @@ def test_lost_worker_is_named_by_the_others_within_a_minute(victim: int, sent: s
             if index != victim:
                 assert each.wait(60) == 1
                 assert started[victim].address in each.last_line()
-                assert "look at its log" in each.last_line()
+                assert "check its log" in each.last_line()
 
 
 # One example has a label that is no class: the worker whose share it is in fails, and the others learn nothing of it.

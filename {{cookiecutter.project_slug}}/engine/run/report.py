@@ -48,7 +48,6 @@ class Report:
             console.print(f"{path} lacks {lacking} of {epochs_done} epochs")
         validations = _read_rows(self.run_dir / VALIDATIONS, key="step")
         self.validations = [row for row in validations if row["step"] <= validated_step]
-        self._summaries.open()
         self._curves_drawn = time.monotonic()
 
     def epoch(self, row: dict[str, Any], *, is_best: bool, waited: float = 0.0) -> None:
@@ -115,21 +114,19 @@ class Evaluations:
 
 
 class _Summaries:
-    """What TensorBoard shows, in one folder. It is made late: before it there may be no run's directory."""
+    """What TensorBoard shows, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writer: tf.summary.SummaryWriter | None = None
 
-    def open(self) -> None:
-        with writing(self._folder):
-            self._writer = self._writer or tf.summary.create_file_writer(str(self._folder))
-
     def add(self, step: int, values: dict[str, float]) -> None:
-        self.open()
-        with writing(self._folder), self._writer.as_default(step=step):
-            for name, value in values.items():
-                tf.summary.scalar(name, value)
+        with writing(self._folder):
+            # Made with the first values: before them there may be no run, whose directory has to be empty.
+            self._writer = self._writer or tf.summary.create_file_writer(str(self._folder))
+            with self._writer.as_default(step=step):
+                for name, value in values.items():
+                    tf.summary.scalar(name, value)
             self._writer.flush()
 
 
