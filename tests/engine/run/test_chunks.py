@@ -13,7 +13,7 @@ SPLITS = ("train", "validation")
 class Alone:
     """This process's own numbers are the chief's."""
 
-    def of_chief(self, value: int) -> int:
+    def agree(self, value: int) -> int:
         return value
 
 
@@ -62,6 +62,6 @@ def test_chunks_of_training_end_at_multiples() -> None:
 
 
 def test_length_is_the_chief_s_on_every_worker() -> None:
-    chunks = Chunks(Config(steps_per_execution="auto"), SPLITS, SimpleNamespace(of_chief=lambda value: 3))
+    chunks = Chunks(Config(steps_per_execution="auto"), SPLITS, SimpleNamespace(agree=lambda value: 3))
     chunks.took("train", 1, 0.001)
     assert chunks.next("train", left=100, step=0) == 3

@@ -1,4 +1,4 @@
-"""What a run is, told before it begins: config.json, and the lines on the console."""
+"""What a run is: config.json, and the lines at its start."""
 
 from types import ModuleType
 from typing import Any
