@@ -3,6 +3,7 @@
 All tests share one process with four simulated devices, and build the program on one, two or four of them.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,23 +22,27 @@ create_strategy("mirrored", simulated_devices=4)
 EXAMPLES = {"train": 27, "validation": 13, "test": 9}
 
 
-@pytest.fixture(autouse=True)
-def few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def few_examples() -> Iterator[None]:
     """Shortens every split of task.load_examples."""
     load_examples = task.load_examples
-    monkeypatch.setattr(task, "load_examples", lambda split: load_examples(split).take(EXAMPLES[split]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(task, "load_examples", lambda split: load_examples(split).take(EXAMPLES[split]))
+        yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def arguments() -> list[str]:
     """The command line of a run that takes a moment."""
-    return [*ARGUMENTS, "--epochs=3", "--global-batch-size=8"]
+    arguments = [*ARGUMENTS, "--epochs=2", "--global-batch-size=8"]
+    try:
+        read_settings(arguments)
+    except BadInput as problem:
+        pytest.fail(f"{problem}; ARGUMENTS, in tests/conftest.py, has to give what has no default", pytrace=False)
+    return arguments
 
 
 @pytest.fixture
 def settings(arguments: list[str], tmp_path: Path) -> Config:
     """Its settings."""
-    try:
-        return read_settings([*arguments, f"--run-dir={tmp_path / 'run'}"])
-    except BadInput as problem:
-        pytest.fail(f"{problem}; ARGUMENTS, in tests/conftest.py, has to give what has no default", pytrace=False)
+    return read_settings([*arguments, f"--run-dir={tmp_path / 'run'}"])

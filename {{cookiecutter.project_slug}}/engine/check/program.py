@@ -1,0 +1,32 @@
+"""What `check` and the evaluation use of train.py, which hands them itself."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from engine.data.batches import Batches
+
+
+class Program(Protocol):
+    """The module train.py: its global objects and its passes over the splits."""
+
+    SPLITS: tuple[str, ...]
+    strategy: tf.distribute.Strategy
+    batches: Mapping[str, Batches]
+    run_steps: Mapping[str, Callable[..., tf.Tensor]]
+    """Split -> takes steps on a stack of batches, in the graph; returns their losses ([count])."""
+    run: Any
+    """How far the run has come, and what it keeps on disk."""
+
+    def build(self, settings: Any) -> None:
+        """Makes the global objects anew from the settings; writes nothing."""
+
+    def train_epoch(self, epoch: int) -> dict[str, float]:
+        """Returns the training metrics of an epoch, counted from 0."""
+
+    def validate(self, epoch: int = 0) -> dict[str, float]:
+        """Returns the validation metrics of the weights as they are."""
+
+    def test(self) -> dict[str, float]:
+        """Returns the test metrics of the weights as they are."""
