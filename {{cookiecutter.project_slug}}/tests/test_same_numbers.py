@@ -31,11 +31,11 @@ def test_one_and_more_replicas_agree(option: str, settings: Config) -> None:
         measured = [measure(train, task, settings, replicas) for replicas in COUNTS[option]]
         assert train.strategy.num_replicas_in_sync == COUNTS[option][-1]
         # A synchronized layer has the statistics of a micro-batch; all else is to equal the whole batch.
-        alone = settings if measured[0].synchronized else dataclasses.replace(settings, micro_batches=1)
+        alone = settings if measured[0].layers.synchronized else dataclasses.replace(settings, micro_batches=1)
         one = measure(train, task, alone, 1)
-    if one.still_random:
-        pytest.skip(f"{one.still_random} cannot be switched off; augment in prepare_example to be compared")
-    assert not one.unsynchronized, "These layers normalize each replica's share by itself."
+    if one.layers.still_random:
+        pytest.skip(f"{one.layers.still_random} cannot be switched off; augment in prepare_example to be compared")
+    assert not one.layers.unsynchronized, "These layers normalize each replica's share by itself."
     assert not one.without_gradient, "These variables get no gradient."
     for several in measured:
         assert several.losses == pytest.approx(one.losses, rel=1e-5)

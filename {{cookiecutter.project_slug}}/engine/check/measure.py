@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -12,10 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from engine.check.layers import Layers, make_comparable
 from engine.check.program import Program
 from engine.errors import BadInput
 from engine.model.objects import by_name, trainable_variables
-from engine.model.replicas import layers_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -29,8 +28,6 @@ ROUNDED_BY = 2.0**-20
 DRAWS = 3
 # One replica and two round many more numbers differently, not only the weights.
 MARGIN = 10
-# Attributes of Keras layers that hold the strength of their randomness.
-RANDOMNESS = ("rate", "stddev", "dropout", "recurrent_dropout")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +38,10 @@ class Measured:
     gradients: list[Arrays]
     """The gradient of each batch by variable."""
     rounding: Arrays
-    """How much a gradient changes, at most, if the weights change by one rounding; measured on one replica only."""
+    """How much a gradient changes, at most, if the weights change by a few roundings."""
     metrics: dict[str, float]
     without_gradient: list[str]
-    random_layers: list[str]
-    still_random: list[str]
-    """Those of them that cannot be switched off."""
-    synchronized: list[str]
-    unsynchronized: list[str]
+    layers: Layers
 
 
 def measure(program: Program, task: ModuleType, settings: Any, replicas: int) -> Measured:
@@ -60,19 +53,12 @@ def measure(program: Program, task: ModuleType, settings: Any, replicas: int) ->
         BadInput: the loss or a gradient is not finite, or a step changes what no checkpoint holds.
     """
     program.build(dataclasses.replace(settings, simulated_devices=replicas))
-    layers = layers_of_task(task)
-    synchronized = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
-    random_layers, unsynchronized = switch_off(layers)
+    layers = make_comparable(program, task)
     program.hidden.check(program.checkpoints.state.variables())
-    still_random = drawing_layers(program, layers)
-
     stacks = first_stacks(program)
     losses, gradients = losses_and_gradients(program, task, stacks)
     _check_finite(losses, gradients)
-    draws = DRAWS if replicas == 1 else 0
-    again = functools.partial(losses_and_gradients, program, task, stacks)
-    rounding = _effect_of_rounding(program, task, lambda: again()[1], gradients, draws)
-
+    rounding = _effect_of_rounding(program, task, lambda: losses_and_gradients(program, task, stacks)[1], gradients)
     models = by_name(task.model, "model").values()
     optimizers = by_name(task.optimizer, "optimizer").values()
     updated = set().union(*(optimizer.updated for optimizer in optimizers))
@@ -81,17 +67,8 @@ def measure(program: Program, task: ModuleType, settings: Any, replicas: int) ->
     metrics = program.train_epoch(1)  # Its batches are being prepared already.
     with program.weights_to_keep():
         metrics |= {**program.validate(), **program.test()}
-    return Measured(
-        losses=losses,
-        gradients=gradients,
-        rounding=rounding,
-        metrics=metrics,
-        without_gradient=[v.path for model in models for v in model.trainable_variables if v.path not in updated],
-        random_layers=list(dict.fromkeys([*random_layers, *still_random])),
-        still_random=still_random,
-        synchronized=synchronized,
-        unsynchronized=unsynchronized,
-    )
+    without_gradient = [each.path for model in models for each in model.trainable_variables if each.path not in updated]
+    return Measured(losses, gradients, rounding, metrics, without_gradient, layers)
 
 
 def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
@@ -114,12 +91,12 @@ def losses_and_gradients(
     return losses, gradients
 
 
-def measure_updates(program: Program, task: ModuleType, *, draws: int = 0) -> tuple[Arrays, Arrays]:
+def measure_updates(program: Program, task: ModuleType) -> tuple[Arrays, Arrays]:
     """Returns how an epoch with the real optimizers changes each weight, and by how much rounding changes that.
 
-    The program is newly built, and keeps its state. Rounding is tried `draws` times.
+    The program is newly built, and keeps its state.
     """
-    switch_off(layers_of_task(task))
+    make_comparable(program, task)
     state, stacks = program.checkpoints.state, first_stacks(program)
     initial = state.values()
 
@@ -132,16 +109,16 @@ def measure_updates(program: Program, task: ModuleType, *, draws: int = 0) -> tu
         return [changed]
 
     exact = changes()
-    return exact[0], _effect_of_rounding(program, task, changes, exact, draws)
+    return exact[0], _effect_of_rounding(program, task, changes, exact)
 
 
 def _effect_of_rounding(
-    program: Program, task: ModuleType, compute: Callable[[], list[Arrays]], exact: list[Arrays], draws: int
+    program: Program, task: ModuleType, compute: Callable[[], list[Arrays]], exact: list[Arrays]
 ) -> Arrays:
     """Returns by how much, at most, `compute` returns something else if all weights are rounded otherwise."""
     initial, weights = program.checkpoints.state.values(), _weights(task)
     largest = dict.fromkeys(weights, 0.0)
-    for draw in range(draws):
+    for draw in range(DRAWS):
         random = np.random.default_rng(draw)
         for name, variable in trainable_variables(task.model).items():
             signs = random.choice([-1.0, 1.0], weights[name].shape)
@@ -162,15 +139,12 @@ def _differences(one: Arrays, other: Arrays, unit: float = 1.0) -> Arrays:
 
 
 def _check_finite(losses: Sequence[float], gradients: Sequence[Arrays]) -> None:
+    hint = "on one of the first batches: look for sqrt(0), 0/0 or log(0)"
     for loss, by_variable in zip(losses, gradients, strict=True):
         if not np.isfinite(loss):
-            raise BadInput(f"task.compute_loss: the loss is {loss} on one of the first batches: it has to be finite")
-        for name, gradient in by_variable.items():
-            if not np.isfinite(gradient).all():
-                raise BadInput(
-                    f"task.compute_loss: the gradient of {name} is not finite, though the loss is: look for sqrt(0), "
-                    "0/0 or log(0)"
-                )
+            raise BadInput(f"task.compute_loss: the loss is {loss} {hint}")
+        for name in (name for name, gradient in by_variable.items() if not np.isfinite(gradient).all()):
+            raise BadInput(f"task.compute_loss: the gradient of {name} is not finite, though the loss is, {hint}")
 
 
 class _Recorder(keras.optimizers.SGD):
@@ -203,41 +177,6 @@ def few_examples(task: ModuleType, global_batch_size: int) -> contextlib.Abstrac
     load_examples = task.load_examples
     count = BATCHES * global_batch_size + global_batch_size // 2
     return mock.patch.object(task, "load_examples", lambda split: load_examples(split).take(count))
-
-
-def layers_of_task(task: ModuleType) -> list[keras.layers.Layer]:
-    """Returns all layers of all models, however deeply nested."""
-    return [layer for model in by_name(task.model, "model").values() for layer in layers_of(model)]
-
-
-def switch_off(layers: list[keras.layers.Layer]) -> tuple[list[str], list[str]]:
-    """Switches randomness off, where a number gives its strength, and synchronizes every BatchNormalization.
-
-    Call it before anything is traced. Returns the names of the random layers, and of those that were unsynchronized.
-    """
-    random_layers, unsynchronized = [], []
-    for layer in layers:
-        strengths = [name for name in RANDOMNESS if isinstance(getattr(layer, name, None), float)]
-        if any(getattr(layer, name) for name in strengths):
-            random_layers.append(layer.name)
-        for name in strengths:
-            with contextlib.suppress(AttributeError):  # It may be one of a layer inside this one, which has its turn.
-                setattr(layer, name, 0.0)
-        if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized and layer.trainable:
-            layer.synchronized = True
-            unsynchronized.append(layer.name)
-    return random_layers, unsynchronized
-
-
-def drawing_layers(program: Program, layers: list[keras.layers.Layer]) -> list[str]:
-    """Returns the names of the layers that draw random numbers in a training step: those whose seeds it changes."""
-    changed = program.hidden.training.changed
-
-    def draws(generator: keras.random.SeedGenerator) -> bool:
-        states = program.strategy.experimental_local_results(generator.state.value)
-        return any(id(each.handle) in changed for each in states)
-
-    return [layer.name for layer in layers if any(map(draws, layer._seed_generators))]
 
 
 def close(one: Any, other: Any, *, floor: float = 1e-9) -> bool:
