@@ -26,10 +26,11 @@ def test_hooks_stand_under_the_functions_that_the_readme_names() -> None:
         assert re.findall(r"^(?:def|class) (\w+)", before, re.MULTILINE)[-1] == name
 
 
-def test_readme_shows_every_file_of_the_project() -> None:
+def test_readme_shows_every_file_and_every_room_of_the_project() -> None:
     readme = (TEMPLATE / "README.md").read_text(encoding="utf-8")
-    for path in (*PROJECT.glob("*.py"), *PROJECT.glob("engine/[a-z]*.py")):
-        assert re.search(rf"^ *{path.name} ", readme, re.MULTILINE), path.name
+    rooms = (path.parent for path in PROJECT.glob("engine/*/__init__.py"))
+    for name in (*(path.name for path in PROJECT.glob("*.py")), *(f"{path.name}/" for path in rooms)):
+        assert re.search(rf"^ *{name} ", readme, re.MULTILINE), name
 
 
 def test_readme_names_both_commands_and_the_flags_there_are() -> None:

@@ -210,6 +210,8 @@ def assert_same(found: tuple[dict, dict], expected: tuple[dict, dict]) -> None:
         )
 
 
+# One and three show what two and four do, but of what every replica adds up: all counts there.
+COUNTS = {"SGD, L2, clipping, 2 micro-batches": (1, 2, 3, 4)}
 # XLA compiles for each number of replicas anew.
 SLOW = {name for name in CASES if name.startswith("XLA, ")}
 
@@ -221,24 +223,20 @@ def test_replicas_agree_with_plain_tensorflow(name: str, install: Callable[[Case
     case = CASES[name]
     install(case)
     expected = plain_tensorflow(case, 48)
-    for replicas in (1, 2, 3, 4):
+    for replicas in COUNTS.get(name, (1, 3)):
         assert_same(on_replicas(replicas, 48, **case.settings), expected)
 
 
 def test_five_replicas_agree_on_a_batch_of_65(install: Callable[[Case], None]) -> None:
     case = CASES["synchronized BatchNorm"]
     install(case)
-    expected = plain_tensorflow(case, 65)
-    for replicas in (1, 5):
-        assert_same(on_replicas(replicas, 65), expected)
+    assert_same(on_replicas(5, 65), plain_tensorflow(case, 65))
 
 
 def test_synchronized_batchnorm_agrees_over_replicas_in_micro_batches(install: Callable[[Case], None]) -> None:
     # Each micro-batch has statistics of its own, so the numbers are not those of the whole batch.
     install(CASES["synchronized BatchNorm"])
-    expected = on_replicas(1, 48, micro_batches=3)
-    for replicas in (2, 4):
-        assert_same(on_replicas(replicas, 48, micro_batches=3), expected)
+    assert_same(on_replicas(4, 48, micro_batches=3), on_replicas(1, 48, micro_batches=3))
 
 
 def test_two_models_with_two_optimizers_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -247,7 +245,7 @@ def test_two_models_with_two_optimizers_agree(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(train, "task", gan)
     found = []
-    for replicas, micro_batches in ((1, 1), (1, 2), (2, 1), (4, 2)):
+    for replicas, micro_batches in ((1, 1), (1, 2), (4, 2)):
         options = {"clip_norm": 0.1, "ema_decay": 0.9, "micro_batches": micro_batches}
         train.build(Config(simulated_devices=replicas, **options))
         metrics = train.train_epoch(0)

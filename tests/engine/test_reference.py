@@ -1,6 +1,7 @@
 """The loop's numbers are those of a computation by hand: NumPy, no TensorFlow, one replica."""
 
 import csv
+import dataclasses
 import json
 
 import keras
@@ -108,8 +109,7 @@ OPTIONS = {
 }
 
 
-LAYOUTS = [(1, 12), (3, 9), (4, 12), (1, 36)]
-CASES = [(2, 12, name) for name in OPTIONS] + [(*layout, name) for layout in LAYOUTS for name in ("plain", "all")]
+CASES = [*((2, 12, name) for name in OPTIONS), (1, 12, "all"), (3, 9, "all"), (4, 12, "all"), (1, 36, "plain")]
 
 
 @pytest.mark.parametrize(("replicas", "global_batch_size", "option"), CASES)
@@ -141,18 +141,22 @@ def test_training_equals_numpy(replicas: int, global_batch_size: int, option: st
     np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), kernel, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-@pytest.mark.parametrize("split", train.SPLITS)
-def test_returned_loss_is_the_batch_s(split: str, replicas: int, tmp_path) -> None:
-    train.build(Config(run_dir=tmp_path, global_batch_size=12, simulated_devices=1))
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_returned_loss_is_the_batch_s(replicas: int, tmp_path) -> None:
+    settings = Config(run_dir=tmp_path, global_batch_size=12)
+    train.build(settings)
     kernel, bias = (variable.numpy() for variable in task.model.trainable_variables)
-    batch = next(train.batches[split].one_by_one(train.strategy))
-    features, labels, weights = tf.nest.map_structure(lambda part: part.numpy(), batch)
-    expected = (softmax_losses(kernel, bias, features, labels)[1] * weights).sum() / 12 + L2 * (kernel**2).sum()
+    expected = {}
+    for split in train.SPLITS:
+        batch = next(train.batches[split].one_by_one(train.strategy))
+        features, labels, weights = tf.nest.map_structure(lambda part: part.numpy(), batch)
+        losses = softmax_losses(kernel, bias, features, labels)[1]
+        expected[split] = (losses * weights).sum() / 12 + L2 * (kernel**2).sum()
 
-    train.build(Config(run_dir=tmp_path, global_batch_size=12, simulated_devices=replicas))
-    (loss,) = train.batches[split].feed(train.strategy).run(train.run_steps[split], 1)
-    assert loss == pytest.approx(expected, rel=1e-5)
+    train.build(dataclasses.replace(settings, simulated_devices=replicas))
+    for split in ("validation", "test", "train"):  # Training comes last: it changes the weights.
+        (loss,) = train.batches[split].feed(train.strategy).run(train.run_steps[split], 1)
+        assert loss == pytest.approx(expected[split], rel=1e-5), split
 
 
 def test_validation_and_test_do_not_mix_and_leave_nothing_behind(tmp_path) -> None:

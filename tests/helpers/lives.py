@@ -2,10 +2,10 @@
 
     python lives.py --run-dir DIR --log FILE --ends 10 --signal SIGKILL --seed 0 -- <arguments of train.py>
 
-The task is the default one with dropout. The program is imported once and every life is a fork of that, because to
-import TensorFlow takes longer than all the rest. SIGKILL comes at a random time, in the middle of a save, or in a
-validation, in turns; any other signal comes at a random time. On stdout there is one JSON line per life, which tells
-how it ended; in the log a line per chunk of steps, which tells how many they were.
+The task is the default one, with a small model that has dropout. The program is imported once and every life is a fork
+of that, because to import TensorFlow takes longer than all the rest. SIGKILL comes at a random time, in the middle of a
+save, or in a validation, in turns; any other signal comes at a random time. Stdout has one JSON line per life, which
+says how it ended; the log has a line per chunk of steps, which says how many they were.
 """
 
 import argparse
@@ -74,12 +74,12 @@ def killed_at(call: float | None) -> Callable[[Callable[..., Any]], Callable[...
 
 def live(arguments: list[str], end: End, log: Path) -> int:
     """Runs the program in this process; returns its exit code."""
-    create_model, compile_steps = task.create_model, train.compile_steps
+    compile_steps = train.compile_steps
     kill = killed_at(end.call)
 
-    def create_with_dropout() -> keras.Model:
-        *layers, last = create_model().layers
-        return keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Dropout(0.3), last])
+    def create_small_model() -> keras.Model:
+        hidden = [keras.layers.Flatten(), keras.layers.Dense(32, activation="gelu"), keras.layers.Dropout(0.3)]
+        return keras.Sequential([keras.Input((8, 8, 1)), *hidden, keras.layers.Dense(10)])
 
     def compile_logged(step: Callable[..., Any]) -> Callable[..., Any]:
         steps = compile_steps(step)
@@ -95,7 +95,7 @@ def live(arguments: list[str], end: End, log: Path) -> int:
         logged.get_concrete_function = steps.get_concrete_function
         return logged
 
-    task.create_model, train.compile_steps = create_with_dropout, compile_logged
+    task.create_model, train.compile_steps = create_small_model, compile_logged
     if end.place == "saving":
         Path.rename, Path.replace, shutil.rmtree = map(kill, (Path.rename, Path.replace, shutil.rmtree))
         tf.raw_ops.SaveV2, os.fsync = kill(tf.raw_ops.SaveV2), kill(os.fsync)

@@ -1,4 +1,4 @@
-"""What the hooks of task.py have to keep to."""
+"""Rules that the hooks of task.py must keep."""
 
 import numpy as np
 import pytest
@@ -26,11 +26,10 @@ def test_batches_are_prepared_the_same_way_every_time(settings: Config) -> None:
 
 
 def test_every_variable_is_in_the_state(settings: Config) -> None:
-    """What a step changes besides is lost at a resume: keep it in a model, an optimizer or a metric."""
+    """Anything else that a step changes is lost at a resume: keep it in a model, an optimizer or a metric."""
     train.build(settings)
     used = train.run_steps["train"].get_concrete_function().graph.variables
-    state = train.checkpoints.state
-    known = {variable.ref() for variable in [*state.alike.values(), *state.own.values()]}
+    known = {variable.ref() for variable in train.checkpoints.state.variables()}
     assert not [variable.name for variable in used if variable.ref() not in known]
 
 

@@ -4,22 +4,29 @@ import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import train
-from config import Config
-from engine.cluster.workers import Workers
 from engine.errors import Stopped
 from engine.run.signals import Preemption
 
 TIME_COLUMNS = ("seconds", "examples_per_second")
 
 
-@pytest.fixture
-def flags(arguments: list[str], settings: Config) -> list[str]:
-    """Those of two replicas and of steps one by one; `settings` says so if a flag is missing."""
+@pytest.fixture(scope="module")
+def flags(arguments: list[str]) -> list[str]:
+    """Two replicas, and steps one by one."""
     return [*arguments, "--simulated-devices=2", "--steps-per-execution=1"]
+
+
+@pytest.fixture(scope="module")
+def whole(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that nothing has stopped."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    train.main([*flags, f"--run-dir={run_dir}"])
+    return run_dir
 
 
 def rows_without_times(run_dir: Path) -> list[dict[str, str]]:
@@ -32,36 +39,35 @@ def result_without_times(run_dir: Path) -> dict[str, float | str]:
     return {name: value for name, value in result.items() if name not in TIME_COLUMNS}
 
 
-def test_stopped_run_ends_bit_equal(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped as by a signal in the middle of an epoch, in a validation, and once more before it goes on."""
-    train.main([*flags, f"--run-dir={tmp_path / 'whole'}"])
-
+def test_stopped_run_ends_bit_equal(
+    flags: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped as by a signal, in the middle of an epoch and in a validation."""
     steps = {split: train.batches[split].steps for split in ("train", "validation")}
-    for steps_until_stopped in (sum(steps.values()) + 1, steps["train"], 0):
+    for steps_until_stopped in (sum(steps.values()) + 1, steps["train"]):
         left = iter(range(steps_until_stopped))
 
-        def check(_: Preemption, workers: Workers, left: Iterator[int] = left) -> None:
+        def check(*_: Any, left: Iterator[int] = left) -> None:
             if next(left, None) is None:
                 raise Stopped("stopped by a test")
 
         with monkeypatch.context() as stopping:
             stopping.setattr(Preemption, "check", check)
             with pytest.raises(SystemExit) as ended:
-                train.main([*flags, f"--run-dir={tmp_path / 'stopped'}"])
+                train.main([*flags, f"--run-dir={tmp_path}"])
         assert ended.value.code == 42
-        assert not (tmp_path / "stopped" / "result.json").exists()
-    train.main([*flags, f"--run-dir={tmp_path / 'stopped'}"])
+        assert not (tmp_path / "result.json").exists()
+    train.main([*flags, f"--run-dir={tmp_path}"])
 
-    assert rows_without_times(tmp_path / "stopped") == rows_without_times(tmp_path / "whole")
-    assert result_without_times(tmp_path / "stopped") == result_without_times(tmp_path / "whole")
+    assert rows_without_times(tmp_path) == rows_without_times(whole)
+    assert result_without_times(tmp_path) == result_without_times(whole)
 
 
 def test_finished_run_is_left_as_it_is(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str], whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train.main([*flags, f"--run-dir={tmp_path}"])
-    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    written = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
     monkeypatch.setattr(train, "train_epoch", None)
-    train.main([*flags, f"--run-dir={tmp_path}"])
+    train.main([*flags, f"--run-dir={whole}"])
     assert "Finished already" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == written
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == written

@@ -15,8 +15,8 @@ import train
 from config import Config
 from engine.errors import BadInput
 from engine.model.objects import model_variables
-from engine.run.initial_weights import load_initial_weights
 from engine.run.beginning import initialize
+from engine.run.initial_weights import load_initial_weights
 
 SHORT = ("--global-batch-size=60", "--simulated-devices=1")
 

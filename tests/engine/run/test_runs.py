@@ -21,12 +21,11 @@ import tensorflow as tf
 import task
 import train
 from config import Config
-from engine.errors import BadInput, Stopped
-from engine.model.objects import learning_rates, model_variables
-from engine.run.beginning import START_ID, _resume, begin_run, initialize
+from engine.errors import Stopped
+from engine.model.objects import learning_rates
+from engine.run.beginning import START_ID, _resume, begin_run
 from engine.run.checkpoints import Checkpoints, _checksums, read_checkpoint
 from engine.run.directory import RunDirectory
-from engine.run.initial_weights import load_initial_weights
 from engine.run.report import COLUMNS, Report
 from engine.run.signals import Preemption
 

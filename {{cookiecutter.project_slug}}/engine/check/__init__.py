@@ -1,5 +1,8 @@
-"""python train.py --check: runs the hooks on a few batches and reports what to fix.
+"""python train.py --check: checks your hooks on a few batches and reports what to fix.
 
-check    the findings
-measure  what one replica and two compute of the same batches
+program   what --check and the evaluation use of train.py
+check     runs the checks and prints the findings
+findings  the checks, one after the other
+measure   what one replica and two compute of the same batches
+layers    makes one replica and two comparable
 """

@@ -1,26 +1,33 @@
-"""What the evaluation and --check use of train.py, which is the module that they are handed."""
+"""What --check and the evaluation use of train.py, which hands itself to them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import tensorflow as tf
 
+from engine.data.batches import Batches
 from engine.run.run import Run
 
 
 class Program(Protocol):
-    """The module train.py. Its objects are there once `build` has been called, and made anew by each call."""
+    """The module train.py: its global objects and its passes over the splits."""
 
     SPLITS: tuple[str, ...]
     strategy: tf.distribute.Strategy
-    batches: dict[str, Any]
-    run_steps: dict[str, Callable[..., tf.Tensor]]
+    batches: Mapping[str, Batches]
+    run_steps: Mapping[str, Callable[..., tf.Tensor]]
+    """Split -> takes steps on a stack of batches, in the graph; returns their losses ([count])."""
     run: Run
+    """How far the run has come, and what it keeps on disk."""
 
-    def build(self, settings: Any) -> None: ...
+    def build(self, settings: Any) -> None:
+        """Makes the global objects anew from the settings; writes nothing."""
 
-    def train_epoch(self, epoch: int = 0) -> dict[str, float]: ...
+    def train_epoch(self, epoch: int) -> dict[str, float]:
+        """Returns the training metrics of an epoch, counted from 0."""
 
-    def validate(self, epoch: int = 0) -> dict[str, float]: ...
+    def validate(self, epoch: int = 0) -> dict[str, float]:
+        """Returns the validation metrics of the weights as they are."""
 
-    def test(self) -> dict[str, float]: ...
+    def test(self) -> dict[str, float]:
+        """Returns the test metrics of the weights as they are."""

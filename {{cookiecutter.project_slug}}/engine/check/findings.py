@@ -1,0 +1,326 @@
+"""What --check finds out about the hooks of a task.
+
+One replica and two simulated ones compute the same batches, and have to get the same numbers. Randomness inside the
+model is switched off for that. An unsynchronized BatchNormalization is reported and then synchronized, so that one
+cause does not hide another.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from engine.check.measure import (
+    BATCHES,
+    Measured,
+    close,
+    differing_arrays,
+    differing_gradients,
+    few_examples,
+    first_stacks,
+    losses_and_gradients,
+    measure,
+    measure_updates,
+    recording_optimizers,
+)
+from engine.run.program import Program
+from engine.errors import BadInput
+from engine.model.objects import by_name, model_variables
+from engine.model.replicas import is_seed
+from engine.tracing import draws_in_preparation, draws_in_step, python_in_preparation, python_in_step
+
+EXAMPLES_READ_TWICE = 200
+REPEATED_STEPS = 40
+
+
+class Findings:
+    """Checks the hooks one after the other. BadInput, and whatever a hook raises, ends that."""
+
+    def __init__(self, program: Program, task: ModuleType, settings: Any) -> None:
+        self.program, self.task, self.settings = program, task, settings
+        self.table: list[tuple[str, str, str]] = []  # "ok" or "FIX", file and hook, what was found or is to do
+
+    def ok(self, where: str, text: str) -> None:
+        self.table.append(("ok", where, text))
+
+    def fix(self, where: str, text: str) -> None:
+        self.table.append(("FIX", where, text))
+
+    @property
+    def to_fix(self) -> int:
+        return sum(verdict == "FIX" for verdict, _, _ in self.table)
+
+    def build(self, replicas: int, **settings: Any) -> None:
+        self.program.build(dataclasses.replace(self.settings, simulated_devices=replicas, **settings))
+
+    def collect(self) -> None:
+        self.program.choose_strategy(self.settings)
+        self.task.config = self.settings  # The examples are read before anything is built.
+        self.examples()
+        self.preparation()
+        self.batches()
+        with few_examples(self.task, self.settings.global_batch_size):
+            self.replicas()
+            self.evaluation()
+            self.training()
+
+    def examples(self) -> None:
+        for split in self.program.SPLITS:
+            once, again = (_fingerprints(self.task.load_examples(split)) for _ in range(2))
+            if once != again:
+                text = "gave other examples the second time: keep their order; they are shuffled for you"
+                raise BadInput(f"task.load_examples({split!r}) {text}")
+        self.build(1)
+        self.steps_of_epoch = self.program.batches["train"].steps
+        sizes = ", ".join(f"{split} {its.number_of_examples}" for split, its in self.program.batches.items())
+        self.ok("task.py load_examples", f"{sizes} examples of one structure, in the same order twice")
+        size = self.settings.global_batch_size
+        replicas = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+        self.ok("--global-batch-size", f"{size} can be shared by {replicas} replicas")
+
+    def preparation(self) -> None:
+        """Nothing can be compared if prepare_example draws something else each time."""
+        for split, batches in self.program.batches.items():
+            for text in draws_in_preparation(batches.preparation):
+                raise BadInput(f"task.prepare_example: {text}")
+            for text in python_in_preparation(batches.preparation):
+                once, again = (tf.nest.flatten(next(batches.one_by_one(self.program.strategy))) for _ in range(2))
+                if not all(map(np.array_equal, once, again)):
+                    raise BadInput(f"task.prepare_example gave other batches of {split!r} the second time: {text}")
+                self.ok("task.py prepare_example", f"{split} is the same twice, though {text}")
+
+    def batches(self) -> None:
+        predict = tf.function(lambda features: self.task.model(features, training=False), autograph=False)
+        for split in self.program.SPLITS:
+            for batch in itertools.islice(self.program.batches[split].one_by_one(self.program.strategy), 20):
+                floats = (part for part in tf.nest.flatten(batch[0]) if part.dtype.is_floating)
+                if not all(bool(tf.reduce_all(tf.math.is_finite(part))) for part in floats):
+                    text = f"task.prepare_example returned features that are not finite for {split!r}: fix or drop them"
+                    raise BadInput(text)
+                self.labels(split, batch, predict)
+        self.ok("task.py prepare_example", "finite features, and labels that the model can predict")
+
+    def labels(self, split: str, batch: Any, predict: Callable[[Any], Any]) -> None:
+        """Raises BadInput for labels that are no classes of the model's."""
+        features, labels, weights = batch
+        if not (isinstance(self.task.model, keras.Model) and tf.is_tensor(labels) and labels.dtype.is_integer):
+            return
+        predictions = predict(features)
+        if not tf.is_tensor(predictions) or predictions.shape.rank != labels.shape.rank + 1:
+            return
+        classes, low, high = predictions.shape[-1], int(tf.reduce_min(labels)), int(tf.reduce_max(labels))
+        if classes == 1 or 0 <= low <= high < classes:
+            return
+        # They may mark padding, or be no classes at all: the loss knows.
+        with contextlib.suppress(tf.errors.InvalidArgumentError):
+            if math.isfinite(float(self.task.compute_loss(labels, predictions, weights)[0])):
+                return
+        raise BadInput(
+            f"task.load_examples({split!r}) returned labels from {low} to {high}, and the model predicts {classes} "
+            f"classes, 0 to {classes - 1}: fix the labels or the model's last layer"
+        )
+
+    def replicas(self) -> None:
+        with recording_optimizers(self.task):
+            two = measure(self.program, self.task, self.settings, 2)
+            # A synchronized layer has the statistics of a micro-batch; all else is to equal the whole batch.
+            alone = self.settings if two.layers.synchronized else dataclasses.replace(self.settings, micro_batches=1)
+            one = measure(self.program, self.task, alone, 1)
+        self.layers(one)
+        self.randomness(one)
+        self.comparable = not one.layers.still_random
+        if self.comparable:
+            self.same_numbers(one, two)
+        self.traces()
+
+    def layers(self, one: Measured) -> None:
+        for name in one.layers.unsynchronized:
+            text = f"layer {name!r} normalizes each replica's share alone: use BatchNormalization(synchronized=True)"
+            self.fix("task.py create_model", text)
+        if one.layers.random:
+            text = f"random in training, so not the same on one replica and two: {', '.join(one.layers.random)}"
+            self.ok("task.py create_model", text)
+        for name in one.without_gradient:
+            text = f"{name} gets no gradient: use it in the loss, or set its layer's trainable = False"
+            self.fix("task.py train_step", text)
+
+    def randomness(self, one: Measured) -> None:
+        """Nothing can be compared of what is drawn anew each time."""
+        step = self.program.run.objects.hidden.training
+        for text in draws_in_step(step):
+            raise BadInput(f"task.train_step: {text}")
+        for text in python_in_step(step):
+            losses, _ = losses_and_gradients(self.program, self.task, first_stacks(self.program))
+            if not close(one.losses, losses):
+                raise BadInput(f"task.train_step gave another loss for the same batch and weights: {text}")
+            self.ok("task.py train_step", f"the same loss twice, though {text}")
+        if one.layers.still_random:
+            names = ", ".join(one.layers.still_random)
+            text = f"not compared, because {names} cannot be switched off: augment in task.prepare_example instead"
+            self.ok("task.py train_step", text)
+
+    def same_numbers(self, one: Measured, two: Measured) -> None:
+        differing = differing_gradients(one, two)
+        if not differing:
+            self.ok("task.py train_step", f"the same gradients of {len(one.rounding)} variables")
+        # Where the loss differs, gradients and metrics do so for the same reason.
+        if not close(one.losses, two.losses):
+            loss, other = one.losses[0], two.losses[0]
+            where, why = self.why_losses_differ(loss, other)
+            self.fix(f"task.py {where}", f"the loss is {loss:.6g} on one replica and {other:.6g} on two: {why}")
+            return
+        self.ok("task.py compute_loss", f"loss {one.losses[0]:.6g} on one replica and on two")
+        if differing:
+            text = f"the loss agrees, and the gradient of {differing[0]} differs: update with apply_gradients, without "
+            text += "a sum of your own, and look for what depends on the replica or on the size of its share"
+            self.fix("task.py train_step", text)
+        differing = [name for name in one.metrics if not close(one.metrics[name], two.metrics[name])]
+        for name in differing:
+            text = f"{name} is {one.metrics[name]:.6g} on one replica and {two.metrics[name]:.6g} on two: "
+            text += "feed it values per example, unscaled, with sample_weight=weights"
+            self.fix(f"task.py {self.feeds_metrics(name.split('/')[0])}", text)
+        if not differing:
+            self.ok("task.py create_metrics", f"the same {', '.join(one.metrics)}")
+
+    def why_losses_differ(self, one: float, two: float) -> tuple[str, str]:
+        """Returns the hook to look at, and what the losses of one and two replicas say about how they came about."""
+        weights, activities = self.losses_of_model()
+        hidden = ", ".join(name.removeprefix("hidden/") for name in self.program.run.objects.hidden.changed())
+        if weights and close(two - one, weights):
+            why = "it adds model.losses once per replica; use tf.nn.scale_regularization_loss(model.losses)"
+        elif activities and close(one - two, activities / 2):
+            why = "a layer's add_loss adds up a replica's share; let it be the mean over the examples"
+        elif close(two, 2 * one):
+            why = "it is divided by a replica's share; divide by config.global_batch_size"
+        elif close(two, one / 2):
+            why = "it is divided by the number of replicas a second time; leave that division out"
+        elif hidden:
+            why = f"the steps change {hidden}, of which each replica has its own: if it is to be the same on all, "
+            return "create_model", why + "assign what tf.distribute.get_replica_context().all_reduce returns"
+        else:
+            why = "by no factor that the replicas explain: look for what a replica computes over its share, as a mean"
+        return "compute_loss", why
+
+    def losses_of_model(self) -> tuple[float, float]:
+        """Returns what is in model.losses for the first batch: of the weights, and of activities or by add_loss."""
+        model = self.task.model
+        if not isinstance(model, keras.Model) or not model.losses:
+            return 0.0, 0.0
+        features, *_ = self.first_batch()
+        model(features, training=True)
+        weights = sum(float(each.regularizer(each)) for each in model.trainable_variables if each.regularizer)
+        return weights, float(sum(model.losses)) - weights
+
+    def traces(self) -> None:
+        steps = self.program.run_steps.items()
+        retraced = [split for split, each in steps if each.experimental_get_tracing_count() != 1]
+        if retraced:
+            text = f"the {', '.join(retraced)} steps were traced more than once: keep the input_signature of the "
+            self.fix("train.py compile_steps", text + "compiled function, and give it tensors, not Python numbers")
+        else:
+            self.ok("train.py compile_steps", "every compiled function was traced once")
+
+    def evaluation(self) -> None:
+        """Validation and test leave the model as it is, and count no padding."""
+        # The same examples, with more padding in the last batch.
+        self.build(1, global_batch_size=BATCHES * self.settings.global_batch_size, keep_last_batch=True)
+        padded = {**self.program.validate(), **self.program.test()}
+        self.build(1)
+        leaves_all = True
+        for split, evaluate in (("validation", self.program.validate), ("test", self.program.test)):
+            before, results = self.weights(), evaluate()
+            changed = [name for name, value in self.weights().items() if not np.array_equal(before[name], value)]
+            # Recurrent layers count their seeds on in evaluation too, and draw nothing.
+            if changed and not (all(map(is_seed, changed)) and evaluate() == results):
+                self.fix(f"task.py {split}_step", f"{split} changes {changed[0]}: call the model with training=False")
+                leaves_all = False
+            else:
+                self.ok(f"task.py {split}_step", "changes nothing")
+            for name in (name for name in results if leaves_all and not close(results[name], padded[name])):
+                text = f"{name} depends on how much padding the last batch has: pass sample_weight=weights to it"
+                self.fix(f"task.py {self.feeds_metrics(split)}", text)
+
+    def first_batch(self) -> Any:
+        return next(self.program.batches["train"].one_by_one(self.program.strategy))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {name: variable.numpy() for name, variable in model_variables(self.task.model).items()}
+
+    def feeds_metrics(self, split: str) -> str:
+        return "update_metrics" if hasattr(self.task, "update_metrics") else f"{split}_step"
+
+    def training(self) -> None:
+        """The real optimizers do the same on one replica and on two, and the loss falls; what is saved is restored."""
+        # One cause does not show as several: what the steps do differently, the optimizer does too.
+        compare = self.comparable and not self.to_fix
+        epochs = math.ceil(REPEATED_STEPS / BATCHES)  # A schedule runs through in the steps that there are.
+        self.build(2, epochs=epochs)
+        two, _ = measure_updates(self.program, self.task)
+        self.checkpoint()
+        self.build(1, epochs=epochs)
+        one, rounding = measure_updates(self.program, self.task)
+        differing = differing_arrays(one, two, rounding)
+        if compare and differing:
+            text = f"the gradients agree, and two replicas change {differing[0]} by another amount than one: look for "
+            text += "what the optimizer does to a replica's gradients, or counts in Python"
+            self.fix("task.py create_optimizer", text)
+        self.learning()
+
+    def checkpoint(self) -> None:
+        checkpoints = self.program.run.checkpoints
+        saved = checkpoints.state.values()
+        path = checkpoints.save(1, {})
+        checkpoints.state.assign({name: np.zeros_like(value) for name, value in saved.items()})
+        checkpoints.restore(path)
+        restored = checkpoints.state.values()
+        lost = [name for name, value in saved.items() if not np.array_equal(restored[name], value)]
+        if lost:
+            self.fix("checkpoint", f"{', '.join(lost)} is not what was saved")
+        else:
+            self.ok("checkpoint", f"{len(saved)} variables saved and restored")
+
+    def learning(self) -> None:
+        """The loss falls on one repeated batch; how long an epoch would take."""
+        stack = tf.nest.map_structure(lambda part: part[tf.newaxis], self.first_batch())
+        losses, started = [], time.monotonic()
+        for _ in range(REPEATED_STEPS):
+            losses += self.program.run_steps["train"](stack, tf.constant(0), tf.constant(1)).numpy().tolist()
+        steps_per_second = REPEATED_STEPS / (time.monotonic() - started)
+        text = f"the loss goes from {losses[0]:.4g} to {losses[-1]:.4g} in {REPEATED_STEPS} steps on one batch"
+        several = len(by_name(self.task.optimizer, "optimizer")) > 1  # Which work against each other in a GAN.
+        if several or np.mean(losses[-5:]) < losses[0]:
+            self.ok("task.py create_optimizer", text)
+        else:
+            text += ": it has to fall; look at --learning-rate, and at what task.create_optimizer makes of it"
+            self.fix("task.py create_optimizer", text)
+        seconds = self.steps_of_epoch / steps_per_second
+        text = f"about {seconds:.0f} s on one CPU device without input, {steps_per_second:.0f} steps/s"
+        self.ok("one epoch", f"{text}{_peak_memory()}")
+
+
+def _fingerprints(examples: Any) -> list[bytes]:
+    """Returns the bytes of the first examples, or nothing where the engine will refuse what the hook returned."""
+    if not isinstance(examples, tf.data.Dataset):
+        return []
+    first = examples.take(EXAMPLES_READ_TWICE).as_numpy_iterator()
+    # Texts are objects, whose bytes are addresses; pickle takes any value.
+    return [pickle.dumps([np.asarray(part).tolist() for part in tf.nest.flatten(example)]) for example in first]
+
+
+def _peak_memory() -> str:
+    try:
+        import resource
+    except ImportError:  # Windows has none.
+        return ""
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return f"; {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.1f} GiB of memory at most so far"
