@@ -239,5 +239,5 @@ def test_direction_is_the_one_that_keras_knows(name: str, metric: type, directio
     if direction:
         assert monitor_direction(metrics, monitor, "auto") == direction
         return
-    with pytest.raises(BadInput, match="--monitor validation/wer: .* use --monitor-direction min or max"):
+    with pytest.raises(BadInput, match=r"--monitor validation/wer: .* use --monitor-direction min or max"):
         monitor_direction(metrics, monitor, "auto")

@@ -6,9 +6,9 @@ from types import ModuleType
 
 import keras
 
-from engine.run.program import Program
 from engine.model.objects import by_name
 from engine.model.replicas import layers_of
+from engine.run.program import Program
 
 # Attributes of Keras layers that hold the strength of their randomness.
 RANDOMNESS = ("rate", "stddev", "dropout", "recurrent_dropout")

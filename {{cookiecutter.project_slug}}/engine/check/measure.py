@@ -9,12 +9,11 @@ from unittest import mock
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from engine.check.layers import Layers, make_comparable
-from engine.run.program import Program
 from engine.errors import BadInput
 from engine.model.objects import by_name, trainable_variables
+from engine.run.program import Program
 
 Arrays = dict[str, np.ndarray]
 

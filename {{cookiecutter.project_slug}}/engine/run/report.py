@@ -17,6 +17,7 @@ import tensorflow as tf
 from engine.console import console
 from engine.errors import BadInput
 from engine.mistakes import first_line
+from engine.run.checkpoints import step_of
 from engine.run.files import write_whole, writing
 
 # The columns that are not metrics, in the order of metrics.csv; metrics follow. Of several optimizers each has its
@@ -99,14 +100,14 @@ class Evaluations:
         self._summaries = _Summaries(run_dir / TENSORBOARD / "evaluation")
 
     def __contains__(self, checkpoint: Path) -> bool:
-        return checkpoint.name in self._passed_over or any(row["step"] == _step(checkpoint) for row in self._rows)
+        return checkpoint.name in self._passed_over or any(row["step"] == step_of(checkpoint) for row in self._rows)
 
     def pass_over(self, checkpoint: Path) -> None:
         self._passed_over.add(checkpoint.name)
 
     def add(self, checkpoint: Path, metrics: dict[str, float]) -> None:
         """Reports what was measured of a checkpoint."""
-        step = _step(checkpoint)
+        step = step_of(checkpoint)
         self._rows = sorted([*self._rows, {"step": step, **metrics}], key=lambda row: row["step"])
         console.print(f"{checkpoint.name}  {_numbers(metrics)}")
         self._summaries.add(step, metrics)
@@ -128,10 +129,6 @@ class _Summaries:
                 for name, value in values.items():
                     tf.summary.scalar(name, value)
             self._writer.flush()
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _numbers(metrics: dict[str, float]) -> str:
