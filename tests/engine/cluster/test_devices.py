@@ -368,3 +368,36 @@ def test_gpu_that_two_workers_use_is_refused(driver: Path, machine: Machine, mon
     assert (facts["--epochs"], facts["GPUs"], own["gpus"]) == (7, 0, [])
     assert facts["code"]["task.py"]
     assert "--run-dir" not in facts
+
+
+# --- TPUs: a stand-in, as there is none to try it on ------------------------------------------------------------------
+
+
+def test_tpu_is_found_connected_and_initialized_before_its_strategy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    def noted(name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> str:
+            calls.append((name, *arguments, *options.values()))
+            return name
+
+        return call
+
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", noted("resolver"))
+    monkeypatch.setattr(tf.config, "experimental_connect_to_cluster", noted("connect"))
+    monkeypatch.setattr(tf.tpu.experimental, "initialize_tpu_system", noted("initialize"))
+    monkeypatch.setattr(tf.distribute, "TPUStrategy", noted("strategy"))
+    monkeypatch.setenv("TPU_NAME", "mine")
+    monkeypatch.setattr(strategies, "_made", {})
+    assert create(strategy="tpu") == "strategy"
+    expected = [("resolver", "mine"), ("connect", "resolver"), ("initialize", "resolver"), ("strategy", "resolver")]
+    assert calls == expected
+
+
+def test_machine_without_a_tpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_there(**_: Any) -> None:
+        raise ValueError("Please provide a TPU Name to connect to.")
+
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", none_there)
+    with pytest.raises(BadInput, match="--strategy tpu finds no TPU"):
+        create(strategy="tpu")

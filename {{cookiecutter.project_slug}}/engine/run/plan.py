@@ -5,7 +5,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.cluster.asynchronous import is_asynchronous
 from engine.cluster.devices import describe_arithmetic, describe_own_devices
 from engine.cluster.strategy import describe_strategy
 from engine.cluster.versions import versions
@@ -31,10 +30,10 @@ def describe_run(settings: Any, strategy: tf.distribute.Strategy, code_sha256: d
 def print_plan(
     settings: Any, strategy: tf.distribute.Strategy, batches: dict[str, Batches], task: ModuleType, begins: str
 ) -> None:
-    """Prints what is about to happen; `begins` says with which weights."""
+    """Prints what is about to happen; `begins` is how: "resumed from ...", "with new weights"."""
     train = batches["train"]
     left_out = f", {train.left_out} examples left out of each (--keep-last-batch keeps them)" if train.left_out else ""
-    all_reduce = getattr(strategy, "all_reduce", None)  # None where nothing is summed over devices.
+    all_reduce = getattr(strategy, "all_reduce", None)  # Set where values are summed over devices.
     facts = {
         "strategy": describe_strategy(strategy) + _size(strategy),
         "devices": describe_devices(strategy, settings.simulated_devices),
@@ -51,7 +50,7 @@ def print_plan(
 
 
 def _size(strategy: tf.distribute.Strategy) -> str:
-    if is_asynchronous(strategy):
+    if describe_strategy(strategy) == "parameter_server":
         return f", {len(strategy.worker_addresses)} worker(s), asynchronous: each takes steps of its own"
     workers = Workers(strategy).count
     return f", {workers} workers" * (workers > 1) + f", {strategy.num_replicas_in_sync} replica(s)"
@@ -66,7 +65,7 @@ def describe_devices(strategy: tf.distribute.Strategy, simulated_devices: int) -
         return f"{describe_own_devices(0)} (the chief; those of the workers are their own)"
     if kind != "multi_worker":
         return describe_own_devices(simulated_devices, only_one=kind == "one_device")
-    by_worker = strategy.devices_of_workers
-    if len(set(by_worker.values())) == 1:
-        return f"{next(iter(by_worker.values()))} for each worker"
-    return "; ".join(f"{worker}: {devices}" for worker, devices in by_worker.items())
+    devices = strategy.devices_of_workers
+    if len(set(devices.values())) == 1:
+        return f"{next(iter(devices.values()))} for each worker"
+    return "; ".join(f"{worker}: {text}" for worker, text in devices.items())
