@@ -27,9 +27,9 @@ def test_no_cluster_is_found_where_none_is_described() -> None:
 
 
 def test_first_task_is_the_chief() -> None:
-    of_workers = find_cluster(tf_config({"worker": TWO}, index=1))
-    assert of_workers.tasks() == {"worker 0": "host0:12345", "worker 1": "host1:12345"}
-    assert (of_workers.name, of_workers.is_chief) == ("worker 1", False)
+    workers = find_cluster(tf_config({"worker": TWO}, index=1))
+    assert workers.tasks() == {"worker 0": "host0:12345", "worker 1": "host1:12345"}
+    assert (workers.name, workers.is_chief) == ("worker 1", False)
     with_chief = find_cluster(tf_config({"worker": TWO, "chief": ["host2:1"]}, "chief"))
     assert list(with_chief.tasks()) == ["chief", "worker 0", "worker 1"]
     assert with_chief.is_chief

@@ -267,9 +267,9 @@ with ended_after({}, "late"):
     time.sleep(1)
 print("in time")
 """
-    for seconds, code, told in ((0.2, 2, "ERROR: late\n"), (60, 0, "in time\n")):
+    for seconds, code, ending in ((0.2, 2, "ERROR: late\n"), (60, 0, "in time\n")):
         done = run("python", "-c", program.format(seconds), folder=PROJECT)
-        assert (done.returncode, (done.stderr if code else done.stdout)[-len(told) :]) == (code, told)
+        assert (done.returncode, (done.stderr if code else done.stdout)[-len(ending) :]) == (code, ending)
 
 
 # --- Which peer is gone -----------------------------------------------------------------------------------------------

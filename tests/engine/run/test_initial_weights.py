@@ -82,8 +82,8 @@ def test_initial_weights_are_those_of_the_file(form: str, trained: tuple[Path, d
         report = initialize(train)
         assert report.startswith("8 of the model's 8 variables from ")
         for name, value in expected.items():
-            for of_replica in train.strategy.experimental_local_results(model_variables(task.model)[name]):
-                np.testing.assert_array_equal(of_replica.numpy(), value)
+            for variable in train.strategy.experimental_local_results(model_variables(task.model)[name]):
+                np.testing.assert_array_equal(variable.numpy(), value)
         for name, average in train.moving_average.averages.items():
             np.testing.assert_array_equal(average.numpy(), expected[name])
         for name, variable in model_variables(task.model).items():
