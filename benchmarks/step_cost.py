@@ -22,8 +22,9 @@ from workloads import WORKLOADS
 
 import task
 import train
-from config import read_settings
+from config import Config
 from engine.data.batches import batch_of
+from engine.settings import read_settings
 
 STEPS = 1200
 CALLS = 4
@@ -37,7 +38,7 @@ def build(replicas: int, folder: str) -> None:
     task.create_model = lambda: WORKLOAD.model(keras)
     task.create_optimizer = lambda total_steps: keras.optimizers.Adam(1e-3)
     devices = f"--simulated-devices={replicas if replicas > 1 else 0}"
-    train.build(read_settings([f"--run-dir={folder}", f"--global-batch-size={WORKLOAD.batch_size}", devices]))
+    train.build(read_settings(Config, [f"--run-dir={folder}", f"--global-batch-size={WORKLOAD.batch_size}", devices]))
 
 
 def bare_step(batch: Any) -> tf.Tensor:

@@ -76,11 +76,10 @@ def test_finished_run_says_so_goes_on_with_more_epochs_and_starts_anew(bake: Cal
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--epochs", "0"), "--epochs 0 must be 1 or more"),
-        (("--strategy", "central_storage"), "invalid choice 'central_storage' for argument '--strategy'"),
+        (("--epochs", "0"), "--epochs 0 must be from 1 to 2147483647"),
         (("--simulated-devices", "3"), "--global-batch-size 32 cannot be shared equally by 3 replicas: use 30 or 33"),
     ],
-    ids=["a value", "a choice", "a combination"],
+    ids=["a value", "a combination"],
 )
 def test_bad_setting_is_one_line_and_exit_code_2(arguments: tuple[str, ...], reason: str, tmp_path: Path) -> None:
     done = run("python", "train.py", "--run-dir", tmp_path / "run", *arguments, folder=PROJECT)
@@ -98,10 +97,3 @@ def test_check_of_the_shipped_task_has_nothing_to_mend(default_bake: Bake) -> No
     assert all(line.startswith("ok ") for line in out[:-1])
     assert out[-1] == f"All {len(out) - 1} hold."
     assert default_bake.files() == before
-
-
-def test_help_explains_every_setting() -> None:
-    done = run("python", "train.py", "--help", folder=PROJECT)
-    assert done.returncode == 0
-    for flag in ("--run-dir", "--global-batch-size", "--simulated-devices", "--keep-last-batch", "--monitor"):
-        assert flag in done.stdout

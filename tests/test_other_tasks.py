@@ -87,13 +87,13 @@ def test_shipped_tests_and_check_pass_with_dropout_regularization_and_a_setting_
     path.write_text(code.replace(dense, regularized), encoding="utf-8")
     # A setting without a default has to be given, to the tests as to the program.
     setting = project.folder / "config.py"
-    code, first = setting.read_text(encoding="utf-8"), '    run_dir: Path = Path("runs/default")\n'
+    code, first = setting.read_text(encoding="utf-8"), "    epochs: int = 30\n"
     assert first in code
-    setting.write_text(code.replace(first, f"    data_dir: Path\n{first}"), encoding="utf-8")
+    setting.write_text(code.replace(first, f"    data_dir: str\n{first}"), encoding="utf-8")
     without = run("python", "-m", "pytest", "-q", "-k", "prepared", folder=project.folder)
     assert without.returncode == 1
-    assert "--data-dir has no default: give it" in without.stdout
-    assert "ARGUMENTS, in tests/conftest.py, has to give what has no default" in without.stdout
+    assert "--data-dir STR" in without.stdout
+    assert "ARGUMENTS, in tests/conftest.py, has to give every setting without a default" in without.stdout
     given = project.folder / "tests" / "conftest.py"
     code, none = given.read_text(encoding="utf-8"), "ARGUMENTS: list[str] = []"
     assert none in code

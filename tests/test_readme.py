@@ -35,11 +35,11 @@ def test_readme_shows_every_file_and_every_room_of_the_project() -> None:
 
 def test_readme_names_both_commands_and_the_flags_there_are() -> None:
     readme = (TEMPLATE / "README.md").read_text(encoding="utf-8")
-    config = (PROJECT / "config.py").read_text(encoding="utf-8")
+    settings = "".join((PROJECT / name).read_text(encoding="utf-8") for name in ("config.py", "engine/settings.py"))
     assert "make demo" in readme
     assert "make test" in readme
     for flag in re.findall(r"train\.py.*?--([a-z-]+)", readme):
-        assert flag == "help" or f"    {flag.replace('-', '_')}: " in config, flag
+        assert flag == "help" or f"    {flag.replace('-', '_')}: " in settings, flag
 
 
 def test_speeds_are_those_of_the_results() -> None:

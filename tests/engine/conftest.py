@@ -6,6 +6,7 @@ from rendering import PROJECT
 
 sys.path.insert(0, str(PROJECT))
 
+from config import Config
 from engine.cluster.strategy import create_strategy
 
-create_strategy("mirrored", simulated_devices=5)
+create_strategy(Config(strategy="mirrored", simulated_devices=5))

@@ -31,6 +31,19 @@ def create_model() -> keras.Model:
     return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.BatchNormalization(synchronized=True), *layers])
 """
 
+# Gives each worker two CPU devices, where users have two GPUs: TensorFlow itself takes all GPUs, or one CPU.
+TWO_DEVICES = """
+
+from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+CollectiveAllReduceExtended._initialize_local_devices = lambda self, resolver, worker_device: (
+    tuple(f"{worker_device}/device:CPU:{index}" for index in range(2)),
+    "CPU",
+)
+"""
+
 
 def project_with(folder: Path, addition: str) -> Path:
     """Returns a copy of the project whose task.py has something added at its end."""

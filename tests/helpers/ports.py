@@ -19,7 +19,9 @@ def place(name: str, project: Path) -> None:
     shutil.copy(TASKS / name / "task.py", project / "task.py")
     settings = (TASKS / name / "settings.py").read_text(encoding="utf-8").split("class Config:\n")[1]
     path = project / "config.py"
-    before, todo, after = path.read_text(encoding="utf-8").partition("    # TODO(you): Add the settings of your task")
+    code = path.read_text(encoding="utf-8")
+    code = code.replace("import dataclasses\n", "import dataclasses\nfrom pathlib import Path\n")
+    before, todo, after = code.partition("    # TODO(you): Add the settings of your task")
     rest_of_line, _, after = after.partition("\n")
     path.write_text(f"{before}{todo}{rest_of_line}\n{settings}{after}", encoding="utf-8")
     (project / "data").mkdir()

@@ -12,11 +12,12 @@ import tensorflow as tf
 
 import task
 import train
-from config import read_settings
+from config import Config
 from engine.model.objects import model_variables
 from engine.run.checkpoints import weights_sha256
+from engine.settings import read_settings
 
-train.build(read_settings(["--simulated-devices=2"]))
+train.build(read_settings(Config, ["--simulated-devices=2"]))
 state, batches = train.checkpoints.state, train.batches["train"]
 before = state.values()
 stacks = list(batches.feed(train.strategy).take(batches.steps))

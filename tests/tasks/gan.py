@@ -5,7 +5,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 from config import Config
-from engine.model.gradients import apply_gradients, in_micro_batches
+from engine.model.gradients import apply_gradients
 
 NOISE = 8
 
@@ -71,22 +71,15 @@ def losses(features, training):
     return score(real, made_score), score(real, real_score) + score(fake, made_score)
 
 
-def loss_and_gradients(batch):
+def train_step(batch):
     features, _, weights = batch
     with tf.GradientTape(persistent=True) as tape:
         generator_loss, discriminator_loss = losses(features, training=True)
         parts = {"generator": average(generator_loss, weights), "discriminator": average(discriminator_loss, weights)}
-    gradients = {name: tape.gradient(loss, model[name].trainable_variables) for name, loss in parts.items()}
-    return parts["generator"] + parts["discriminator"], gradients, generator_loss + discriminator_loss
-
-
-def train_step(batch):
-    _, _, weights = batch
-    loss, gradients, per_example_loss = in_micro_batches(loss_and_gradients, batch, count=config.micro_batches)
     for name, each in model.items():
-        apply_gradients(optimizer[name], gradients[name], each.trainable_variables, clip_norm=config.clip_norm)
-    metrics["train"]["loss"].update_state(per_example_loss, sample_weight=weights)
-    return loss
+        apply_gradients(optimizer[name], tape, parts[name], each.trainable_variables)
+    metrics["train"]["loss"].update_state(generator_loss + discriminator_loss, sample_weight=weights)
+    return parts["generator"] + parts["discriminator"]
 
 
 def evaluation_step(split, batch):

@@ -6,7 +6,7 @@ What the engine raises by itself is a bug, and keeps its traceback.
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import tensorflow as tf
@@ -28,7 +28,7 @@ LONGEST_SENTENCE = 300
 
 
 @contextlib.contextmanager
-def mistakes_named(during: str = "") -> Iterator[None]:
+def mistakes_named(during: Callable[[], str] = str) -> Iterator[None]:
     """Turns an exception that comes from the user's code into BadInput, which names the place and what was said.
 
     Raises:
@@ -42,7 +42,7 @@ def mistakes_named(during: str = "") -> Iterator[None]:
             raise
         has_run = isinstance(problem, tf.errors.OpError) or tf.config.functions_run_eagerly()
         ending = InterruptedStep if has_run else BadInput
-        raise ending(f"{where_raised(problem)}: {first_line(problem)}{f' ({during})' * bool(during)}") from problem
+        raise ending(f"{where_raised(problem)}: {first_line(problem)}{f' ({during()})' * bool(during())}") from problem
 
 
 def is_users(problem: BaseException) -> bool:

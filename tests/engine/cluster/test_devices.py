@@ -15,10 +15,9 @@ import train
 from config import Config
 from engine.cluster import asynchronous, devices, nvidia
 from engine.cluster import strategy as strategies
-from engine.cluster.devices import describe_arithmetic
+from engine.cluster.devices import describe_arithmetic, warn_of_unused_gpus
 from engine.cluster.environment import Cluster
 from engine.cluster.nvidia import gpus_of_machine, identify_gpus, visible_gpus
-from engine.cluster.strategy import create_strategy
 from engine.data.feed import Feed
 from engine.errors import BadInput
 from engine.run.plan import describe_devices, describe_run, print_plan
@@ -26,6 +25,7 @@ from engine.run.plan import describe_devices, describe_run, print_plan
 A100 = {"device_name": "NVIDIA A100", "compute_capability": (8, 0)}
 T4 = {"device_name": "Tesla T4", "compute_capability": (7, 5)}
 TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
+SERVED = TF_CONFIG.replace('"worker": [', '"chief": ["c:1"], "ps": ["d:1"], "worker": [')
 
 Machine = Callable[..., list[Any]]
 
@@ -49,8 +49,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Has TensorFlow list GPUs of the given details; returns the list of what is done with them, in order."""
     listed, calls = tf.config.list_physical_devices, []
     # What other tests have made stays, and what these make goes.
-    for name in ("_mirrored", "_multi_worker", "warn_of_unused_gpus"):
-        monkeypatch.setattr(strategies, name, functools.cache(getattr(strategies, name).__wrapped__))
+    monkeypatch.setattr(strategies, "_made", {})
+    monkeypatch.setattr(strategies, "warn_of_unused_gpus", functools.cache(warn_of_unused_gpus.__wrapped__))
 
     def noted(name: str) -> Callable[..., Any]:
         class Strategy:  # Also a type, as what stands for a strategy has to be.
@@ -71,6 +71,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         return calls
 
     return of_details
+
+
+def create(**settings: Any) -> tf.distribute.Strategy:
+    return strategies.create_strategy(Config(**settings))
 
 
 def cluster_that_says(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> None:
@@ -114,42 +118,42 @@ def test_gpus_that_tensorflow_cannot_use_are_reported_once(
     machine()
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    create_strategy("auto", simulated_devices=1)
+    create(simulated_devices=1)
     assert "WARNING" not in capsys.readouterr().out
-    create_strategy("auto")
-    create_strategy("auto")
+    create()
+    create()
     (warning,) = capsys.readouterr().out.splitlines()
     assert "this machine has 2 NVIDIA GPUs, and TensorFlow can use none" in warning
     assert "pip install 'tensorflow[and-cuda]'" in warning
     assert (f"CUDA_VISIBLE_DEVICES is {hidden!r}" in warning) is (hidden is not None)
     with pytest.raises(BadInput, match="--strategy mirrored needs GPUs and this machine has 2 NVIDIA GPUs"):
-        create_strategy("mirrored")
+        create(strategy="mirrored")
 
 
 def test_machine_without_gpus_is_not_warned(driver: Path, machine: Machine, monkeypatch, capsys) -> None:
     machine()
     monkeypatch.setattr(nvidia, "NVIDIA_GPUS", driver / "not there")
-    create_strategy("auto")
+    create()
     assert capsys.readouterr().out == ""
 
 
 def test_memory_of_all_gpus_grows_before_anything_starts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = machine(A100, A100)
-    create_strategy("auto")
+    create()
     kinds = [call[0] for call in calls]
     assert kinds == ["growth", "growth", "mirrored"]
     assert [call[2] for call in calls[:2]] == [True, True]
 
     calls.clear()
     cluster_that_says(monkeypatch, {"gpus": ["another one"]})
-    create_strategy("auto")
+    create()
     assert [call[0] for call in calls] == ["growth", "growth", "multi_worker"]
 
     calls.clear()
-    monkeypatch.setenv("TF_CONFIG", TF_CONFIG.replace('"worker": [', '"chief": ["c:1"], "ps": ["d:1"], "worker": ['))
+    monkeypatch.setenv("TF_CONFIG", SERVED)
     monkeypatch.setattr(strategies, "serve", lambda *_, **__: calls.append(("serve",)) or sys.exit())
     with pytest.raises(SystemExit):
-        create_strategy("parameter_server")
+        create(strategy="parameter_server")
     assert [call[0] for call in calls] == ["growth", "growth", "serve"]
 
 
@@ -174,7 +178,7 @@ def test_gpu_that_cannot_grow_any_more_is_reported(machine: Machine, monkeypatch
         raise RuntimeError("Physical devices cannot be modified after being initialized")
 
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", started)
-    create_strategy("auto")
+    create()
     assert "GPU:0: TensorFlow had started before, in task.py for example" in capsys.readouterr().out
 
 
@@ -198,9 +202,9 @@ def test_plan_and_config_name_the_devices(machine: Machine, monkeypatch: pytest.
     assert describe_devices(one_device, 0) == "CPU, 8 cores"
     machine(A100, A100)
     assert describe_devices(one_device, 0) == "1 x NVIDIA A100"
-    assert describe_devices(create_strategy("mirrored"), 0) == "2 x NVIDIA A100"
+    assert describe_devices(create(strategy="mirrored"), 0) == "2 x NVIDIA A100"
     machine(A100, A100, T4)
-    assert describe_devices(create_strategy("mirrored"), 0) == "2 x NVIDIA A100, 1 x Tesla T4"
+    assert describe_devices(create(strategy="mirrored"), 0) == "2 x NVIDIA A100, 1 x Tesla T4"
 
 
 def test_products_of_fewer_digits_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,8 +239,8 @@ def test_products_of_fewer_digits_are_named(machine: Machine, monkeypatch: pytes
 )
 def test_gpus_of_a_machine_sum_as_asked_for(all_reduce: str, kind: type, machine: Machine) -> None:
     calls = machine(A100, A100)
-    strategy = create_strategy("auto", all_reduce=all_reduce)
-    assert create_strategy("mirrored", all_reduce=all_reduce) is strategy
+    strategy = create(all_reduce=all_reduce)
+    assert create(strategy="mirrored", all_reduce=all_reduce) is strategy
     (made,) = [call for call in calls if call[0] == "mirrored"]
     assert made[1] == ["GPU:0", "GPU:1"]
     assert isinstance(made[2], kind)
@@ -257,23 +261,49 @@ def test_hierarchical_copy_is_refused_where_it_loses_a_replica(machine: Machine)
     assert summed == {2: {2.0}, 3: {2.0}}  # Where this is mended, three need not be refused any more.
     machine(A100, A100, A100)
     with pytest.raises(BadInput, match="--all-reduce hierarchical_copy on 3 GPUs"):
-        create_strategy("auto", all_reduce="hierarchical_copy")
+        create(all_reduce="hierarchical_copy")
 
 
 def test_sum_that_the_devices_cannot_have_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadInput, match="--all-reduce nccl is for GPUs, and --simulated-devices 2 are on the CPU"):
-        create_strategy("auto", simulated_devices=2, all_reduce="nccl")
-    simulated = create_strategy("auto", simulated_devices=2)
-    assert create_strategy("auto", simulated_devices=2, all_reduce="one_device") is simulated
-    for name in ("tpu", "parameter_server"):
-        with pytest.raises(BadInput, match=f"--all-reduce nccl with --strategy {name}"):
-            create_strategy(name, all_reduce="nccl")
+    simulated = create(simulated_devices=2)
+    assert create(simulated_devices=2, all_reduce="one_device") is simulated
+    with pytest.raises(BadInput, match="--all-reduce nccl does not work with --simulated-devices 2: use auto or one_"):
+        create(simulated_devices=2, all_reduce="nccl")
+    with pytest.raises(BadInput, match="--all-reduce nccl does not work with --strategy tpu: use auto"):
+        create(strategy="tpu", all_reduce="nccl")
     machine()
     cluster_that_says(monkeypatch, {})
-    with pytest.raises(BadInput, match="--all-reduce one_device is for one machine"):
-        create_strategy("auto", all_reduce="one_device")
+    with pytest.raises(BadInput, match="--all-reduce one_device does not work with several machines: use auto or nccl"):
+        create(all_reduce="one_device")
     with pytest.raises(BadInput, match="--all-reduce nccl needs GPUs, and the workers have none"):
-        create_strategy("auto", all_reduce="nccl")
+        create(all_reduce="nccl")
+
+
+@pytest.mark.parametrize(
+    ("in_cluster", "settings", "reason"),
+    [
+        (False, {"strategy": "multi_worker"}, "--strategy multi_worker needs a cluster"),
+        (False, {"strategy": "parameter_server"}, "--strategy parameter_server needs a cluster with a chief"),
+        (True, {"strategy": "parameter_server"}, "--strategy parameter_server needs a cluster with a chief"),
+        (True, {"strategy": "mirrored"}, "--strategy mirrored, and TF_CONFIG describes a cluster of 2"),
+        (False, {"strategy": "one_device", "simulated_devices": 2}, "--strategy one_device, which uses 1 of them"),
+        (False, {"strategy": "tpu", "simulated_devices": 1}, "--strategy tpu, which uses 0 of them"),
+        (True, {"simulated_devices": 2}, "--strategy multi_worker, which uses 1 of them in a process"),
+    ],
+)
+def test_strategy_that_does_not_go_with_its_surroundings_is_refused(
+    in_cluster: bool, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_cluster:
+        monkeypatch.setenv("TF_CONFIG", TF_CONFIG)
+    with pytest.raises(BadInput, match=reason):
+        create(**settings)
+
+
+def test_cluster_with_parameter_servers_is_for_their_strategy_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", SERVED)
+    with pytest.raises(BadInput, match="TF_CONFIG describes parameter servers, and --strategy is multi_worker"):
+        create()
 
 
 def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machine, monkeypatch) -> None:
@@ -291,9 +321,9 @@ def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machin
     ):
         calls = machine(*gpus)
         calls.clear()
-        strategies._multi_worker.cache_clear()
+        strategies._made.clear()
         cluster_that_says(monkeypatch, others)
-        strategy = create_strategy("auto")
+        strategy = create()
         (options,) = [call[1] for call in calls if call[0] == "multi_worker"]
         assert options.implementation == implementation
         assert options.timeout_seconds is None  # Each sum would keep two threads for so long.
@@ -327,15 +357,14 @@ def test_gpu_that_two_workers_use_is_refused(driver: Path, machine: Machine, mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     cluster_that_says(monkeypatch, {})
     with pytest.raises(BadInput, match=r"worker 0 and worker 1 use the same GPU 0000:af:00.0 of .*CUDA_VISIBLE"):
-        create_strategy("auto")
-    # Of other machines, the same number is another one.
+        create()
     cluster_that_says(monkeypatch, {"gpus": ["another-machine 0000:af:00.0"]})
-    create_strategy("auto")
+    create()
     # Simulated devices use none.
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(strategies, "join", lambda cluster, facts, own, **_: said.append((facts, own)) or {"a": own})
-    monkeypatch.setattr(strategies, "_simulate", lambda count: [f"CPU:{index}" for index in range(count)])
-    create_strategy("auto", simulated_devices=2, facts={"--epochs": 1})
+    create(simulated_devices=1, epochs=7)
     ((facts, own),) = said
-    assert facts == {"--epochs": 1, "GPUs": 0}
-    assert own["gpus"] == []
+    assert (facts["--epochs"], facts["GPUs"], own["gpus"]) == (7, 0, [])
+    assert facts["code"]["task.py"]
+    assert "--run-dir" not in facts

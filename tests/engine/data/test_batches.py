@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data.batches import Batches, check_same_structure, per_replica_batch_size
 from engine.data.feed import stack_sizes
@@ -29,7 +30,7 @@ def batches(split: str = "train", *, count: int = 37, replicas: int = 1, **chang
     arguments = {
         "load_examples": lambda _: numbers(count),
         "prepare_example": unchanged,
-        "replicas": replicas,
+        "strategy": create_strategy(Config(simulated_devices=replicas)),
         "global_batch_size": 8,
         "seed": 5,
         "shuffle_buffer_size": 1000,
@@ -41,20 +42,20 @@ def batches(split: str = "train", *, count: int = 37, replicas: int = 1, **chang
 
 def global_batches(of: Batches, replicas: int, *, epoch: int = 0, first_step: int = 0) -> list[list[np.ndarray]]:
     """Returns every global batch as [features, labels, weights], its replicas' shares joined."""
-    strategy = create_strategy("auto", simulated_devices=replicas)
+    strategy = create_strategy(Config(simulated_devices=replicas))
     found = []
-    for batch in of.one_by_one(strategy, epoch=epoch, first_step=first_step):
+    for batch in of.one_by_one(epoch, first_step):
         parts = [strategy.experimental_local_results(part) for part in batch]
         found.append([np.concatenate([share.numpy() for share in shares]) for shares in parts])
     assert len(found) == of.steps - first_step
     return found
 
 
-def shares_of(of: Batches, pipeline: int, *, first_step: int = 0) -> list[list[np.ndarray]]:
-    """Returns what one of two input pipelines gives its replicas in a pass: a share of a batch for each in turn."""
+def shares_of(of: Batches, *, first_step: int = 0) -> list[list[np.ndarray]]:
+    """Returns what one of two processes gives its replicas in a pass: a share of a batch for each in turn."""
     sizes, _ = stack_sizes(of.steps, first_step, of._bytes_of_batch)
     replicas = of.global_batch_size // 2 // of.share
-    stacks = iter(of._stacks(0, first_step, 2, pipeline))
+    stacks = iter(of._stacks(0, first_step))
     shares = []
     for size in sizes:
         of_replicas = [[part.numpy() for part in stack] for stack in next(stacks)]
@@ -108,10 +109,10 @@ def test_global_batches_are_the_same_for_any_number_of_replicas(split: str) -> N
 
 
 def test_global_batches_are_the_same_for_any_number_of_input_pipelines() -> None:
-    of = batches(replicas=4)
-    reference = [features for features, _, _ in global_batches(of, 4)]
-    # Each pipeline feeds two of the four replicas, which get what they get in one process.
-    parts = [[share[0] for share in shares_of(of, index)] for index in range(2)]
+    reference = [features for features, _, _ in global_batches(batches(replicas=4), 4)]
+    # Each process feeds two of the four replicas, which get what they get in one process.
+    processes = [batches(replicas=4, pipelines=2, pipeline=index) for index in range(2)]
+    parts = [[share[0] for share in shares_of(process)] for process in processes]
     for step, expected in enumerate(reference):
         shares = [share for part in parts for share in part[2 * step : 2 * step + 2]]
         np.testing.assert_array_equal(np.concatenate(shares), expected)
@@ -127,7 +128,7 @@ def test_dataset_is_let_go_once_its_examples_are_kept(buffer_size: int, is_kept:
         return dataset
 
     of = batches(load_examples=load, shuffle_buffer_size=buffer_size)
-    of.read(tf.distribute.get_strategy(), 0)
+    of.read()
     gc.collect()
     assert (loaded[0]() is None) == is_kept
 
@@ -143,8 +144,8 @@ def test_pipeline_prepares_its_own_share_only() -> None:
         return tf.ensure_shape(features, []), labels
 
     # In evaluation, because the next epoch's, which may be under way already, are the same.
-    of = batches("validation", prepare_example=of_known_shape, replicas=2, count=40)
-    shares_of(of, 1)
+    of = batches("validation", prepare_example=of_known_shape, replicas=2, count=40, pipelines=2, pipeline=1)
+    shares_of(of)
     assert set(prepared) == {number for number in range(40) if number % 8 >= 4}
 
 
@@ -262,12 +263,12 @@ def test_files_of_one_process_are_all_files() -> None:
 
 
 def test_evaluation_of_files_counts_each_example_once_in_equally_many_steps() -> None:
-    of = batches("validation", load_examples=load_own_files, replicas=2, pipelines=2)
-    # Files of 17 and of 22 examples, 4 of a batch from each.
-    assert (of.number_of_examples, of.steps, of.left_out) == (39, 6, 0)
     counted = Counter()
     for pipeline in range(2):
-        shares = shares_of(of, pipeline)
+        own = batches("validation", load_examples=load_own_files, replicas=2, pipelines=2, pipeline=pipeline)
+        # Files of 17 and of 22 examples, 4 of a batch from each.
+        assert (own.number_of_examples, own.steps, own.left_out) == (39, 6, 0)
+        shares = shares_of(own)
         assert len(shares) == 6
         for features, _, weights in shares:
             counted.update(features[weights == 1].tolist())
@@ -280,15 +281,15 @@ def test_training_on_files_takes_equally_many_steps_and_resumes() -> None:
     def draw(features, labels, *, training, seed):
         return tf.random.stateless_uniform([], seed), labels
 
-    of = batches(load_examples=load_own_files, prepare_example=draw, replicas=2, pipelines=2)
-    assert (of.steps, of.left_out) == (4, 7)
     for pipeline, files in enumerate(({*range(10), *range(32, 39)}, set(range(10, 32)))):
-        shares = shares_of(of, pipeline)
+        own = batches(load_examples=load_own_files, prepare_example=draw, replicas=2, pipelines=2, pipeline=pipeline)
+        assert (own.steps, own.left_out) == (4, 7)
+        shares = shares_of(own)
         seen = [int(label) for _, labels, _ in shares for label in labels]
         assert len(seen) == len(set(seen)) == 16
         assert set(seen) <= files
         drawn += [float(feature) for features, _, _ in shares for feature in features]
-        for one, other in zip(shares_of(of, pipeline, first_step=3), shares[3:], strict=True):
+        for one, other in zip(shares_of(own, first_step=3), shares[3:], strict=True):
             for part, same in zip(one, other, strict=True):
                 np.testing.assert_array_equal(part, same)
     # No two examples, of whichever worker, have the same augmentation.

@@ -9,59 +9,57 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
+from config import Config
 from engine.cluster.strategy import create_strategy
-from engine.data.batches import Batches, batch_of
-from engine.data.feed import BYTES_OF_STACK, stack_sizes
+from engine.data.batches import Batches
+from engine.data.feed import BYTES_OF_STACK, Feed, stack_sizes
 from engine.data.preparation import Preparation
 from rendering import PROJECT
 
 
-def counting(split: str, count: int, *, replicas: int = 1) -> Batches:
+def counting(split: str, count: int, *, replicas: int = 1, strategy: tf.distribute.Strategy | None = None) -> Batches:
     return Batches(
         split,
         load_examples=lambda _: tf.data.Dataset.range(count).map(lambda number: (number, number)),
         preparation=Preparation(lambda features, labels: (features, labels), training=split == "train"),
-        replicas=replicas,
+        strategy=strategy or create_strategy(Config(simulated_devices=replicas)),
         global_batch_size=4,
         seed=0,
         shuffle_buffer_size=1000,
     )
 
 
-def first_examples(strategy: tf.distribute.Strategy):
-    """Returns what stands for compiled steps: the number of each batch's first example, as its loss."""
-
-    @tf.function
-    def first_of(stack, index):
-        of_replicas = strategy.run(lambda stack: tf.cast(batch_of(stack, index)[0][0], tf.float32), args=(stack,))
-        return strategy.experimental_local_results(of_replicas)[0]
-
-    return lambda stack, first, count: tf.stack([first_of(stack, first + index) for index in range(int(count))])
+def take(batches: Batches, feed: Feed, count: int) -> list[float]:
+    """Returns the first example of each of the next `count` batches."""
+    first = tf.function(lambda stack, index: tf.nest.flatten(batches.pick(stack, index), expand_composites=True)[0])
+    return [
+        float(first(stack, tf.constant(start + index))[0])
+        for stack, start, taken in feed.take(count)
+        for index in range(taken)
+    ]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_steps_of_any_number_take_the_batches_in_order_pass_after_pass(replicas: int) -> None:
-    strategy = create_strategy("auto", simulated_devices=replicas)
     batches = counting("validation", 400, replicas=replicas)
-    feed, steps = batches.feed(strategy), first_examples(strategy)
+    feed = batches.feed()
     for epoch in range(2):
-        taken = [feed.run(steps, count) for count in (1, 2, 30, 1, 66)]
+        taken = [take(batches, feed, count) for count in (1, 2, 30, 1, 66)]
         assert [len(each) for each in taken] == [1, 2, 30, 1, 66]
         np.testing.assert_array_equal(np.concatenate(taken), np.arange(0, 400, 4))
         # It goes on: the same one serves the next pass.
-        assert batches.feed(strategy, epoch=epoch + 1) is feed
-    assert batches.feed(strategy, first_step=3) is not feed
-    np.testing.assert_array_equal(batches.feed(strategy, first_step=3).run(steps, 4), [12, 16, 20, 24])
+        assert batches.feed(epoch + 1) is feed
+    assert batches.feed(first_step=3) is not feed
+    assert take(batches, batches.feed(first_step=3), 4) == [12, 16, 20, 24]
 
 
 def test_training_feed_is_used_again_only_for_the_epoch_that_it_is_at() -> None:
-    strategy = create_strategy("auto", simulated_devices=1)
-    batches, steps = counting("train", 40), first_examples(create_strategy("auto", simulated_devices=1))
-    feed = batches.feed(strategy, epoch=3)
-    order = feed.run(steps, 10)
-    assert batches.feed(strategy, epoch=5) is not feed
-    np.testing.assert_array_equal(batches.feed(strategy, epoch=3).run(steps, 10), order)
-    assert not np.array_equal(batches.feed(strategy, epoch=4).run(steps, 10), order)
+    batches = counting("train", 40)
+    feed = batches.feed(3)
+    order = take(batches, feed, 10)
+    assert batches.feed(5) is not feed
+    assert take(batches, batches.feed(3), 10) == order
+    assert take(batches, batches.feed(4), 10) != order
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -75,22 +73,16 @@ def test_no_thread_tunes_the_input(replicas: int, monkeypatch: pytest.MonkeyPatc
         create(iterator, dataset, **options)
 
     monkeypatch.setattr(OwnedIterator, "__init__", noted)
-    strategy = create_strategy("auto", simulated_devices=replicas)
-    counting("train", 40, replicas=replicas).feed(strategy).run(first_examples(strategy), 10)
+    list(counting("train", 40, replicas=replicas).feed().take(10))
     assert tuned == [False]
 
 
-def test_compiled_steps_take_what_a_strategy_of_one_gpu_is_given() -> None:
-    strategy = tf.distribute.MirroredStrategy(["CPU:1"])
-    batches = counting("validation", 40)
-
-    @tf.function(input_signature=(batches.stack_spec(strategy), tf.TensorSpec((), tf.int32)))
-    def first_of(stack, index):
-        return strategy.run(lambda stack: batch_of(stack, index)[0][0], args=(stack,))
-
-    for stack, first, count in batches.feed(strategy).take(10):
-        assert all("CPU:1" in part.device for part in stack)
-        assert first_of(stack, tf.constant(first + count - 1)) % 4 == 0
+def test_stack_of_one_gpu_stays_in_the_memory_of_the_host() -> None:
+    batches = counting("validation", 40, strategy=tf.distribute.MirroredStrategy(["CPU:1"]))
+    steps = batches.compiled(lambda stack, first, count: batches.pick(stack, first + count - 1)[0])
+    for stack, first, count in batches.feed().take(10):
+        assert all("CPU:0" in part.device for part in stack)
+        assert steps(stack, first, count)[0] % 4 == 0
 
 
 @pytest.mark.parametrize("steps", [1, 2, 39, 64, 65, 1000, 12345])
@@ -135,9 +127,9 @@ batches = Batches(
         ),
         training=True,
     ),
-    replicas=1, global_batch_size=4, seed=0, shuffle_buffer_size=10,
+    strategy=tf.distribute.get_strategy(), global_batch_size=4, seed=0, shuffle_buffer_size=10,
 )
-next(batches.feed(tf.distribute.get_strategy()).take(1))
+next(batches.feed().take(1))
 print("taken", flush=True)
 """
 

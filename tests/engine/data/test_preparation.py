@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data import examples as examples_module
 from engine.data.batches import Batches
@@ -28,7 +29,7 @@ def batches(prepare_example: Callable[..., Any], split: str = "train", **changes
     arguments = {
         "load_examples": images,
         "prepare_example": prepare_example,
-        "replicas": 2,
+        "strategy": create_strategy(Config(simulated_devices=2)),
         "global_batch_size": 8,
         "seed": 1,
         "shuffle_buffer_size": 1000,
@@ -41,9 +42,9 @@ def batches(prepare_example: Callable[..., Any], split: str = "train", **changes
 
 def contents(of: Batches, epoch: int = 0) -> list[np.ndarray]:
     """Returns features (or each of several), labels and weights of all batches, in order."""
-    strategy = create_strategy("auto", simulated_devices=2)
+    strategy = create_strategy(Config(simulated_devices=2))
     found = []
-    for batch in of.one_by_one(strategy, epoch=epoch):
+    for batch in of.one_by_one(epoch):
         shares = [strategy.experimental_local_results(part) for part in tf.nest.flatten(batch)]
         found.append([np.concatenate([share.numpy() for share in each]) for each in shares])
     return [np.concatenate(parts) for parts in zip(*found, strict=True)]

@@ -13,7 +13,7 @@ import task
 import train
 from config import Config
 from engine.errors import BadInput
-from engine.model.gradients import in_micro_batches, prepare_optimizer
+from engine.model.gradients import apply_gradients, in_micro_batches, prepare_optimizer
 from engine.model.objects import model_variables
 from rendering import run
 
@@ -25,7 +25,8 @@ def values_on_replicas(variable: tf.Variable) -> list[np.ndarray]:
 
 
 def take_steps(count: int) -> None:
-    train.batches["train"].feed(train.strategy).run(train.run_steps["train"], count)
+    for stack, first, taken in train.batches["train"].feed().take(count):
+        train.run_steps["train"](stack, first, taken)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
@@ -95,40 +96,96 @@ def test_gradients_cross_replicas_once_unless_they_are_clipped(
     assert len(traced) == 2 * sums
 
 
-def test_outputs_of_micro_batches_come_in_the_order_of_the_batch() -> None:
-    seen = []
+class Linear:
+    """A step of least squares: gradient descent with rate 1 on sum(weight * features)."""
 
-    def loss_and_gradients(batch):
+    def __init__(self) -> None:
+        self.weight = keras.Variable([[0.0], [0.0]])
+        self.unused = keras.Variable([0.0])
+        self.optimizer = keras.optimizers.SGD(1.0)
+        self.optimizer.build([self.weight, self.unused])
+        self.seen: list[list[float]] = []
+
+    def train_step(self, batch):
         features, _, _ = batch
-        seen.append(features.numpy().ravel().tolist())
-        return tf.reduce_sum(features), [features[:1], None], {"twice": 2 * features, "flat": features[:, 0]}
-
-    features = tf.reshape(tf.range(12.0), [6, 2])
-    loss, gradients, outputs = in_micro_batches(loss_and_gradients, (features, features, features), count=3)
-    assert seen == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
-    assert loss == 66.0
-    assert gradients[0].numpy().tolist() == [[0 + 2 + 4, 1 + 3 + 5]]
-    assert gradients[1] is None
-    np.testing.assert_array_equal(outputs["twice"], 2 * features)
-    np.testing.assert_array_equal(outputs["flat"], features[:, 0])
+        if tf.executing_eagerly():
+            self.seen.append(features.numpy().ravel().tolist())
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(features @ self.weight.value) + tf.reduce_sum(features)
+            if loss <= -100.0:  # AutoGraph converts it, though it leaves the engine's own functions as they are.
+                loss = tf.constant(0.0)
+        apply_gradients(self.optimizer, tape, loss, [self.weight, self.unused])
+        return loss
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_micro_batches_update_once_with_the_sum(count: int, jit: bool, compiled: bool) -> None:
+    linear = Linear()
+    step = in_micro_batches(linear.train_step, Config(micro_batches=count, jit=jit))
+    features = tf.reshape(tf.range(12.0), [6, 2])
+    loss = (tf.function(step) if compiled else step)((features, features, features))
+    assert loss == 66.0
+    assert linear.weight.numpy().ravel().tolist() == [-(0 + 2 + 4 + 6 + 8 + 10), -(1 + 3 + 5 + 7 + 9 + 11)]
+    assert linear.optimizer.iterations.numpy() == 1
+    if count == 3 and not compiled:
+        assert linear.seen == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+
+
+@pytest.mark.parametrize("order", ["losses, updates", "loss, update, loss, update"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_loss_may_branch_on_a_tensor(count: int, jit: bool) -> None:
-    """AutoGraph converts it, though it leaves the engine's own functions as they are."""
+def test_loss_after_an_update_is_refused_in_micro_batches(count: int, order: str) -> None:
+    linear = Linear()
 
-    def loss_and_gradients(batch):
-        features, _, _ = batch
-        loss = tf.reduce_sum(features)
-        if loss <= 5.0:  # The first micro-batch of two, {1, 3}, is.
-            loss = tf.constant(0.0)
-        return loss, [], features
+    def loss_of(features):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(features @ linear.weight.value)
+        return tape, loss
 
-    features = tf.constant([[1.0], [2.0], [3.0], [4.0]])
-    steps = tf.function(lambda batch: in_micro_batches(loss_and_gradients, batch, count=count, jit=jit))
-    loss, _, _ = steps((features, features, features))
-    assert loss == {1: 10.0, 2: 6.0}[count]
+    def train_step(batch):
+        first = loss_of(batch[0])
+        second = loss_of(batch[0]) if order == "losses, updates" else None
+        apply_gradients(linear.optimizer, *first, [linear.weight])
+        second = second or loss_of(batch[0])
+        apply_gradients(linear.optimizer, *second, [linear.weight])
+        return first[1] + second[1]
+
+    step = tf.function(in_micro_batches(train_step, Config(micro_batches=count)), autograph=False)
+    features = tf.ones([4, 2])
+    if count == 2 and order != "losses, updates":
+        with pytest.raises(BadInput, match=r"--micro-batches: task.train_step computes a loss after an update"):
+            step((features, features, features))
+        return
+    step((features, features, features))
+    assert linear.weight.numpy().ravel().tolist() == [-8.0, -8.0]
+
+
+def test_update_by_other_means_is_refused_in_micro_batches() -> None:
+    with pytest.raises(BadInput, match=r"--micro-batches needs .*apply_gradients"):
+        in_micro_batches(lambda batch: tf.constant(0.0), Config(micro_batches=2))((tf.ones([2]),) * 3)
+
+
+def test_jit_compiles_forward_and_backward_pass_and_not_the_update() -> None:
+    for jit in (False, True):
+        linear = Linear()
+        step = tf.function(in_micro_batches(linear.train_step, Config(jit=jit)))
+        graph = step.get_concrete_function((tf.TensorSpec([4, 2]),) * 3).graph
+        marked = {each.type for each in graph.get_operations() if _is_marked(each)}
+        assert ("MatMul" in marked) == jit
+        backward = [
+            each for each in graph.get_operations() if each.name.startswith("gradient_tape") and each.type == "MatMul"
+        ]
+        assert backward
+        assert all(_is_marked(each) == jit for each in backward)
+        assert "AssignSubVariableOp" not in marked
+
+
+def _is_marked(operation: tf.Operation) -> bool:
+    try:
+        return operation.get_attr("_XlaCompile")
+    except ValueError:
+        return False
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import train
 from config import Config
 from engine.errors import BadInput
 from engine.model.objects import build_optimizers, learning_rates, model_variables
+from engine.model.refusals import monitor_direction
 
 LOAD_EXAMPLES = task.load_examples
 
@@ -113,7 +114,7 @@ def test_metrics_of_every_kind_agree_on_one_replica_and_on_two(monkeypatch: pyte
     # Each example's probabilities add up to one, and there are 45 of them.
     totals = {name: results[1][f"validation/{name}"] for name in ("variable", "tensorflow", "half_late", "constant")}
     assert totals == pytest.approx({"variable": 45, "tensorflow": 45, "half_late": 45, "constant": 0.25}, rel=1e-5)
-    own = train.checkpoints.state.own
+    own = train.run.checkpoints.state.own
     assert {"metrics/train/half_late/half_late/of_class", "metrics/train/r2/r2_score/sum"} <= set(own)
     assert any(name.startswith("metrics/train/tensorflow/total") for name in own)
 
@@ -160,7 +161,7 @@ def test_layers_called_in_training_only_are_trained(replicas: int, monkeypatch: 
     values = {name: variable.numpy() for name, variable in model_variables(task.model).items()}
     helpers = [name for name in values if "/sequential/" in name]
     assert len(helpers) == 4
-    assert set(helpers) <= set(train.checkpoints.state.alike)
+    assert set(helpers) <= set(train.run.checkpoints.state.alike)
     # To build them drew nothing and measured nothing.
     (seed,) = [name for name in values if "seed_generator_state" in name]
     np.testing.assert_array_equal(values[seed], made[0])
@@ -214,9 +215,29 @@ def test_several_optimizers_in_one_train_and_are_reported(tmp_path: Path, monkey
         (row,) = csv.DictReader(lines)
     assert (row["learning_rate/weights"], row["learning_rate/bias"]) == ("0.25", "0.5")
     assert "learning_rate" not in row
-    assert {"optimizer/bias/iteration", "optimizer/weights/iteration"} <= set(train.checkpoints.state.alike)
+    assert {"optimizer/bias/iteration", "optimizer/weights/iteration"} <= set(train.run.checkpoints.state.alike)
 
 
 def test_optimizer_that_clips_is_refused_inside_another() -> None:
     with pytest.raises(BadInput, match=r"an optimizer with clipnorm=1\.0, which is wrong on several replicas"):
         build_optimizers(several(keras.optimizers.Adam(clipnorm=1.0)), linear_model(), "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "direction"),
+    [
+        ("loss", keras.metrics.Mean, "min"),
+        ("mae", keras.metrics.MeanAbsoluteError, "min"),
+        ("accuracy", keras.metrics.SparseCategoricalAccuracy, "max"),
+        ("anything", keras.metrics.AUC, "max"),
+        ("wer", keras.metrics.Mean, None),
+    ],
+)
+def test_direction_is_the_one_that_keras_knows(name: str, metric: type, direction: str | None) -> None:
+    metrics, monitor = {"validation": {name: metric()}}, f"validation/{name}"
+    assert monitor_direction(metrics, monitor, "max") == "max"
+    if direction:
+        assert monitor_direction(metrics, monitor, "auto") == direction
+        return
+    with pytest.raises(BadInput, match=r"--monitor validation/wer: .* use --monitor-direction min or max"):
+        monitor_direction(metrics, monitor, "auto")

@@ -40,14 +40,14 @@ def test_dropout_differs_between_replicas_and_goes_on_after_a_restore(
     for index, one in enumerate(first):
         for other in first[index + 1 :]:
             assert not np.array_equal(one, other)
-    path = train.checkpoints.save(1, {})
+    path = train.run.checkpoints.save(1, {})
     second = masks()
 
     build()
     np.testing.assert_array_equal(masks(), first)
     build(seed=1)
     assert not np.array_equal(masks(), first)
-    train.checkpoints.restore(path)
+    train.run.checkpoints.restore(path)
     np.testing.assert_array_equal(masks(), second)
 
 
@@ -95,21 +95,24 @@ def test_unsynchronized_statistics_are_averaged_before_evaluation(
 ) -> None:
     monkeypatch.setattr(task, "create_model", normalized_model)
     train.build(Config(simulated_devices=replicas, global_batch_size=36))
-    train.batches["train"].feed(train.strategy).run(train.run_steps["train"], 2)
+    for stack, first, count in train.batches["train"].feed().take(2):
+        train.run_steps["train"](stack, first, count)
     mean = task.model.layers[1].moving_mean.value
     before = [value.numpy() for value in train.strategy.experimental_local_results(mean)]
     assert not np.array_equal(before[0], before[1])
     frozen = task.model.layers[2].kernel.numpy()
-    train.average_statistics()
+    train.run.objects.average_statistics()
     for value in train.strategy.experimental_local_results(mean):
         np.testing.assert_allclose(value.numpy(), np.mean(before, axis=0), rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(task.model.layers[2].kernel.numpy(), frozen)
 
     train.train_epoch(0)
+    with train.run.weights_to_keep():
+        pass
     first, *others = train.strategy.experimental_local_results(mean)
     for other in others:
         np.testing.assert_array_equal(other.numpy(), first.numpy())
-    assert train.average_statistics.func.experimental_get_tracing_count() == 1
+    assert train.run.objects.average_statistics.func.experimental_get_tracing_count() == 1
 
 
 @pytest.mark.parametrize("replicas", [2, 4])

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from engine.errors import BadInput
-from engine.run.monitor import is_better, resolve_direction
+from engine.run.progress import is_better
 from engine.run.report import Report
 
 
@@ -73,28 +72,6 @@ def test_tensorboard_shows_the_rows(tmp_path: Path) -> None:
         "examples_per_second": (10, 20.0),
         "learning_rate": (10, pytest.approx(0.1)),
     }
-
-
-@pytest.mark.parametrize(
-    ("monitor", "direction"),
-    [
-        ("validation/loss", "min"),
-        ("validation/mean_absolute_error", "min"),
-        ("train/mae", "min"),
-        ("validation/accuracy", "max"),
-        ("validation/top_5_accuracy", "max"),
-        ("validation/f1", "max"),
-    ],
-)
-def test_direction_is_known_by_the_name(monitor: str, direction: str) -> None:
-    assert resolve_direction(monitor, "auto") == direction
-
-
-@pytest.mark.parametrize("monitor", ["validation/wer", "validation/accuracy_loss"])
-def test_direction_has_to_be_said_if_the_name_does_not_tell(monitor: str) -> None:
-    assert resolve_direction(monitor, "max") == "max"
-    with pytest.raises(BadInput, match=f"--monitor {monitor} .* --monitor-direction min or max"):
-        resolve_direction(monitor, "auto")
 
 
 def test_better_is_strictly_better() -> None:

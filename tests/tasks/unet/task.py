@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from config import Config
-from engine.model.gradients import apply_gradients, in_micro_batches
+from engine.model.gradients import apply_gradients
 
 SIZE = 32
 CLASSES = 3
@@ -84,21 +84,12 @@ def update_metrics(split, labels, predictions, per_example_loss, weights):
     metrics[split]["mean_iou"].update_state(labels, predictions, sample_weight=of_pixels)
 
 
-def loss_and_gradients(batch):
+def train_step(batch):
     features, labels, weights = batch
     with tf.GradientTape() as tape:
         predictions = model(features, training=True)
         loss, per_example_loss = compute_loss(labels, predictions, weights)
-        scaled_loss = optimizer.scale_loss(loss)
-    return loss, tape.gradient(scaled_loss, model.trainable_variables), (predictions, per_example_loss)
-
-
-def train_step(batch):
-    _, labels, weights = batch
-    loss, gradients, (predictions, per_example_loss) = in_micro_batches(
-        loss_and_gradients, batch, count=config.micro_batches, jit=config.jit
-    )
-    apply_gradients(optimizer, gradients, model.trainable_variables, clip_norm=config.clip_norm)
+    apply_gradients(optimizer, tape, loss, model.trainable_variables)
     update_metrics("train", labels, predictions, per_example_loss, weights)
     return loss
 

@@ -1,6 +1,5 @@
 """python train.py --check: checks your hooks on a few batches and reports what to fix.
 
-program   what --check and the evaluation use of train.py
 check     runs the checks and prints the findings
 findings  the checks, one after the other
 measure   what one replica and two compute of the same batches

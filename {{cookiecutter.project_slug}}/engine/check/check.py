@@ -11,11 +11,11 @@ import tensorflow as tf
 
 from engine.check.findings import Findings
 from engine.check.measure import BATCHES
-from engine.check.program import Program
 from engine.cluster.environment import refuse_cluster
 from engine.console import console
 from engine.errors import BadInput
 from engine.mistakes import first_line, where_raised
+from engine.run.program import Program
 
 
 def check_task(program: Program, task: ModuleType, settings: Any) -> bool:

@@ -33,10 +33,11 @@ from engine.check.measure import (
     measure_updates,
     recording_optimizers,
 )
-from engine.check.program import Program
+from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model.objects import by_name, model_variables
 from engine.model.replicas import is_seed
+from engine.run.program import Program
 from engine.tracing import draws_in_preparation, draws_in_step, python_in_preparation, python_in_step
 
 EXAMPLES_READ_TWICE = 200
@@ -64,7 +65,7 @@ class Findings:
         self.program.build(dataclasses.replace(self.settings, simulated_devices=replicas, **settings))
 
     def collect(self) -> None:
-        self.program.choose_strategy(self.settings)
+        create_strategy(self.settings)
         self.task.config = self.settings  # The examples are read before anything is built.
         self.examples()
         self.preparation()
@@ -94,7 +95,7 @@ class Findings:
             for text in draws_in_preparation(batches.preparation):
                 raise BadInput(f"task.prepare_example: {text}")
             for text in python_in_preparation(batches.preparation):
-                once, again = (tf.nest.flatten(next(batches.one_by_one(self.program.strategy))) for _ in range(2))
+                once, again = (tf.nest.flatten(next(batches.one_by_one())) for _ in range(2))
                 if not all(map(np.array_equal, once, again)):
                     raise BadInput(f"task.prepare_example gave other batches of {split!r} the second time: {text}")
                 self.ok("task.py prepare_example", f"{split} is the same twice, though {text}")
@@ -102,7 +103,7 @@ class Findings:
     def batches(self) -> None:
         predict = tf.function(lambda features: self.task.model(features, training=False), autograph=False)
         for split in self.program.SPLITS:
-            for batch in itertools.islice(self.program.batches[split].one_by_one(self.program.strategy), 20):
+            for batch in itertools.islice(self.program.batches[split].one_by_one(), 20):
                 floats = (part for part in tf.nest.flatten(batch[0]) if part.dtype.is_floating)
                 if not all(bool(tf.reduce_all(tf.math.is_finite(part))) for part in floats):
                     text = f"task.prepare_example returned features that are not finite for {split!r}: fix or drop them"
@@ -156,7 +157,7 @@ class Findings:
 
     def randomness(self, one: Measured) -> None:
         """Nothing can be compared of what is drawn anew each time."""
-        step = self.program.hidden.training
+        step = self.program.run.objects.hidden.training
         for text in draws_in_step(step):
             raise BadInput(f"task.train_step: {text}")
         for text in python_in_step(step):
@@ -195,7 +196,7 @@ class Findings:
     def why_losses_differ(self, one: float, two: float) -> tuple[str, str]:
         """Returns the hook to look at, and what the losses of one and two replicas say about how they came about."""
         weights, activities = self.losses_of_model()
-        hidden = ", ".join(name.removeprefix("hidden/") for name in self.program.hidden.of_training())
+        hidden = ", ".join(name.removeprefix("hidden/") for name in self.program.run.objects.hidden.changed())
         if weights and close(two - one, weights):
             why = "it adds model.losses once per replica; use tf.nn.scale_regularization_loss(model.losses)"
         elif activities and close(one - two, activities / 2):
@@ -251,7 +252,7 @@ class Findings:
                 self.fix(f"task.py {self.feeds_metrics(split)}", text)
 
     def first_batch(self) -> Any:
-        return next(self.program.batches["train"].one_by_one(self.program.strategy))
+        return next(self.program.batches["train"].one_by_one())
 
     def weights(self) -> dict[str, np.ndarray]:
         return {name: variable.numpy() for name, variable in model_variables(self.task.model).items()}
@@ -277,7 +278,7 @@ class Findings:
         self.learning()
 
     def checkpoint(self) -> None:
-        checkpoints = self.program.checkpoints
+        checkpoints = self.program.run.checkpoints
         saved = checkpoints.state.values()
         path = checkpoints.save(1, {})
         checkpoints.state.assign({name: np.zeros_like(value) for name, value in saved.items()})
@@ -294,7 +295,7 @@ class Findings:
         stack = tf.nest.map_structure(lambda part: part[tf.newaxis], self.first_batch())
         losses, started = [], time.monotonic()
         for _ in range(REPEATED_STEPS):
-            losses += self.program.run_steps["train"](stack, tf.constant(0), tf.constant(1)).numpy().tolist()
+            losses += self.program.run_steps["train"](stack, 0, 1).numpy().tolist()
         steps_per_second = REPEATED_STEPS / (time.monotonic() - started)
         text = f"the loss goes from {losses[0]:.4g} to {losses[-1]:.4g} in {REPEATED_STEPS} steps on one batch"
         several = len(by_name(self.task.optimizer, "optimizer")) > 1  # Which work against each other in a GAN.

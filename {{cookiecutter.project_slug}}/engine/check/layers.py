@@ -6,9 +6,9 @@ from types import ModuleType
 
 import keras
 
-from engine.check.program import Program
 from engine.model.objects import by_name
 from engine.model.replicas import layers_of
+from engine.run.program import Program
 
 # Attributes of Keras layers that hold the strength of their randomness.
 RANDOMNESS = ("rate", "stddev", "dropout", "recurrent_dropout")
@@ -45,7 +45,7 @@ def make_comparable(program: Program, task: ModuleType) -> Layers:
             layer.synchronized = True
             unsynchronized.append(layer.name)
 
-    changed = program.hidden.training.changed  # This traces the training step.
+    changed = program.run.objects.hidden.training.changed  # This traces the training step.
 
     def draws(generator: keras.random.SeedGenerator) -> bool:
         states = program.strategy.experimental_local_results(generator.state.value)

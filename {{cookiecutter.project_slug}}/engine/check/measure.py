@@ -9,12 +9,11 @@ from unittest import mock
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from engine.check.layers import Layers, make_comparable
-from engine.check.program import Program
 from engine.errors import BadInput
 from engine.model.objects import by_name, trainable_variables
+from engine.run.program import Program
 
 Arrays = dict[str, np.ndarray]
 
@@ -54,7 +53,7 @@ def measure(program: Program, task: ModuleType, settings: Any, replicas: int) ->
     """
     program.build(dataclasses.replace(settings, simulated_devices=replicas))
     layers = make_comparable(program, task)
-    program.hidden.check(program.checkpoints.state.variables())
+    program.run.objects.hidden.check(program.run.checkpoints.state.variables())
     stacks = first_stacks(program)
     losses, gradients = losses_and_gradients(program, task, stacks)
     _check_finite(losses, gradients)
@@ -65,7 +64,7 @@ def measure(program: Program, task: ModuleType, settings: Any, replicas: int) ->
     for optimizer in optimizers:
         optimizer.learning_rate.assign(0.0)  # All metrics are of the same weights.
     metrics = program.train_epoch(1)  # Its batches are being prepared already.
-    with program.weights_to_keep():
+    with program.run.weights_to_keep():
         metrics |= {**program.validate(), **program.test()}
     without_gradient = [each.path for model in models for each in model.trainable_variables if each.path not in updated]
     return Measured(losses, gradients, rounding, metrics, without_gradient, layers)
@@ -74,18 +73,18 @@ def measure(program: Program, task: ModuleType, settings: Any, replicas: int) ->
 def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
     """Returns where the batches of the first epoch are: stacks, the first batch's number in each, and how many."""
     batches = program.batches["train"]
-    return list(batches.feed(program.strategy).take(batches.steps))
+    return list(batches.feed().take(batches.steps))
 
 
 def losses_and_gradients(
     program: Program, task: ModuleType, stacks: Sequence[tuple[Any, int, int]]
 ) -> tuple[list[float], list[Arrays]]:
     """Returns the loss and the gradient of each batch, every one from the state that the program is in."""
-    state, losses, gradients = program.checkpoints.state, [], []
+    state, losses, gradients = program.run.checkpoints.state, [], []
     initial, before = state.values(), _weights(task)
     for stack, first, count in stacks:
         for index in range(first, first + count):
-            losses += program.run_steps["train"](stack, tf.constant(index), tf.constant(1)).numpy().tolist()
+            losses += program.run_steps["train"](stack, index, 1).numpy().tolist()
             gradients.append(_differences(before, _weights(task), LEARNING_RATE))
             state.assign(initial)
     return losses, gradients
@@ -97,13 +96,13 @@ def measure_updates(program: Program, task: ModuleType) -> tuple[Arrays, Arrays]
     The program is newly built, and keeps its state.
     """
     make_comparable(program, task)
-    state, stacks = program.checkpoints.state, first_stacks(program)
+    state, stacks = program.run.checkpoints.state, first_stacks(program)
     initial = state.values()
 
     def changes() -> list[Arrays]:
         before = _weights(task)
         for stack, first, count in stacks:
-            program.run_steps["train"](stack, tf.constant(first), tf.constant(count))
+            program.run_steps["train"](stack, first, count)
         changed = _differences(before, _weights(task))
         state.assign(initial)
         return [changed]
@@ -116,7 +115,7 @@ def _effect_of_rounding(
     program: Program, task: ModuleType, compute: Callable[[], list[Arrays]], exact: list[Arrays]
 ) -> Arrays:
     """Returns by how much, at most, `compute` returns something else if all weights are rounded otherwise."""
-    initial, weights = program.checkpoints.state.values(), _weights(task)
+    initial, weights = program.run.checkpoints.state.values(), _weights(task)
     largest = dict.fromkeys(weights, 0.0)
     for draw in range(DRAWS):
         random = np.random.default_rng(draw)
@@ -126,7 +125,7 @@ def _effect_of_rounding(
         for one, other in zip(exact, compute(), strict=True):
             for name, difference in _differences(one, other).items():
                 largest[name] = max(largest[name], np.abs(difference).max(initial=0.0))
-        program.checkpoints.state.assign(initial)
+        program.run.checkpoints.state.assign(initial)
     return largest
 
 

@@ -10,8 +10,7 @@ parameter servers run none of it: they do what the chief sends.
 import os
 import sys
 import time
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import keras
@@ -22,7 +21,6 @@ from engine.cluster.environment import Cluster
 from engine.cluster.meeting import ended_after, is_listening
 from engine.console import console
 from engine.errors import BadInput, PeerLost
-from engine.model.objects import by_name
 
 # A chunk is cut into that many pieces per worker, so that a fast one can take more of them.
 PIECES_PER_WORKER = 4
@@ -79,20 +77,13 @@ def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
     late = f"--cluster-timeout {timeout:g}: TensorFlow did not start on all of {', '.join(cluster.tasks())}"
     with ended_after(timeout, late):
         strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    strategy.extended._allow_run_without_coordinator = True  # The chief evaluates by itself.
+    keras.Variable.assign_add = _add_atomically
     # Found again by whoever has the strategy.
     strategy.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     strategy.worker_addresses = cluster.addresses["worker"]
+    strategy.size = f", {len(strategy.worker_addresses)} worker(s), asynchronous: each takes steps of its own"
     return strategy
-
-
-def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether `strategy` is one of parameter servers."""
-    return isinstance(strategy, tf.distribute.ParameterServerStrategy)
-
-
-def synchronous(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
-    """Returns `strategy`; with parameter servers that of the chief alone, for what it does not hand to the workers."""
-    return tf.distribute.get_strategy() if is_asynchronous(strategy) else strategy
 
 
 def check_settings(settings: Any) -> None:
@@ -112,78 +103,89 @@ def check_settings(settings: Any) -> None:
         )
 
 
-def asynchronous_steps(program: ModuleType, task: ModuleType) -> dict[str, Callable[..., tf.Tensor]]:
-    """Returns split -> the compiled function that runs its steps: workers train, and the chief evaluates alone.
+def _add_atomically(variable: keras.Variable, value: Any) -> tf.Tensor:
+    """Replaces keras.Variable.assign_add, which reads, adds and writes: what a worker writes in between would be lost.
 
-    Args:
-        program: the module train.py.
-        task: the module task.py.
+    Optimizers count their steps with it, and metrics their examples.
     """
-    _count_atomically([*by_name(task.optimizer, "optimizer").values(), *task.metrics["train"].values()])
-    return {
-        "train": _compile_steps_on_workers(program.distributed_train_step),
-        "validation": program.compile_steps(task.validation_step),
-        "test": program.compile_steps(task.test_step),
-    }
+    return variable.value.assign_add(tf.cast(value, variable.dtype))
 
 
-def _count_atomically(objects: Any) -> None:
-    """Lets the variables of optimizers and metrics that only add count what all workers add.
-
-    Keras adds by reading, adding and writing; what another worker has written in between is lost.
-    """
-    for each in objects:
-        for variable in each.variables:
-            if isinstance(each, keras.metrics.Metric) or variable is each.iterations:
-                variable.assign_add = _atomic(variable)
+def workers_train(batches: dict[str, Any], strategy: tf.distribute.Strategy) -> dict[str, Any]:
+    """Returns the splits' batches. With parameter servers, each worker has training batches of its own."""
+    if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        return batches
+    return {**batches, "train": _WorkersBatches(batches["train"], strategy)}
 
 
-def _atomic(variable: keras.Variable) -> Callable[[Any], Any]:
-    return lambda value: variable.value.assign_add(tf.cast(value, variable.dtype))
+class _WorkersBatches:
+    """Training batches of which each worker has its own, without end; else what engine.data.batches.Batches is."""
+
+    def __init__(self, batches: Any, strategy: tf.distribute.Strategy) -> None:
+        self._batches, self._strategy = batches, strategy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def read(self) -> None:
+        """Does nothing: each worker reads its own examples."""
+
+    def feed(self, epoch: int = 0, first_step: int = 0) -> "_WorkersFeed":
+        """Returns the workers' own batches, of an epoch from `first_step` on, again and again."""
+
+        @tf.autograph.experimental.do_not_convert
+        def dataset() -> tf.data.Dataset:
+            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+            return self._batches.endless(epoch, first_step, len(self._strategy.worker_addresses), worker)
+
+        return _WorkersFeed(iter(self._strategy.coordinator.create_per_worker_dataset(dataset)))
+
+    @tf.autograph.experimental.do_not_convert
+    def pick(self, iterator: Any, index: tf.Tensor) -> Any:
+        """Returns a worker's next batch."""
+        return next(iterator)
+
+    def compiled(self, steps: Callable[..., tf.Tensor]) -> Callable[..., np.ndarray]:
+        """Returns a function that has the workers take `count` steps; their losses come in any order."""
+        compiled = tf.function(steps)
+
+        def run(iterator: Any, first: int, count: int) -> np.ndarray:
+            coordinator, addresses = self._strategy.coordinator, self._strategy.worker_addresses
+            pieces = np.array_split(np.arange(count), min(count, PIECES_PER_WORKER * len(addresses)))
+            losses = [
+                coordinator.schedule(compiled, args=(iterator, tf.constant(first), tf.constant(len(piece))))
+                for piece in pieces
+            ]
+            _wait(coordinator, addresses)
+            return np.concatenate([each.fetch() for each in losses])
+
+        return run
+
+    def graph(self, compiled_steps: Any) -> None:
+        """Returns None: the workers run the steps."""
 
 
-def _compile_steps_on_workers(distributed_step: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-    """Returns a compiled function that takes `count` steps on an iterator's batches; it returns their losses."""
+def _wait(coordinator: Any, addresses: list[str]) -> None:
+    """Returns when all that was scheduled is done. Raises PeerLost if no worker is left to do it."""
+    alive = time.monotonic()
+    while not coordinator.done():
+        time.sleep(0.01)
+        if time.monotonic() > alive + SECONDS_BETWEEN_LOOKS:
+            if any(is_listening(address) for address in addresses):
+                alive = time.monotonic()
+            elif time.monotonic() > alive + SECONDS_WITHOUT_WORKERS:
+                raise PeerLost("all workers are gone: check their logs, then start the whole cluster again")
+    coordinator.join()  # Raises what a worker has raised.
 
-    @tf.function
-    def steps(iterator: Any, count: tf.Tensor) -> tf.Tensor:
-        losses = tf.TensorArray(tf.float32, count, element_shape=())
-        for index in tf.range(count):
-            losses = losses.write(index, distributed_step(next(iterator)))
-        return losses.stack()
 
-    return steps
-
-
-class WorkersFeed:
-    """Each worker's own batches, without end; what engine/feed.py's Feed is to replicas."""
+class _WorkersFeed:
+    """What engine.data.feed.Feed is to replicas."""
 
     seconds_waited = 0.0  # Each worker waits for its own, beside the others.
 
-    def __init__(self, strategy: tf.distribute.Strategy, pipeline: Callable[[int, Any], tf.data.Dataset]) -> None:
-        """`pipeline` returns a worker's batches for (number of workers, index of the worker)."""
-        self._strategy = strategy
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
 
-        @tf.autograph.experimental.do_not_convert
-        def of_worker() -> tf.data.Dataset:
-            return pipeline(
-                len(strategy.worker_addresses), tf.distribute.coordinator.experimental_get_current_worker_index()
-            )
-
-        self._iterator = iter(strategy.coordinator.create_per_worker_dataset(of_worker))
-
-    def run(self, steps: Callable[..., tf.Tensor], count: int) -> np.ndarray:
-        """Has the workers take `count` steps; returns their losses (float32, [count]) in any order."""
-        coordinator, addresses = self._strategy.coordinator, self._strategy.worker_addresses
-        pieces = np.array_split(np.arange(count), min(count, PIECES_PER_WORKER * len(addresses)))
-        losses = [coordinator.schedule(steps, args=(self._iterator, tf.constant(len(piece)))) for piece in pieces]
-        alive = time.monotonic()
-        while not coordinator.done():
-            time.sleep(0.01)
-            if time.monotonic() > alive + SECONDS_BETWEEN_LOOKS:
-                if any(is_listening(address) for address in addresses):
-                    alive = time.monotonic()
-                elif time.monotonic() > alive + SECONDS_WITHOUT_WORKERS:
-                    raise PeerLost("all workers are gone: look at their logs, then start the whole cluster again")
-        coordinator.join()  # Raises what a worker has raised.
-        return np.concatenate([each.fetch() for each in losses])
+    def take(self, count: int) -> Iterator[tuple[Any, int, int]]:
+        """Yields the workers' iterator, and how many batches to take from it."""
+        yield self._iterator, 0, count

@@ -1,4 +1,4 @@
-"""What this process's devices are, as TensorFlow has them, and how they are used. Nothing here was measured on GPUs."""
+"""GPUs and simulated devices, as TensorFlow has them. Nothing here was measured on GPUs."""
 
 import collections
 import contextlib
@@ -18,7 +18,7 @@ SECONDS_WITHOUT_AN_END = 600.0
 
 
 def let_gpu_memory_grow() -> None:
-    """Has every GPU's memory taken as it is needed; else one process takes all, and no second one can begin."""
+    """Has TensorFlow take GPU memory as it needs it; else one process takes all, and no second one can begin."""
     for gpu in tf.config.list_physical_devices("GPU"):
         try:
             tf.config.experimental.set_memory_growth(gpu, True)
@@ -32,7 +32,7 @@ def let_gpu_memory_grow() -> None:
 
 @functools.cache
 def warn_of_unused_gpus() -> None:
-    """Says so, once, if this machine has GPUs; for where TensorFlow lists none (tensorflow#63362, tensorflow#85689)."""
+    """Warns once if this machine has GPUs, where TensorFlow lists none (tensorflow#63362, tensorflow#85689)."""
     if reason := why_no_gpu(os.environ):
         console.print(f"WARNING: trained on the CPU, because {reason}")
 
@@ -61,13 +61,13 @@ def describe_arithmetic(precision: str, simulated_devices: int) -> str:
 
 @contextlib.contextmanager
 def long_sums_reported(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Says so if what is inside, some steps, has not ended after ten minutes, and NCCL, which may hang, sums in it."""
+    """Warns if the steps inside have not ended after ten minutes and NCCL, which may hang, sums in them."""
     if not getattr(strategy, "all_reduce", "").startswith("nccl"):
         yield
         return
     message = (
-        f"No step has ended for {SECONDS_WITHOUT_AN_END:g} s. If it is NCCL that hangs, NCCL_DEBUG=INFO says where; on "
-        "one machine --all-reduce one_device does without NCCL"
+        f"No step has ended for {SECONDS_WITHOUT_AN_END:g} s. If NCCL hangs, NCCL_DEBUG=INFO shows where; on one "
+        "machine --all-reduce one_device does without it"
     )
     timer = threading.Timer(SECONDS_WITHOUT_AN_END, console.print, [message])
     timer.daemon = True

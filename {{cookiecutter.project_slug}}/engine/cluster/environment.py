@@ -1,8 +1,4 @@
-"""The cluster that this process is one task of, as the environment describes it.
-
-That is TF_CONFIG, the variables of a Slurm step, or those of a Kubernetes Indexed Job. Whatever describes it,
-TensorFlow is told by TF_CONFIG.
-"""
+"""The cluster of which this process is one task: from TF_CONFIG, a Slurm step, or a Kubernetes Indexed Job."""
 
 import dataclasses
 import ipaddress
@@ -10,7 +6,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from engine.errors import BadInput
 
@@ -53,11 +49,8 @@ class Cluster:
         return bool(self.addresses.get("ps"))
 
     def tf_config(self) -> str:
-        """Returns the value of TF_CONFIG that tells TensorFlow the same."""
+        """Returns the value of TF_CONFIG, from which TensorFlow takes the cluster."""
         return json.dumps({"cluster": self.addresses, "task": {"type": self.job, "index": self.index}})
-
-
-# --- What the environment says ----------------------------------------------------------------------------------------
 
 
 def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
@@ -74,7 +67,8 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
         cluster = _from_kubernetes(environment)
     else:
         return None
-    _check(cluster)
+    for problem in _problems(cluster):
+        raise BadInput(f"{cluster.source} describes {problem}")
     return cluster if len(cluster.tasks()) > 1 else None
 
 
@@ -82,7 +76,7 @@ def _from_tf_config(text: str) -> Cluster:
     try:
         described = json.loads(text)
     except ValueError as problem:
-        raise BadInput(f"TF_CONFIG is not JSON ({problem}): mend it, or unset it to train on one machine") from None
+        raise BadInput(f"TF_CONFIG is not JSON ({problem}): fix it, or unset it to train on one machine") from None
     example = '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}'
     cluster = described.get("cluster") if isinstance(described, dict) else None
     if not isinstance(cluster, dict) or not cluster or not all(isinstance(each, list) for each in cluster.values()):
@@ -96,40 +90,38 @@ def _from_tf_config(text: str) -> Cluster:
 def _from_slurm(environment: Mapping[str, str]) -> Cluster:
     """Reads what srun sets for each task of a step (man srun, OUTPUT ENVIRONMENT VARIABLES)."""
     names = ("SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS")
-    missing = [name for name in names if not environment.get(name)]
-    if missing:
+    if missing := [name for name in names if not environment.get(name)]:
         raise BadInput(f"Slurm's {', '.join(missing)} is not set: start the program with srun")
     listed = environment["SLURM_STEP_NODELIST"]
     try:
-        hosts = subprocess.run(
-            ["scontrol", "show", "hostnames", listed], check=True, capture_output=True, text=True
-        ).stdout.split()
+        hosts = subprocess.check_output(
+            ["scontrol", "show", "hostnames", listed], text=True, stderr=subprocess.DEVNULL
+        ).split()
     except (OSError, subprocess.CalledProcessError) as problem:
         raise BadInput(f"SLURM_STEP_NODELIST {listed} cannot be read by scontrol ({problem}): set TF_CONFIG") from None
     tasks_per_node = []
     for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"]):
         tasks_per_node += [int(number)] * int(times or 1)  # "2(x3),1" is 2, 2, 2, 1.
-    of_rank = [host for host, number in zip(hosts, tasks_per_node, strict=False) for _ in range(number)]
+    host_by_rank = [host for host, number in zip(hosts, tasks_per_node, strict=False) for _ in range(number)]
     rank = _number(environment, "SLURM_PROCID", 0)
-    if len(of_rank) != _number(environment, "SLURM_STEP_NUM_TASKS", 0) or rank >= len(of_rank):
-        told = ", ".join(f"{name}={environment[name]}" for name in names)
-        raise BadInput(f"Slurm's variables contradict each other ({told}): start the program with srun")
-    here = environment.get("SLURMD_NODENAME", of_rank[rank])
-    if here != of_rank[rank]:
+    if len(host_by_rank) != _number(environment, "SLURM_STEP_NUM_TASKS", 0) or rank >= len(host_by_rank):
+        given = ", ".join(f"{name}={environment[name]}" for name in names)
+        raise BadInput(f"Slurm's variables contradict each other ({given}): start the program with srun")
+    host = environment.get("SLURMD_NODENAME", host_by_rank[rank])
+    if host != host_by_rank[rank]:
         raise BadInput(
-            f"SLURM_PROCID {rank} runs on {here}, and by blocks it would be on {of_rank[rank]}: use srun "
+            f"SLURM_PROCID {rank} runs on {host}, and by blocks it would be on {host_by_rank[rank]}: use srun "
             "--distribution=block"
         )
     # Jobs that share a node get ports of their own, below those that systems give to outgoing connections.
     first = 12000 + _number(environment, "SLURM_JOB_ID", 0) * 37 % 20000
-    addresses = [f"{host}:{first + number}" for number, host in enumerate(of_rank)]
+    addresses = [f"{host}:{first + number}" for number, host in enumerate(host_by_rank)]
     return Cluster("Slurm", {"worker": addresses}, "worker", rank)
 
 
 def _from_kubernetes(environment: Mapping[str, str]) -> Cluster:
     """Reads what deploy/kubernetes.yaml sets: an Indexed Job's pods are called <job>-<index>.<headless service>."""
-    missing = [name for name in ("JOB_NAME", "SERVICE_NAME") if not environment.get(name)]
-    if missing:
+    if missing := [name for name in ("JOB_NAME", "SERVICE_NAME") if not environment.get(name)]:
         raise BadInput(f"{', '.join(missing)} is not set beside JOB_COMPLETION_INDEX: see deploy/kubernetes.yaml")
     job, service = environment["JOB_NAME"], environment["SERVICE_NAME"]
     port = _number(environment, "PORT", KUBERNETES_PORT)
@@ -144,33 +136,29 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     return int(value)
 
 
-def _check(cluster: Cluster) -> None:
-    """Raises BadInput for a description that TensorFlow would wait on, or fail on, without saying why."""
-    of = f"{cluster.source} describes"
+def _problems(cluster: Cluster) -> Iterator[str]:
+    """Yields what TensorFlow would wait on, or fail on, without saying why."""
     if unknown := sorted(set(cluster.addresses) - set(JOBS)):
         hint = "; start an evaluator on its own, with --evaluate-continuously" if "evaluator" in unknown else ""
-        raise BadInput(f"{of} the job {', '.join(unknown)}: a cluster has {', '.join(JOBS)}{hint}")
+        yield f"the job {', '.join(unknown)}: a cluster has {', '.join(JOBS)}{hint}"
     if cluster.job not in cluster.addresses:
-        raise BadInput(f"{of} a task of the job {cluster.job!r}, which the cluster does not have: name one it has")
+        yield f"a task of the job {cluster.job!r}, which the cluster does not have: name one it has"
     number = len(cluster.addresses[cluster.job])
     if not 0 <= cluster.index < number:
         rule = f"there are {number} of that job, so it has to be from 0 to {number - 1}"
-        raise BadInput(f"{of} this process as {cluster.job} {cluster.index}: {rule}")
+        yield f"this process as {cluster.job} {cluster.index}: {rule}"
     if len(cluster.addresses.get("chief", [])) > 1:
-        raise BadInput(f"{of} {len(cluster.addresses['chief'])} chiefs: name one, and let the others be workers")
+        yield f"{len(cluster.addresses['chief'])} chiefs: name one, and let the others be workers"
     tasks = cluster.tasks()
     for task, address in tasks.items():
         host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise BadInput(f"{of} {task} at {address!r}: an address is a host and a port, as host0:12345")
-    shared = [address for address in tasks.values() if list(tasks.values()).count(address) > 1]
-    if shared:
-        raise BadInput(f"{of} two tasks at {shared[0]}: give each task an address of its own")
+            yield f"{task} at {address!r}: an address is a host and a port, as host0:12345"
+    if shared := [address for address in tasks.values() if list(tasks.values()).count(address) > 1]:
+        yield f"two tasks at {shared[0]}: give each task an address of its own"
     local = [address for address in tasks.values() if is_loopback(address.rpartition(":")[0])]
     if local and len(local) < len(tasks):
-        raise BadInput(
-            f"{of} a task at {local[0]}, which is another machine to each host: use the name that the others know it by"
-        )
+        yield f"a task at {local[0]}, which is another machine to each host: use the name that the others know it by"
 
 
 def is_loopback(host: str) -> bool:

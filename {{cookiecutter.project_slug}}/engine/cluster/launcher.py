@@ -1,8 +1,9 @@
-"""The launcher: a local cluster of processes that run train.py together, kept running. Needs no TensorFlow."""
+"""python launch.py: a local cluster of processes that run train.py together, kept running. Needs no TensorFlow."""
 
 import argparse
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import selectors
@@ -19,31 +20,25 @@ from engine.cluster.nvidia import VISIBLE, visible_gpus
 
 PROGRAM = Path(__file__).parents[2] / "train.py"
 
-# Exit codes of train.py that another start does not mend: bad input, and a loss that is not finite.
+# Exit codes of train.py that another start does not fix: bad input, and a loss that is not finite.
 FINAL_CODES = (2, 3)
 STOPPED = 42
-# A process that has decided to end is followed by the others, who know the same. One that died is not.
+# The others follow a process that has decided to end: they know the same. They do not follow one that died.
 SECONDS_TO_FOLLOW = 60.0
-SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_BETWEEN_CHECKS = 0.2
 
 
 class Task:
     """One process of the cluster."""
 
     def __init__(
-        self,
-        job: str,
-        index: int,
-        cluster: dict[str, list[str]],
-        arguments: Sequence[str],
-        environment: dict[str, str],
+        self, job: str, index: int, cluster: dict[str, list[str]], arguments: list[str], environment: dict[str, str]
     ) -> None:
         self.job = job
         self.name = f"{job} {index}" if job != "chief" else job
         self._command = [sys.executable, "-u", str(PROGRAM), *arguments]
         config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
         self._environment = {**os.environ, **environment, "TF_CONFIG": config}
-        self.start()
 
     def start(self) -> None:
         self.process = subprocess.Popen(
@@ -72,7 +67,7 @@ class Task:
         if not data and self._line:
             lines, self._line = [self._line], b""
         for line in lines:
-            tell(self.name, line.decode(errors="replace"))
+            print_line(self.name, line.decode(errors="replace"))
         return data
 
     def send(self, number: int) -> None:
@@ -89,8 +84,8 @@ class Task:
         self.process.stdout.close()
 
 
-def tell(name: str, text: str) -> None:
-    with contextlib.suppress(OSError, UnicodeError):  # Nobody reads it any more, or it has no such letters.
+def print_line(name: str, text: str) -> None:
+    with contextlib.suppress(OSError, UnicodeError):  # Nobody reads it any more, or the console has no such letters.
         print(f"[{name}] {text}", flush=True)
 
 
@@ -107,21 +102,15 @@ _LAUNCHER = os.getpid()
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
-def free_addresses(number: int) -> list[str]:
-    """Returns addresses of this machine at which nothing listens."""
-    with contextlib.ExitStack() as taken:
-        sockets = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-
-
 class Launcher:
     """Runs the cluster, again if need be, and knows which signal has come to the launcher itself."""
 
     def __init__(
         self, workers: int, servers: int, max_restarts: int, arguments: Sequence[str], shares: list[list[str]]
     ) -> None:
+        """`shares` are the GPUs of each worker; none on a machine that has none."""
         self._jobs = {"chief": 1, "worker": workers, "ps": servers} if servers else {"worker": workers}
-        self._shares = shares  # Of the GPUs, one for each worker; none on a machine that has none.
+        self._shares = shares
         self._restarts_left = max_restarts
         self._arguments = ["--strategy=parameter_server", *arguments] if servers else list(arguments)
         self._selector = selectors.DefaultSelector()
@@ -143,7 +132,7 @@ class Launcher:
         if not self._restarts_left:
             return False
         self._restarts_left -= 1
-        tell("launcher", f"{why}: starting again, {self._restarts_left} restarts left")
+        print_line("launcher", f"{why}: starting again, {self._restarts_left} restarts left")
         return True
 
     def _pass_on(self, number: int, _: object) -> None:
@@ -153,15 +142,15 @@ class Launcher:
             task.send(number)
 
     def _run_once(self) -> int:
-        addresses = iter(free_addresses(sum(self._jobs.values())))
+        addresses = iter(_free_addresses(sum(self._jobs.values())))
         cluster = {job: [next(addresses) for _ in range(number)] for job, number in self._jobs.items()}
         self._tasks = []
         try:
             for job, number in self._jobs.items():
                 for index in range(number):
-                    environment = self._gpus_of(job, index)
-                    self._tasks.append(Task(job, index, cluster, self._arguments, environment))
-                    self._watch(self._tasks[-1])
+                    task = Task(job, index, cluster, self._arguments, self._visible_gpus(job, index))
+                    self._start(task)
+                    self._tasks.append(task)
             if self._signal:  # It came while they were started.
                 self._pass_on(self._signal, None)
             return self._wait()
@@ -169,19 +158,20 @@ class Launcher:
             for task in self._tasks:
                 self._end(task)
 
-    def _gpus_of(self, job: str, index: int) -> dict[str, str]:
+    def _visible_gpus(self, job: str, index: int) -> dict[str, str]:
         """Returns the variable that lets a process see its GPUs only: a worker its share, any other one none."""
         if not self._shares:
             return {}
         return {VISIBLE: (",".join(self._shares[index]) if job == "worker" else "") or "-1"}
 
+    def _start(self, task: Task) -> None:
+        task.start()
+        self._selector.register(task.process.stdout, selectors.EVENT_READ, task)
+
     def _end(self, task: Task) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(task.process.stdout)
         task.end()
-
-    def _watch(self, task: Task) -> None:
-        self._selector.register(task.process.stdout, selectors.EVENT_READ, task)
 
     def _wait(self) -> int:
         """Shows what the processes write until the cluster has ended; returns its exit code."""
@@ -189,99 +179,90 @@ class Launcher:
         deadline = float("inf")
         running = list(self._tasks)
         while running:
-            for key, _ in self._selector.select(timeout=SECONDS_BETWEEN_LOOKS):
+            for key, _ in self._selector.select(timeout=SECONDS_BETWEEN_CHECKS):
                 if key.data.show() == b"":
                     self._selector.unregister(key.fileobj)
             for task in [task for task in running if task.process.poll() is not None]:
-                code = task.process.returncode
-                if self._is_replaced(task, code):
-                    continue
                 running.remove(task)
-                if self._is_spared(task, code, running):
-                    continue
+                code = task.process.returncode
                 if code < 0:
-                    tell("launcher", f"{task.name} was ended by {signal.Signals(-code).name}")
+                    death = f"{task.name} was ended by {signal.Signals(-code).name}"
+                    if self._replaces(task, death, running):
+                        continue
+                    print_line("launcher", death)
                     return ending or 128 - code
                 if task.job == "chief":
                     return code
                 if code not in (0, STOPPED, *FINAL_CODES):
-                    tell("launcher", f"{task.name} ended with exit code {code}")
+                    print_line("launcher", f"{task.name} ended with exit code {code}")
                     return ending or code
                 if ending in (None, 0):
                     ending, deadline = code, time.monotonic() + SECONDS_TO_FOLLOW
             if time.monotonic() > deadline:
                 names = ", ".join(task.name for task in running)
-                tell("launcher", f"{names} did not end within {SECONDS_TO_FOLLOW:g} s of the others")
+                print_line("launcher", f"{names} did not end within {SECONDS_TO_FOLLOW:g} s of the others")
                 return ending or 1
         return ending or 0
 
-    def _is_replaced(self, task: Task, code: int) -> bool:
-        """Starts a worker again beside a coordinator, which does not need the others for it; returns whether."""
-        if "chief" not in self._jobs or task.job != "worker" or code >= 0 or self._signal:
+    def _replaces(self, task: Task, death: str, running: list[Task]) -> bool:
+        """Starts a worker again that was killed beside a chief, or leaves its work to the others; returns whether."""
+        if "chief" not in self._jobs or task.job != "worker" or self._signal:
             return False
-        if not self._may_restart(f"{task.name} was ended by {signal.Signals(-code).name}"):
-            return False
-        self._end(task)
-        task.start()
-        self._watch(task)
-        return True
-
-    def _is_spared(self, task: Task, code: int, running: list[Task]) -> bool:
-        """Returns whether the others go on without a worker that has died: a coordinator gives its work to them."""
-        spared = "chief" in self._jobs and task.job == "worker" and code < 0 and not self._signal
-        if spared and any(each.job == "worker" for each in running):
-            tell("launcher", f"{task.name} was ended by {signal.Signals(-code).name}: the others go on")
+        if self._may_restart(death):
+            self._end(task)
+            self._start(task)
+            running.append(task)
+            return True
+        if any(other.job == "worker" for other in running):
+            print_line("launcher", f"{death}: the others go on")
             return True
         return False
 
 
-def simulates_devices(arguments: Sequence[str]) -> bool:
-    """Returns whether --simulated-devices among the arguments of train.py asks for any."""
-    given = "0"
-    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
-        name, _, value = argument.partition("=")
-        if name.replace("_", "-") == "--simulated-devices":
-            given = value or following
-    return given != "0"
+def _free_addresses(number: int) -> list[str]:
+    """Returns addresses of this machine at which nothing listens."""
+    with contextlib.ExitStack() as opened:
+        sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [f"127.0.0.1:{server.getsockname()[1]}" for server in sockets]
 
 
-def share_gpus(gpus: list[str], workers: int) -> list[list[str]]:
-    """Returns equal parts of the GPUs, one for each worker. Raises ValueError if there are none."""
-    if len(gpus) % workers:
-        fitting = [str(number) for number in range(1, len(gpus) + 1) if len(gpus) % number == 0]
-        raise ValueError(
-            f"--workers {workers} cannot share {len(gpus)} GPU(s) ({', '.join(gpus)}) equally: use "
-            f"{' or '.join(fitting)} worker(s), or choose the GPUs with {VISIBLE}; {VISIBLE}=-1 leaves them all out"
-        )
-    each = len(gpus) // workers
-    return [gpus[index * each : (index + 1) * each] for index in range(workers)]
+# --- The command line -------------------------------------------------------------------------------------------------
 
 
 def main(description: str) -> int:
     """Runs the cluster that the command line asks for; returns its exit code."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, required=True, help="processes that train")
-    parser.add_argument(
-        "--parameter-servers", type=int, default=0, help="processes that hold the weights; asynchronous"
-    )
+    parser.add_argument("--parameter-servers", type=int, default=0, help="processes that hold the weights")
     parser.add_argument("--max-restarts", type=int, default=0, help="how often to start again what a death has ended")
     parser.add_argument("arguments", nargs="*", help="after --: the arguments of train.py")
     options, unknown = parser.parse_known_args()
     if unknown:
         parser.error(f"{unknown[0]} is not the launcher's: what goes to train.py comes after --")
-    for flag, value, least in (
-        ("--workers", options.workers, 1),
-        ("--parameter-servers", options.parameter_servers, 0),
-        ("--max-restarts", options.max_restarts, 0),
-    ):
-        if value < least:
+    for flag, least in (("--workers", 1), ("--parameter-servers", 0), ("--max-restarts", 0)):
+        if (value := getattr(options, flag[2:].replace("-", "_"))) < least:
             parser.error(f"{flag} {value} has to be {least} or more")
-    gpus = visible_gpus(os.environ)
-    # Hidden from all processes with simulated devices, so that none takes memory of a GPU.
-    shared_out = [] if simulates_devices(options.arguments) else gpus
-    try:
-        shares = share_gpus(shared_out, options.workers) if gpus else []
-    except ValueError as problem:
-        parser.error(str(problem))
+    shares: list[list[str]] = []
+    if gpus := visible_gpus(os.environ):
+        # Hidden from all processes with simulated devices, so that none takes memory of a GPU.
+        gpus = [] if _simulates_devices(options.arguments) else gpus
+        if len(gpus) % options.workers:
+            fitting = [str(number) for number in range(1, len(gpus) + 1) if len(gpus) % number == 0]
+            parser.error(
+                f"--workers {options.workers} cannot share {len(gpus)} GPU(s) ({', '.join(gpus)}) equally: use "
+                f"{' or '.join(fitting)} worker(s), or choose the GPUs with {VISIBLE}; {VISIBLE}=-1 leaves them all out"
+            )
+        size = len(gpus) // options.workers
+        shares = [gpus[index * size : (index + 1) * size] for index in range(options.workers)]
     launcher = Launcher(options.workers, options.parameter_servers, options.max_restarts, options.arguments, shares)
     return launcher.run()
+
+
+def _simulates_devices(arguments: Sequence[str]) -> bool:
+    """Returns whether --simulated-devices among the arguments of train.py asks for any."""
+    given = "0"
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        name, _, value = argument.partition("=")
+        if name.replace("_", "-") == "--simulated-devices":
+            given = value or following
+    return given != "0"

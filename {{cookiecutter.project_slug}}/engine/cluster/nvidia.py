@@ -1,7 +1,6 @@
 """The NVIDIA GPUs of this machine, as the driver and the environment describe them. Needs no TensorFlow.
 
-TensorFlow lists only the GPUs that it can use, and starts with all of them; so the launcher, which shares them out, and
-the warning that TensorFlow uses none of them look here.
+TensorFlow lists only the GPUs that it can use. The launcher, and the warning that it uses none, need those there are.
 """
 
 import itertools
@@ -37,7 +36,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 def identify_gpus(environment: Mapping[str, str], count: int) -> list[str]:
     """Returns a name for each of the first `count` visible GPUs that no other GPU has, on any machine.
 
-    Containers number the GPUs they are given from 0, so an index alone does not tell two GPUs of one machine apart.
+    Containers number the GPUs they are given from 0, so an index alone does not distinguish two GPUs of one machine.
     """
     try:
         machine = BOOT_ID.read_text(encoding="utf-8").strip()

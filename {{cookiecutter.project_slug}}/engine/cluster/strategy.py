@@ -1,117 +1,77 @@
-"""From a strategy's name to the tf.distribute strategy: real or simulated devices, one machine or a cluster of them.
+"""The tf.distribute strategy that the settings and the environment ask for.
 
-Devices that are asked for and not there are refused, and GPUs that TensorFlow cannot use are reported: by itself it
-would train on the CPU without a word. Nothing here was measured on GPUs or TPUs.
+TensorFlow trains on the CPU without a word where devices are missing. So missing ones are refused here.
+Nothing here was measured on GPUs or TPUs.
 """
 
-import contextlib
 import functools
-import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from engine.cluster.asynchronous import coordinate, serve
+from engine.cluster.asynchronous import check_settings, coordinate, serve
 from engine.cluster.devices import describe_own_devices, let_gpu_memory_grow, warn_of_unused_gpus
-from engine.cluster.environment import find_cluster
+from engine.cluster.environment import Cluster, find_cluster
 from engine.cluster.meeting import ended_after, join
 from engine.cluster.nvidia import identify_gpus, why_no_gpu
+from engine.cluster.versions import shared_facts
 from engine.console import console
 from engine.errors import BadInput
 from engine.mistakes import first_line
 
+# Two strategies over one set of GPUs share collective keys and abort each other (tensorflow#61314).
+_made: dict[tuple[Any, ...], tf.distribute.Strategy] = {}
 
-def create_strategy(
-    name: str,
-    simulated_devices: int = 0,
-    *,
-    cluster_timeout: float = 300.0,
-    facts: dict[str, Any] | None = None,
-    all_reduce: str = "auto",
-) -> tf.distribute.Strategy:
-    """Returns the strategy for `name`, one of --strategy.
 
-    Call it before anything else uses TensorFlow: devices cannot be simulated, and a cluster cannot be joined, once the
-    runtime has started. The same devices give the same strategy object, because two strategies over one set of GPUs
-    share collective keys and abort each other (tensorflow#61314).
+def create_strategy(settings: Any) -> tf.distribute.Strategy:
+    """Returns the strategy for the settings, the same object for the same devices.
+
+    In a cluster it waits for the other processes. Call it before anything else uses TensorFlow: once the runtime has
+    started, devices cannot be simulated and a cluster cannot be joined.
 
     Args:
-        name: "auto" is "multi_worker" where the environment describes a cluster, else "one_device" on one device and
-            "mirrored" on several.
-        simulated_devices: logical CPU devices to make and use in this process; 0 uses this machine's GPUs, or its CPU
-            if it has none.
-        cluster_timeout: seconds to wait for the other tasks of a cluster.
-        facts: JSON values that have to be equal in all tasks of a cluster, such as the settings.
-        all_reduce: how "mirrored" sums over the GPUs, one of --all-reduce. "auto" is NCCL on GPUs, also between
-            machines.
+        settings: has strategy, simulated_devices, all_reduce and cluster_timeout. In a cluster, what `as_json`
+            returns, if there is one, has to be equal in all processes.
 
     Raises:
-        BadInput: the devices asked for are not there, or the cluster is not what it has to be.
+        BadInput: the devices are not there, or the cluster is not what it has to be.
     """
     let_gpu_memory_grow()
     # Else graph optimization joins a gradient's sum and the one over replicas to one sum (AddN) of all their parts. One
     # of three or more begins with a part whose memory it may reuse, which the timing decides, and so the last digit.
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
     cluster = find_cluster(os.environ)
-    if all_reduce != "auto" and name in ("tpu", "parameter_server"):
-        raise BadInput(f"--all-reduce {all_reduce} with --strategy {name}, which sums in its own way: leave it out")
-    if name == "tpu":
-        return _tpu()
-    if name == "parameter_server":
-        return _parameter_server(cluster_timeout)
-    if cluster and cluster.has_parameter_servers:
-        raise BadInput(
-            f"{cluster.source} describes parameter servers, and --strategy is {name}: use --strategy parameter_server, "
-            "which is asynchronous, or a cluster of workers only"
-        )
-    if cluster and name not in ("auto", "multi_worker"):
-        raise BadInput(
-            f"--strategy {name}, and {cluster.source} describes a cluster of {len(cluster.tasks())}: use "
-            f"--strategy multi_worker, or start it without {cluster.source}"
-        )
-    if name == "multi_worker" and not cluster:
-        raise BadInput(
-            "--strategy multi_worker needs a cluster, and neither TF_CONFIG nor Slurm nor Kubernetes describes one of "
-            "several tasks: start the program with srun, or python launch.py --workers 2 -- ..."
-        )
-    if cluster and all_reduce not in ("auto", "nccl"):
-        raise BadInput(f"--all-reduce {all_reduce} is for one machine: between machines use auto or nccl")
-    devices = _simulate(simulated_devices) if simulated_devices else _gpus()
-    if not devices and name != "mirrored":
-        warn_of_unused_gpus()
-    if cluster:
-        return _multi_worker(simulated_devices, cluster_timeout, json.dumps(facts or {}), all_reduce)
+    simulated, gpus = settings.simulated_devices, len(tf.config.list_physical_devices("GPU"))
+    timeout = settings.cluster_timeout
+    name = settings.strategy
     if name == "auto":
-        name = "mirrored" if len(devices) > 1 else "one_device"
-    if name == "one_device" and simulated_devices > 1:
-        raise BadInput(
-            f"--simulated-devices {simulated_devices} with --strategy one_device: one device is used; "
-            "use --strategy mirrored, or leave --simulated-devices out"
-        )
-    if name == "mirrored" and not devices:
-        raise BadInput(
-            f"--strategy mirrored needs GPUs and {why_no_gpu(os.environ) or 'this machine shows none'}: use "
-            "--simulated-devices N for N replicas on the CPU, or --strategy one_device"
-        )
-    if simulated_devices and all_reduce not in ("auto", "one_device"):
-        raise BadInput(
-            f"--all-reduce {all_reduce} is for GPUs, and --simulated-devices {simulated_devices} are on the CPU: leave "
-            "--all-reduce out"
-        )
-    if name == "one_device":
-        return _one_device()
-    if simulated_devices:
-        all_reduce = "one_device"
-    elif all_reduce == "hierarchical_copy" and len(devices) % 2:
-        # Measured with three replicas on the CPU: their sum is that of the first two.
-        raise BadInput(
-            f"--all-reduce hierarchical_copy on {len(devices)} GPUs: it sums two halves, and leaves out the last of an "
-            "odd number; use one_device"
-        )
-    return _mirrored(tuple(devices), all_reduce)
+        name = "multi_worker" if cluster else "mirrored" if (simulated or gpus) > 1 else "one_device"
+    _check_cluster(name, cluster)
+    _check_devices(name, simulated, gpus)
+    _check_all_reduce(name, settings, gpus)
+    if name == "parameter_server":
+        check_settings(settings)
+    if simulated:
+        _simulate(simulated)
+    elif not gpus and name in ("one_device", "multi_worker"):
+        warn_of_unused_gpus()
+
+    makers = {
+        # TensorFlow's default strategy: none of MirroredStrategy's cost on a single device.
+        "one_device": tf.distribute.get_strategy,
+        "mirrored": lambda: _mirrored(simulated, gpus, settings.all_reduce),
+        "multi_worker": lambda: _multi_worker(cluster, 0 if simulated else gpus, settings),
+        "parameter_server": lambda: (coordinate if cluster.job == "chief" else serve)(cluster, timeout=timeout),
+        "tpu": _tpu,
+    }
+    # Simulated devices have one way to sum.
+    key = (name, simulated) if simulated else (name, gpus, settings.all_reduce)
+    if key not in _made:
+        _made[key] = makers[name]()
+    return _made[key]
 
 
 def describe_strategy(strategy: tf.distribute.Strategy) -> str:
@@ -125,44 +85,116 @@ def describe_strategy(strategy: tf.distribute.Strategy) -> str:
     return next((name for name, kind in kinds.items() if isinstance(strategy, kind)), "one_device")
 
 
-def _gpus() -> list[str]:
-    return [f"GPU:{index}" for index, _ in enumerate(tf.config.list_physical_devices("GPU"))]
+# --- What is refused --------------------------------------------------------------------------------------------------
 
 
-def _simulate(count: int) -> list[str]:
-    """Splits the CPU into at least `count` logical devices and returns the first `count`."""
+def _check_cluster(name: str, cluster: Cluster | None) -> None:
+    """Raises BadInput if a strategy and the cluster that the environment describes do not go together."""
+    if name == "parameter_server" and not (cluster and {"chief", "worker", "ps"} <= set(cluster.addresses)):
+        raise BadInput(
+            "--strategy parameter_server needs a cluster with a chief, workers and parameter servers (ps) in "
+            "TF_CONFIG: use python launch.py --workers 2 --parameter-servers 1 -- ..."
+        )
+    if name == "multi_worker" and not cluster:
+        raise BadInput(
+            "--strategy multi_worker needs a cluster, and neither TF_CONFIG nor Slurm nor Kubernetes describes one of "
+            "several tasks: start the program with srun, or python launch.py --workers 2 -- ..."
+        )
+    if not cluster or name in ("parameter_server", "tpu"):
+        return
+    if cluster.has_parameter_servers:
+        raise BadInput(
+            f"{cluster.source} describes parameter servers, and --strategy is {name}: use --strategy parameter_server, "
+            "which is asynchronous, or a cluster of workers only"
+        )
+    if name != "multi_worker":
+        raise BadInput(
+            f"--strategy {name}, and {cluster.source} describes a cluster of {len(cluster.tasks())}: use "
+            f"--strategy multi_worker, or start it without {cluster.source}"
+        )
+
+
+def _check_devices(name: str, simulated: int, gpus: int) -> None:
+    """Raises BadInput if a strategy cannot use the devices of this process."""
+    most = {"mirrored": simulated, "one_device": 1, "multi_worker": 1}.get(name, 0)
+    if simulated > most:
+        raise BadInput(
+            f"--simulated-devices {simulated} with --strategy {name}, which uses {most} of them in a process: use "
+            "--strategy mirrored in one process, or leave --simulated-devices out"
+        )
+    if name == "mirrored" and not simulated and not gpus:
+        raise BadInput(
+            f"--strategy mirrored needs GPUs and {why_no_gpu(os.environ) or 'this machine shows none'}: use "
+            "--simulated-devices N for N replicas on the CPU, or --strategy one_device"
+        )
+
+
+def _check_all_reduce(name: str, settings: Any, gpus: int) -> None:
+    """Raises BadInput if the devices cannot sum as --all-reduce asks."""
+    asked = settings.all_reduce
+    if name in ("tpu", "parameter_server"):
+        where, possible = f"--strategy {name}", ("auto",)
+    elif name == "multi_worker":
+        where, possible = "several machines", ("auto", "nccl")
+    elif settings.simulated_devices:
+        where, possible = f"--simulated-devices {settings.simulated_devices}", ("auto", "one_device")
+    else:
+        where, possible = "GPUs", (asked,)
+    if asked not in possible:
+        raise BadInput(f"--all-reduce {asked} does not work with {where}: use {' or '.join(possible)}")
+    if name == "mirrored" and asked == "hierarchical_copy" and gpus % 2:
+        # Measured with three replicas on the CPU: their sum is that of the first two.
+        raise BadInput(
+            f"--all-reduce hierarchical_copy on {gpus} GPUs: it sums two halves, and leaves out the last of an odd "
+            "number; use one_device"
+        )
+
+
+def _check_gpus_are_not_shared(workers: dict[str, dict[str, Any]]) -> None:
+    """Raises BadInput if two workers use the same GPU; `workers` is what each says of itself."""
+    users: dict[str, str] = {}
+    for worker, said in workers.items():
+        for gpu in said["gpus"]:
+            if gpu in users:
+                raise BadInput(
+                    f"{users[gpu]} and {worker} use the same GPU {gpu.split()[-1]} of {said['host']}: give each its "
+                    "own with CUDA_VISIBLE_DEVICES, as launch.py does, or start one process for all GPUs of a machine"
+                )
+            users[gpu] = worker
+
+
+# --- The strategies ---------------------------------------------------------------------------------------------------
+
+
+def _simulate(count: int) -> None:
+    """Splits the CPU into at least `count` logical devices."""
     # Without this, operations that are placed on no device would run on a GPU.
     tf.config.set_visible_devices([], "GPU")
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu) or [None]
-    if len(configured) < count:
-        try:
-            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
-        except RuntimeError:
-            raise BadInput(
-                f"--simulated-devices {count}: TensorFlow has already started in this process with {len(configured)}: "
-                "make tensors and variables in the hooks, not where task.py is imported; or, to build for several "
-                "numbers in one process, begin with the largest"
-            ) from None
-    return [f"CPU:{index}" for index in range(count)]
+    if len(configured) >= count:
+        return
+    try:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    except RuntimeError:
+        raise BadInput(
+            f"--simulated-devices {count}: TensorFlow has already started in this process with {len(configured)}: "
+            "make tensors and variables in the hooks, not where task.py is imported; or, to build for several "
+            "numbers in one process, begin with the largest"
+        ) from None
 
 
-@functools.cache
-def _one_device() -> tf.distribute.Strategy:
-    # TensorFlow's default strategy: the same interface, and none of MirroredStrategy's cost on a single device.
-    return tf.distribute.get_strategy()
-
-
-@functools.cache
-def _mirrored(devices: tuple[str, ...], all_reduce: str) -> tf.distribute.Strategy:
+def _mirrored(simulated: int, gpus: int, all_reduce: str) -> tf.distribute.Strategy:
+    devices = [f"CPU:{index}" for index in range(simulated)] or [f"GPU:{index}" for index in range(gpus)]
+    if simulated:
+        all_reduce = "one_device"  # Collectives between simulated devices cost more than a sum on one of them.
     reductions = {
         "auto": lambda: None,  # TensorFlow's own choice: collective operations by NCCL.
         "nccl": tf.distribute.NcclAllReduce,
         "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
-        # What simulated devices always have: collectives between them cost more than a sum on one of them.
         "one_device": functools.partial(tf.distribute.ReductionToOneDevice, accumulation_fn=_sum_in_order),
     }
-    strategy = tf.distribute.MirroredStrategy(list(devices), cross_device_ops=reductions[all_reduce]())
+    strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=reductions[all_reduce]())
     strategy.all_reduce = "nccl" if all_reduce == "auto" else all_reduce  # For the plan.
     return strategy
 
@@ -172,65 +204,40 @@ def _sum_in_order(parts: Sequence[tf.Tensor]) -> tf.Tensor:
     return functools.reduce(tf.add, parts)
 
 
-@functools.cache
-def _multi_worker(
-    simulated_devices: int, cluster_timeout: float, facts: str, all_reduce: str
-) -> tf.distribute.Strategy:
-    cluster = find_cluster(os.environ)
-    gpus = 0 if simulated_devices else len(_gpus())
+def _multi_worker(cluster: Cluster, gpus: int, settings: Any) -> tf.distribute.Strategy:
+    timeout = settings.cluster_timeout
     own = {
         "host": socket.gethostname(),
-        "devices": describe_own_devices(simulated_devices),
+        "devices": describe_own_devices(settings.simulated_devices),
         "gpus": identify_gpus(os.environ, gpus),
     }
-    workers = join(cluster, {**json.loads(facts), "GPUs": gpus}, own, timeout=cluster_timeout)
-    check_gpus_are_not_shared(workers)
+    workers = join(cluster, {**_facts(settings), "GPUs": gpus}, own, timeout=timeout)
+    _check_gpus_are_not_shared(workers)
     console.quiet = not cluster.is_chief
     communication = tf.distribute.experimental.CommunicationImplementation
-    implementation = communication.NCCL if all(each["gpus"] for each in workers.values()) else communication.RING
-    if all_reduce == "nccl" and implementation != communication.NCCL:
+    implementation = communication.NCCL if all(said["gpus"] for said in workers.values()) else communication.RING
+    if settings.all_reduce == "nccl" and implementation != communication.NCCL:
         raise BadInput("--all-reduce nccl needs GPUs, and the workers have none: leave it out")
-    late = f"--cluster-timeout {cluster_timeout:g}: TensorFlow did not start on all of {', '.join(cluster.tasks())}"
     # Without timeout_seconds: for each sum TensorFlow then keeps two threads for so long (measured: 5,000 threads after
-    # 2,500 sums with 60 s). Which process is gone is found by `peers_named`.
+    # 2,500 sums with 60 s). `peers_named` finds which process is gone.
     options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
-    with _local_devices(simulated_devices), ended_after(cluster_timeout, late):
+    late = f"TensorFlow did not start on all of {', '.join(cluster.tasks())} within {timeout:g} s (--cluster-timeout)"
+    with ended_after(timeout, late):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     strategy.all_reduce = f"{implementation.value.lower()} between the workers"  # For the plan, as what follows.
-    strategy.devices_of_workers = {worker: each["devices"] for worker, each in workers.items()}
+    strategy.devices_of_workers = {worker: said["devices"] for worker, said in workers.items()}
     return strategy
 
 
-def check_gpus_are_not_shared(workers: dict[str, dict[str, Any]]) -> None:
-    """Raises BadInput if two workers use the same GPU; `workers` is what each has said of itself."""
-    users: dict[str, str] = {}
-    for worker, each in workers.items():
-        for gpu in each["gpus"]:
-            if gpu in users:
-                raise BadInput(
-                    f"{users[gpu]} and {worker} use the same GPU {gpu.split()[-1]} of {each['host']}: give each its "
-                    "own with CUDA_VISIBLE_DEVICES, as launch.py does, or start one process for all GPUs of a machine"
-                )
-            users[gpu] = worker
+def _facts(settings: Any) -> dict[str, Any]:
+    """Returns what has to be equal in all processes: the settings, the project's code, and the versions."""
+    given = settings.as_json() if hasattr(settings, "as_json") else {}
+    flags = {f"--{name.replace('_', '-')}": value for name, value in given.items() if name != "run_dir"}
+    return flags | shared_facts()
 
 
-@functools.cache
-def _parameter_server(cluster_timeout: float) -> tf.distribute.Strategy:
-    cluster = find_cluster(os.environ)
-    needed = {"chief", "worker", "ps"}
-    if cluster is None or not needed <= set(cluster.addresses):
-        raise BadInput(
-            "--strategy parameter_server needs a cluster with a chief, workers and parameter servers (ps) in "
-            "TF_CONFIG: use python launch.py --workers 2 --parameter-servers 1 -- ..."
-        )
-    if cluster.job != "chief":
-        serve(cluster, timeout=cluster_timeout)
-    return coordinate(cluster, timeout=cluster_timeout)
-
-
-@functools.cache
 def _tpu() -> tf.distribute.Strategy:
-    """Not measured: no TPU was there to try it on. The order is that of TensorFlow's guide "Use TPUs"."""
+    """Connects as TensorFlow's guide "Use TPUs" does. Not measured."""
     try:
         # "local" is the TPU of this virtual machine.
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=os.environ.get("TPU_NAME", "local"))
@@ -242,22 +249,3 @@ def _tpu() -> tf.distribute.Strategy:
             "TPU_NAME"
         ) from problem
     return tf.distribute.TPUStrategy(resolver)
-
-
-@contextlib.contextmanager
-def _local_devices(simulated: int) -> Iterator[None]:
-    """Lets the strategy take all simulated devices of this worker; by itself it takes all GPUs, or one CPU."""
-    if not simulated:
-        yield
-        return
-    from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
-
-    def all_simulated(_: Any, __: Any, worker: str) -> tuple[tuple[str, ...], str]:
-        return tuple(f"{worker}/device:CPU:{number}" for number in range(simulated)), "CPU"
-
-    by_itself = CollectiveAllReduceExtended._initialize_local_devices
-    CollectiveAllReduceExtended._initialize_local_devices = all_simulated
-    try:
-        yield
-    finally:
-        CollectiveAllReduceExtended._initialize_local_devices = by_itself

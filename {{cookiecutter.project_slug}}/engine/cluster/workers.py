@@ -1,7 +1,7 @@
-"""What the processes of a run decide together, so that all of them take part in every collective operation.
+"""What the processes decide together while they train.
 
-One process that leaves a loop earlier than the others, or saves where they do not, makes them wait for ever. So what
-only one of them can know (a signal, a file, how long a step took) goes through here before anything depends on it.
+A process that leaves a loop earlier than the others, or saves where they do not, makes them wait for ever. So what only
+one of them knows (a signal, a file, how long a step took) is shared before anything depends on it.
 """
 
 import contextlib
@@ -22,7 +22,10 @@ from engine.mistakes import OF_CONNECTIONS
 
 # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
 CHUNK = 2**24
+# Integers of the first operation of `from_chief`: most of what it sends is smaller.
 HEAD = 256
+# A process that is ending may keep its port for a moment.
+SECONDS_UNTIL_GONE = 5.0
 
 
 class Workers:
@@ -95,7 +98,6 @@ class Workers:
             except (BadInput, CannotWrite, Damaged) as problem:
                 outcome = (None, problem)
         packed = _as_integers(pickle.dumps(outcome) if self.is_chief else b"")
-        # What is small, as most of it is, goes with its size, in one operation.
         head = np.zeros(HEAD, np.int32)
         head[0], head[1 : 1 + packed.size] = packed.size, packed[: HEAD - 1]
         head = self.sum(head)
@@ -106,8 +108,8 @@ class Workers:
             raise problem
         return value
 
-    def of_chief(self, value: Any) -> Any:
-        """Returns the chief's `value`, on every worker."""
+    def agree(self, value: Any) -> Any:
+        """Returns the chief's `value` on every worker."""
         return self.from_chief(lambda: value)
 
     def _sum_in_chunks(self, numbers: np.ndarray) -> np.ndarray:
@@ -119,13 +121,9 @@ def _as_integers(packed: bytes) -> np.ndarray:
     return np.frombuffer(packed + bytes(-len(packed) % 4), np.int32)
 
 
-# A process that is ending may keep its port for a moment.
-SECONDS_UNTIL_GONE = 5.0
-
-
 @contextlib.contextmanager
 def peers_named() -> Iterator[None]:
-    """Turns TensorFlow's complaint about a broken connection into PeerLost, which names the process that is gone."""
+    """Turns TensorFlow's error about a broken connection into PeerLost, which names the process that is gone."""
     try:
         yield
     except tf.errors.OpError as problem:
@@ -140,17 +138,17 @@ def peers_named() -> Iterator[None]:
         if not who:
             raise
         raise PeerLost(
-            f"{who}: look at its log, then start the same command, without --fresh, on all; what was saved is whole"
+            f"{who}: check its log, then start the same command, without --fresh, on all; what was saved is whole"
         ) from problem
 
 
-def _accused(complaint: str, cluster: Cluster) -> str:
-    """Returns the other tasks that a text of TensorFlow's says have failed, or "" if it speaks of something else."""
+def _accused(message: str, cluster: Cluster) -> str:
+    """Returns the other tasks that failed by TensorFlow's own words, or "" if the error is about something else."""
     tasks = cluster.tasks()
-    found = [f"{job} {index}" for job, index in re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", complaint)]
-    if "CoordinationService" in complaint:  # Which the first worker runs.
+    found = [f"{job} {index}" for job, index in re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", message)]
+    if "CoordinationService" in message:  # Which the first worker runs.
         found.append(next(iter(tasks)))
     others = [task for task in dict.fromkeys(found) if task in tasks and task != cluster.name]
-    if not others and "Collective ops is aborted" not in complaint:
+    if not others and "Collective ops is aborted" not in message:
         return ""
     return ", ".join(f"{task} ({tasks[task]})" for task in others) or "another worker"

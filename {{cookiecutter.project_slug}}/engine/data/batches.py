@@ -15,8 +15,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.cluster.asynchronous import WorkersFeed, is_asynchronous, synchronous
-from engine.cluster.workers import Workers
 from engine.data.examples import Examples, as_text, bytes_of, input_options
 from engine.data.feed import Feed, empty_stack, on_replicas, stack_sizes, stacked
 from engine.data.preparation import Preparation
@@ -58,6 +56,7 @@ class Batches:
         number_of_examples: how many examples it has.
         steps: batches in one pass.
         left_out: examples that one pass leaves out.
+        by_files: whether each of several workers loads examples of its own.
         element_spec: what one replica receives, as tf.TensorSpec: static shapes [share, ...].
     """
 
@@ -67,18 +66,22 @@ class Batches:
         *,
         load_examples: Callable[[str], tf.data.Dataset],
         preparation: Preparation,
-        replicas: int,
+        strategy: tf.distribute.Strategy,
         global_batch_size: int,
         seed: int,
         shuffle_buffer_size: int,
         keep_last_batch: bool = False,
         pipelines: int = 1,
+        pipeline: int = 0,
     ) -> None:
         """Loads the split's examples and checks them. Raises BadInput, naming the hook, for what cannot be batched.
 
-        `pipelines` is how many processes share a batch. If `load_examples` takes an `input_context`, it is called for
-        each with a tf.distribute.InputContext, and returns that one's examples only.
+        `pipelines` processes share a batch, and this one is number `pipeline`. If `load_examples` takes an
+        `input_context`, it is called for each with a tf.distribute.InputContext, and returns that one's examples only.
         """
+        replicas = strategy.num_replicas_in_sync
+        self._strategy = strategy
+        self._pipelines, self._pipeline = pipelines, pipeline
         self.split = split
         self.training = split == "train"
         self.global_batch_size = global_batch_size
@@ -127,61 +130,73 @@ class Batches:
         self.element_spec = tf.nest.map_structure(
             lambda spec: tf.TensorSpec([self.share, *spec.shape[1:]], spec.dtype), batch_spec
         )
+        self.by_files = is_by_files(load_examples)
         self._feed: Feed | None = None
-        self._stack_spec: Any = None
         self._bytes_of_batch = replicas * bytes_of(self.element_spec)
         whole = self._parts[0]
         read = global_batch_size * bytes_of(whole.element_spec) if whole.have_one_shape else 0
         self._prepared_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(read, self._bytes_of_batch)))
 
     @property
+    def examples_of_pass(self) -> int:
+        """Examples that one pass is over."""
+        return self.number_of_examples - self.left_out
+
+    @property
     def preparation(self) -> Traced:
         """What task.prepare_example does."""
         return self._preparation.traced
 
-    def read(self, strategy: tf.distribute.Strategy, pipeline: int) -> None:
-        """Reads the examples that process number `pipeline` keeps in memory. Raises BadInput if they cannot be read."""
-        if not (is_asynchronous(strategy) and self.training):  # Then each worker reads its own.
-            self._parts[pipeline if self.in_parts else 0].keep(self.shuffle_buffer_size if self.training else None)
+    def read(self) -> None:
+        """Reads the examples that this process keeps in memory. Raises BadInput if they cannot be read."""
+        self._parts[self._part].keep(self.shuffle_buffer_size if self.training else None)
 
-    def feed(self, strategy: tf.distribute.Strategy, *, epoch: int = 0, first_step: int = 0) -> Any:
-        """Returns a Feed of the global batches of an epoch, from batch number `first_step` on, and of those to come.
+    def feed(self, epoch: int = 0, first_step: int = 0) -> Feed:
+        """Returns a Feed of the global batches of an epoch, from batch number `first_step` on, and of later epochs.
 
-        In evaluation all epochs have the same batches. With parameter servers it is an endless one in training, of
-        each worker's own batches, and in evaluation one for the chief alone.
+        In evaluation all epochs have the same batches.
         """
-        if is_asynchronous(strategy) and self.training:
-            return WorkersFeed(strategy, functools.partial(self._endless, epoch, first_step))
         if self._feed is None or not self._feed.is_at(epoch if self.training else None, first_step):
             # Making one takes a good part of a second, so it goes on from epoch to epoch.
-            self._feed = self._new_feed(strategy, epoch, first_step)
+            self._feed = self._new_feed(epoch, first_step)
         return self._feed
 
-    def stack_spec(self, strategy: tf.distribute.Strategy) -> Any:
-        """Returns the type of what a Feed hands to the compiled steps: a stack of batches for each replica."""
-        if self._stack_spec is None:
-            empty = tf.data.Dataset.range(1).map(functools.partial(empty_stack, self.element_spec))
-            self._stack_spec = synchronous(strategy).distribute_datasets_from_function(lambda _: empty).element_spec
-        return self._stack_spec
+    def compiled(self, steps: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+        """Compiles a function of (stack, first, count): stacks of any size share one graph."""
+        return tf.function(steps, input_signature=self._signature)
 
-    def one_by_one(self, strategy: tf.distribute.Strategy, *, epoch: int = 0, first_step: int = 0) -> Iterator[Any]:
+    def graph(self, compiled_steps: Callable[..., tf.Tensor]) -> tf.Graph:
+        """Returns the graph of what `compiled` returned."""
+        return compiled_steps.get_concrete_function(*self._signature).graph
+
+    @tf.autograph.experimental.do_not_convert
+    def pick(self, stack: Any, index: tf.Tensor) -> Any:
+        """Returns batch number `index` of a stack."""
+        return self._strategy.run(batch_of, args=(stack, index))
+
+    def one_by_one(self, epoch: int = 0, first_step: int = 0) -> Iterator[Any]:
         """Yields the global batches of an epoch one by one, to look at; training takes them from a Feed."""
-
-        @tf.function
-        def pick(stack: Any, index: tf.Tensor) -> Any:
-            return strategy.run(batch_of, args=(stack, index))
-
-        for stack, first, count in self._new_feed(strategy, epoch, first_step).take(self.steps - first_step):
+        pick = tf.function(self.pick, autograph=False)
+        for stack, first, count in self._new_feed(epoch, first_step).take(self.steps - first_step):
             yield from (pick(stack, tf.constant(first + index)) for index in range(count))
 
-    def _new_feed(self, strategy: tf.distribute.Strategy, epoch: int, first_step: int) -> Feed:
-        strategy = synchronous(strategy)
-        workers = Workers(strategy)
-        stacks = on_replicas(strategy, iter(self._stacks(epoch, first_step, workers.count, workers.index)))
+    @property
+    def _part(self) -> int:
+        return self._pipeline if self.in_parts else 0
+
+    @functools.cached_property
+    def _signature(self) -> tuple:
+        stack = tf.nest.map_structure(lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), self.element_spec)
+        if self._strategy.num_replicas_in_sync > 1:
+            empty = tf.data.Dataset.range(1).map(functools.partial(empty_stack, self.element_spec))
+            stack = self._strategy.distribute_datasets_from_function(lambda _: empty).element_spec
+        scalar = tf.TensorSpec((), tf.int32)
+        return stack, scalar, scalar
+
+    def _new_feed(self, epoch: int, first_step: int) -> Feed:
+        stacks = on_replicas(self._strategy, iter(self._stacks(epoch, first_step)))
         sizes = stack_sizes(self.steps, first_step, self._bytes_of_batch)
-        part = workers.index if self.in_parts else 0
-        refusal = functools.partial(self._refusal, self._parts[part])
-        return Feed(stacks, sizes, epoch, first_step, refusal=refusal, alone=workers.count == 1)
+        return Feed(stacks, sizes, epoch, first_step, refusal=functools.partial(self._refusal, self._parts[self._part]))
 
     def _refusal(self, examples: Examples, problem: tf.errors.OpError, epoch: int, step: int) -> BadInput:
         """Returns what to raise if some of the examples in the batches from `step` of an epoch on cannot be had."""
@@ -189,11 +204,10 @@ class Batches:
         prepared = self._preparation.one_by_one(numbered, examples.length, tf.zeros([2], tf.int64))
         return examples.refusal(problem, prepared, f"in the batches from step {step + 1} of epoch {epoch + 1} on")
 
-    def _stacks(self, epoch: int, first_step: int, pipelines: int = 1, pipeline: int = 0) -> tf.data.Dataset:
-        """Returns one input pipeline's stacks of an epoch and of those to come: tuples of one for each replica."""
-        part = pipeline if self.in_parts else 0
-        self._parts[part].keep(self.shuffle_buffer_size if self.training else None)  # If `read` was not called.
-        replicas = self.global_batch_size // pipelines // self.share
+    def _stacks(self, epoch: int, first_step: int) -> tf.data.Dataset:
+        """Returns this process's stacks of an epoch and of later ones: tuples of one for each replica."""
+        self.read()
+        replicas = self.global_batch_size // self._pipelines // self.share
         sizes_of_first, sizes_of_others = (
             tf.constant(sizes, tf.int64) for sizes in stack_sizes(self.steps, first_step, self._bytes_of_batch)
         )
@@ -203,28 +217,26 @@ class Batches:
             is_first = number == epoch
             first = tf.where(is_first, tf.constant(first_step, tf.int64), 0)
             sizes = tf.cond(is_first, lambda: sizes_of_first, lambda: sizes_of_others)
-            prepared = self._prepared(number, first, pipelines, pipeline, part)
+            prepared = self._prepared(number, first)
             return stacked(prepared, sizes, replicas, self.share)
 
         # Endless, so that the next epoch's first batches are prepared while this one is validated.
         endless = tf.data.Dataset.range(epoch, tf.int64.max).flat_map(one_pass)
         return endless.prefetch(STACKS_AHEAD).with_options(input_options())
 
-    def _prepared(
-        self, epoch: tf.Tensor, first_step: tf.Tensor, pipelines: int, pipeline: int, part: int
-    ) -> tf.data.Dataset:
-        """Returns one input pipeline's pieces of the global batches of an epoch, some of them in each element."""
-        examples = self._parts[part]
-        piece = self.global_batch_size // pipelines
+    def _prepared(self, epoch: tf.Tensor, first_step: tf.Tensor) -> tf.data.Dataset:
+        """Returns this process's pieces of the global batches of an epoch, some of them in each element."""
+        examples = self._parts[self._part]
+        piece = self.global_batch_size // self._pipelines
         # In evaluation every epoch is the same.
         seed = _epoch_seed(self.seed, epoch if self.training else tf.zeros_like(epoch))
         order = {"seed": seed if self.training else None, "shuffle_buffer_size": self.shuffle_buffer_size}
         places = (first_step * self._of_part, self.steps * self._of_part)
-        prepared = {"length": examples.length, "seed": tf.stack([seed, part])}
+        prepared = {"length": examples.length, "seed": tf.stack([seed, self._part])}
         # A piece of each batch, after the shuffle: so a batch holds the same examples for any number of pipelines, and
         # each replica the same ones as in one process.
         if examples.have_one_shape:
-            first = 0 if self.in_parts else pipeline * piece
+            first = 0 if self.in_parts else self._pipeline * piece
             picked = {"share": slice(first, first + piece), **order}
             if self._preparation.is_of_batches:
                 prepare, at_once = self._preparation.of_batch(**prepared), self._prepared_at_once
@@ -233,11 +245,11 @@ class Batches:
         else:
             numbered = examples.in_order(*places, **order)
             if piece < self._of_part:
-                numbered = numbered.filter(lambda place, _: place % self._of_part // piece == pipeline)
+                numbered = numbered.filter(lambda place, _: place % self._of_part // piece == self._pipeline)
         return self._preparation.one_by_one(numbered, **prepared).batch(piece, drop_remainder=True)
 
-    def _endless(self, epoch: int, first_step: int, pipelines: int, pipeline: tf.Tensor) -> tf.data.Dataset:
-        """Returns batches of every so many-th example, again and again."""
+    def endless(self, epoch: int, first_step: int, pipelines: int, pipeline: tf.Tensor) -> tf.data.Dataset:
+        """Returns batches of every `pipelines`-th example, again and again, for a process that takes its own steps."""
         # Loaded where they are used, because a dataset of the chief's cannot be sent to a worker.
         examples = Examples(self._load_examples(self.split), "task.load_examples", self._parts[0].length)
         places = (first_step * self.global_batch_size, self.steps * self.global_batch_size)
@@ -251,13 +263,19 @@ class Batches:
 @tf.autograph.experimental.do_not_convert
 def batch_of(stack: Any, index: tf.Tensor) -> Any:
     """Returns batch number `index` of a stack, on one replica."""
-    # The default strategy leaves a stack in the host's memory: a GPU would fetch all of it for each batch.
-    with contextlib.nullcontext() if tf.distribute.has_strategy() else tf.device("CPU:0"):
+    # That of one replica is in the host's memory: a GPU would fetch all of it for each batch.
+    one = tf.distribute.get_replica_context().num_replicas_in_sync == 1
+    with tf.device("CPU:0") if one else contextlib.nullcontext():
         return tf.nest.map_structure(lambda part: tf.gather(part, index), stack)
 
 
 def load_splits(
-    splits: Sequence[str], task: ModuleType, settings: Any, replicas: int, pipelines: int = 1
+    splits: Sequence[str],
+    task: ModuleType,
+    settings: Any,
+    strategy: tf.distribute.Strategy,
+    pipelines: int = 1,
+    pipeline: int = 0,
 ) -> dict[str, Batches]:
     """Returns the batches of every split. Raises BadInput if hooks, settings and replicas do not go together.
 
@@ -265,8 +283,9 @@ def load_splits(
         splits: names for task.load_examples, "train" among them.
         task: what has load_examples and prepare_example.
         settings: what has global_batch_size, micro_batches, seed, shuffle_buffer_size and keep_last_batch.
-        replicas: how many share a global batch.
+        strategy: its replicas share a global batch.
         pipelines: how many processes they are in.
+        pipeline: the number of this one.
     """
     evaluating = Preparation(task.prepare_example, training=False)
     training = Preparation(task.prepare_example, training=True) if evaluating.depends_on_training else evaluating
@@ -275,12 +294,13 @@ def load_splits(
             split,
             load_examples=task.load_examples,
             preparation=training if split == "train" else evaluating,
-            replicas=replicas,
+            strategy=strategy,
             global_batch_size=settings.global_batch_size,
             seed=settings.seed,
             shuffle_buffer_size=settings.shuffle_buffer_size,
             keep_last_batch=settings.keep_last_batch,
             pipelines=pipelines,
+            pipeline=pipeline,
         )
         for split in splits
     }

@@ -12,10 +12,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from engine.cluster.strategy import describe_strategy
 from engine.errors import BadInput
 
 # The size of a stack at most, for all replicas together.
@@ -41,15 +39,13 @@ class Feed:
         first_step: int = 0,
         *,
         refusal: Callable[[tf.errors.OpError, int, int], BadInput],
-        alone: bool = True,
     ) -> None:
         """`stacks` begins with batch number `first_step` of an epoch; `sizes` is what `stack_sizes` returned.
 
         `refusal` returns what to raise if TensorFlow cannot give the stack that begins with a batch of an epoch.
-        `alone` is whether no other worker takes the same steps.
         """
         self._stacks = stacks
-        self._refusal, self._alone = refusal, alone
+        self._refusal = refusal
         self._refused: BadInput | None = None
         self._sizes = itertools.chain(sizes[0], itertools.cycle(sizes[1]))
         self._stack: Any = None
@@ -63,28 +59,12 @@ class Feed:
         """Returns whether the next batch is number `step` of an epoch; None means any."""
         return self._step == step and epoch in (None, self._epoch)
 
-    def run(self, steps: Callable[..., tf.Tensor], count: int) -> np.ndarray:
-        """Takes `count` steps on the next batches, all of one pass; returns their losses (float32, [count]).
-
-        They are fewer where the examples after them cannot be read: so those steps can be counted, and the next call
-        raises BadInput. `steps` is what train.compile_steps returned.
-        """
-        losses, batches = [], self.take(count)
-        while True:
-            try:
-                stack, first, here = next(batches)
-            except StopIteration:
-                break
-            except BadInput:
-                if losses and self._alone:
-                    break
-                raise  # Other workers are in steps that this one cannot take.
-            losses.append(steps(stack, tf.constant(first), tf.constant(here)))
-        # Read when all are under way: a GPU goes on meanwhile.
-        return np.concatenate([each.numpy() for each in losses])
-
     def take(self, count: int) -> Iterator[tuple[Any, int, int]]:
-        """Yields where the next `count` batches are: a stack, the first one's number in it, and how many."""
+        """Yields where the next `count` batches are, all of one pass: a stack, the first one's number in it, how many.
+
+        Raises:
+            BadInput: the rest of them cannot be read; a later call raises it again.
+        """
         while count:
             if self._next == self._end:
                 self._fetch()
@@ -169,9 +149,9 @@ def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, share: i
 def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
     """Yields what strategy.run takes, of tuples with a stack for each of this process's replicas.
 
-    Each is brought to its replica's device; the default strategy leaves its own one in the host's memory.
+    Each is brought to its replica's device; that of one replica stays in the host's memory.
     """
-    if describe_strategy(strategy) == "one_device":
+    if strategy.num_replicas_in_sync == 1:
         yield from (stack for (stack,) in stacks)
         return
     devices = strategy.extended.worker_devices
@@ -180,11 +160,8 @@ def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ..
         for device, stack in zip(devices, of_replicas, strict=True):
             with tf.device(device):
                 brought.append(tf.nest.map_structure(tf.identity, stack))
-        if strategy.num_replicas_in_sync == 1:
-            yield brought[0]
-        else:
-            in_turn = iter(brought)
-            yield strategy.experimental_distribute_values_from_function(lambda _, in_turn=in_turn: next(in_turn))
+        in_turn = iter(brought)
+        yield strategy.experimental_distribute_values_from_function(lambda _, in_turn=in_turn: next(in_turn))
 
 
 @tf.autograph.experimental.do_not_convert

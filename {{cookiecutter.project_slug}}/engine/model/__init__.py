@@ -1,7 +1,8 @@
 """What a step uses and changes: models, optimizers, metrics and their variables. Imports nothing of the other rooms.
 
 objects       builds what the hooks return, and names every variable
-refusals      refuses what would go wrong without an error
+finish        builds, checks and gathers all of it
+refusals      refuses what would train wrongly without an error
 gradients     micro-batches, the sum over replicas, clipping, the update
 averages      the moving average of the weights
 replicas      what differs between replicas: seeds and statistics

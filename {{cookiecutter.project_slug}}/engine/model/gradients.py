@@ -1,10 +1,13 @@
 """What lies between the tape and the changed weights: micro-batches, the sum over replicas, clipping, the update.
 
-Each of these is easy to get wrong once there is a second replica, and wrong without an error: Keras clips each replica
-before the sum (tensorflow#33929), counts an accumulated gradient per replica, and looks for an overflow on
-the first replica only. So an optimizer that would do any of it is refused, and it is done here.
+Each of these is easy to get wrong on several replicas, and wrong without an error: Keras clips each replica's gradients
+before the sum (tensorflow#33929), counts an accumulated gradient once per replica, and looks for an overflow on the
+first replica only. So an optimizer that would do any of it is refused, and it is done here.
 """
 
+import contextlib
+import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,86 +30,151 @@ REFUSED_ARGUMENTS = {
 # It begins at 2**15; a gradient that overflows float16 at this scale is beyond any that a step could use.
 LOWEST_LOSS_SCALE = 2.0**-10
 
-# --- In the step, on each replica -------------------------------------------------------------------------------------
+Gradients = list[tf.Tensor | tf.IndexedSlices | None]
 
 
-@tf.autograph.experimental.do_not_convert
-def in_micro_batches(loss_and_gradients: Callable[..., Any], batch: Any, *, count: int, jit: bool = False) -> Any:
-    """Returns `loss_and_gradients(batch)`, computed on `count` equal parts of the batch, one after the other.
+@dataclasses.dataclass
+class _Step(threading.local):
+    """How the step that is being traced in this thread updates. Each replica is traced in a thread of its own."""
 
-    Only one part's activations are in memory at a time. Micro-batch m holds every count-th example from the m-th on, so
-    that the replicas' m-th parts together hold the same examples for any number of replicas.
+    clip_norm: float | None = None
+    jit: bool = False
+    is_last: bool = True
+    """Whether this micro-batch is the last one of the step."""
+    calls: int = 0
+    """How often this micro-batch has called apply_gradients."""
+    sums: list[Gradients] = dataclasses.field(default_factory=list)
+    """For each of these calls, the gradients of the micro-batches so far."""
+    operations: int = 0
+    """How many operations the graph had at the first of these calls."""
+
+
+_step = _Step()
+
+# --- On each replica --------------------------------------------------------------------------------------------------
+
+
+def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Any) -> Callable[[Any], tf.Tensor]:
+    """Returns a step that runs `train_step` on equal parts of its batch, one after the other, and updates once.
+
+    Only one part's activations are in memory at a time. Micro-batch m holds every n-th example from the m-th on, so
+    that the replicas' m-th parts together hold the same examples for any number of replicas. The losses of the parts
+    are summed, so each has to be divided by the size of the whole global batch.
 
     Args:
-        loss_and_gradients: takes (features, labels, weights) and returns (loss, gradients, outputs). The losses and
-            gradients of the parts are summed: each has to be divided by the size of the whole global batch already.
-            The outputs, tensors [part, ...] in any structure, are put together in the order of the batch.
-        batch: one replica's share; `count` divides it.
-        jit: compile it with XLA. Nothing in it may need the other replicas.
+        train_step: takes one replica's (features, labels, weights), and updates by `apply_gradients`.
+        settings: what has micro_batches, clip_norm and jit.
     """
-    compute = converted(loss_and_gradients)
-    if jit:
-        compute = tf.function(compute, autograph=False, jit_compile=True)
-    if count == 1:
-        return compute(batch)
-    parts = []
-    for first in range(count):
-        # The next part begins when the one before has ended, so that its memory is free.
-        before = [each for each in tf.nest.flatten(parts[-1][:2]) if each is not None] if parts else []
-        with tf.control_dependencies(before):
-            part = tf.nest.map_structure(lambda tensor, first=first: tf.identity(tensor[first::count]), batch)
-        loss, gradients, outputs = compute(part)
-        if parts:
-            loss += parts[-1][0]
-            gradients = tf.nest.map_structure(_add, parts[-1][1], gradients)
-        parts.append((loss, gradients, outputs))
-    loss, gradients, _ = parts[-1]
-    return loss, gradients, tf.nest.map_structure(_interleave, *(outputs for _, _, outputs in parts))
+    step, count = converted(train_step), settings.micro_batches
+
+    @tf.autograph.experimental.do_not_convert
+    def whole_step(batch: Any) -> tf.Tensor:
+        _step.clip_norm, _step.jit, _step.sums = settings.clip_norm, settings.jit, []
+        loss = None
+        for number in range(count):
+            _step.is_last, _step.calls = number == count - 1, 0
+            part = batch if count == 1 else _part(batch, number, count, after=loss)
+            with _xla(True):
+                loss = step(part) if loss is None else loss + step(part)
+        if count > 1 and not _step.sums:
+            raise BadInput("--micro-batches needs task.train_step to update by engine.model.gradients.apply_gradients")
+        return loss
+
+    return whole_step
+
+
+def _part(batch: Any, number: int, count: int, after: tf.Tensor | None) -> Any:
+    # The next part begins when the one before has ended, so that its memory is free.
+    before = [each for gradients in _step.sums for each in gradients if each is not None]
+    with tf.control_dependencies([*before, *([] if after is None else [after])]):
+        return tf.nest.map_structure(lambda tensor: tf.identity(tensor[number::count]), batch)
+
+
+def _xla(compiles: bool) -> contextlib.AbstractContextManager[None]:
+    """Marks operations for XLA, or not, with --jit. Those that XLA cannot compile run as they do without it."""
+    if _step.jit and not tf.executing_eagerly():
+        return tf.xla.experimental.jit_scope(compile_ops=compiles)
+    return contextlib.nullcontext()
 
 
 @tf.autograph.experimental.do_not_convert
 def apply_gradients(
     optimizer: keras.optimizers.Optimizer,
-    gradients: Sequence[Any],
+    tape: tf.GradientTape,
+    loss: tf.Tensor,
     variables: Sequence[keras.Variable],
-    *,
-    clip_norm: float | None = None,
 ) -> None:
-    """Updates the variables with the sum of all replicas' gradients; every replica has to call it.
+    """Updates the variables with the gradient of the loss, summed over all replicas and micro-batches.
+
+    Every replica has to call it. With --clip-norm the sum is scaled down to that global norm, if its own is larger
+    (Pascanu et al. 2013, arXiv:1211.5063). With mixed_float16 the loss is scaled for the gradient; the update is
+    skipped, on every replica, if any gradient is not finite.
 
     Args:
-        optimizer: built for these variables. A LossScaleOptimizer skips the update, on every replica, if any replica's
-            gradient is not finite, and halves its scale.
-        gradients: this replica's, of the loss that `optimizer.scale_loss` returned; None or tf.IndexedSlices may be
-            among them.
-        variables: what the gradients are of, in the same order.
-        clip_norm: scales the summed gradients down to this global norm, if theirs is larger (Pascanu et al. 2013,
-            arXiv:1211.5063).
+        optimizer: built for these variables.
+        tape: recorded the loss.
+        loss: this replica's part of the batch's loss (scalar).
+        variables: what to update. A variable that the loss does not use stays.
+
+    Raises:
+        BadInput: with micro-batches, the loss was computed after another update of the same step.
     """
-    variables = [variable for variable, each in zip(variables, gradients, strict=True) if each is not None]
-    # Whole tensors, also of an embedding: Adam squares the slices of a token that occurs twice one by one.
-    gradients = [tf.convert_to_tensor(each) for each in gradients if each is not None]
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if scaled or clip_norm is not None:
-        replica = tf.distribute.get_replica_context()
-        # Summed here, so that every replica clips, or finds an overflow, in the same gradients.
-        gradients = replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
-        if clip_norm is not None:
-            scale = tf.cast(optimizer.dynamic_scale, tf.float32) if scaled else 1.0
-            gradients, _ = tf.clip_by_global_norm(gradients, clip_norm * scale)
-        # Keras sums over the replicas once more, now of equal values.
-        gradients = [each / replica.num_replicas_in_sync for each in gradients]
-    optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    scale = optimizer.dynamic_scale.value if scaled else None
+    gradients = tape.gradient(loss, variables, output_gradients=None if scale is None else tf.cast(scale, loss.dtype))
+    with _xla(False):
+        gradients = _summed_over_micro_batches(gradients, loss)
+        if _step.is_last:
+            _update(optimizer, gradients, variables, scale)
+
+
+def _summed_over_micro_batches(gradients: Gradients, loss: tf.Tensor) -> Gradients:
+    call, _step.calls = _step.calls, _step.calls + 1
+    if _step.is_last and not _step.sums:
+        return gradients  # There is one micro-batch.
+    _check_order(loss, call)
+    if call == len(_step.sums):
+        _step.sums.append(gradients)
+    else:
+        _step.sums[call] = tf.nest.map_structure(_add, _step.sums[call], gradients)
+    return _step.sums[call]
 
 
 def _add(one: Any, other: Any) -> Any:
     return None if one is None else tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
 
 
-def _interleave(*parts: tf.Tensor) -> tf.Tensor:
-    """Puts [part, ...] tensors of every n-th example back into the order of the batch."""
-    stacked = tf.stack(parts, axis=1)
-    return tf.reshape(stacked, tf.concat([[-1], tf.shape(stacked)[2:]], axis=0))
+def _check_order(loss: tf.Tensor, call: int) -> None:
+    """Raises BadInput if the loss may depend on an update that waits for the last micro-batch."""
+    if tf.executing_eagerly():
+        return
+    operations = loss.graph.get_operations()
+    if call == 0:
+        _step.operations = len(operations)
+    elif loss.op not in operations[: _step.operations]:
+        raise BadInput(
+            "--micro-batches: task.train_step computes a loss after an update, and updates wait for the last "
+            "micro-batch: compute all losses before the first apply_gradients, or leave --micro-batches out"
+        )
+
+
+def _update(
+    optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: Sequence[keras.Variable], scale: Any
+) -> None:
+    """Updates with the sum of all replicas' gradients."""
+    variables = [variable for variable, each in zip(variables, gradients, strict=True) if each is not None]
+    # Whole tensors, also of an embedding: Adam squares the slices of a token that occurs twice one by one.
+    gradients = [tf.convert_to_tensor(each) for each in gradients if each is not None]
+    if scale is not None or _step.clip_norm is not None:
+        replica = tf.distribute.get_replica_context()
+        # Summed here, so that every replica clips, or finds an overflow, in the same gradients.
+        gradients = replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+        if _step.clip_norm is not None:
+            limit = _step.clip_norm if scale is None else _step.clip_norm * tf.cast(scale, tf.float32)
+            gradients, _ = tf.clip_by_global_norm(gradients, limit)
+        # Keras sums over the replicas once more, now of equal values.
+        gradients = [each / replica.num_replicas_in_sync for each in gradients]
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
 
 # --- Around the step --------------------------------------------------------------------------------------------------

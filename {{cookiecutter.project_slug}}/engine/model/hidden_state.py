@@ -1,20 +1,17 @@
 """State that Keras does not list: a tf.Variable in a layer, a tf.random.Generator, a stateful recurrent layer's state.
 
-The steps use it all the same, so it is saved and restored with the rest. What no checkpoint can hold is refused, and
-what no seed repeats is named.
+The steps use it all the same, so it is saved and restored with the rest. What no checkpoint can hold is refused.
 """
 
 import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.objects import listed_variables
 from engine.model.replicas import is_seed
 from engine.tracing import Traced, look_at
 
@@ -23,12 +20,12 @@ UNSEEDED = (
     "task.train_step draws from keras.random without a seed, which fails on several replicas: give a layer a "
     "keras.random.SeedGenerator and pass it as seed"
 )
-Made = list[weakref.ref]  # What a hook makes and drops again may go.
 
 
 @contextlib.contextmanager
-def noted(made: Made) -> Iterator[None]:
-    """Adds every variable that is made inside to `made`."""
+def noted() -> Iterator[list[weakref.ref]]:
+    """Yields a list to which every variable that is made inside is added."""
+    made: list[weakref.ref] = []  # What a hook makes and drops again is not kept alive.
 
     def note(next_creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
         variable = next_creator(**options)
@@ -36,55 +33,55 @@ def noted(made: Made) -> Iterator[None]:
         return variable
 
     with tf.variable_creator_scope(note):
-        yield
+        yield made
 
 
 class HiddenState:
-    """What the steps use besides the variables that Keras lists."""
+    """The variables that the steps use and Keras does not list."""
 
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        task: ModuleType,
-        made: Made,
-        *,
-        trace_training: Callable[[], tf.Graph] | None,
-        validation: Traced,
+        made: Iterable[weakref.ref],
+        listed: Iterable[tf.Variable],
+        graph: Callable[[str], tf.Graph | None],
     ) -> None:
         """Nothing is traced before it is needed.
 
         Args:
             strategy: the strategy in whose scope the variables were made.
-            task: what has model, optimizer and metrics.
-            made: all variables that the hooks made in the scope.
-            trace_training: returns the graph of the training steps; None if workers run them.
-            validation: what validation_step does on one replica.
+            made: all variables that the hooks made.
+            listed: those that Keras lists.
+            graph: returns the graph of a split's steps, or None if other processes run them.
         """
-        self._of_replicas = strategy.experimental_local_results
-        listed = self._handles(listed_variables(task))
-        there = (variable for each in made if (variable := each()) is not None)
-        self._others = [variable for variable in there if not self._handles([variable]) & listed]
-        self._trace_training = trace_training
-        self.validation = validation
+        self._local_results = strategy.experimental_local_results
+        known = self._handles(listed)
+        variables = (variable for each in made if (variable := each()) is not None)
+        self._others = [variable for variable in variables if not self._handles([variable]) & known]
+        self._graph = graph
 
     @functools.cached_property
     def training(self) -> Traced | None:
-        """What the training steps do; traces them. None if workers run them."""
-        if self._trace_training is None:
-            return None
+        """What the training steps do; traces them. None if other processes run them."""
         try:
-            return look_at(self._trace_training())
+            graph = self._graph("train")
         except Exception as problem:
             if "seed_generator_state" in str(problem):
                 raise BadInput(UNSEEDED) from problem
             raise
+        return None if graph is None else look_at(graph)
 
-    def of_training(self) -> dict[str, tf.Variable]:
-        """Returns, under unique names, the variables that a step changes, for the checkpoints."""
+    @functools.cached_property
+    def validation(self) -> Traced:
+        """What the validation steps do; traces them."""
+        return look_at(self._graph("validation"))
+
+    def changed(self) -> dict[str, tf.Variable]:
+        """Returns, under unique names, the variables that a step changes: the checkpoints hold them."""
         return self._among({*(self.training.changed if self.training else ()), *self.validation.changed})
 
-    def of_validation(self) -> dict[str, tf.Variable]:
-        """Returns, under unique names, the variables that the validation uses, to be kept with the best weights."""
+    def used_in_validation(self) -> dict[str, tf.Variable]:
+        """Returns, under unique names, the variables that the validation uses: they are kept with the best weights."""
         return self._among(self.validation.used)
 
     def check(self, saved: Iterable[tf.Variable]) -> None:
@@ -107,12 +104,12 @@ class HiddenState:
                 )
 
     def _handles(self, variables: Iterable[tf.Variable]) -> set[int]:
-        return {id(each.handle) for variable in variables for each in self._of_replicas(variable)}
+        return {id(each.handle) for variable in variables for each in self._local_results(variable)}
 
-    def _among(self, used: Iterable[int]) -> dict[str, tf.Variable]:
+    def _among(self, handles: Iterable[int]) -> dict[str, tf.Variable]:
         found: dict[str, tf.Variable] = {}
         for variable in self._others:
-            if not self._handles([variable]).isdisjoint(used):
+            if not self._handles([variable]).isdisjoint(handles):
                 name = f"hidden/{variable.name.removesuffix(':0')}"
                 found[name if name not in found else f"{name}#{len(found)}"] = variable
         return found

@@ -1,15 +1,18 @@
-"""One run: how far it is, and what it keeps on disk.
+"""One run: how it begins, how far it is, and what it keeps on disk.
 
-run              decides how a run begins, what is due, and when it ends
+run              which steps come next, what is due between them, what is best, when it ends
+beginning        resumes, or begins with other weights, or with new ones
+chunks           how many steps one call of a compiled function runs
 progress         counts and scores
 state            the variables by name, and their values
 checkpoints      saves and restores the state
 initial_weights  --init-from
-directory        the run's directory: whether it may be used
+directory        the run's directory: whether it can be used
 files            files that are written completely or not at all
 report           console, metrics.csv, TensorBoard, curves.png
 plan             what a run is: config.json, and the lines at its start
 signals          SIGTERM and Ctrl-C
 profile          --profile
+program          what the evaluation and --check use of train.py
 evaluation       --evaluate-only, --evaluate-continuously
 """

@@ -2,8 +2,9 @@
 
 One checkpoint is one directory, `step-00000135/`: every variable under its name, in TensorFlow's own format
 (`state.index`, `state.data-*`, for tf.train.load_checkpoint), the counts and scores (`record.json`), and `SHA256SUMS`.
-It is written under a temporary name, brought to the disk and renamed, so a directory with a checkpoint's name was whole
-once; what was damaged since is found by checksums, before any variable is changed.
+It is written under a temporary name, synced to disk and renamed, and never overwritten: the same step saved again is
+`step-00000135.1`. So every checkpoint was complete when it got its name; later damage is found by checksum, before any
+variable is changed.
 """
 
 import concurrent.futures
@@ -22,9 +23,10 @@ import tensorflow as tf
 from engine.console import console
 from engine.errors import BadInput, Damaged, Diverged
 from engine.mistakes import first_line
-from engine.run.directory import as_text, file_sha256, read_json, sync, writing
+from engine.run.files import as_text, file_sha256, sync, writing
 from engine.run.progress import Progress
 from engine.run.state import State, Values
+from engine.settings import read_json
 
 RECORD = "record.json"
 INDEX = "state.index"
@@ -32,14 +34,14 @@ CHECKSUMS = "SHA256SUMS"
 
 
 class Writer:
-    """Has files written, in order: at once, or in a thread while training goes on."""
+    """Writes files in order: at once, or in a thread while training goes on."""
 
     def __init__(self, *, in_thread: bool = False) -> None:
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1) if in_thread else None
-        self._under_way: list[concurrent.futures.Future] = []
+        self._pending: list[concurrent.futures.Future] = []
 
     def submit(self, write: Callable[[], None]) -> None:
-        """Has `write` called, unless one before it failed: a checkpoint may name weights that were not written."""
+        """Calls `write`, unless one before it failed: a checkpoint may name weights that were not written."""
         if self._thread is None:
             write()
             return
@@ -49,17 +51,17 @@ class Writer:
                 each.result()
             write()
 
-        self._under_way.append(self._thread.submit(write_after, list(self._under_way)))
+        self._pending.append(self._thread.submit(write_after, list(self._pending)))
 
     def wait_for_room(self) -> None:
-        """Returns when so little is under way that memory holds one more. Raises CannotWrite as `wait` does."""
-        if len(self._under_way) > 1:
+        """Returns when so little is pending that memory holds one more. Raises CannotWrite as `wait` does."""
+        if len(self._pending) > 1:
             self.wait()
 
     def wait(self) -> None:
         """Returns when all is written. Raises CannotWrite, once, if something could not be."""
-        under_way, self._under_way = self._under_way, []
-        for each in under_way:
+        pending, self._pending = self._pending, []
+        for each in pending:
             each.result()
 
 
@@ -72,6 +74,7 @@ class Checkpoints:
         self.state = state
         self.keep = keep
         self.writer = writer or Writer()
+        self._newest: Path | None = None  # What was saved last. It may still be pending.
         # A mask may be infinite from the start; a weight that becomes so has diverged.
         self._infinite = {name for name, variable in state.alike.items() if not _all_finite(variable.numpy())}
 
@@ -80,14 +83,14 @@ class Checkpoints:
         return checkpoint_paths(self.directory)
 
     def path(self, step: int) -> Path:
-        """Returns where the checkpoint of `step` is, or would be."""
+        """Returns the path of the first checkpoint of `step`."""
         return self.directory / f"step-{step:08d}"
 
     def save(self, step: int, record: dict[str, Any]) -> Path:
-        """Writes the state and `record` (JSON values) as the checkpoint of `step`; then removes the oldest.
+        """Writes the state and `record` (JSON values) as a checkpoint of `step`; returns where. Removes the oldest.
 
         Every worker has to call it; the chief writes. Checkpoints of later steps are removed too: they are of a run
-        that was taken up again from before them.
+        that was resumed from an earlier one.
 
         Raises:
             Diverged: a variable is not finite any more; nothing is written.
@@ -101,8 +104,10 @@ class Checkpoints:
                 continue
             if name not in self._infinite or np.isnan(value).any():
                 raise Diverged(f"after step {step} the variable {name} is not finite")
-        from_chief(lambda: self.writer.submit(lambda: self._write(step, values, record)))
-        return self.path(step)
+        self._newest = from_chief(lambda: self._free_path(step))
+        path = self._newest
+        from_chief(lambda: self.writer.submit(lambda: self._write(path, values, record)))
+        return path
 
     def read(self, path: Path) -> tuple[Values, dict[str, Any]]:
         """Returns the values and the record of the checkpoint at `path`; changes nothing. For the chief.
@@ -134,11 +139,16 @@ class Checkpoints:
         self.state.assign(values)
         return record
 
-    def _write(self, step: int, values: Values, record: dict[str, Any]) -> None:
-        final = self.path(step)
-        temporary, replaced = (self.directory / f".{final.name}.{kind}" for kind in ("part", "replaced"))
-        with writing(final):
-            # Not its parents: that the run's directory is gone means that somebody deleted it.
+    def _free_path(self, step: int) -> Path:
+        """Returns a path that no checkpoint has, after all others of the step."""
+        others = [*self.paths(), *([self._newest] if self._newest else [])]
+        numbers = [number for each_step, number in map(_place, others) if each_step == step]
+        return self.path(step) if not numbers else self.directory / f"step-{step:08d}.{max(numbers) + 1}"
+
+    def _write(self, path: Path, values: Values, record: dict[str, Any]) -> None:
+        temporary = self.directory / f".{path.name}.part"
+        with writing(path):
+            # Without its parents: if the run's directory is gone, somebody deleted it.
             self.directory.mkdir(exist_ok=True)
             self.clear()
             temporary.mkdir()
@@ -152,18 +162,15 @@ class Checkpoints:
                 (temporary / RECORD).write_text(as_text(record), encoding="utf-8")
                 (temporary / CHECKSUMS).write_text(_checksums(temporary), encoding="utf-8")
                 sync(*temporary.iterdir(), temporary)
-                if final.exists():  # A signal may come between a save and the next step.
-                    final.rename(replaced)
-                temporary.rename(final)
+                temporary.rename(path)
                 sync(self.directory)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)  # A full disk needs the room.
-                self.bring_back()
                 raise
         paths = self.paths()
-        earlier, later = paths[: paths.index(final) + 1], paths[paths.index(final) + 1 :]
-        for path in [*([replaced] if replaced.exists() else []), *later, *earlier[: -self.keep]]:
-            _remove(path)
+        end = paths.index(path) + 1
+        for each in [*paths[end:], *paths[: max(0, end - self.keep)]]:
+            _remove(each)
 
     def clear(self) -> None:
         """Removes what a killed process left half-written, or half-removed."""
@@ -171,22 +178,15 @@ class Checkpoints:
             for leftover in self.directory.glob(".step-*"):
                 shutil.rmtree(leftover)
 
-    def forget_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps: they are of a run that is taken up again from before them."""
+    def forget(self, first_step: int, *, but: int | None = None) -> None:
+        """Removes the checkpoints from `first_step` on, except those of step `but`."""
         for path in self.paths():
-            if path > self.path(step):
+            if step_of(path) >= first_step and step_of(path) != but:
                 _remove(path)
-
-    def bring_back(self) -> None:
-        """Gives back its name to a checkpoint that was to be replaced, if the one in its place did not come to be."""
-        for replaced in self.directory.glob(".step-*.replaced"):
-            final = replaced.with_name(replaced.stem.removeprefix("."))
-            if not final.exists():
-                replaced.rename(final)
 
 
 def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Values, Progress] | None:
-    """Reads the newest checkpoint that is whole, and whose best weights are; says which ones are damaged.
+    """Reads the newest checkpoint that is whole, and whose best weights are; names the damaged ones.
 
     Returns:
         The checkpoint, its values and what it records, or None if there is none.
@@ -195,8 +195,6 @@ def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Valu
         BadInput: there are checkpoints, and none is whole or it is of other variables. Nothing is deleted.
     """
     problems, whole = [], None
-    for each in (checkpoints, best):
-        each.bring_back()
     for path in reversed(checkpoints.paths()):
         try:
             values, record = checkpoints.read(path)
@@ -226,8 +224,18 @@ def _progress(path: Path, record: dict[str, Any]) -> Progress:
 
 def checkpoint_paths(directory: Path) -> list[Path]:
     """Returns the checkpoints in a directory, oldest first."""
-    found = (path for path in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
-    return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
+    found = (path for path in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}(\.\d+)?", path.name))
+    return sorted((path for path in found if path.is_dir()), key=_place)
+
+
+def step_of(path: Path) -> int:
+    """Returns the step that a checkpoint is of."""
+    return _place(path)[0]
+
+
+def _place(path: Path) -> tuple[int, int]:
+    step, _, number = path.name.removeprefix("step-").partition(".")
+    return int(step), int(number or 0)
 
 
 def read_checkpoint(path: Path) -> tuple[Values, dict[str, Any]]:
@@ -282,6 +290,6 @@ def _all_finite(value: np.ndarray | tf.Tensor) -> bool:
 def _remove(path: Path) -> None:
     """Removes a checkpoint; it loses its name first, so that half of it is never taken for one."""
     try:
-        shutil.rmtree(path.rename(path.with_name(f".{path.name.removeprefix('.')}.removed")))
+        shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
     except OSError as problem:
         console.print(f"{path} is not needed any more, and cannot be removed ({problem.strerror})")

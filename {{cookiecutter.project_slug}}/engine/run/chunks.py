@@ -1,6 +1,6 @@
 """How many steps one call of a compiled function runs: --steps-per-execution."""
 
-from collections.abc import Iterable
+import collections
 from typing import Any
 
 from engine.cluster.workers import Workers
@@ -9,10 +9,11 @@ from engine.cluster.workers import Workers
 class Chunks:
     """The lengths of the chunks in which the steps of each split are run."""
 
-    def __init__(self, settings: Any, splits: Iterable[str], workers: Workers) -> None:
+    def __init__(self, settings: Any, workers: Workers) -> None:
         """`settings` is what has steps_per_execution, checkpoint_every_steps and validate_every_steps."""
         self._is_measured = settings.steps_per_execution == "auto"
-        self._steps = dict.fromkeys(splits, 1 if self._is_measured else settings.steps_per_execution)
+        first = 1 if self._is_measured else settings.steps_per_execution
+        self._steps: dict[str, int] = collections.defaultdict(lambda: first)
         self._every = [each for each in (settings.checkpoint_every_steps, settings.validate_every_steps) if each]
         self._workers = workers
 
@@ -34,4 +35,4 @@ class Chunks:
         """Notes how long a chunk took; every worker has to call it."""
         if self._is_measured and count == self._steps[split]:
             # A second's worth, reached by doubling: the first call compiles, and so looks slow.
-            self._steps[split] = self._workers.of_chief(max(1, min(2 * count, int(count / seconds))))
+            self._steps[split] = self._workers.agree(max(1, min(2 * count, int(count / seconds))))

@@ -1,71 +1,62 @@
 """Evaluation without training: once, of the best weights, or of every checkpoint of a run as it appears."""
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from engine.cluster.environment import refuse_cluster
+from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.console import console, print_facts
 from engine.errors import BadInput, Damaged
-from engine.run.checkpoints import Checkpoints, read_checkpoint
-from engine.run.directory import CONFIG, RESULT, RunDirectory
+from engine.run.beginning import initialize
+from engine.run.checkpoints import read_checkpoint
+from engine.run.directory import RESULT, RunDirectory
+from engine.run.program import Program
 from engine.run.report import Evaluations
-from engine.run.run import initialize
+from engine.run.run import Run
+from engine.run.signals import signals
+from engine.settings import CONFIG
 
 # Between two looks at the run's directory.
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
-def evaluate(program: ModuleType, settings: Any, may_change: frozenset[str]) -> dict[str, float]:
+def evaluate(program: Program, settings: Any) -> dict[str, float]:
     """Prints and returns the validation and test metrics of --init-from, or else of the best weights of the run.
-
-    Args:
-        program: the module train.py.
-        settings: the settings; those that the command line does not give are the run's.
-        may_change: the settings in which they may differ from the run's.
 
     Raises:
         BadInput: there is no such run, or a setting contradicts it.
     """
     if not settings.init_from:
-        from_chief = Workers(program.choose_strategy(settings)).from_chief
-        from_chief(lambda: _check_settings(program, settings, may_change))
+        workers = Workers(create_strategy(settings))
+        workers.from_chief(lambda: RunDirectory(settings.run_dir).check_same_run(settings))
     program.build(settings)
-    # Of several workers a signal ends all; TensorFlow would swallow it.
-    with program.preemption.listening() if program.workers.count > 1 else contextlib.nullcontext():
-        weights = initialize(program) if settings.init_from else _restore_best(program.checkpoints, program.best)
+    run = program.run
+    with signals.listening(), run.mistakes_named():
+        weights = initialize(run) if settings.init_from else _restore_best(run)
         metrics = {**program.validate(), **program.test()}
         print_facts(f"Evaluation of {weights}", metrics)
     return metrics
 
 
-def _check_settings(program: ModuleType, settings: Any, may_change: frozenset[str]) -> None:
-    """Raises BadInput if the run, should there be one, was trained with other settings."""
-    if (settings.run_dir / CONFIG).exists():
-        run, task_file = RunDirectory(settings.run_dir), Path(program.task.__file__)
-        run.check_same_run(settings.as_json(), may_change, task_file, to_train=False)
-
-
-def _restore_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
+def _restore_best(run: Run) -> Path:
     """Sets the weights to those that the newest checkpoint says are the best; returns where they are."""
 
     def find() -> Path:
-        paths = checkpoints.paths()
+        paths = run.checkpoints.paths()
         if not paths:
-            raise BadInput(f"--evaluate-only: {checkpoints.directory} is empty: train first, or give --init-from")
+            raise BadInput(f"--evaluate-only: {run.checkpoints.directory} is empty: train first, or give --init-from")
         _, record = read_checkpoint(paths[-1])
         if record.get("best_step") is None:
             raise BadInput(f"--evaluate-only: {paths[-1]} is from before the first validation: train on first")
-        return best.path(record["best_step"])
+        return run.best.path(record["best_step"])
 
     try:
-        weights = best.state.workers.from_chief(find)
-        best.restore(weights)
+        weights = run.workers.from_chief(find)
+        run.best.restore(weights)
     except Damaged as problem:
         raise BadInput(
             f"--evaluate-only: {problem}: bring it back, or give other weights with --init-from"
@@ -73,17 +64,16 @@ def _restore_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
     return weights
 
 
-def evaluate_continuously(program: ModuleType, read_settings: Callable[[], Any], may_change: frozenset[str]) -> None:
+def evaluate_continuously(program: Program, read_settings: Callable[[], Any]) -> None:
     """Validates each checkpoint of the run in --run-dir as it appears, beside the training.
 
     The metrics go to the console, to evaluations.csv and to TensorBoard. It ends when the run has ended, or when there
-    was nothing new for --evaluation-timeout seconds. Checkpoints that the run has removed before their turn are passed
-    over.
+    was nothing new for --evaluation-timeout seconds. Checkpoints that the run has removed before their turn are
+    skipped.
 
     Args:
         program: the module train.py.
         read_settings: returns the settings; those that the command line does not give are the run's, once it is there.
-        may_change: the settings in which they may differ from the run's.
 
     Raises:
         BadInput: a setting contradicts the run's, or its directory cannot be written.
@@ -91,20 +81,21 @@ def evaluate_continuously(program: ModuleType, read_settings: Callable[[], Any],
     """
     refuse_cluster("--evaluate-continuously")
     settings = read_settings()
+    timeout = f"Nothing new for {settings.evaluation_timeout:g} s (--evaluation-timeout)"
     if not (settings.run_dir / CONFIG).exists():
         console.print(f"Validating the checkpoints of {settings.run_dir} as they appear; there is no run yet")
         if not _appears(settings.run_dir / CONFIG, settings.evaluation_timeout):
-            console.print(f"Nothing new for {settings.evaluation_timeout:g} s (--evaluation-timeout)")
+            console.print(timeout)
             return
         settings = read_settings()
-    _check_settings(program, settings, may_change)
+    RunDirectory(settings.run_dir).check_same_run(settings)
     if not os.access(settings.run_dir, os.W_OK | os.X_OK):
         raise BadInput(
             f"--evaluate-continuously writes to --run-dir {settings.run_dir}, which cannot be written: make it "
             "writable, or use --evaluate-only"
         )
     program.build(settings)
-    checkpoints = program.checkpoints
+    checkpoints = program.run.checkpoints
     evaluations = Evaluations(settings.run_dir)
     console.print(f"Validating the checkpoints of {settings.run_dir} as they appear")
     latest = time.monotonic()
@@ -119,18 +110,15 @@ def evaluate_continuously(program: ModuleType, read_settings: Callable[[], Any],
                 evaluations.pass_over(path)
                 continue
             checkpoints.state.assign(values)
-            # It may have been saved in the middle of an epoch, or of a validation.
-            program.average_statistics()
-            for metric in program.task.metrics["validation"].values():
-                metric.reset_state()
-            with program.weights_to_keep():
+            program.run.objects.reset("validation")  # It may have been saved in the middle of a validation.
+            with program.run.weights_to_keep():
                 evaluations.add(path, program.validate())
             latest = time.monotonic()
         if not new and ended:
             console.print("The run has ended.")
             return
         if time.monotonic() > latest + settings.evaluation_timeout:
-            console.print(f"Nothing new for {settings.evaluation_timeout:g} s (--evaluation-timeout)")
+            console.print(timeout)
             return
         if not new:
             time.sleep(SECONDS_BETWEEN_LOOKS)

@@ -1,11 +1,10 @@
-"""What a run is, told before it begins: config.json, and the lines on the console."""
+"""What a run is: config.json, and the lines at its start."""
 
 from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
 
-from engine.cluster.asynchronous import is_asynchronous
 from engine.cluster.devices import describe_arithmetic, describe_own_devices
 from engine.cluster.strategy import describe_strategy
 from engine.cluster.versions import versions
@@ -51,8 +50,8 @@ def print_plan(
 
 
 def _size(strategy: tf.distribute.Strategy) -> str:
-    if is_asynchronous(strategy):
-        return f", {len(strategy.worker_addresses)} worker(s), asynchronous: each takes steps of its own"
+    if hasattr(strategy, "size"):  # The asynchronous one says it itself.
+        return strategy.size
     workers = Workers(strategy).count
     return f", {workers} workers" * (workers > 1) + f", {strategy.num_replicas_in_sync} replica(s)"
 

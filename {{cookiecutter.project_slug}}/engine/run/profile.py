@@ -8,10 +8,10 @@ import tensorflow as tf
 
 from engine.console import console
 
-# The first chunks compile, or are short; what is recorded is a few short ones after them.
+# The first chunks compile, or are short.
 CHUNKS_BEFORE = 3
 CHUNKS = 3
-STEPS_OF_CHUNK = 10
+STEPS_PER_CHUNK = 10
 
 
 class Profile:
@@ -29,13 +29,13 @@ class Profile:
 
     def steps_at_most(self, split: str, count: int) -> int:
         """Returns how many of `count` steps the next chunk may take: few while they are recorded."""
-        is_recorded = CHUNKS_BEFORE <= self._chunks < CHUNKS_BEFORE + CHUNKS
-        return min(count, STEPS_OF_CHUNK) if self._is_of(split) and is_recorded else count
+        few = self._directory and split == "train" and CHUNKS_BEFORE <= self._chunks < CHUNKS_BEFORE + CHUNKS
+        return min(count, STEPS_PER_CHUNK) if few else count
 
     @contextlib.contextmanager
     def chunk(self, split: str) -> Iterator[None]:
         """Counts a chunk of training steps, and records it if it is its turn."""
-        if not self._is_of(split):
+        if not self._directory or split != "train":
             yield
             return
         if self._chunks == CHUNKS_BEFORE and self._records:
@@ -57,9 +57,6 @@ class Profile:
                 f"--profile: the run had {self._chunks} chunks of training steps; a profile is of the "
                 f"{CHUNKS} after the first {CHUNKS_BEFORE}"
             )
-
-    def _is_of(self, split: str) -> bool:
-        return self._directory is not None and split == "train"
 
     def _stop(self) -> None:
         if self._is_recording:

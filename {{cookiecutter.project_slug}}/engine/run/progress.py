@@ -1,9 +1,8 @@
 """How far a run has come: what a checkpoint records beside the variables."""
 
 import dataclasses
+import math
 from typing import Any
-
-from engine.run.monitor import is_better
 
 
 @dataclasses.dataclass
@@ -70,3 +69,10 @@ class Progress:
     def record(self) -> dict[str, Any]:
         """Returns what `Progress(**record)` makes again."""
         return dataclasses.asdict(self)
+
+
+def is_better(score: float, best_score: float | None, direction: str) -> bool:
+    """Returns whether `score` improves on the best so far (None: there is none). NaN improves on nothing else."""
+    if best_score is None or math.isnan(best_score):
+        return best_score is None or not math.isnan(score)
+    return score < best_score if direction == "min" else score > best_score

@@ -1,7 +1,7 @@
-"""What a run tells: the console, metrics.csv, TensorBoard and curves.png.
+"""Console output, metrics.csv, TensorBoard and curves.png. Of several workers only the chief reports.
 
-The rows of metrics.csv are the source; the other three show the same numbers. A resumed run keeps the rows up to the
-epoch it continues from and writes the rest again. Of several workers only the chief reports.
+metrics.csv is the source; the other three show the same numbers. A resumed run keeps the rows up to the epoch it
+continues from, and writes the rest again.
 """
 
 import csv
@@ -17,7 +17,8 @@ import tensorflow as tf
 from engine.console import console
 from engine.errors import BadInput
 from engine.mistakes import first_line
-from engine.run.directory import write_whole, writing
+from engine.run.checkpoints import step_of
+from engine.run.files import write_whole, writing
 
 # The columns that are not metrics, in the order of metrics.csv; metrics follow. Of several optimizers each has its
 # learning rate, as "learning_rate/<name>".
@@ -26,7 +27,7 @@ COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
 SECONDS_BETWEEN_CURVES = 30.0
 VALIDATIONS = "validations.csv"
 TENSORBOARD = "tensorboard"
-# From this share of the training time on, waiting for batches is worth a word.
+# A share of the training time. Above it, waiting for batches is worth a line.
 MUCH_WAITING = 0.1
 
 
@@ -37,19 +38,17 @@ class Report:
         """Reads and writes nothing; `open` does."""
         self.run_dir = run_dir
         self.epochs = epochs
-        self._told_of_waiting = True  # So nothing is said of the first epoch, in which the pipeline fills.
+        self._summaries = _Summaries(run_dir / TENSORBOARD)
+        self._waiting_is_reported = True  # So the first epoch, in which the pipeline fills, is passed over.
 
     def open(self, *, epochs_done: int, validated_step: int) -> None:
         """Continues the report in `run_dir` after `epochs_done` epochs and a validation after step `validated_step`."""
-        self.rows = [row for row in _read_rows(self.run_dir / "metrics.csv") if row["epoch"] <= epochs_done]
-        if len(self.rows) < epochs_done:
-            console.print(
-                f"{self.run_dir / 'metrics.csv'} lacks {epochs_done - len(self.rows)} of {epochs_done} epochs"
-            )
+        path = self.run_dir / "metrics.csv"
+        self.rows = [row for row in _read_rows(path) if row["epoch"] <= epochs_done]
+        if lacking := epochs_done - len(self.rows):
+            console.print(f"{path} lacks {lacking} of {epochs_done} epochs")
         validations = _read_rows(self.run_dir / VALIDATIONS, key="step")
         self.validations = [row for row in validations if row["step"] <= validated_step]
-        with writing(self.run_dir / TENSORBOARD):
-            self._summaries = tf.summary.create_file_writer(str(self.run_dir / TENSORBOARD))
         self._curves_drawn = time.monotonic()
 
     def epoch(self, row: dict[str, Any], *, is_best: bool, waited: float = 0.0) -> None:
@@ -60,20 +59,19 @@ class Report:
         self.rows.append(row)
         metrics = {name: value for name, value in row.items() if _is_metric(name)}
         rates = {name: value for name, value in row.items() if name.split("/")[0] == "learning_rate"}
+        speed = row["examples_per_second"]
         console.print(
             f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}  {_numbers(metrics)}  "
-            f"{row['seconds']:.1f} s  {row['examples_per_second']:,.0f} examples/s  waited {100 * waited:.0f} %"
-            f"{'  best' if is_best else ''}"
+            f"{row['seconds']:.1f} s  {speed:,.0f} examples/s  waited {100 * waited:.0f} %{'  best' if is_best else ''}"
         )
-        if waited > MUCH_WAITING and not self._told_of_waiting:
+        if waited > MUCH_WAITING and not self._waiting_is_reported:
             console.print(
                 f"{100 * waited:.0f} % of the training time went into waiting for batches: make task.prepare_example "
                 "cheaper, or store what it makes; read fewer and larger files; or give the program more CPU cores"
             )
-        self._told_of_waiting = waited > MUCH_WAITING
-        told = {"waited": waited, **rates, "examples_per_second": row["examples_per_second"], **metrics}
-        self._summarize(row["step"], told)
-        write_whole(self.run_dir / "metrics.csv", functools.partial(_write_rows, self.rows))
+        self._waiting_is_reported = waited > MUCH_WAITING
+        self._summaries.add(row["step"], {"waited": waited, **rates, "examples_per_second": speed, **metrics})
+        _write_rows(self.run_dir / "metrics.csv", self.rows)
         if time.monotonic() - self._curves_drawn > SECONDS_BETWEEN_CURVES:
             self.draw_curves()
 
@@ -81,21 +79,14 @@ class Report:
         """Reports one validation between the ends of epochs: `metrics` as "validation/<metric>"."""
         self.validations.append({"step": step, **metrics})
         console.print(f"step {step}  {_numbers(metrics)}{'  best' if is_best else ''}")
-        self._summarize(step, metrics)
-        write_whole(self.run_dir / VALIDATIONS, functools.partial(_write_rows, self.validations))
-
-    def _summarize(self, step: int, values: dict[str, float]) -> None:
-        with writing(self.run_dir / TENSORBOARD), self._summaries.as_default(step=step):
-            for name, value in values.items():
-                tf.summary.scalar(name, value)
-            self._summaries.flush()
+        self._summaries.add(step, metrics)
+        _write_rows(self.run_dir / VALIDATIONS, self.validations)
 
     def draw_curves(self) -> None:
         """Draws curves.png: one panel per metric, its splits over the epochs. Nothing, if there are no rows."""
-        if not self.rows:
-            return
-        write_whole(self.run_dir / "curves.png", functools.partial(_draw, self.rows))
-        self._curves_drawn = time.monotonic()
+        if self.rows:
+            write_whole(self.run_dir / "curves.png", functools.partial(_draw, self.rows))
+            self._curves_drawn = time.monotonic()
 
 
 class Evaluations:
@@ -106,32 +97,38 @@ class Evaluations:
         self._path = run_dir / "evaluations.csv"
         self._rows = _read_rows(self._path, key="step")
         self._passed_over: set[str] = set()
-        # Made with the first row: before it there may be no run, whose directory has to be empty.
-        self._summaries: tf.summary.SummaryWriter | None = None
+        self._summaries = _Summaries(run_dir / TENSORBOARD / "evaluation")
 
     def __contains__(self, checkpoint: Path) -> bool:
-        return checkpoint.name in self._passed_over or any(row["step"] == _step(checkpoint) for row in self._rows)
+        return checkpoint.name in self._passed_over or any(row["step"] == step_of(checkpoint) for row in self._rows)
 
     def pass_over(self, checkpoint: Path) -> None:
         self._passed_over.add(checkpoint.name)
 
     def add(self, checkpoint: Path, metrics: dict[str, float]) -> None:
         """Reports what was measured of a checkpoint."""
-        step = _step(checkpoint)
+        step = step_of(checkpoint)
         self._rows = sorted([*self._rows, {"step": step, **metrics}], key=lambda row: row["step"])
         console.print(f"{checkpoint.name}  {_numbers(metrics)}")
-        folder = self._path.parent / TENSORBOARD / "evaluation"
-        with writing(folder):
-            self._summaries = self._summaries or tf.summary.create_file_writer(str(folder))
-            with self._summaries.as_default(step=step):
-                for name, value in metrics.items():
+        self._summaries.add(step, metrics)
+        _write_rows(self._path, self._rows)
+
+
+class _Summaries:
+    """What TensorBoard shows, in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: tf.summary.SummaryWriter | None = None
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        with writing(self._folder):
+            # Made with the first values: before them there may be no run, whose directory has to be empty.
+            self._writer = self._writer or tf.summary.create_file_writer(str(self._folder))
+            with self._writer.as_default(step=step):
+                for name, value in values.items():
                     tf.summary.scalar(name, value)
-                self._summaries.flush()
-        write_whole(self._path, functools.partial(_write_rows, self._rows))
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
+            self._writer.flush()
 
 
 def _numbers(metrics: dict[str, float]) -> str:
@@ -156,13 +153,16 @@ def _read_rows(path: Path, key: str = "epoch") -> list[dict[str, Any]]:
     raise BadInput(f"{path} is not what a run writes ({problem}): restore it, move it away, or use --fresh")
 
 
-def _write_rows(rows: list[dict[str, Any]], path: Path) -> None:
-    # A metric that was added or taken away between two resumes has its column, with gaps.
-    columns = dict.fromkeys(name for row in rows for name in row)
-    with path.open("w", encoding="utf-8", newline="") as lines:
-        writer = csv.DictWriter(lines, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    def write(temporary: Path) -> None:
+        # A metric that was added or taken away between two resumes has its column, with gaps.
+        columns = dict.fromkeys(name for row in rows for name in row)
+        with temporary.open("w", encoding="utf-8", newline="") as lines:
+            writer = csv.DictWriter(lines, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    write_whole(path, write)
 
 
 def _is_metric(column: str) -> bool:

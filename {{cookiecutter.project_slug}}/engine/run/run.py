@@ -1,208 +1,284 @@
-"""How a run begins, how it is taken up again, and what it comes to.
+"""One run: which steps come next, what is due between them, what is best, and when it ends.
 
-`program` is the module train.py, with its global objects.
+It holds no graph and no user code, so all of that can be tested with batches and losses that are made up.
 """
 
 import contextlib
-import json
-import os
-from pathlib import Path
-from types import ModuleType
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from engine.console import console
-from engine.data.batches import is_by_files
-from engine.errors import BadInput
-from engine.model import objects
-from engine.model.replicas import is_seed
-from engine.run.checkpoints import read_newest, weights_sha256
-from engine.run.directory import CONFIG, RESULT, RunDirectory, read_json, write_json
-from engine.run.initial_weights import load_initial_weights
-from engine.run.plan import describe_run
-from engine.run.report import Report
-from engine.run.state import State, Values
-from engine.tracing import draws_in_preparation, draws_in_step, python_in_preparation, python_in_step
+import numpy as np
+import tensorflow as tf
 
-# Set by whatever starts a program again when it has died, as launch.py does: the same in all lives of one start.
-START_ID = "TRAINING_START_ID"
+from engine.cluster.devices import long_sums_reported
+from engine.cluster.workers import Workers
+from engine.console import console, print_facts
+from engine.errors import BadInput, Diverged, InterruptedStep, Stopped
+from engine.mistakes import mistakes_named
+from engine.model.finish import TaskObjects
+from engine.run.checkpoints import Checkpoints, Writer, weights_sha256
+from engine.run.chunks import Chunks
+from engine.run.directory import BEST, CHECKPOINTS, RESULT
+from engine.run.files import write_json
+from engine.run.profile import Profile
+from engine.run.progress import Progress
+from engine.run.report import TENSORBOARD, Report
+from engine.run.signals import signals
+from engine.run.state import State
 
-
-def begins_anew(settings: Any) -> bool:
-    """Returns whether --fresh is to move the run aside: not if it is one that this same start has begun."""
-    if not settings.fresh or not os.environ.get(START_ID):
-        return settings.fresh
-    with contextlib.suppress(BadInput):
-        return (read_json(settings.run_dir / CONFIG) or {}).get("start_id") != os.environ[START_ID]
-    return True
+Metrics = dict[str, float]
 
 
-def look_into(
-    run_directory: RunDirectory, settings: Any, may_change: frozenset[str], task: ModuleType, *, fresh: bool
-) -> dict[str, Any] | None:
-    """Takes the run's directory for this run; returns the result of the run in it, if that has ended.
+class Run:
+    """How far a run has come, and what it keeps on disk.
 
-    Raises:
-        BadInput: the directory cannot be used, or holds a run with other settings than `may_change` lets differ.
+    Attributes:
+        progress: its counts and scores.
+        objects: the task's objects, which the steps use and change.
+        workers: the processes that train together: usually one, this one.
+        checkpoints: the whole state, at the end of each epoch and every --checkpoint-every-steps.
+        best: the weights that --monitor says are the best.
+        report: the console's lines and the files to read; None until the run has begun.
     """
-    if not fresh:
-        run_directory.check_same_run(settings.as_json(), may_change, Path(task.__file__))
-    run_directory.hold()
-    return None if fresh else read_json(settings.run_dir / RESULT)
 
-
-def is_finished(result: dict[str, Any], settings: Any) -> bool:
-    """Returns whether a run that ended with `result` has nothing left to do for the settings epochs and patience."""
-    epochs, without_improvement = (result.get(name) for name in ("epochs", "epochs_without_improvement"))
-    if not isinstance(epochs, int) or not isinstance(without_improvement, int):
-        return False
-    return epochs >= settings.epochs or (settings.patience is not None and without_improvement >= settings.patience)
-
-
-def resume(program: ModuleType) -> str | None:
-    """Takes up the run where its newest whole checkpoint was made; returns which, or None if there is none yet.
-
-    Raises:
-        BadInput: there was one, or the run has gone further than it is asked to, or it has a position that means other
-            examples to this number of workers.
-    """
-    settings, checkpoints, best = program.config, program.checkpoints, program.best
-    from_chief = program.workers.from_chief
-    newest = from_chief(lambda: read_newest(checkpoints, best))
-    if newest is None:
-        if from_chief(lambda: (settings.run_dir / RESULT).exists() or len(best.paths()) > 1):
-            raise BadInput(
-                f"{checkpoints.directory} is empty, and the run has gone far: bring the checkpoints back, begin a new "
-                "--run-dir with --init-from this one, or use --fresh, which moves the run aside"
-            )
-        return None
-    path, values, progress = newest
-    if progress.epochs_begun() > settings.epochs:
-        raise BadInput(
-            f"--epochs {settings.epochs}: the run was stopped in epoch {progress.epochs_begun()}: ask for that many"
+    def __init__(self, settings: Any, strategy: tf.distribute.Strategy, objects: TaskObjects) -> None:
+        """Writes nothing."""
+        self.settings = settings
+        self.objects = objects
+        self.workers = Workers(strategy)
+        self.progress = Progress()
+        self.report: Report | None = None
+        self.profile = Profile(
+            settings.run_dir / TENSORBOARD if settings.profile else None, records=self.workers.is_chief
         )
-    workers = program.workers.count
-    if progress.workers != workers and any(progress.steps_of_pass.values()) and is_by_files(program.task.load_examples):
-        raise BadInput(
-            f"{path} is from the middle of an epoch on {progress.workers} worker(s), and there are {workers}: to each "
-            "number of them task.load_examples, which has input_context, gives other batches: go on with "
-            f"{progress.workers}, and change the number after an epoch"
-        )
-    program.progress, progress.workers = progress, workers
-    rates = learning_rates(program)
-    checkpoints.state.assign(values)
-    return f"resumed from {path.name}{_change_learning_rates(program, rates)}"
+        hidden = objects.hidden
+        state = State(strategy, objects.alike(), objects.own(), hidden.changed)
+        weights = State(strategy, objects.weights, hidden=hidden.used_in_validation)
+        writer, keep = Writer(in_thread=settings.async_checkpoints), settings.keep_checkpoints
+        self.checkpoints = Checkpoints(settings.run_dir / CHECKPOINTS, state, keep=keep, writer=writer)
+        # One more than there are checkpoints, because each of them may name another one as the best.
+        self.best = Checkpoints(settings.run_dir / BEST, weights, keep=keep + 1, writer=writer)
+        self._strategy = strategy
+        self._chunks = Chunks(settings, self.workers)
+        self._examples = 0  # In an epoch of training.
+        self._losses: list[Any] = []  # Of the chunk under way.
+        self._under_way: tuple[str, str] = ("train", "")  # Its split, and its steps for messages.
 
+    # --- Steps --------------------------------------------------------------------------------------------------------
 
-def learning_rates(program: ModuleType) -> dict[str, Any]:
-    """Returns --learning-rate and, by name, what each optimizer has: a number, or what its schedule is made of.
+    def chunks(self, batches: Any, epoch: int = 0) -> Iterator[tuple[Any, int, int]]:
+        """Yields the batches of a split that are left in this pass: a stack, the first one's number in it, how many.
 
-    To be called before a checkpoint is restored, in which the number may be another one.
-    """
-    rates = {"--learning-rate": getattr(program.config, "learning_rate", None)}
-    for name, optimizer in objects.by_name(program.task.optimizer, "optimizer").items():
-        with contextlib.suppress(Exception):  # An optimizer or a schedule of the user's own need not tell.
-            if hasattr(optimizer.learning_rate, "assign"):
-                rates[name] = float(optimizer.learning_rate)
-            else:
-                rates[name] = getattr(optimizer, "inner_optimizer", optimizer).get_config()["learning_rate"]
-    return json.loads(json.dumps(rates, default=str))
+        Whoever takes steps on them hands the losses to `note`. In between, about once a second, the run saves what is
+        due, or stops. Training pauses where a validation is due.
 
+        Raises:
+            Diverged: a loss is not finite.
+            Stopped: a signal has come. What was done so far is in `progress` and in the metrics.
+            BadInput: examples cannot be read.
+        """
+        split, progress = batches.split, self.progress
+        if split == "train":
+            self._examples = batches.examples_of_pass
+            if progress.train_metrics is not None and epoch == progress.epoch:
+                return  # It was stopped in the validation after this epoch.
+        done = progress.steps_of_pass.setdefault(split, 0)
+        feed = batches.feed(epoch, first_step=done) if done < batches.steps else None
+        while done < batches.steps and not (split == "train" and self.validation_is_due(batches)):
+            signals.check(self.workers)
+            count = self._chunks.next(split, left=batches.steps - done, step=progress.step)
+            count = self.profile.steps_at_most(split, count)
+            steps = f"step {done + 1}" if count == 1 else f"steps {done + 1} to {done + count}"
+            self._under_way, self._losses = (split, f"in {split} {steps} of epoch {epoch + 1}"), []
+            started, waited = time.monotonic(), feed.seconds_waited
+            with self.profile.chunk(split), long_sums_reported(self._strategy):
+                try:
+                    yield from feed.take(count)
+                except BadInput:
+                    # The steps before what cannot be read count. But other workers are in steps that need this one.
+                    if not self._losses or self.workers.count > 1:
+                        raise
+                # Read when all are under way: a GPU goes on meanwhile.
+                losses = np.concatenate([np.asarray(each) for each in self._losses])
+            if not np.isfinite(losses).all():
+                first = np.flatnonzero(~np.isfinite(losses))[0]
+                raise Diverged(f"the loss of {split} step {done + first + 1} in epoch {epoch + 1} is {losses[first]}")
+            done += len(losses)
+            seconds = time.monotonic() - started
+            progress.add(split, len(losses), seconds, feed.seconds_waited - waited)
+            self._chunks.took(split, len(losses), seconds)
+            self.objects.check_loss_scales(progress.step)
+            if split == "train" and done < batches.steps and self._is_multiple(self.settings.checkpoint_every_steps):
+                self.save()
 
-def _change_learning_rates(program: ModuleType, rates: dict[str, Any]) -> str:
-    """Sets the learning rates that task.create_optimizer gives now, where it gave others before; returns what changed.
+    def note(self, losses: Any) -> None:
+        """Takes the losses ([count]) of the steps on what `chunks` has yielded last."""
+        self._losses.append(losses)
 
-    Where it gives the same, the checkpoint's stays: the run may have changed it by itself.
-    """
-    progress, optimizers = program.progress, objects.by_name(program.task.optimizer, "optimizer")
-    before, progress.learning_rates = progress.learning_rates, rates
-    changed = {name: rate for name, rate in rates.items() if before.get(name, rate) != rate}
-    numbers = {name: rate for name, rate in changed.items() if _are_numbers(before[name], rate)}
-    for name in numbers.keys() & optimizers.keys():
-        optimizers[name].learning_rate = numbers[name]
-    pairs = {name: [float(f"{each:.7g}") for each in (before[name], rate)] for name, rate in numbers.items()}
-    setting = pairs.get("--learning-rate")
-    pairs = {name: pair for name, pair in pairs.items() if pair != setting or name == "--learning-rate"}
-    if not pairs:  # A schedule may still be another one: it is stretched to all --epochs.
-        return ""
-    changes = ", ".join(f"{_rate_name(name)} {earlier:g} -> {since:g}" for name, (earlier, since) in pairs.items())
-    if changed.keys() == {"--learning-rate"} and optimizers.keys() <= rates.keys():
-        return f"; {changes} changes nothing, because task.create_optimizer does not use it"
-    progress.learning_rate_changes.append({"step": progress.step, **pairs})
-    return f"; {changes} from step {progress.step} on"
+    def validation_is_due(self, batches: Any) -> bool:
+        """Returns whether --validate-every-steps asks for a validation now, before the epoch ends."""
+        done = self.progress.steps_of_pass.get("train", 0)
+        is_due = 0 < done < batches.steps and self._is_multiple(self.settings.validate_every_steps)
+        return is_due and self.progress.validated_step != self.progress.step
 
+    def results(self, split: str) -> Metrics:
+        """Returns the metrics of a pass that is done as "<split>/<name>", and resets them."""
+        if split == "train" and split not in self.progress.steps_of_pass:  # They were taken before a stop.
+            return dict(self.progress.train_metrics)
+        results = self.objects.results(split)
+        del self.progress.steps_of_pass[split]
+        if split == "train":
+            self.progress.train_metrics = results
+        return dict(results)
 
-def _are_numbers(*values: Any) -> bool:
-    return all(isinstance(value, int | float) for value in values)
+    def _is_multiple(self, every: int | None) -> bool:
+        return every is not None and self.progress.step % every == 0
 
+    # --- Epochs -------------------------------------------------------------------------------------------------------
 
-def _rate_name(name: str) -> str:
-    return name if name.startswith("--") else f"learning rate of {name!r}"
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way, counted from 0."""
+        return self.progress.epoch
 
+    def goes_on(self) -> bool:
+        """Returns whether there is an epoch to train: not after --epochs, nor after --patience without a better one."""
+        return self.epoch < self.settings.epochs and not self._is_out_of_patience()
 
-def initialize(program: ModuleType) -> str:
-    """Begins with the weights of --init-from; returns which they are. Raises BadInput if they do not fit."""
-    settings, model = program.config, program.task.model
-    variables = objects.model_variables(model)
-    weights = State(program.strategy, {name: each for name, each in variables.items() if not is_seed(name)})
+    def _is_out_of_patience(self) -> bool:
+        patience = self.settings.patience
+        return patience is not None and self.progress.epochs_without_improvement() >= patience
 
-    def load() -> tuple[str, Values]:
-        report = load_initial_weights(settings.init_from, model, partial=settings.init_partial)
-        return report, weights.values()
+    @contextlib.contextmanager
+    def weights_to_keep(self) -> Iterator[None]:
+        """Puts in place, for a while, the weights that are validated, tested and kept: with --ema-decay the average.
 
-    report, values = program.workers.from_chief(load)
-    weights.assign(values)
-    if program.moving_average:
-        program.moving_average.start_anew()
-    return report
+        Before, all replicas get the mean of their statistics.
+        """
+        if "validation" not in self.progress.steps_of_pass:  # Else it was stopped in the middle of it, after the mean.
+            self.objects.average_statistics()
+        with self.objects.average.in_place() if self.objects.average else contextlib.nullcontext():
+            yield
 
+    def keep_if_best(self, metrics: Metrics) -> None:
+        """Saves the weights if --monitor has never been better. Call it within `weights_to_keep`."""
+        score = metrics.get(self.settings.monitor)
+        if score is not None and self.progress.consider(score, self.objects.monitor_direction):
+            self.best.save(self.progress.step, self.progress.record())
 
-def check_steps(program: ModuleType) -> None:
-    """Looks at what the hooks do, before anything is written; warns of what a resumed run may not repeat.
+    @property
+    def _is_best(self) -> bool:
+        return self.progress.best_step == self.progress.step
 
-    Raises:
-        BadInput: a step changes what no checkpoint can hold.
-    """
-    program.hidden.check(program.checkpoints.state.variables())
-    found = []
-    if step := program.hidden.training:
-        found += [f"task.train_step: {text}" for text in (*draws_in_step(step), *python_in_step(step))]
-    for batches in program.batches.values():
-        prepared = batches.preparation
-        texts = (*draws_in_preparation(prepared), *python_in_preparation(prepared))
-        found += [f"task.prepare_example: {text}" for text in texts]
-    for text in dict.fromkeys(found):
-        console.print(text)
+    def end_validation(self, metrics: Metrics) -> None:
+        """Reports a validation in the middle of an epoch."""
+        self.progress.validated_step = self.progress.step
+        self._report(lambda report: report.validation(self.progress.step, metrics, is_best=self._is_best))
+        if self._is_best:  # Every checkpoint's best weights are kept, and there is room for one more.
+            self.save()
 
+    def end_epoch(self, metrics: Metrics) -> None:
+        """Counts an epoch, reports it and saves the state. `metrics`, as "<split>/<name>", go to metrics.csv."""
+        seconds, train_seconds, waited = self.progress.end_epoch()
+        row = {
+            "epoch": self.progress.epoch,
+            "step": self.progress.step,
+            "seconds": seconds,
+            "examples_per_second": self._examples / train_seconds,
+            **self.objects.learning_rates(),
+            **metrics,
+        }
+        self._report(lambda report: report.epoch(row, is_best=self._is_best, waited=waited / train_seconds))
+        self.save()
+        if not self.goes_on():
+            self._report(lambda report: report.draw_curves())
+        if self._is_out_of_patience():
+            epochs = self.progress.epochs_without_improvement()
+            console.print(f"No better {self.settings.monitor} for {epochs} epochs: stopped.")
 
-def begin_writing(program: ModuleType, run_directory: RunDirectory, report: Report, *, fresh: bool) -> None:
-    """Makes the run's directory ready for what the run will write."""
-    settings, progress = program.config, program.progress
-    progress.learning_rates = progress.learning_rates or learning_rates(program)
-    progress.workers = program.workers.count
-    run_directory.open(fresh=fresh)
-    for each in (program.checkpoints, program.best):
-        each.clear()
-    program.best.forget_after(progress.step)
-    report.open(epochs_done=progress.epoch, validated_step=progress.validated_step or 0)
-    code = run_directory.code_sha256(Path(program.task.__file__))
-    earlier = read_json(settings.run_dir / CONFIG) or {"start_id": os.environ.get(START_ID)}
-    more = {"learning_rate_changes": progress.learning_rate_changes, "start_id": earlier.get("start_id")}
-    write_json(settings.run_dir / CONFIG, {**describe_run(settings, program.strategy, code), **more})
-    (settings.run_dir / RESULT).unlink(missing_ok=True)
+    def _report(self, write: Callable[[Report], None]) -> None:
+        if self.report:
+            self.workers.from_chief(lambda: write(self.report))
 
+    # --- The beginning of it is in beginning.py; here is the end ------------------------------------------------------
 
-def test_the_best(program: ModuleType) -> dict[str, Any]:
-    """Returns what result.json holds: the test metrics of the best weights, and what the run came to."""
-    progress = program.progress
-    fingerprint = weights_sha256(objects.model_variables(program.task.model))
-    program.best.restore(program.best.path(progress.best_step))
-    return {
-        **program.test(),
-        "epochs": progress.epoch,
-        "step": progress.step,
-        "best_epoch": progress.best_epoch,
-        f"best_{program.config.monitor}": progress.best_score,
-        "epochs_without_improvement": progress.epochs_without_improvement(),
-        "seconds": progress.seconds,
-        "weights_sha256": fingerprint,
-    }
+    def save(self) -> Any:
+        """Saves the state as a checkpoint; returns where."""
+        return self.checkpoints.save(self.progress.step, self.progress.record())
+
+    def finish(self, test: Callable[[], Metrics]) -> dict[str, Any]:
+        """Tests the best weights; writes and returns what result.json holds."""
+        progress = self.progress
+        fingerprint = weights_sha256(self.objects.weights)
+        self.best.restore(self.best.path(progress.best_step))
+        result = {
+            **test(),
+            "epochs": progress.epoch,
+            "step": progress.step,
+            "best_epoch": progress.best_epoch,
+            f"best_{self.settings.monitor}": progress.best_score,
+            "epochs_without_improvement": progress.epochs_without_improvement(),
+            "seconds": progress.seconds,
+            "weights_sha256": fingerprint,
+        }
+        self.workers.from_chief(lambda: write_json(self.settings.run_dir / RESULT, result))
+        print_facts("Result, of the best weights", result)
+        return result
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Saves the state if a signal or bad input stops what is inside, and ends only with all files written.
+
+        Raises:
+            BadInput, Diverged, Stopped: what is inside did; from where it can go on is added to the message.
+        """
+        began = self._position()
+        try:
+            with contextlib.closing(self.profile), self.mistakes_named():
+                yield
+                self.workers.from_chief(self.checkpoints.writer.wait)
+        except Stopped as problem:
+            saved = self.save()
+            self.workers.from_chief(self.checkpoints.writer.wait)
+            raise Stopped(f"{problem}, the state is in {saved}") from problem
+        except Diverged as problem:
+            self.workers.from_chief(self.checkpoints.writer.wait)
+            paths = self.checkpoints.paths()
+            last = f"the last good state is {paths[-1]}, " if paths else ""
+            begin = "--init-from it, or weights from before, and a new --run-dir," if paths else "--fresh"
+            raise Diverged(
+                f"{problem}; {last}and nothing after it was saved: use {begin} with a smaller --learning-rate or "
+                "--clip-norm, or look for what is not finite with --check"
+            ) from problem
+        except BadInput as problem:
+            # A step that failed may be half done. And other workers may not know of the failure, so nothing is asked
+            # of them.
+            if not isinstance(problem, InterruptedStep) and self.workers.count == 1 and self._position() != began:
+                self.save()
+            self.checkpoints.writer.wait()
+            paths = self.checkpoints.paths()
+            kept = f"the same command, without --fresh, goes on from {paths[-1]}" if paths else "nothing was saved yet"
+            raise type(problem)(f"{problem}; {kept}") from problem
+        except BaseException:
+            self.checkpoints.writer.wait()  # The other workers may not know of it.
+            raise
+
+    @contextlib.contextmanager
+    def mistakes_named(self) -> Iterator[None]:
+        """Turns what the user's code raises into BadInput, which names the place and the steps."""
+        try:
+            with mistakes_named(lambda: self._under_way[1]):
+                yield
+        except InterruptedStep as problem:
+            split = self._under_way[0]
+            if split == "train" or self.workers.count > 1:
+                raise
+            # Evaluation changes its metrics only. It begins anew, so that the training before it can be saved.
+            self.progress.steps_of_pass[split] = 0
+            self.objects.reset(split)
+            raise BadInput(str(problem)) from problem
+
+    def _position(self) -> tuple[int, int]:
+        """Returns the run's steps, and those of passes that have not ended."""
+        return self.progress.step, sum(self.progress.steps_of_pass.values())

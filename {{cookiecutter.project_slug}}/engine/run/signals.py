@@ -4,7 +4,6 @@ Batch systems and clouds announce with SIGTERM that they take the machine back.
 """
 
 import contextlib
-import functools
 import os
 import signal
 import threading
@@ -13,10 +12,7 @@ from collections.abc import Iterator
 
 from engine.cluster.workers import Workers
 from engine.console import console
-from engine.errors import BadInput, Diverged, InterruptedStep, Stopped
-from engine.mistakes import mistakes_named
-from engine.run.checkpoints import Checkpoints
-from engine.run.progress import Progress
+from engine.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A terminal, or a program that ends a group of processes, may send the same signal twice.
@@ -76,48 +72,4 @@ class Preemption:
             console.print(f"{self.signal}: the running steps end, then the state is saved; a second one ends at once")
 
 
-@contextlib.contextmanager
-def saved_at_the_end(checkpoints: Checkpoints, progress: Progress) -> Iterator[None]:
-    """Saves the state if a signal or bad input stops what is inside, and ends only with all files written.
-
-    Raises:
-        BadInput, Diverged: what is inside did; from where it can go on is added to the message.
-    """
-    began = _position(progress)
-    written = functools.partial(checkpoints.state.workers.from_chief, checkpoints.writer.wait)
-    try:
-        with mistakes_named():
-            yield
-    except Stopped as problem:
-        saved = checkpoints.save(progress.step, progress.record())
-        written()
-        raise Stopped(f"{problem}, the state is in {saved}") from problem
-    except Diverged as problem:
-        written()
-        paths = checkpoints.paths()
-        last = f"the last good state is {paths[-1]}, " if paths else ""
-        begin = "--init-from it, or weights from before, and a new --run-dir," if paths else "--fresh"
-        raise Diverged(
-            f"{problem}; {last}and nothing after it was saved: use {begin} with a smaller --learning-rate or "
-            "--clip-norm, or look for what is not finite with --check"
-        ) from problem
-    except BadInput as problem:
-        # The state of a step that failed is that of no step: a run that went on from it would end with other bits. And
-        # other workers may not know of the failure, so nothing is asked of them.
-        whole = not isinstance(problem, InterruptedStep) and checkpoints.state.workers.count == 1
-        if whole and _position(progress) != began:
-            checkpoints.save(progress.step, progress.record())
-        checkpoints.writer.wait()
-        paths = checkpoints.paths()
-        kept = f"the same command, without --fresh, goes on from {paths[-1]}" if paths else "nothing was saved yet"
-        raise type(problem)(f"{problem}; {kept}") from problem
-    except BaseException:
-        # The other workers may not know of it, so nothing is asked of them.
-        checkpoints.writer.wait()
-        raise
-    written()
-
-
-def _position(progress: Progress) -> tuple[int, int]:
-    """Returns a run's steps so far, and those of passes that have not ended: with none of them there's nothing new."""
-    return progress.step, sum(progress.steps_of_pass.values())
+signals = Preemption()  # Those of this process.

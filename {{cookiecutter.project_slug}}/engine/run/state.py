@@ -7,14 +7,11 @@ value is kept, or a run that is taken up again would go on a little differently.
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 
 import numpy as np
 import tensorflow as tf
 
 from engine.cluster.workers import Workers
-from engine.model.averages import MovingAverage
-from engine.model.objects import metric_variables, model_variables, optimizer_variables, own_variables
 from engine.model.replicas import is_seed, spread_seeds
 
 Variables = dict[str, tf.Variable]
@@ -56,15 +53,15 @@ class State:
         They are in host memory. A value that is alike may share the memory of its variable until that is changed, so
         that large models need no memory for a second copy while they are saved.
         """
-        of_replicas = self.strategy.experimental_local_results
+        local_results = self.strategy.experimental_local_results
         # Of the first replica's variable, because that of all takes five times as long to read.
-        values = {name: _read(of_replicas(variable)[0]) for name, variable in self.alike.items()}
+        values = {name: _read(local_results(variable)[0]) for name, variable in self.alike.items()}
         with tf.device("CPU:0"):
             # Those of GPUs and parameter servers are brought here; a copy of the others would be one for nothing.
             host = tf.constant(0).device
             values = {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
         here = {
-            name: np.stack([_read(each).numpy() for each in of_replicas(variable)])
+            name: np.stack([_read(each).numpy() for each in local_results(variable)])
             for name, variable in self.own.items()
         }
         everywhere = self.workers.gather(here)  # [workers, replicas of each, ...]
@@ -100,23 +97,6 @@ class State:
             for name in sorted({**expected, **found})
             if expected.get(name) != found.get(name)
         ]
-
-
-def run_state(
-    strategy: tf.distribute.Strategy,
-    task: ModuleType,
-    moving_average: MovingAverage | None,
-    hidden: Callable[[], Variables],
-) -> State:
-    """Returns what training changes: models, optimizers, averages, the metrics so far, and what `hidden` returns."""
-    own = own_variables(task.model)
-    alike = {name: variable for name, variable in model_variables(task.model).items() if name not in own}
-    alike |= optimizer_variables(task.optimizer)
-    if moving_average:
-        alike |= {f"average/{name}": average for name, average in moving_average.averages.items()}
-    # No state is saved during the test.
-    metrics = {split: of_split for split, of_split in task.metrics.items() if split != "test"}
-    return State(strategy, alike, {**own, **metric_variables(metrics)}, hidden)
 
 
 def one_of_replicas(rows: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What `check` and the evaluation use of train.py, which hands them itself."""
+"""What --check and the evaluation use of train.py, which hands itself to them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from engine.data.batches import Batches
+from engine.run.run import Run
 
 
 class Program(Protocol):
@@ -16,7 +17,7 @@ class Program(Protocol):
     batches: Mapping[str, Batches]
     run_steps: Mapping[str, Callable[..., tf.Tensor]]
     """Split -> takes steps on a stack of batches, in the graph; returns their losses ([count])."""
-    run: Any
+    run: Run
     """How far the run has come, and what it keeps on disk."""
 
     def build(self, settings: Any) -> None:

@@ -1,0 +1,153 @@
+"""The directory of a run: what is refused, and who may use it."""
+
+import dataclasses
+import json
+import sys
+import types
+from pathlib import Path
+
+import keras
+import pytest
+import tensorflow as tf
+
+from config import Config
+from engine.cluster import versions
+from engine.errors import BadInput, CannotWrite
+from engine.run.directory import RunDirectory
+from engine.run.files import write_json, write_whole
+
+
+def refused(path: Path, *, fresh: bool = False) -> str:
+    """Returns why a run cannot use a directory."""
+    with pytest.raises(BadInput) as problem, RunDirectory(path) as directory:
+        if not fresh:
+            directory.check_same_run(Config(run_dir=path))
+        directory.hold()
+        directory.open(fresh=fresh)
+    return str(problem.value)
+
+
+def begun(path: Path, settings: Config | None = None, **more: object) -> Path:
+    """Makes a directory what a run has begun."""
+    path.mkdir()
+    write_json(path / "config.json", {"settings": (settings or Config(run_dir=path)).as_json(), **more})
+    return path
+
+
+def test_directory_that_cannot_be_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("mine")
+    for path, reason in (
+        (tmp_path / "file", "Not a directory"),
+        (tmp_path / "file" / "run", "Not a directory"),
+        (tmp_path / ("n" * 300), "File name too long"),
+        (Path("/proc/run"), "No such file or directory"),  # The tests may run as root, who may write anywhere else.
+    ):
+        assert refused(path) == f"--run-dir {path} cannot be used ({reason}): choose another directory"
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    assert f"cannot be used ({tmp_path} is not writable)" in refused(tmp_path / "a" / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_directory_of_other_files_is_refused(fresh: bool, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".part").touch()
+    with RunDirectory(tmp_path / "run") as directory:
+        directory.open(fresh=False)  # As that of a run that was killed at its beginning.
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    assert "holds files and no run (no config.json)" in refused(tmp_path / "run", fresh=fresh)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_directory_in_use_is_refused_until_it_is_not(tmp_path: Path) -> None:
+    path = begun(tmp_path / "run")
+    with RunDirectory(path) as holding:
+        holding.hold()
+        for fresh in (False, True):
+            assert "is in use by another run" in refused(path, fresh=fresh)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    with RunDirectory(path) as directory:
+        directory.hold()
+
+
+def test_run_with_other_settings_is_refused(tmp_path: Path) -> None:
+    settings = Config(run_dir=begun(tmp_path / "run"), seed=1, epochs=50)
+    for more, advice in (
+        ({}, "use the same ones, another --run-dir, or --fresh"),
+        ({"evaluate_only": True}, "use the run's"),
+    ):
+        with pytest.raises(BadInput) as problem:
+            RunDirectory(tmp_path / "run").check_same_run(dataclasses.replace(settings, **more))
+        assert str(problem.value).endswith(f"holds a run with other settings (--seed 0 there and 1 now): {advice}")
+
+
+def test_fresh_moves_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    begun(tmp_path / "real")
+    begun(tmp_path / "link.1")
+    (tmp_path / "link").symlink_to("real")
+    with RunDirectory(tmp_path / "link") as directory:
+        directory.hold()
+        directory.open(fresh=True)
+    assert (tmp_path / "link.2").is_symlink()
+    assert (tmp_path / "real" / "config.json").exists()
+    assert not (tmp_path / "link").is_symlink()
+    assert [path.name for path in (tmp_path / "link").iterdir()] == [".lock"]
+
+
+def test_fresh_in_the_current_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(begun(tmp_path / "run"))
+    assert "--fresh cannot move --run-dir ., in which it was started" in refused(Path("."), fresh=True)
+
+
+def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    # A project with a helper, a package, and an environment inside its folder.
+    project = tmp_path / "project"
+    for name in ("helper.py", "mine/losses.py", "late.py", ".venv/lib/python3/site-packages/theirs.py", "env/std.py"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("# One.\n")
+        if name != "late.py":
+            module = types.ModuleType(name)
+            module.__file__ = str(project / name)
+            monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(versions, "PROJECT", project.resolve())
+    monkeypatch.setattr(sys, "prefix", str(project / "env"))
+
+    facts = versions.shared_facts()
+    assert facts["code"].keys() == {"helper.py", "mine/losses.py"}
+    assert (facts["keras"], facts["tensorflow"]) == (keras.__version__, tf.__version__)
+    directory = RunDirectory(tmp_path / "run")
+    assert directory.code_sha256() == facts["code"]
+    recorded = {"code_sha256": facts["code"], "versions": versions.versions()}
+    begun(tmp_path / "run", **recorded)
+    settings = Config(run_dir=tmp_path / "run")
+    directory.check_same_run(settings)
+    assert capsys.readouterr().out == ""
+
+    (project / "helper.py").write_text("# Another one.\n")
+    (project / "mine" / "losses.py").unlink()
+    (project / "late.py").write_text("# Another one.\n")
+    recorded["versions"]["keras"] = "3.0.0"
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    write_json(tmp_path / "run" / "config.json", {**config, **recorded})
+    directory.check_same_run(settings)
+    changes = f"helper.py has changed, mine/losses.py is gone, keras 3.0.0 has become {keras.__version__}"
+    assert capsys.readouterr().out == (
+        f"Since the run in {tmp_path / 'run'} began, {changes}. It goes on with the present ones; --fresh trains anew\n"
+    )
+    # It is the beginning that is remembered.
+    assert directory.code_sha256() == facts["code"]
+
+
+def onto_a_full_disk(path: Path) -> None:
+    path.write_text("half")
+    Path("/dev/full").write_text("half")
+
+
+def test_file_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("whole")
+    with pytest.raises(CannotWrite, match=r"file cannot be written \(No space left on device\): free disk space"):
+        write_whole(tmp_path / "file", onto_a_full_disk)
+    assert (tmp_path / "file").read_text() == "whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(CannotWrite, match=r"gone/file cannot be written \(No such file or directory\): .*restore"):
+        write_json(tmp_path / "gone" / "file", {})

@@ -1,0 +1,240 @@
+"""--init-from: weights from a run, from Keras's files and from TensorFlow's checkpoints."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import task
+import train
+from config import Config
+from engine.errors import BadInput
+from engine.model.objects import model_variables
+from engine.run.beginning import initialize
+from engine.run.initial_weights import load_initial_weights
+
+SHORT = ("--global-batch-size=60", "--simulated-devices=1")
+
+
+def small_model(*more: keras.layers.Layer, without_last: bool = False) -> keras.Model:
+    layers = [
+        keras.layers.Flatten(),
+        keras.layers.Dense(8, activation="tanh"),
+        keras.layers.BatchNormalization(synchronized=True),
+        keras.layers.Dropout(0.1),
+        keras.layers.Dense(10),
+        *more,
+    ]
+    return keras.Sequential([keras.Input((8, 8, 1)), *(layers[:-1] if without_last else layers)])
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "create_model", small_model)
+
+
+def run(run_dir: Path, *flags: str) -> dict[str, Any]:
+    """Runs train.py with flags; returns the result."""
+    train.main([f"--run-dir={run_dir}", *SHORT, *flags])
+    return json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+
+
+FORMS = {
+    "run directory": ".",
+    "checkpoint": "checkpoints/step-00000020",
+    ".weights.h5": "m.weights.h5",
+    ".keras": "m.keras",
+    "tf.train.Checkpoint of the model": "model",
+    "tf.train.Checkpoint with the model": "object",
+}
+
+
+def weights() -> dict[str, np.ndarray]:
+    return {name: v.numpy() for name, v in model_variables(task.model).items() if "seed_generator" not in name}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A run of one epoch on two replicas, with its weights in all the FORMS beside, and the weights."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(task, "create_model", small_model)
+        run(folder, "--epochs=1", "--simulated-devices=2")
+    task.model.save_weights(folder / FORMS[".weights.h5"])
+    task.model.save(folder / FORMS[".keras"])
+    tf.train.Checkpoint(task.model).write(str(folder / "model"))
+    tf.train.Checkpoint(model=task.model, step=tf.Variable(3)).write(str(folder / "object"))
+    return folder, weights()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_initial_weights_are_those_of_the_file(form: str, trained: tuple[Path, dict[str, np.ndarray]]) -> None:
+    folder, expected = trained
+    path = folder / FORMS[form]
+    for replicas in (1, 2):
+        train.build(Config(simulated_devices=replicas, init_from=path, ema_decay=0.9, seed=5))
+        seeds = {name: variable.numpy() for name, variable in model_variables(task.model).items()}
+        report = initialize(train.run)
+        assert report.startswith("8 of the model's 8 variables from ")
+        for name, value in expected.items():
+            for of_replica in train.strategy.experimental_local_results(model_variables(task.model)[name]):
+                np.testing.assert_array_equal(of_replica.numpy(), value)
+        for name, average in train.run.objects.average.averages.items():
+            np.testing.assert_array_equal(average.numpy(), expected[name])
+        for name, variable in model_variables(task.model).items():
+            if "seed_generator" in name:
+                np.testing.assert_array_equal(variable.numpy(), seeds[name])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_another_model_are_refused_unless_asked_for(
+    form: str, trained: tuple[Path, dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = trained
+    path = folder / FORMS[form]
+    monkeypatch.setattr(task, "create_model", lambda: small_model(keras.layers.Dense(10, name="dense_2")))
+    train.build(Config(simulated_devices=2))
+    initial = weights()
+    with pytest.raises(BadInput, match="--init-partial loads what matches"):
+        load_initial_weights(path, task.model, partial=False)
+
+    train.build(Config(simulated_devices=2))
+    report = load_initial_weights(path, task.model, partial=True)
+    assert report.startswith("8 of the model's 10 variables from ")
+    assert report.endswith("; without model/sequential/dense_2/kernel, model/sequential/dense_2/bias")
+    for name, value in weights().items():
+        np.testing.assert_array_equal(value, expected.get(name, initial[name]))
+
+
+@pytest.mark.parametrize("form", ["run directory", ".weights.h5"])
+def test_weights_left_over_are_refused_unless_asked_for(form: str, trained: tuple[Path, dict[str, np.ndarray]]) -> None:
+    path = trained[0] / FORMS[form]
+    keras.utils.clear_session()
+    model = small_model(without_last=True)
+    with pytest.raises(BadInput, match="2 of the file's left over: --init-partial"):
+        load_initial_weights(path, model, partial=False)
+    assert "2 of the file's left over" in load_initial_weights(path, model, partial=True)
+
+
+ENCODER_FORMS = {
+    "tf.train.Checkpoint of the encoder": "encoder",
+    "tf.train.Checkpoint of it alone": "alone",
+    "tf.train.Checkpoint of a larger object": "whole",
+    ".weights.h5 of the encoder": "encoder.weights.h5",
+    ".weights.h5 of a larger model": "whole.weights.h5",
+    ".keras of the encoder": "encoder.keras",
+}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray]]:
+    """A folder (whose name is a pattern to TensorFlow) with a trained encoder in all the ENCODER_FORMS; its weights."""
+    folder = tmp_path_factory.mktemp("exp[1]")
+    trained = small_model(without_last=True)
+    whole = WithEncoder(trained, 3)
+    whole(np.zeros((1, 8, 8, 1)))
+    whole.compile("adam", "mse")
+    whole.fit(np.ones((4, 8, 8, 1)), np.ones((4, 3)), verbose=0)
+    tf.train.Checkpoint(encoder=trained, step=tf.Variable(3)).write(str(folder / "encoder"))
+    tf.train.Checkpoint(trained).write(str(folder / "alone"))
+    tf.train.Checkpoint(net=whole, optimizer=whole.optimizer).write(str(folder / "whole"))
+    trained.save_weights(folder / "encoder.weights.h5")
+    trained.save(folder / "encoder.keras")
+    whole.save_weights(folder / "whole.weights.h5")
+    return folder, [variable.numpy() for variable in trained.variables if "seed_generator" not in variable.path]
+
+
+class WithEncoder(keras.Model):
+    def __init__(self, trunk: keras.Model, classes: int) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.classify = keras.layers.Dense(classes)
+
+    def call(self, features, training=False):
+        return self.classify(self.trunk(features, training=training))
+
+
+def functional_with_encoder() -> keras.Model:
+    features = keras.Input((8, 8, 1))
+    return keras.Model(
+        features, keras.layers.Dense(10)(keras.layers.Dense(5)(small_model(without_last=True)(features)))
+    )
+
+
+@pytest.mark.parametrize("form", ENCODER_FORMS)
+def test_layer_of_the_model_begins_with_the_weights_of_one_like_it(
+    form: str, encoder: tuple[Path, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = encoder[0] / ENCODER_FORMS[form], encoder[1]
+    for create_model, total in (
+        (functional_with_encoder, 10),
+        (lambda: WithEncoder(small_model(without_last=True), 10), 8),
+    ):
+        monkeypatch.setattr(task, "create_model", create_model)
+        train.build(Config(simulated_devices=2))
+        initial = weights()
+        with pytest.raises(BadInput, match=f"gives 6 of the model's {total} variables.*: --init-partial loads what"):
+            load_initial_weights(path, task.model, partial=False)
+        train.build(Config(simulated_devices=2))
+        report = load_initial_weights(path, task.model, partial=True)
+        assert report.startswith(f"6 of the model's {total} variables from {path}")
+        (part,) = (layer for layer in task.model.layers if isinstance(layer, keras.Sequential))
+        found = [variable.numpy() for variable in part.variables if "seed_generator" not in variable.path]
+        for value, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(value, wanted)
+        others = [name for name in weights() if name not in {f"model/{each.path}" for each in part.variables}]
+        assert len(others) == total - 6
+        for name in others:
+            np.testing.assert_array_equal(weights()[name], initial[name])
+
+
+def test_weights_that_fit_two_layers_are_refused_with_the_names_of_both(
+    encoder: tuple[Path, list[np.ndarray]],
+) -> None:
+    features = keras.Input((8, 8, 1))
+    towers = [keras.models.clone_model(small_model(without_last=True)) for _ in range(2)]
+    for tower, name in zip(towers, ("left", "right"), strict=True):
+        tower.name = name
+    model = keras.Model(features, keras.layers.Add()([tower(features) for tower in towers]))
+    for form in ("encoder", "encoder.weights.h5"):
+        with pytest.raises(BadInput, match=r"fits in several ways .*'left'.*'right'.*load what is meant in"):
+            load_initial_weights(encoder[0] / form, model, partial=True)
+
+
+def test_what_holds_no_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.keras").write_text("no archive")
+    nothing, text = tmp_path / "nothing", tmp_path / "text.keras"
+    for flags, reason in (
+        ((f"--init-from={nothing}",), f"--init-from {nothing} is nothing that weights can be loaded from: it has to"),
+        ((f"--init-from={text}",), f"--init-from {text} does not fit the model"),
+        (("--init-partial",), "--init-partial needs --init-from"),
+    ):
+        with pytest.raises(SystemExit) as ending:
+            train.main([f"--run-dir={tmp_path / 'run'}", *SHORT, *flags])
+        assert ending.value.code == 2
+        assert capsys.readouterr().err.startswith(f"ERROR: {reason}")
+        assert not (tmp_path / "run").exists()
+
+
+def test_run_begun_with_weights_resumes_its_own_state(
+    trained: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, capsys
+) -> None:
+    shutil.copytree(trained[0], tmp_path / "trained")
+    before = json.loads((tmp_path / "trained" / "result.json").read_text(encoding="utf-8"))
+    # At such a learning rate the weights stay where they begin; the moving averages of the normalization do not.
+    flags = (f"--init-from={tmp_path / 'trained'}", "--learning-rate=1e-12")
+    first = run(tmp_path / "next", "--epochs=1", *flags)
+    out = capsys.readouterr().out
+    assert f"8 of the model's 8 variables from {tmp_path}/trained/best/step-00000020" in out
+    kernel = "model/sequential/dense/kernel"
+    np.testing.assert_allclose(weights()[kernel], trained[1][kernel], atol=1e-9)
+    assert first["test/loss"] == pytest.approx(before["test/loss"], rel=0.2)
+    shutil.rmtree(tmp_path / "trained")
+    second = run(tmp_path / "next", "--epochs=2", *flags)
+    assert "resumed from step-00000020" in capsys.readouterr().out
+    assert second["epochs"] == 2

@@ -1,0 +1,236 @@
+"""What a run decides, with batches and losses that are made up: no model, no graph, no training."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from config import Config
+from engine.errors import BadInput, Diverged, Stopped
+from engine.run.run import Run
+from engine.run.signals import signals
+
+STEPS = 20
+
+
+class Batches:
+    """Batches of one split that are nothing but their numbers."""
+
+    def __init__(self, split: str, steps: int = STEPS, unreadable: int | None = None) -> None:
+        self.split, self.steps, self.examples_of_pass = split, steps, 10 * steps
+        self.seconds_waited = 0.0
+        self._unreadable = unreadable
+
+    def feed(self, epoch: int, first_step: int) -> "Batches":
+        self._next = first_step
+        return self
+
+    def take(self, count: int) -> Iterator[tuple[str, int, int]]:
+        while count:
+            taken = min(count, 3)  # A stack ends in the middle of a chunk.
+            if self._unreadable is not None and self._next + taken > self._unreadable:
+                raise BadInput("unreadable")
+            yield "stack", self._next, taken
+            self._next, count = self._next + taken, count - taken
+
+
+class Objects:
+    """What a task's objects are to a run: a weight, which counts steps, and the next validation's score."""
+
+    def __init__(self) -> None:
+        self.weight = tf.Variable(0.0)
+        self.weights, self.average, self.monitor_direction, self.hidden = {"weight": self.weight}, None, "min", self
+        self.averaged = 0
+        self.scores: Iterator[float] = iter(())
+
+    def alike(self) -> dict[str, tf.Variable]:
+        return self.weights
+
+    own = changed = used_in_validation = lambda self: {}
+    check_loss_scales = reset = lambda self, _: None
+
+    def average_statistics(self) -> None:
+        self.averaged += 1
+
+    def learning_rates(self) -> dict[str, float]:
+        return {}
+
+    def results(self, split: str) -> dict[str, float]:
+        return {f"{split}/loss": 0.0 if split == "train" else next(self.scores)}
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Callable[..., Run]:
+    def begin(**settings: Any) -> Run:
+        (tmp_path / "run").mkdir(exist_ok=True)
+        config = Config(run_dir=tmp_path / "run", **settings)
+        return Run(config, tf.distribute.get_strategy(), Objects())
+
+    return begin
+
+
+def take(run: Run, batches: Batches, epoch: int = 0, losses: Callable[[int], float] = lambda step: 0.0) -> list[int]:
+    """Takes the steps of a pass; returns how many there were in each chunk."""
+    chunks = []
+    for _, first, count in run.chunks(batches, epoch):
+        if not run._losses:
+            chunks.append(0)
+        chunks[-1] += count
+        run.objects.weight.assign_add(count if batches.split == "train" else 0)
+        run.note(np.array([losses(step) for step in range(first, first + count)], np.float32))
+    return chunks
+
+
+def train(run: Run, scores: list[float], *, interrupted: Callable[[], None] = lambda: None) -> None:
+    """Runs epochs as train.py does, with the validation scores given."""
+    run.objects.scores = iter(scores)
+    batches, validation = Batches("train"), Batches("validation", 4)
+
+    def validate() -> dict[str, float]:
+        take(run, validation, run.epoch)
+        return run.results("validation")
+
+    while run.goes_on():
+        take(run, batches, run.epoch)
+        while run.validation_is_due(batches):
+            with run.weights_to_keep():
+                metrics = validate()
+                run.keep_if_best(metrics)
+            run.end_validation(metrics)
+            take(run, batches, run.epoch)
+        metrics = run.results("train")
+        with run.weights_to_keep():
+            metrics |= validate()
+            run.keep_if_best(metrics)
+        run.end_epoch(metrics)
+        interrupted()
+
+
+def saved(run: Run) -> list[str]:
+    return [path.name for path in run.checkpoints.paths()]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_saves_are_at_multiples_and_ends_of_epochs_whatever_the_chunks(chunk: int, begin: Callable[..., Run]) -> None:
+    run = begin(epochs=3, checkpoint_every_steps=7, steps_per_execution=chunk, keep_checkpoints=20)
+    train(run, [3.0, 2.0, 1.0])
+    assert saved(run) == [f"step-{step:08d}" for step in (7, 14, 20, 21, 28, 35, 40, 42, 49, 56, 60)]
+    for path in run.checkpoints.paths():
+        values, record = run.checkpoints.read(path)
+        assert float(values["weight"]) == record["step"] == int(path.name[-8:])
+
+
+def test_chunks_end_at_multiples_and_go_on_from_a_position(begin: Callable[..., Run]) -> None:
+    run = begin(checkpoint_every_steps=8, steps_per_execution=5)
+    assert take(run, Batches("train")) == [5, 3, 5, 3, 4]
+    assert run.results("train") == {"train/loss": 0.0}
+    assert run.progress.step == STEPS
+    assert list(run.chunks(Batches("train"), 0)) == []  # This epoch has been trained.
+    assert take(run, Batches("train"), epoch=1) == [4, 5, 3, 5, 3]
+    run = begin(steps_per_execution=5)
+    run.progress.steps_of_pass = {"validation": 7}
+    assert take(run, Batches("validation")) == [5, 5, 3]
+
+
+@pytest.mark.parametrize(
+    ("patience", "scores", "epochs", "best_epoch", "best_score"),
+    [
+        (None, [3.0, 2.0, 4.0, 1.0], 4, 4, 1.0),
+        (1, [3.0, 2.0, 4.0, 1.0], 3, 2, 2.0),
+        (2, [3.0, 2.0, 4.0, 1.0], 4, 4, 1.0),
+        (1, [3.0, 3.0], 2, 1, 3.0),
+        (1, [float("nan"), 3.0, 4.0], 3, 2, 3.0),
+    ],
+)
+def test_patience_and_the_best(patience, scores, epochs, best_epoch, best_score, begin: Callable[..., Run]) -> None:
+    run = begin(epochs=4, patience=patience)
+    train(run, scores)
+    progress = run.progress
+    assert (progress.epoch, progress.best_epoch, progress.best_score) == (epochs, best_epoch, best_score)
+    run.objects.weight.assign(0.0)
+    run.best.restore(run.best.path(progress.best_step))
+    assert float(run.objects.weight) == progress.best_step == best_epoch * STEPS
+
+
+def test_validations_in_an_epoch_are_at_multiples_and_count_for_the_best_and_for_patience(
+    begin: Callable[..., Run],
+) -> None:
+    run = begin(epochs=9, patience=1, validate_every_steps=10, steps_per_execution=100)
+    # 5 in the middle and 4 at the end of the first epoch, 3 and 6 in the second, then 6 twice: that one had none.
+    train(run, [5.0, 4.0, 3.0, 6.0, 6.0, 6.0])
+    progress = run.progress
+    assert (progress.epoch, progress.best_epoch, progress.best_step, progress.best_score) == (3, 2, 30, 3.0)
+    assert "step-00000030" in saved(run)  # With the best weights, though no checkpoint was due.
+    assert run.objects.averaged == 6
+
+
+@pytest.mark.parametrize("stop", range(12))
+def test_stopped_run_saves_and_goes_on_with_the_same_decisions(
+    stop: int, begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"epochs": 2, "validate_every_steps": 10, "steps_per_execution": 5, "keep_checkpoints": 20}
+    scores = [5.0, 4.0, 3.0, 6.0]
+    run, left = begin(**settings), iter(range(stop))
+
+    def check(_: Any) -> None:
+        if next(left, None) is None:
+            raise Stopped("stopped")
+
+    with monkeypatch.context() as stopping:
+        stopping.setattr(signals, "check", check)
+        with pytest.raises(Stopped, match="the state is in"), run.under_way():
+            train(run, scores)
+    done = 4 - len(list(run.objects.scores))
+    *_, newest = run.checkpoints.paths()
+
+    resumed = begin(**settings)
+    values, record = resumed.checkpoints.read(newest)
+    resumed.checkpoints.state.assign(values)
+    del record["step"]
+    resumed.progress = type(run.progress)(**record, step=run.progress.step)
+    train(resumed, scores[done:])
+    assert (resumed.progress.step, resumed.progress.best_step, resumed.progress.best_score) == (40, 30, 3.0)
+    assert float(resumed.objects.weight) == 40
+    # Statistics are averaged once for each validation: the mean of equal numbers may be another number.
+    assert run.objects.averaged + resumed.objects.averaged == 4
+    assert sorted(path.name for path in resumed.best.paths()) == ["step-00000010", "step-00000020", "step-00000030"]
+
+
+def test_loss_that_is_not_finite_ends_the_run_with_the_step(begin: Callable[..., Run]) -> None:
+    run = begin(steps_per_execution=10)
+    with pytest.raises(Diverged, match="loss of train step 14 in epoch 3 is inf; and nothing after"), run.under_way():
+        take(run, Batches("train"), epoch=2, losses=lambda step: np.inf if step == 13 else 0.0)
+    assert run.progress.step == 10
+    assert saved(run) == []
+
+
+def test_steps_before_what_cannot_be_read_count(begin: Callable[..., Run]) -> None:
+    run = begin(steps_per_execution=10)
+    with pytest.raises(BadInput, match=r"unreadable; the same command, .* goes on from .*step-000000"), run.under_way():
+        take(run, Batches("train", unreadable=17))
+    assert (run.progress.step, run.progress.steps_of_pass) == (16, {"train": 16})
+    assert float(run.checkpoints.read(run.checkpoints.paths()[-1])[0]["weight"]) == 16
+
+
+def test_same_step_saved_again_has_a_second_name_and_the_newest_is_found(begin: Callable[..., Run]) -> None:
+    run = begin(keep_checkpoints=2)
+    for value in (1.0, 2.0, 3.0):
+        run.objects.weight.assign(value)
+        run.save()
+    assert saved(run) == ["step-00000000.1", "step-00000000.2"]
+    assert float(run.checkpoints.read(run.checkpoints.paths()[-1])[0]["weight"]) == 3.0
+
+
+def test_disk_that_fails_leaves_what_was_there(begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begin()
+    run.save()
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with contextlib.suppress(Exception):
+        run.save()
+    monkeypatch.undo()
+    assert saved(run) == ["step-00000000"]
+    assert [path.name for path in run.checkpoints.directory.iterdir()] == ["step-00000000"]

@@ -1,0 +1,249 @@
+"""Settings: their rules, the command line, and how a recorded run's are read back."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from config import Config
+from engine.errors import BadInput
+from engine.settings import MayChange, Settings, read_settings
+from rendering import PROJECT
+
+# --- Rules ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--epochs=0", "--epochs 0 must be from 1 to 2147483647"),
+        ("--epochs=99999999999999999999", "--epochs 99999999999999999999 must be from 1 to 2147483647"),
+        ("--global-batch-size=9999999999", "--global-batch-size 9999999999 must be from 1 to 2147483647"),
+        ("--steps-per-execution=0", "--steps-per-execution 0 must be from 1 to 2147483647"),
+        ("--patience=0", "--patience 0 must be from 1 to 2147483647"),
+        ("--checkpoint-every-steps=0", "--checkpoint-every-steps 0 must be from 1 to"),
+        ("--keep-checkpoints=0", "--keep-checkpoints 0 must be from 1 to"),
+        ("--shuffle-buffer-size=0", "--shuffle-buffer-size 0 must be from 1 to"),
+        ("--simulated-devices=-2", "--simulated-devices -2 must be from 0 to 1024"),
+        ("--simulated-devices=1000000", "--simulated-devices 1000000 must be from 0 to 1024"),
+        ("--seed=-1", "--seed -1 must be from 0 to 2147483647"),
+        ("--learning-rate=0", "--learning-rate 0.0 must be a finite number above 0"),
+        ("--learning-rate=1e400", "--learning-rate inf must be a finite number above 0"),
+        ("--clip-norm=-1", "--clip-norm -1.0 must be a finite number above 0"),
+        ("--cluster-timeout=1e300", "--cluster-timeout 1e+300 must be at most 1e9"),
+        ("--ema-decay=1", "--ema-decay 1.0 must be between 0 and 1"),
+        ("--ema-decay=nan", "--ema-decay nan must be between 0 and 1"),
+        ("--init-from=\udcff", "--init-from \udcff must be text in UTF-8"),
+        ("--monitor=\udcff", "--monitor \udcff must be text in UTF-8"),
+        ("--init-partial", "--init-partial needs --init-from"),
+        ("--fresh --evaluate-only", "--fresh leaves no run to evaluate"),
+        ("--fresh --evaluate-continuously", "--fresh leaves no run to evaluate"),
+    ],
+)
+def test_bad_setting_is_refused(arguments: str, reason: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        read_settings(Config, arguments.split())
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"), [(2**63, "must fit into 64 bits"), (float("nan"), "must be a number"), ("\udcff", "in UTF-8")]
+)
+def test_setting_of_your_own_that_no_run_can_have_is_refused(value: object, rule: str) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Config):
+        temperature: object = 1.0
+
+    assert Mine(temperature=float("inf")).as_json()["temperature"] == float("inf")
+    with pytest.raises(BadInput, match=f"--temperature .*{rule}"):
+        Mine(temperature=value)
+
+
+def test_settings_are_frozen_and_can_be_replaced_with_rules() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().epochs = 3
+    assert dataclasses.replace(Config(), epochs=3).epochs == 3
+    with pytest.raises(BadInput):
+        dataclasses.replace(Config(), epochs=0)
+
+
+# --- The command line -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    decay: float = 0.9
+    names: tuple[str, ...] = ()
+    nesterov: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mine(Config):
+    """Trains mine."""
+
+    data_dir: Path
+    """Where the images are."""
+    training: MayChange[str] = "long"
+    layers: tuple[int, ...] = (64, 64)
+    scales: dict[str, float] = dataclasses.field(default_factory=dict)
+    inner: Inner = dataclasses.field(default_factory=Inner)
+    steps: Literal["auto"] | int = "auto"
+    limit: float | None = 1.0
+    unread: complex = 1j
+    epochs: int = 5
+    """Not many."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--epochz", "3"], "Unrecognized options: --epochz, 3"),
+        (["--epochs=two"], "Error parsing --epochs: invalid literal for int() with base 10: 'two'"),
+        (["--strategy=horovod"], "invalid choice 'horovod' for argument '--strategy'"),
+        (["--jit", "False"], "Unrecognized options: False"),
+        (["--no-jit"], "Unrecognized options: --no-jit"),
+        (["runs/default"], "Unrecognized options: runs/default"),
+        (["--check", "--evaluate-only"], "--check and --evaluate-only are not allowed together"),
+    ],
+)
+def test_what_is_not_understood_ends_with_code_2(arguments: list[str], reason: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_settings(Config, arguments)
+    assert ended.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.fixture
+def printed_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What --help prints for Mine, without the boxes and line breaks."""
+    monkeypatch.setenv("COLUMNS", "100")  # With more there are two columns.
+    with pytest.raises(SystemExit) as ended:
+        read_settings(Mine, ["--help"])
+    assert not ended.value.code
+    return " ".join(re.sub("[│─╭╮╰╯|+]|--+ ", " ", capsys.readouterr().out).split())
+
+
+def test_own_settings_come_first_in_the_help_and_the_others_in_sections(printed_help: str) -> None:
+    inner = "inner options --inner.decay FLOAT"
+    own = ("Trains mine.", "--data-dir PATH Where the images are. (required)", "--layers", inner)
+    instead = ("Instead of training", "--check", "--evaluate-only", "--evaluate-continuously")
+    training = ("Training options --epochs INT Not many. (default: 5)", "--global-batch-size INT Examples per step")
+    others = ("Validation options --monitor", "Data options --keep-last-batch", "Device options", "--strategy {auto,")
+    expected = (*own, "Run options --run-dir PATH", *instead, *training, *others, "Arithmetic options --precision")
+    places = [printed_help.find(text) for text in expected]
+    assert min(places) > -1
+    assert places == sorted(places)
+
+
+def test_every_setting_of_the_engine_has_a_flag_and_a_text(printed_help: str) -> None:
+    for each in dataclasses.fields(Settings):
+        flag = "--" + each.name.replace("_", "-")
+        # What it takes, a few words, and the default, before the next flag.
+        assert re.search(rf" {flag} (\S+ )?[A-Za-z](?:(?!\(default).){{8,}}\(default: ", printed_help), flag
+
+
+def test_settings_without_a_default_are_asked_for_and_given(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_settings(Mine, [])
+    assert ended.value.code == 2
+    assert "--data-dir" in capsys.readouterr().err
+    found = read_settings(Mine, ["--data-dir=/data", "--scales", "x", "0.1", "--inner.decay=0.5", "--clip-norm=3"])
+    assert found == Mine(data_dir=Path("/data"), scales={"x": 0.1}, inner=Inner(decay=0.5), clip_norm=3.0)
+    assert found.epochs == 5
+
+
+def test_help_and_mistakes_end_before_tensorflow_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow is imported')")
+    environment = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"}
+    for argument, code, output in (
+        ("--help", 0, "--global-batch-size"),
+        ("--epochz=3", 2, "Unrecognized options"),
+        ("--epochs=0", 2, "ERROR: --epochs 0 must be"),
+        ("--epochs=1", 1, "tensorflow is imported"),
+    ):
+        command = [sys.executable, "train.py", argument]
+        done = subprocess.run(command, check=False, cwd=PROJECT, env=environment, capture_output=True, text=True)
+        assert (done.returncode, output in done.stdout + done.stderr) == (code, True), done
+        assert "Traceback" not in done.stderr
+
+
+# --- The settings of a run --------------------------------------------------------------------------------------------
+
+
+WRITTEN = Mine(
+    data_dir=Path("a b"),
+    training="short",
+    layers=(3,),
+    scales={"x": 0.1, "y": -2.0},
+    inner=Inner(0.5, ("a", "b"), nesterov=False),
+    steps=7,
+    limit=None,
+    learning_rate=1e-5,
+    keep_last_batch=True,
+    monitor="-loss",
+    # These are not read back.
+    init_from=Path("weights.h5"),
+    patience=3,
+    strategy="mirrored",
+    profile=True,
+)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"settings": WRITTEN.as_json()}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("way", ["--evaluate-only", "--evaluate-continuously"])
+def test_evaluation_is_with_the_settings_of_the_run(way: str, run_dir: Path) -> None:
+    expected = dataclasses.replace(
+        WRITTEN,
+        run_dir=run_dir,
+        init_from=None,
+        patience=None,
+        strategy="auto",
+        profile=False,
+        evaluate_only=way == "--evaluate-only",
+        evaluate_continuously=way == "--evaluate-continuously",
+    )
+    found = read_settings(Mine, [way, f"--run-dir={run_dir}"])
+    assert found == expected
+    assert found.differences(WRITTEN.as_json()) == []
+    # A switch may be given again, or taken back; this and any other change is a difference.
+    assert read_settings(Mine, [way, f"--run-dir={run_dir}", "--keep-last-batch"]) == expected
+    found = read_settings(Mine, [way, f"--run-dir={run_dir}", "--no-keep-last-batch", "--seed=1", "--strategy=tpu"])
+    assert found.differences(WRITTEN.as_json()) == [
+        "--seed 0 there and 1 now",
+        "--keep-last-batch True there and False now",
+    ]
+
+
+def test_evaluation_of_other_weights_is_not_with_the_settings_of_the_run(run_dir: Path) -> None:
+    arguments = ["--evaluate-only", f"--run-dir={run_dir}", "--init-from=other", "--data-dir=mine"]
+    assert read_settings(Mine, arguments).training == "long"
+
+
+def test_resumed_run_may_differ_in_what_is_marked_only(run_dir: Path) -> None:
+    same = dataclasses.replace(WRITTEN, run_dir=run_dir, epochs=9, learning_rate=0.1, patience=1, training="longer")
+    assert same.differences(WRITTEN.as_json()) == []
+    other = dataclasses.replace(same, init_from=None, limit=2.0)
+    assert other.differences(WRITTEN.as_json()) == [
+        "--init-from weights.h5 there and None now",
+        "--limit None there and 2.0 now",
+    ]
+    recorded = {**WRITTEN.as_json(), "gone": 1}
+    del recorded["seed"]
+    assert same.differences(recorded) == ["--gone 1 there and no setting now", "--seed not recorded there and 0 now"]
+
+
+@pytest.mark.parametrize("text", ['{"settings"', "[]", '{"settings": [1]}', "[" * 100_000 + "]" * 100_000])
+def test_broken_config_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(BadInput, match=r"config.json .*: restore it, or use --fresh"):
+        read_settings(Config, ["--evaluate-only", f"--run-dir={tmp_path}"])

@@ -1,0 +1,143 @@
+"""The objects of a task, finished: built, checked, and every variable under a name."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from engine.model.averages import MovingAverage
+from engine.model.gradients import check_loss_scale
+from engine.model.hidden_state import HiddenState
+from engine.model.objects import (
+    Metrics,
+    build_metrics,
+    build_optimizers,
+    by_name,
+    learning_rates,
+    metric_results,
+    metric_variables,
+    model_variables,
+    optimizer_variables,
+    own_variables,
+    trainable_variables,
+)
+from engine.model.refusals import check_hooks, check_loss_objects, check_metrics, check_scope, monitor_direction
+from engine.model.replicas import compile_averaging, is_seed, spread_seeds
+
+
+@dataclasses.dataclass
+class TaskObjects:
+    """What training uses and changes. Made by `finish`."""
+
+    model: Any
+    """The model, or a dict of models by name."""
+    optimizer: Any
+    """The optimizer, or a dict of them under the models' names."""
+    metrics: Metrics
+    weights: dict[str, tf.Variable]
+    """Every variable of the models."""
+    average: MovingAverage | None
+    """The moving average of the weights, with --ema-decay."""
+    average_statistics: Callable[[], None]
+    """Gives all replicas the mean of the statistics that each has measured for itself."""
+    hidden: HiddenState
+    monitor_direction: str
+    """"min" or "max": which --monitor is better."""
+
+    def update_average(self) -> None:
+        """Moves the moving average of the weights by one step; outside the replicas, in the graph."""
+        if self.average:
+            self.average.update()
+
+    @property
+    def optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
+        return by_name(self.optimizer, "optimizer")
+
+    def alike(self) -> dict[str, tf.Variable]:
+        """Returns the variables that have one value on all replicas."""
+        own = own_variables(self.model)
+        alike = {name: each for name, each in self.weights.items() if name not in own}
+        alike |= optimizer_variables(self.optimizer)
+        if self.average:
+            alike |= {f"average/{name}": each for name, each in self.average.averages.items()}
+        return alike
+
+    def own(self) -> dict[str, tf.Variable]:
+        """Returns the variables of which each replica has a value of its own. No state is saved during the test."""
+        metrics = {split: self.metrics[split] for split in self.metrics if split != "test"}
+        return own_variables(self.model) | metric_variables(metrics)
+
+    def results(self, split: str) -> dict[str, float]:
+        """Returns the metrics of a split as "<split>/<name>", and resets them."""
+        results = metric_results(self.metrics, split)
+        self.reset(split)
+        return results
+
+    def reset(self, split: str) -> None:
+        for metric in self.metrics[split].values():
+            metric.reset_state()
+
+    def learning_rates(self) -> dict[str, float]:
+        """Returns the learning rates of the next update, as columns of metrics.csv."""
+        return learning_rates(self.optimizer)
+
+    def check_loss_scales(self, step: int) -> None:
+        """Raises Diverged if the loss scale of an optimizer has fallen without end."""
+        for optimizer in self.optimizers.values():
+            check_loss_scale(optimizer, step)
+
+
+def set_up(task: ModuleType, settings: Any) -> None:
+    """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
+    check_hooks(task)
+    if settings.deterministic:
+        tf.config.experimental.enable_op_determinism()
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+    # Names and random numbers start anew, so that one process can build the same objects twice.
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(settings.seed)
+    keras.config.set_dtype_policy(settings.precision)
+
+
+def finish(
+    task: ModuleType, settings: Any, batch_spec: Any, made: list[weakref.ref], graph: Callable[[str], tf.Graph | None]
+) -> TaskObjects:
+    """Builds and checks what the hooks have made. Call it inside the strategy's scope.
+
+    Args:
+        task: the module task.py, with model, optimizer, loss_objects and metrics.
+        settings: what has precision, ema_decay, monitor and monitor_direction.
+        batch_spec: what one replica receives, as tf.TensorSpec.
+        made: the variables that the hooks made, as `noted` has noted them.
+        graph: returns the graph of a split's steps once they can be traced; None if other processes run them.
+
+    Raises:
+        BadInput: the objects cannot give the same numbers on any number of replicas.
+    """
+    strategy = tf.distribute.get_strategy()
+    check_scope(strategy, task.model, "task.create_model")
+    check_scope(strategy, task.optimizer, "task.create_optimizer")
+    for metrics in task.metrics.values():
+        check_scope(strategy, metrics, "task.create_metrics")
+    check_loss_objects(task.loss_objects)
+    task.optimizer = build_optimizers(task.optimizer, task.model, settings.precision)
+    build_metrics(task, strategy, batch_spec)
+    check_metrics(task.metrics, settings.monitor)
+    weights = model_variables(task.model)
+    spread_seeds(strategy, [variable for name, variable in weights.items() if is_seed(name)])
+    listed = weights | optimizer_variables(task.optimizer) | metric_variables(task.metrics)
+    hidden = HiddenState(strategy, list(made), listed.values(), graph)  # The average's variables are not the hooks'.
+    return TaskObjects(
+        model=task.model,
+        optimizer=task.optimizer,
+        metrics=task.metrics,
+        weights=weights,
+        average=MovingAverage(trainable_variables(task.model), settings.ema_decay) if settings.ema_decay else None,
+        average_statistics=compile_averaging(strategy, by_name(task.model, "model")),
+        hidden=hidden,
+        monitor_direction=monitor_direction(task.metrics, settings.monitor, settings.monitor_direction),
+    )

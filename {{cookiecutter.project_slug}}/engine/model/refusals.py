@@ -1,0 +1,84 @@
+"""Refuses hooks whose objects would train wrongly without an error."""
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from engine.errors import BadInput
+from engine.model.objects import Metrics, by_name, inner_variable, metric_results, variable_path
+
+# What train.py uses of task.py.
+HOOKS = (
+    "load_examples",
+    "prepare_example",
+    "create_model",
+    "create_optimizer",
+    "create_loss_objects",
+    "create_metrics",
+    "train_step",
+    "validation_step",
+    "test_step",
+)
+
+
+def check_hooks(task: ModuleType) -> None:
+    """Raises BadInput if task.py lacks a hook."""
+    missing = [name for name in HOOKS if not callable(getattr(task, name, None))]
+    if missing:
+        raise BadInput(f"task.py has no function {', '.join(missing)}: it needs every one of {', '.join(HOOKS)}")
+
+
+def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> None:
+    """Raises BadInput unless models, optimizers or metrics were made inside the strategy's scope."""
+    for each in by_name(objects, hook).values():
+        if not hasattr(each, "variables"):
+            raise BadInput(f"{hook} returned {each!r}: return what its docstring says")
+        for variable in each.variables:
+            made_inside = strategy.extended.variable_created_in_scope(inner_variable(variable))
+            if strategy.num_replicas_in_sync > 1 and not made_inside:
+                raise BadInput(
+                    f"{hook} returned the variable {variable_path(variable)}, which was made outside the strategy's "
+                    "scope: make it inside the hook, not when the file is imported"
+                )
+
+
+def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
+    """Raises BadInput for a loss that averages by itself: Keras divides it by the number of replicas as well."""
+    if not isinstance(loss_objects, Mapping):
+        raise BadInput(f"task.create_loss_objects returned {loss_objects!r}: return a dict of losses by name")
+    for name, loss in loss_objects.items():
+        reduction = getattr(loss, "reduction", None)
+        if reduction not in (None, "none"):
+            raise BadInput(
+                f"task.create_loss_objects returned {name!r} with reduction={reduction!r}, which Keras divides by the "
+                "number of replicas as well: use reduction='none'; task.compute_loss averages"
+            )
+
+
+def check_metrics(metrics: Metrics, monitor: str) -> None:
+    """Raises BadInput if a metric's result is not one number, or `monitor` names none of them."""
+    for split in metrics:
+        metric_results(metrics, split)
+    names = [f"{split}/{name}" for split in ("train", "validation") for name in metrics[split]]
+    if monitor not in names:
+        raise BadInput(f"--monitor {monitor} names no metric: use one of {', '.join(names)}")
+
+
+def monitor_direction(metrics: Metrics, monitor: str, setting: str) -> str:
+    """Returns "min" or "max": the setting, or with "auto" what Keras knows of the metric.
+
+    Raises:
+        BadInput: the setting is "auto", and Keras knows no direction of the metric, nor is it called a loss.
+    """
+    if setting != "auto":
+        return setting
+    split, name = monitor.split("/", 1)
+    known = {"up": "max", "down": "min"}.get(getattr(metrics[split][name], "_direction", None))
+    if known is None and not name.endswith("loss"):
+        raise BadInput(
+            f"--monitor {monitor}: whether lower or higher is better is not known: use --monitor-direction min or max"
+        )
+    return known or "min"

@@ -1,0 +1,78 @@
+"""Files that are written completely or not at all."""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from engine.errors import CannotWrite
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an error of the disk into CannotWrite, which names `path`."""
+    try:
+        yield
+    except (OSError, tf.errors.OpError) as problem:
+        reason = getattr(problem, "strerror", None) or re.sub(r"\{\{.*?\}\}|\[Op:\w+\]", "", str(problem)).strip()
+        raise CannotWrite(
+            f"{path} cannot be written ({reason}): free disk space, or restore the directory and its permissions, then "
+            "run the same command again, without --fresh; everything saved before is intact"
+        ) from problem
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Calls `write` with a temporary path, and renames that to `path`, so that nobody reads half a file.
+
+    Raises:
+        CannotWrite: the disk is full, or the directory is gone or read-only.
+    """
+    temporary = path.with_name(f".{path.name}.part")
+    with writing(path):
+        try:
+            write(temporary)
+            sync(temporary)
+            temporary.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` as indented JSON. Raises CannotWrite."""
+    write_whole(path, lambda temporary: temporary.write_text(as_text(value), encoding="utf-8"))
+
+
+def as_text(value: Any) -> str:
+    """Returns `value` as indented JSON."""
+    return json.dumps(value, indent=2) + "\n"
+
+
+def file_sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file's bytes, in hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def sync(*paths: Path) -> None:
+    """Returns when the contents of files, and the names in directories, would survive a loss of power."""
+    # In threads, because a file system combines the requests that it gets at the same time.
+    with concurrent.futures.ThreadPoolExecutor(len(paths)) as threads:
+        list(threads.map(_sync, paths))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # Some network file systems cannot sync a directory.
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,330 @@
+"""The engine's settings, their rules, and the command line. Imports no TensorFlow, so that --help is quick."""
+
+import dataclasses
+import inspect
+import json
+import math
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from engine.errors import BadInput, end_at_signals, exit_codes
+
+CONFIG = "config.json"  # What a run records, its settings among it.
+
+LARGEST = 2**31 - 1  # Whole numbers become tensors of 32 bits.
+Value = TypeVar("Value")
+# Every setting has to be the same when a run is resumed or evaluated, but for those marked with one of these.
+MayChange = Annotated[Value, "may change on resume; an evaluation uses the run's"]
+OfThisStart = Annotated[Value, "may change on resume and for an evaluation"]
+OfTheBeginning = Annotated[Value, "may change for an evaluation"]
+_FREE_ON_RESUME = MayChange.__metadata__ + OfThisStart.__metadata__
+_FREE_FOR_EVALUATION = OfThisStart.__metadata__ + OfTheBeginning.__metadata__
+
+INSTEAD_OF_TRAINING = tyro.conf.create_mutex_group(required=False, title="Instead of training")
+# The sections of --help, by their first setting.
+SECTIONS = {
+    "run_dir": "Run",
+    "epochs": "Training",
+    "monitor": "Validation",
+    "checkpoint_every_steps": "Checkpoint",
+    "keep_last_batch": "Data",
+    "strategy": "Device",
+    "precision": "Arithmetic",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What config.py has besides the settings of its task. The text below a setting is its text in --help."""
+
+    run_dir: OfThisStart[Path] = Path("runs/default")
+    """Everything the run writes goes here. A directory that holds a run resumes it."""
+    fresh: OfThisStart[bool] = False
+    """Move the run in --run-dir aside (to runs/default.1) and start anew."""
+    init_from: OfTheBeginning[Path | None] = None
+    """Begin with the weights of another run, of a .weights.h5 or .keras file, or of a tf.train.Checkpoint."""
+    init_partial: OfTheBeginning[bool] = False
+    """Load only the weights that --init-from and the model, or one of its layers, have in common."""
+    profile: OfThisStart[bool] = False
+    """Write a TensorBoard profile of a few training steps."""
+    check: OfThisStart[Annotated[bool, INSTEAD_OF_TRAINING]] = False
+    """Check your hooks on a few batches, report what to fix, and exit."""
+    evaluate_only: OfThisStart[Annotated[bool, INSTEAD_OF_TRAINING]] = False
+    """Print the metrics of the run's best weights, or of --init-from, with the run's settings. Write nothing."""
+    evaluate_continuously: OfThisStart[Annotated[bool, INSTEAD_OF_TRAINING]] = False
+    """Validate each checkpoint of the run in --run-dir, with its settings, as it appears, until the run ends."""
+
+    epochs: MayChange[int]
+    """Passes over the examples. More of them continue a finished run; a schedule is then stretched to all."""
+    global_batch_size: int
+    """Examples per step, over all replicas together. The number of replicas has to divide it."""
+    learning_rate: MayChange[float]
+    """Peak learning rate of the optimizer. A run may be resumed with another one, which is recorded."""
+    seed: int = 0
+    """Fixes the initial weights, the order of the examples, and the augmentation."""
+    micro_batches: int = 1
+    """Compute a replica's share of a batch in this many parts, one after the other, for one update: less memory."""
+    clip_norm: float | None = None
+    """Limit to the global norm of the gradients, after their sum over the replicas."""
+    ema_decay: float | None = None
+    """Validate, test and keep a moving average of the weights: average <- decay * average + (1 - decay) * weights."""
+
+    monitor: str = "validation/loss"
+    """The metric that decides which weights are best. Those are tested after the last epoch."""
+    monitor_direction: Literal["auto", "min", "max"] = "auto"
+    """Whether lower or higher is better. auto: by the metric."""
+    patience: OfThisStart[int | None] = None
+    """Stop after this many epochs without a better --monitor."""
+    validate_every_steps: int | None = None
+    """Validate at every multiple of this many steps too, besides at the end of each epoch."""
+    evaluation_timeout: OfThisStart[float] = 3600.0
+    """Seconds without a new checkpoint after which --evaluate-continuously ends."""
+
+    checkpoint_every_steps: OfThisStart[int | None] = None
+    """Save at every multiple of this many steps too, besides at the end of each epoch."""
+    keep_checkpoints: OfThisStart[int] = 3
+    """Number of newest checkpoints to keep. The best weights are kept beside them."""
+    async_checkpoints: OfThisStart[bool] = False
+    """Write checkpoints in a background thread. Needs memory for one more copy of the state."""
+
+    keep_last_batch: bool = False
+    """Train on the short last batch of an epoch too, padded with examples of weight 0. Otherwise it is left out."""
+    shuffle_buffer_size: int = 100_000
+    """Examples held in memory to shuffle among, before they are decoded. A smaller split is shuffled completely."""
+
+    strategy: OfThisStart[Literal["auto", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server"]] = "auto"
+    """one_device: a single GPU, or the CPU.
+    mirrored: a copy of the model on each GPU, or simulated device.
+    multi_worker: the same over several processes.
+    auto: multi_worker if TF_CONFIG, Slurm or Kubernetes describes a cluster, otherwise mirrored or one_device.
+    tpu: not measured.
+    parameter_server: asynchronous, so its numbers differ. TensorFlow does not support it with Keras 3."""
+    simulated_devices: OfThisStart[int] = 0
+    """Train on N logical CPU devices, to try distribution on any machine. 0: real devices."""
+    all_reduce: OfThisStart[Literal["auto", "nccl", "hierarchical_copy", "one_device"]] = "auto"
+    """How gradients are summed over the GPUs of one machine. auto: NCCL; if it hangs, try the others (not measured)."""
+    steps_per_execution: OfThisStart[Literal["auto"] | int] = "auto"
+    """Steps run in the graph per return to Python. auto: about a second's worth. Changes no number."""
+    cluster_timeout: OfThisStart[float] = 300.0
+    """Seconds to wait for the other processes of a cluster at start-up."""
+
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
+    """Arithmetic of the layers; variables stay float32. mixed_float16 scales the loss, alike on all replicas."""
+    jit: bool = False
+    """Compile forward and backward pass with XLA."""
+    deterministic: bool = False
+    """Use deterministic kernels, without TF32 (slower). Only GPUs should need it; not measured there."""
+
+    def __post_init__(self) -> None:
+        """Raises BadInput for the first value that breaks its rule."""
+        counts = ("epochs", "global_batch_size", "micro_batches", "keep_checkpoints", "shuffle_buffer_size")
+        counts += ("patience", "validate_every_steps", "checkpoint_every_steps", "steps_per_execution")
+        for name in counts:
+            if getattr(self, name) not in (None, "auto"):
+                self._require_range(name, 1, LARGEST)
+        self._require_range("seed", 0, LARGEST)
+        self._require_range("simulated_devices", 0, 1024)
+        for name in ("learning_rate", "clip_norm", "cluster_timeout", "evaluation_timeout"):
+            value = getattr(self, name)
+            holds = value is None or (math.isfinite(value) and value > 0)
+            self._require(name, holds, "must be a finite number above 0")
+        self._require("cluster_timeout", self.cluster_timeout <= 1e9, "must be at most 1e9")  # Timers end there.
+        self._require("ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "must be between 0 and 1")
+        self._require("init_partial", not self.init_partial or self.init_from is not None, "needs --init-from")
+        self._require("fresh", not (self.fresh and self.evaluates), "leaves no run to evaluate")
+        for each in dataclasses.fields(self):  # Yours too.
+            value = getattr(self, each.name)
+            if isinstance(value, int):
+                self._require(each.name, -(2**63) <= value < 2**63, "must fit into 64 bits")
+            elif isinstance(value, float):
+                self._require(each.name, not math.isnan(value), "must be a number")  # No run would equal itself.
+            elif isinstance(value, str | Path):  # TensorFlow and JSON take no other names of files.
+                is_utf8 = str(value).encode(errors="ignore").decode() == str(value)
+                self._require(each.name, is_utf8, "must be text in UTF-8")
+
+    def _require_range(self, name: str, smallest: int, largest: int) -> None:
+        holds = smallest <= getattr(self, name) <= largest
+        self._require(name, holds, f"must be from {smallest} to {largest}")
+
+    def _require(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            value = getattr(self, name)
+            raise BadInput(f"{flag(name)} {rule}" if value is True else f"{flag(name)} {value} {rule}")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether a run is evaluated, not trained."""
+        return self.evaluate_only or self.evaluate_continuously
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the settings as config.json holds them; what JSON has no form for becomes text."""
+        return _as_json(dataclasses.asdict(self))
+
+    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
+        """Returns what differs from the settings that a run has recorded, although it has to be the same."""
+        settings = self.as_json()
+        free = _marked(type(self), _FREE_ON_RESUME + (_FREE_FOR_EVALUATION if self.evaluates else ()))
+        return [
+            f"{flag(name)} {recorded.get(name, 'not recorded')} there and {settings.get(name, 'no setting')} now"
+            for name in {**recorded, **settings}
+            if name not in free and recorded.get(name) != settings.get(name)
+        ]
+
+
+def begin(kind: type[Settings]) -> None:
+    """Reads the command line before TensorFlow is imported, so that --help and mistakes end the program at once."""
+    end_at_signals()
+    with exit_codes():
+        read_settings(kind)
+
+
+def read_settings(kind: type[Settings], arguments: Sequence[str] | None = None) -> Any:
+    """Returns the settings that the command line gives, as a `kind`, which is the Config of config.py.
+
+    To evaluate a run, what the command line leaves out is as the run has recorded it.
+
+    Args:
+        kind: a dataclass with the user's settings too.
+        arguments: what follows the program's name; None reads the process's own.
+
+    Raises:
+        BadInput: a value breaks its rule.
+        SystemExit: tyro has printed the help (code 0), or what it does not understand (code 2).
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    recorded = _arguments_of_run(kind, given)
+    found = tyro.cli(
+        _in_sections(kind),
+        # Of an argument that is given twice the last one counts.
+        args=[*recorded, *given],
+        description=inspect.cleandoc(kind.__doc__ or ""),
+        # A run that is evaluated may have a switch on, which can be taken back.
+        config=() if recorded else (tyro.conf.FlagCreatePairsOff,),
+    )
+    return kind(**_flat(found))
+
+
+def recorded_settings(run_dir: Path) -> dict[str, Any] | None:
+    """Returns the settings of config.json, or None if there is no such file. Raises BadInput if it holds none."""
+    recorded = read_json(run_dir / CONFIG)
+    if recorded is None:
+        return None
+    if not isinstance(recorded.get("settings"), dict):
+        raise BadInput(f"{run_dir / CONFIG} holds no settings: restore it, or use --fresh")
+    return recorded["settings"]
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Returns the JSON object in `path`, or None if there is no such file. Raises BadInput if it is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(value, dict):
+            return value
+        problem = f"it holds a {type(value).__name__}"
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError, RecursionError) as error:
+        problem = str(error)
+    raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or use --fresh")
+
+
+def flag(name: str) -> str:
+    """Returns the command-line spelling of a setting: "run_dir" -> "--run-dir"."""
+    return "--" + name.replace("_", "-")
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    """Returns the types of the fields, with their marks; those of the engine's settings keep theirs in config.py."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return hints | (typing.get_type_hints(Settings, include_extras=True) if issubclass(kind, Settings) else {})
+
+
+def _marked(kind: type[Settings], marks: Sequence[str]) -> set[str]:
+    return {name for name, hint in _hints(kind).items() if set(marks).intersection(getattr(hint, "__metadata__", ()))}
+
+
+def _in_sections(kind: type[Settings]) -> type:
+    """Returns a dataclass that takes the user's settings, and has a field for each section of the engine's."""
+    engine = [each.name for each in dataclasses.fields(Settings)]
+    starts = [engine.index(first) for first in SECTIONS]
+    sections = []
+    for title, start, end in zip(SECTIONS.values(), starts, [*starts[1:], None], strict=True):
+        how = (tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title, help=""))
+        sections.append((f"section_{start}", Annotated[_with_only(kind, engine[start:end]), *how]))
+    return _with_only(kind, [each.name for each in dataclasses.fields(kind) if each.name not in engine], *sections)
+
+
+def _with_only(kind: type[Settings], names: Sequence[str], *more: tuple[str, Any]) -> type:
+    """Returns a dataclass that takes only some of the settings, and more, and has no rules."""
+    hints, fields = _hints(kind), []
+    for each in dataclasses.fields(kind):
+        if each.name in names and each.init:
+            field = dataclasses.field(default=each.default, default_factory=each.default_factory)
+        else:
+            field = dataclasses.field(default=None, init=False)
+        fields.append((each.name, hints[each.name], field))
+    without_rules = {"__post_init__": lambda self: None}
+    # As a subclass, so that tyro finds the texts below the settings.
+    return dataclasses.make_dataclass(
+        kind.__name__, [*fields, *more], bases=(kind,), namespace=without_rules, frozen=True, kw_only=True
+    )
+
+
+def _flat(parsed: Settings) -> dict[str, Any]:
+    """Returns the values that a dataclass was given, those of its sections too."""
+    values = {}
+    for each in dataclasses.fields(parsed):
+        value = getattr(parsed, each.name)
+        if isinstance(value, Settings):
+            values |= _flat(value)
+        elif each.init:
+            values[each.name] = value
+    return values
+
+
+def _arguments_of_run(kind: type[Settings], given: list[str]) -> list[str]:
+    """Returns the settings of the run to evaluate as arguments, or none if the command line trains."""
+    asking = _with_only(kind, ("run_dir", "init_from", "evaluate_only", "evaluate_continuously"))
+    try:
+        asked, _ = tyro.cli(asking, args=given, return_unknown_args=True, console_outputs=False)
+    except SystemExit:
+        return []  # The help is asked for, or tyro will say what is wrong.
+    if not asked.evaluates or asked.init_from:
+        return []
+    recorded, free = recorded_settings(asked.run_dir) or {}, _marked(kind, _FREE_FOR_EVALUATION)
+    return _as_arguments(kind, {name: value for name, value in recorded.items() if name not in free})
+
+
+def _as_arguments(kind: type, recorded: Mapping[str, Any], prefix: str = "--") -> list[str]:
+    """Returns what would set the fields of a dataclass to what was recorded of them, where it is not the default."""
+    arguments, hints = [], typing.get_type_hints(kind)
+    for each in dataclasses.fields(kind):
+        name, value = each.name.replace("_", "-"), recorded.get(each.name)
+        has_default = each.default is not dataclasses.MISSING
+        if each.name not in recorded or (has_default and value == _as_json(each.default)):
+            continue
+        if dataclasses.is_dataclass(hints[each.name]) and isinstance(value, dict):
+            arguments += _as_arguments(hints[each.name], value, f"{prefix}{name}.")
+        elif isinstance(value, bool) and hints[each.name] is bool and has_default:
+            arguments.append(f"{prefix}{'' if value else 'no-'}{name}")
+        elif isinstance(value, dict | list):
+            arguments += [f"{prefix}{name}", *_texts(value)]
+        else:
+            arguments.append(f"{prefix}{name}={value}")
+    return arguments
+
+
+def _texts(value: Any) -> list[str]:
+    """Returns a JSON value as it is written on a command line."""
+    if isinstance(value, dict):
+        value = [part for pair in value.items() for part in pair]
+    return [text for part in value for text in _texts(part)] if isinstance(value, list) else [str(value)]
+
+
+def _as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
