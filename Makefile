@@ -7,7 +7,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := build/demo/my_training
-# What is skipped is told, with the reason.
+# -rs prints what is skipped, and why.
 PYTEST := $(BIN)/python -m pytest -rs --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # Bytecode or caches inside the template's folder would be rendered into every project.

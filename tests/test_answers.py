@@ -118,7 +118,7 @@ def test_bad_name_is_refused(field: str, name: str, tmp_path: Path) -> None:
     assert line.startswith(f"ERROR: {field} {name!r} {REFUSED_NAMES[name]}")
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     lines = refusal(tmp_path, project_name='a"b', project_slug="9" * 50, author_name="\\")
     assert [line.split()[1] for line in lines] == ["project_slug", "project_slug", "project_name", "author_name"]
 

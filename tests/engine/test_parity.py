@@ -210,7 +210,7 @@ def assert_same(found: tuple[dict, dict], expected: tuple[dict, dict]) -> None:
         )
 
 
-# One and three show what two and four do, but of what every replica adds up: all counts there.
+# One and three replicas show what two and four do; a case with many options is tried with all of them.
 COUNTS = {"SGD, L2, clipping, 2 micro-batches": (1, 2, 3, 4)}
 # XLA compiles for each number of replicas anew.
 SLOW = {name for name in CASES if name.startswith("XLA, ")}

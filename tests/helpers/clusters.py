@@ -76,8 +76,8 @@ class Worker:
 
     def last_line(self) -> str:
         """Returns the line with which the program ended."""
-        told = [line for line in self.text.splitlines() if line.startswith(("ERROR: ", "stopped by"))]
-        return told[-1] if told else ""
+        endings = [line for line in self.text.splitlines() if line.startswith(("ERROR: ", "stopped by"))]
+        return endings[-1] if endings else ""
 
     def wait(self, seconds: float) -> int:
         return self.process.wait(timeout=seconds)

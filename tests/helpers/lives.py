@@ -47,7 +47,7 @@ class End:
 def draw_end(place: str, draw: random.Random) -> End:
     if place == "anywhere":
         return End(delay=draw.uniform(0, 0.3))
-    # Of the calls in a save, or of the chunks in the validations: there are few of them before the next kill is due.
+    # A call in a save, or a chunk of a validation: there are few of them before the next kill is due.
     return End(place, call=draw.randrange(2, {"saving": 40, "validation": 8}[place]) / 2)
 
 

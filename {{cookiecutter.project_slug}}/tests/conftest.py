@@ -16,10 +16,14 @@ from engine.errors import BadInput
 # What your own settings without a default need, as on the command line: ["--data-dir=/data/digits"].
 ARGUMENTS: list[str] = []
 
-create_strategy("mirrored", simulated_devices=4)
-
 # Three and a bit batches to train on; evaluation splits that no batch size divides.
 EXAMPLES = {"train": 27, "validation": 13, "test": 9}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def four_devices(arguments: list[str]) -> None:
+    """Simulates them before TensorFlow uses any: later it is too late."""
+    create_strategy("mirrored", simulated_devices=4)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,7 +1,7 @@
 """The number of replicas changes no number: loss, gradients and metrics agree, with every option.
 
-Randomness inside the model (dropout, noise) is switched off here, because replicas draw their own. If one of these
-goes red, `python train.py --check` says which hook is the cause.
+Randomness inside the model (dropout, noise) is switched off, because each replica draws its own. If one of these
+fails, `python train.py --check` says which hook is the cause.
 """
 
 import dataclasses

@@ -264,7 +264,7 @@ class Findings:
         """The real optimizers do the same on one replica and on two, and the loss falls; what is saved is restored."""
         # One cause does not show as several: what the steps do differently, the optimizer does too.
         compare = self.comparable and not self.to_fix
-        epochs = math.ceil(REPEATED_STEPS / BATCHES)  # A schedule runs through in the steps that there are.
+        epochs = math.ceil(REPEATED_STEPS / BATCHES)  # A schedule ends within these steps.
         self.build(2, epochs=epochs)
         two, _ = measure_updates(self.program, self.task)
         self.checkpoint()

@@ -161,7 +161,7 @@ class _Recorder(keras.optimizers.SGD):
 
 
 def recording_optimizers(task: ModuleType) -> contextlib.AbstractContextManager[None]:
-    """Puts optimizers in place that show the gradients, and of which variables there are some."""
+    """Replaces the task's optimizers by some that record which variables get a gradient."""
     create_optimizer = task.create_optimizer
 
     def create_recorders(total_steps: int) -> Any:
