@@ -166,7 +166,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], None]:
 def plain_tensorflow(case: Case, global_batch_size: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Returns weights and metrics of a loop with no strategy, no micro-batches and no engine but its order of data."""
     train.build(Config(global_batch_size=global_batch_size))
-    order = [list(train.batches["train"].one_by_one(train.strategy, epoch=epoch)) for epoch in range(EPOCHS)]
+    order = [list(train.batches["train"].one_by_one(epoch)) for epoch in range(EPOCHS)]
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     model, optimizer = case.model(), case.optimizer()
@@ -249,7 +249,7 @@ def test_two_models_with_two_optimizers_agree(monkeypatch: pytest.MonkeyPatch, t
         options = {"clip_norm": 0.1, "ema_decay": 0.9, "micro_batches": micro_batches}
         train.build(Config(simulated_devices=replicas, **options))
         metrics = train.train_epoch(0)
-        with train.weights_to_keep():
+        with train.run.weights_to_keep():
             metrics |= train.validate()
         found.append(({name: variable.numpy() for name, variable in model_variables(gan.model).items()}, metrics))
     for other in found[1:]:

@@ -75,7 +75,7 @@ def by_hand(
     for epoch in range(EPOCHS):
         losses_seen, weights_seen = [], []
         # The order of the examples is the engine's, and has tests of its own.
-        iterator = train.batches["train"].one_by_one(tf.distribute.get_strategy(), epoch=epoch)
+        iterator = train.batches["train"].one_by_one(epoch)
         for features, labels, weights in (
             tf.nest.map_structure(lambda part: part.numpy(), batch) for batch in iterator
         ):
@@ -133,7 +133,7 @@ def test_training_equals_numpy(replicas: int, global_batch_size: int, option: st
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), kernel, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(task.model.layers[0].bias.numpy(), bias, rtol=1e-5, atol=1e-6)
-    with train.weights_to_keep():
+    with train.run.weights_to_keep():
         np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), evaluated[0], rtol=1e-5, atol=1e-6)
         for results, split in ((train.validate(), "validation"), (train.test(), "test")):
             for name, value in expected[split].items():
@@ -148,14 +148,15 @@ def test_returned_loss_is_the_batch_s(replicas: int, tmp_path) -> None:
     kernel, bias = (variable.numpy() for variable in task.model.trainable_variables)
     expected = {}
     for split in train.SPLITS:
-        batch = next(train.batches[split].one_by_one(train.strategy))
+        batch = next(train.batches[split].one_by_one())
         features, labels, weights = tf.nest.map_structure(lambda part: part.numpy(), batch)
         losses = softmax_losses(kernel, bias, features, labels)[1]
         expected[split] = (losses * weights).sum() / 12 + L2 * (kernel**2).sum()
 
     train.build(dataclasses.replace(settings, simulated_devices=replicas))
     for split in ("validation", "test", "train"):  # Training comes last: it changes the weights.
-        (loss,) = train.batches[split].feed(train.strategy).run(train.run_steps[split], 1)
+        ((stack, first, count),) = train.batches[split].feed().take(1)
+        (loss,) = train.run_steps[split](stack, first, count)
         assert loss == pytest.approx(expected[split], rel=1e-5), split
 
 
@@ -181,5 +182,5 @@ def test_result_is_of_the_best_weights_and_the_fingerprint_of_the_last(tmp_path,
     # The test ended with the best weights in place.
     assert train.validate()["validation/accuracy"] == pytest.approx(max(scores), rel=1e-6)
     assert train.test()["test/loss"] == pytest.approx(result["test/loss"], rel=1e-6)
-    train.checkpoints.restore(train.checkpoints.paths()[-1])
+    train.run.checkpoints.restore(train.run.checkpoints.paths()[-1])
     assert weights_sha256(model_variables(task.model)) == result["weights_sha256"]
