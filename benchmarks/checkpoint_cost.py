@@ -29,7 +29,7 @@ def measure(arguments: list[str]) -> dict[str, float]:
 
     saving: list[float] = []
     reporting: list[float] = []
-    save, one_pass = Checkpoints.save, train.one_pass
+    save, take_steps = Checkpoints.save, train.take_steps
     stepping: list[float] = []
 
     def timed(function: Any, seconds: list[float]) -> Any:
@@ -41,7 +41,7 @@ def measure(arguments: list[str]) -> dict[str, float]:
 
         return call
 
-    Checkpoints.save, train.one_pass = timed(save, saving), timed(one_pass, stepping)
+    Checkpoints.save, train.take_steps = timed(save, saving), timed(take_steps, stepping)
     Report.epoch = timed(Report.epoch, reporting)
     train.main(arguments)
     # Per epoch there is a pass to train and one to validate; after the last one, the test.

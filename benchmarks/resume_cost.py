@@ -32,13 +32,13 @@ def seconds_to_first_batch(count: int, position: float, *, in_memory: bool) -> f
         "train",
         load_examples=lambda _: tf.data.Dataset.from_tensor_slices((features, np.zeros(count, np.int32))),
         preparation=Preparation(lambda features, labels: (features, labels), training=True),
-        replicas=1,
+        strategy=tf.distribute.get_strategy(),
         global_batch_size=BATCH_SIZE,
         seed=0,
         shuffle_buffer_size=count if in_memory else 100_000,
     )
     started = time.perf_counter()
-    feed = batches.feed(tf.distribute.get_strategy(), first_step=int(position * batches.steps))
+    feed = batches.feed(first_step=int(position * batches.steps))
     next(feed.take(1))
     seconds = time.perf_counter() - started
     feed.close()
@@ -55,9 +55,9 @@ def main() -> None:
     for _ in range(options.rounds):
         for in_memory, position in cases:
             seconds[in_memory, position].append(seconds_to_first_batch(options.examples, position, in_memory=in_memory))
-    for (in_memory, position), of in seconds.items():
+    for (in_memory, position), found in seconds.items():
         kind = "in memory" if in_memory else "streamed "
-        print(f"{options.examples} examples {kind}, at {position:.0%}: {statistics.median(of):.2f} s")
+        print(f"{options.examples} examples {kind}, at {position:.0%}: {statistics.median(found):.2f} s")
 
 
 if __name__ == "__main__":

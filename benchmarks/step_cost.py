@@ -65,7 +65,7 @@ def variants() -> dict[str, Any]:
 
         return steps
 
-    def of_bare(stack: Any, resident: Any, index: tf.Tensor) -> tf.Tensor:
+    def bare(stack: Any, resident: Any, index: tf.Tensor) -> tf.Tensor:
         run(bare_step, args=(resident,))
         return 0.0
 
@@ -78,10 +78,10 @@ def variants() -> dict[str, Any]:
         return 0.0
 
     return {
-        "bare step": loop(of_bare),
+        "bare step": loop(bare),
         "+ metrics": loop(with_metrics),
         "+ a batch of the stack": loop(with_slices),
-        "+ losses, as compiled": lambda stack, count: train.run_steps["train"](stack, tf.constant(0), count),
+        "+ losses, as compiled": lambda stack, count: train.run_steps["train"](stack, 0, count),
     }
 
 
@@ -93,7 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         build(options.replicas, folder)
     # The largest stack of those that grow.
-    stack, _, count = max(train.batches["train"].feed(train.strategy).take(STEPS), key=lambda taken: taken[2])
+    stack, _, count = max(train.batches["train"].feed().take(STEPS), key=lambda taken: taken[2])
     steps = variants()
     milliseconds: dict[str, list[float]] = {name: [] for name in steps}
     for function in steps.values():
@@ -105,8 +105,8 @@ def main() -> None:
                 function(stack, tf.constant(count)).numpy()
             milliseconds[name].append(1000 * (time.perf_counter() - started) / (CALLS * count))
     bare = statistics.median(milliseconds["bare step"])
-    for name, of in milliseconds.items():
-        median = statistics.median(of)
+    for name, rounds in milliseconds.items():
+        median = statistics.median(rounds)
         print(f"{options.replicas} replica(s), {name}: {median:.3f} ms, {bare / median:.2f} of the bare rate")
 
 

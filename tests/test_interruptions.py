@@ -165,7 +165,7 @@ def test_full_disk_is_one_line_and_the_run_goes_on_with_more_room(tmp_path: Path
     assert full.returncode == 1
     assert "step-00000078 cannot be written" in line
     assert "File too large" in line
-    assert "make room" in line
+    assert "free disk space" in line
     assert "Traceback" not in full.stderr
     after = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()}
     assert after == before

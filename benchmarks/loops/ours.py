@@ -18,9 +18,9 @@ from common import Measured, read_arguments
 from workloads import EPOCHS
 
 import task
-from engine.data.feed import Feed
 from engine.run.checkpoints import Checkpoints
 from engine.run.report import Report
+from engine.run.run import Run
 
 options, workload = read_arguments()
 measured = Measured()
@@ -39,24 +39,24 @@ task.load_examples, task.prepare_example = load_examples, prepare_example
 task.create_model = lambda: workload.model(keras)
 task.create_optimizer = lambda total_steps: keras.optimizers.Adam(1e-3)
 
-run, one_pass, epoch, save = Feed.run, train.one_pass, Report.epoch, Checkpoints.save
+note, take_steps, epoch, save = Run.note, train.take_steps, Report.epoch, Checkpoints.save
 marks = []
 validating = []
 saving = []
 
 
-def measured_run(self, steps, count):
-    losses = run(self, steps, count)
-    measured.first_step_is_done()
-    return losses
+def measured_note(self, losses):
+    if measured.first_step_seconds is None:
+        losses = losses.numpy()  # Waits for the step.
+        measured.first_step_is_done()
+    note(self, losses)
 
 
-def measured_pass(split, *arguments, **more):
+def measured_steps(split, *arguments):
     started = time.perf_counter()
-    metrics = one_pass(split, *arguments, **more)
+    take_steps(split, *arguments)
     if split == "validation":
         validating.append(time.perf_counter() - started)
-    return metrics
 
 
 def measured_epoch(self, row, **more):
@@ -66,12 +66,18 @@ def measured_epoch(self, row, **more):
 
 def measured_save(self, *arguments):
     started = time.perf_counter()
-    save(self, *arguments)
-    if self is train.checkpoints:
+    path = save(self, *arguments)
+    if self is train.run.checkpoints:
         saving.append(time.perf_counter() - started)
+    return path
 
 
-Feed.run, train.one_pass, Report.epoch, Checkpoints.save = measured_run, measured_pass, measured_epoch, measured_save
+Run.note, train.take_steps, Report.epoch, Checkpoints.save = (
+    measured_note,
+    measured_steps,
+    measured_epoch,
+    measured_save,
+)
 with tempfile.TemporaryDirectory() as folder:
     arguments = [
         f"--run-dir={folder}",
@@ -82,7 +88,7 @@ with tempfile.TemporaryDirectory() as folder:
     ]
     with contextlib.redirect_stdout(sys.stderr):
         train.main([*arguments, *(["--async-checkpoints"] if options.async_checkpoints else [])])
-if train.workers.is_chief:  # Which is the one that reports, and the one that is measured.
+if train.run.workers.is_chief:  # Which is the one that reports, and the one that is measured.
     for began, ended, seconds in zip(marks[:-1], marks[1:], validating[1:], strict=True):
         measured.add("train", workload.steps, ended - began - seconds)
         measured.add("evaluation", workload.evaluation_steps * workload.batch_size, seconds)

@@ -1,5 +1,21 @@
 """The part of the training program that is the same for every task. Nothing to edit here.
 
-Each file holds one idea and can be read alone. Nothing in this package imports `train` or `task`: what it needs
-of them it is handed.
+check/     python train.py --check
+run/       one run: how far it is, and what it keeps on disk
+cluster/   which processes and devices train together
+data/      from examples to batches on every replica
+model/     what a step uses and changes
+settings   the engine's settings and the command line     errors    how a run ends that does not finish
+console    output                                         mistakes  what the user's code raises, as one line
+tracing    what a traced function does
+
+check imports run; run imports cluster, data and model, which import nothing of each other; the files below the rooms
+import no room. Nothing here imports train, task or config: what is needed of them is handed over.
 """
+
+import atexit
+import gc
+
+# TensorFlow's import makes a million objects. Searching them for garbage takes 0.4 s of the start, 0.7 s of the end.
+gc.set_threshold(10_000)
+atexit.register(gc.freeze)

@@ -1,4 +1,4 @@
-"""The console that everything is told on, and how facts are laid out there."""
+"""Console output."""
 
 import os
 import sys
@@ -8,12 +8,12 @@ import rich.console
 
 
 class _Console(rich.console.Console):
-    """A console that training does not depend on."""
+    """A console whose failure does not end the training."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:
             super().print(*objects, **options)
-        except OSError:  # The disk that the output goes to is full, or whoever read it has ended.
+        except OSError:  # The output's disk is full, or its reader has ended.
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
@@ -21,12 +21,12 @@ class _Console(rich.console.Console):
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
-# Lines are as long as they are, and "[32]" is a text, not a style.
+# Lines are not wrapped, and "[32]" is text, not a style.
 console = _Console(soft_wrap=True, highlight=False, markup=False)
 
 
 def print_facts(title: str, facts: dict[str, Any]) -> None:
-    """Prints what is about to happen, or what came out: a title, then a name and a value per line."""
+    """Prints a title, then a name and a value per line."""
     console.print(title, style="bold")
     width = max(map(len, facts))
     for name, value in facts.items():

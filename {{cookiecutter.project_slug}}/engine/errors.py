@@ -1,4 +1,4 @@
-"""The ways a run ends that are not a programming error, each with its exit code."""
+"""How a run ends that does not finish: one line and an exit code. Imports no TensorFlow."""
 
 import contextlib
 import os
@@ -7,30 +7,42 @@ import sys
 from collections.abc import Iterator
 
 
-class BadInput(Exception):
-    """Something the user gave cannot be used. The text is one line: what, its value, the rule, what to do."""
+class Ending(Exception):
+    """The program ends before its work is done. The text is one line for the user."""
+
+    exit_code: int
+
+
+class BadInput(Ending):
+    """Something the user gave cannot be used. The text says which, its value, the rule, and what to do."""
 
     exit_code = 2
 
 
 class InterruptedStep(BadInput):
-    """A step that was running has failed, and may have changed a part of the state: it cannot be saved."""
+    """A step that was running has failed. It may have changed a part of the state, which cannot be saved."""
 
 
-class Diverged(Exception):
+class Diverged(Ending):
     """The loss stopped being a finite number. The text names the step; nothing after it was saved."""
 
     exit_code = 3
 
 
-class Stopped(Exception):
-    """A signal asked the run to stop, and its state is saved; the same command goes on with it."""
+class Stopped(Ending):
+    """A signal asked the run to stop, and its state is saved. The same command goes on with it."""
 
     exit_code = 42
 
 
-class CannotWrite(Exception):
-    """The disk is full, or the run's directory is not what it was. The text names the file; older files are whole."""
+class CannotWrite(Ending):
+    """The disk is full, or the run's directory is gone. The text names the file; older files are complete."""
+
+    exit_code = 1
+
+
+class PeerLost(Ending):
+    """Another process of the cluster is gone, so this one cannot go on. The text names it."""
 
     exit_code = 1
 
@@ -39,28 +51,22 @@ class Damaged(Exception):
     """A checkpoint cannot be read as it was written. The text is one line: which, and why."""
 
 
-class PeerLost(Exception):
-    """Another process of the cluster is gone, so this one cannot go on. The text names it."""
-
-    exit_code = 1
-
-
 def end_at_signals() -> None:
-    """Lets SIGTERM and Ctrl-C end the program with a line and exit code, until a run listens to them itself.
+    """Lets SIGTERM and Ctrl-C end the program with a line and an exit code, until a run listens to them itself.
 
-    Nothing is lost by it: what changes a run's directory listens, or writes files whole.
+    Nothing is lost: whatever changes a run's directory either listens or writes complete files.
     """
     endings = {
         signal.SIGTERM: (Stopped.exit_code, "stopped by SIGTERM; nothing was lost: start the same command again"),
-        signal.SIGINT: (130, "Stopped by Ctrl-C. What was saved before is whole."),
+        signal.SIGINT: (130, "Stopped by Ctrl-C. What was saved before is complete."),
     }
 
     def end(number: int, _: object) -> None:
         code, line = endings[signal.Signals(number)]
-        with contextlib.suppress(OSError, RuntimeError):  # Nobody reads it, or it came in the middle of another line.
+        with contextlib.suppress(OSError, RuntimeError):  # Nobody reads it, or another line was being printed.
             print(line, file=sys.stderr, flush=True)
             sys.stdout.flush()
-        # An exception could be caught by whatever is just being imported.
+        # An exception could be caught by a library that is being imported.
         os._exit(code)
 
     for number in endings:
@@ -69,22 +75,15 @@ def end_at_signals() -> None:
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """Ends the program with one line on stderr and the exit code of one of the above, or of Ctrl-C, inside."""
+    """Turns an Ending that is raised inside into its line on stderr and its exit code."""
     try:
         yield
-    except (BadInput, Diverged, Stopped, CannotWrite, PeerLost) as ending:
-        # A value may hold line breaks, and what is no text.
-        line = " ".join(str(ending).split()).encode(errors="backslashreplace").decode()
-        told = (
-            f"{line}; the same command, without --fresh, goes on" if isinstance(ending, Stopped) else f"ERROR: {line}"
-        )
-        with contextlib.suppress(OSError):  # Whoever reads it may have ended before.
-            print(told, file=sys.stderr, flush=True)
+    except Ending as ending:
+        line = " ".join(str(ending).split())  # A value may hold line breaks.
+        if isinstance(ending, Stopped):
+            line = f"{line}; the same command, without --fresh, goes on"
+        else:
+            line = f"ERROR: {line}"
+        with contextlib.suppress(OSError):  # Nobody may be reading it.
+            print(line, file=sys.stderr, flush=True)
         sys.exit(ending.exit_code)
-    except KeyboardInterrupt:
-        print(
-            "Stopped by Ctrl-C. What was saved before is whole.",
-            file=sys.stderr,
-            flush=True,
-        )
-        sys.exit(130)

@@ -1,6 +1,6 @@
-"""Mistakes in the user's code: what the hooks, their data and what they call raise, as one line with the place.
+"""Mistakes in the user's code: what the hooks, their data and the packages they call raise, as one line with the place.
 
-What the engine raises by itself is a bug, and keeps its traceback.
+What the engine itself raises is a bug, and keeps its traceback.
 """
 
 import contextlib
@@ -11,12 +11,10 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from engine.errors import BadInput, CannotWrite, Damaged, Diverged, InterruptedStep, PeerLost, Stopped
+from engine.errors import BadInput, Damaged, Ending, InterruptedStep
 
 PROJECT = Path(__file__).parent.parent
-# Of the project's Python, what the user does not write.
-NOT_THE_USERS = ("engine", "train.py", "launch.py")
-# What TensorFlow raises when a connection breaks. No hook does, so it is never taken for a mistake of the user's.
+# What TensorFlow raises when a connection breaks. Hooks raise none of these.
 OF_CONNECTIONS = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -25,15 +23,28 @@ OF_CONNECTIONS = (
     tf.errors.UnavailableError,
 )
 LONGEST_SENTENCE = 300
+# Parts of a message that say nothing, or what `where_raised` says shorter.
+_NOISE = re.compile(
+    r'\x1b\[[\d;]*m|^( *)File ".*\n(?:\1 +\S.*\n)*|^ *\(\d+\) [A-Z_]+: +'
+    r"|\[\[.*?\]\](?=\s|$)|\{\{.*?\}\}|\[Op:\w+\](?: name: *)?|, node name: \S+"
+    r"|Error in user-defined function passed to \S+ transformation with iterator: \S+: ",
+    re.MULTILINE,
+)
+_SAYS_LITTLE = re.compile(
+    r"Graph execution error:|Detected at node |in user code:|Traceback |Stack trace for op|\^+$|• "
+    r"|\d+ (root error|successful operations|derived errors)"
+    # What Keras puts around an exception of a layer.
+    r"|Exception encountered when calling |.*Error encountered:$|Arguments received by "
+)
 
 
 @contextlib.contextmanager
 def mistakes_named(during: Callable[[], str] = str) -> Iterator[None]:
-    """Turns an exception that comes from the user's code into BadInput, which names the place and what was said.
+    """Turns an exception of the user's code into BadInput, which says where and what, and what `during` returns.
 
     Raises:
-        InterruptedStep: an operation has failed, or a hook that runs in Python, so something has run before it; any
-            other one comes from a hook that is being traced, and nothing has run.
+        InterruptedStep: something has run before the failure: it was an operation, or hooks run in Python. Otherwise a
+            hook was being traced, and nothing has run.
     """
     try:
         yield
@@ -42,68 +53,54 @@ def mistakes_named(during: Callable[[], str] = str) -> Iterator[None]:
             raise
         has_run = isinstance(problem, tf.errors.OpError) or tf.config.functions_run_eagerly()
         ending = InterruptedStep if has_run else BadInput
-        raise ending(f"{where_raised(problem)}: {first_line(problem)}{f' ({during()})' * bool(during())}") from problem
+        steps = during() and f" ({during()})"
+        raise ending(f"{where_raised(problem)}: {first_line(problem)}{steps}") from problem
 
 
 def is_users(problem: BaseException) -> bool:
-    """Returns whether an exception comes from the user's code, or a package that it calls, and not from the engine."""
-    ours = (BadInput, Diverged, Stopped, CannotWrite, Damaged, PeerLost, *OF_CONNECTIONS)
-    # One worker's failed step ends the others' with its own kind of exception.
-    if isinstance(problem, ours) or "Collective ops is aborted" in str(problem):
+    """Returns whether an exception comes from the user's code or a package that it calls, and not from the engine."""
+    # When a step fails on one worker, the others get an exception that says only this.
+    if isinstance(problem, (Ending, Damaged, *OF_CONNECTIONS)) or "Collective ops is aborted" in str(problem):
         return False
-    places = _places(problem)
-    # The hooks call gradients.py as they call a package; what it raises by itself is a bug all the same.
-    own = [file for file, *_ in places if _is_of_project(file) and file.name != "gradients.py"]
-    return bool(own) and _is_users_file(own[-1]) and places[-1][0].name != "gradients.py"
+    owners = [_owner(file) for file, *_ in _places(problem)]
+    # Hooks call engine/model as they call a package.
+    callers = [owner for owner in owners if owner not in ("package", "engine/model")]
+    return callers[-1:] == ["user"] and owners[-1] != "engine/model"
 
 
 def where_raised(problem: BaseException) -> str:
-    """Returns file, line and function of the innermost place in the user's code, or in train.py, that it passed."""
-    places = [place for place in _places(problem) if _is_of_project(place[0])]
-    for is_wanted in (_is_users_file, lambda file: file == PROJECT / "train.py"):
-        for file, line, function in reversed(places):
-            if is_wanted(file):
+    """Returns file, line and function of the innermost place in the user's code, or else in train.py."""
+    for owner in ("user", "train.py"):
+        for file, line, function in reversed(_places(problem)):
+            if _owner(file) == owner:
                 return f"{file.relative_to(PROJECT)}:{line} {function}"
     return "task.py"
 
 
 def first_line(problem: BaseException) -> str:
-    """Returns an exception's kind and the line of its text that says most, without TensorFlow's names of nodes."""
-    text = re.sub(r"\x1b\[[\d;]*m", "", str(problem))
-    # Where a function was defined or called, with the line of code below it: `where_raised` says it shorter.
-    text = re.sub(r'^( *)File ".*\n(?:\1 +\S.*\n)*', "", text, flags=re.MULTILINE)
-    text = re.sub(r"\[\[.*?\]\](?=\s|$)|\{\{.*?\}\}|\[Op:\w+\](?: name: *)?|, node name: \S+", "", text)
-    text = re.sub(r"Error in user-defined function passed to \S+ transformation with iterator: \S+: ", "", text)
-    lines = [re.sub(r"^\(\d+\) [A-Z_]+: +", "", line.strip()) for line in text.splitlines()]
-    lines = [line for line in lines if line and not re.match(_SAYS_LITTLE, line)]
+    """Returns an exception's kind and the most telling line of its text, without TensorFlow's names of nodes."""
+    lines = [line.strip() for line in _NOISE.sub("", str(problem)).splitlines()]
+    lines = [line for line in lines if line and not _SAYS_LITTLE.match(line)]
     kind = type(problem).__name__
-    of_a_kind = [line for line in lines if re.match(rf"({kind}|\w*(Error|Exception))(:|$)", line)]
-    sentence = (of_a_kind or lines or [""])[0].rstrip(" .")
-    if not of_a_kind:
-        sentence = f"{kind}: {sentence}" if sentence else kind
+    with_kind = [line for line in lines if re.match(rf"({kind}|\w*(Error|Exception))(:|$)", line)]
+    sentence = (with_kind or [f"{kind}: {line}" for line in lines] or [kind])[0].rstrip(" .")
     return sentence if len(sentence) <= LONGEST_SENTENCE else f"{sentence[:LONGEST_SENTENCE]} ..."
 
 
-_SAYS_LITTLE = (
-    r"Graph execution error:|Detected at node |in user code:|Traceback |Stack trace for op|\^+$|• |"
-    r"\d+ (root error|successful operations|derived errors)|"
-    # Around what a layer of the user's has raised, Keras says what it was called with.
-    r"Exception encountered when calling |.*Error encountered:$|Arguments received by "
-)
-
-
 def _places(problem: BaseException) -> list[tuple[Path, int, str]]:
-    """Returns file, line and function of every place that an exception says it passed, the innermost one last."""
+    """Returns file, line and function of every place that an exception has passed, the innermost one last."""
     places = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(problem.__traceback__)]
-    # A compiled function says in the text where what failed was defined.
+    # When a graph fails, the text says where the operation was defined.
     places += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(problem))
     return [(Path(file), int(line), function) for file, line, function in places]
 
 
-def _is_of_project(file: Path) -> bool:
-    # The packages may be in the project's folder too, in an environment there.
-    return file.is_relative_to(PROJECT) and "site-packages" not in file.parts
-
-
-def _is_users_file(file: Path) -> bool:
-    return file.relative_to(PROJECT).parts[0] not in NOT_THE_USERS
+def _owner(file: Path) -> str:
+    """Returns whose a file is: "user", "package", or the part of the project that the user does not write."""
+    # An environment may be in the project's folder.
+    if not file.is_relative_to(PROJECT) or "site-packages" in file.parts:
+        return "package"
+    first, *more = file.relative_to(PROJECT).parts
+    if first == "engine":
+        return "engine/model" if more[0] == "model" else "engine"
+    return first if first in ("train.py", "launch.py") else "user"

@@ -5,25 +5,23 @@ import inspect
 import json
 import math
 import sys
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
 from engine.errors import BadInput, end_at_signals, exit_codes
 
-CONFIG = "config.json"  # What a run records, its settings among it.
-
+CONFIG = "config.json"  # In a run's directory: its settings, and what else it was begun with.
 LARGEST = 2**31 - 1  # Whole numbers become tensors of 32 bits.
+
+# A run that is resumed or evaluated needs the settings it was begun with, but for those that are marked:
 Value = TypeVar("Value")
-# Every setting has to be the same when a run is resumed or evaluated, but for those marked with one of these.
-MayChange = Annotated[Value, "may change on resume; an evaluation uses the run's"]
-OfThisStart = Annotated[Value, "may change on resume and for an evaluation"]
-OfTheBeginning = Annotated[Value, "may change for an evaluation"]
-_FREE_ON_RESUME = MayChange.__metadata__ + OfThisStart.__metadata__
-_FREE_FOR_EVALUATION = OfThisStart.__metadata__ + OfTheBeginning.__metadata__
+ON_RESUME, ON_EVALUATION = "may differ when a run is resumed", "may differ when a run is evaluated"
+MayChange = Annotated[Value, ON_RESUME]
+EachStart = Annotated[Value, ON_RESUME, ON_EVALUATION]  # It says how this program runs, and not what the run is.
+FirstStart = Annotated[Value, ON_EVALUATION]  # It says how the run began.
 
 INSTEAD_OF_TRAINING = tyro.conf.create_mutex_group(required=False, title="Instead of training")
 # The sections of --help, by their first setting.
@@ -40,23 +38,23 @@ SECTIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What config.py has besides the settings of its task. The text below a setting is its text in --help."""
+    """What Config has besides the settings of the task. The text below a setting is its text in --help."""
 
-    run_dir: OfThisStart[Path] = Path("runs/default")
+    run_dir: EachStart[Path] = Path("runs/default")
     """Everything the run writes goes here. A directory that holds a run resumes it."""
-    fresh: OfThisStart[bool] = False
+    fresh: EachStart[bool] = False
     """Move the run in --run-dir aside (to runs/default.1) and start anew."""
-    init_from: OfTheBeginning[Path | None] = None
+    init_from: FirstStart[Path | None] = None
     """Begin with the weights of another run, of a .weights.h5 or .keras file, or of a tf.train.Checkpoint."""
-    init_partial: OfTheBeginning[bool] = False
+    init_partial: FirstStart[bool] = False
     """Load only the weights that --init-from and the model, or one of its layers, have in common."""
-    profile: OfThisStart[bool] = False
+    profile: EachStart[bool] = False
     """Write a TensorBoard profile of a few training steps."""
-    check: OfThisStart[Annotated[bool, INSTEAD_OF_TRAINING]] = False
+    check: EachStart[Annotated[bool, INSTEAD_OF_TRAINING]] = False
     """Check your hooks on a few batches, report what to fix, and exit."""
-    evaluate_only: OfThisStart[Annotated[bool, INSTEAD_OF_TRAINING]] = False
+    evaluate_only: EachStart[Annotated[bool, INSTEAD_OF_TRAINING]] = False
     """Print the metrics of the run's best weights, or of --init-from, with the run's settings. Write nothing."""
-    evaluate_continuously: OfThisStart[Annotated[bool, INSTEAD_OF_TRAINING]] = False
+    evaluate_continuously: EachStart[Annotated[bool, INSTEAD_OF_TRAINING]] = False
     """Validate each checkpoint of the run in --run-dir, with its settings, as it appears, until the run ends."""
 
     epochs: MayChange[int]
@@ -78,18 +76,18 @@ class Settings:
     """The metric that decides which weights are best. Those are tested after the last epoch."""
     monitor_direction: Literal["auto", "min", "max"] = "auto"
     """Whether lower or higher is better. auto: by the metric."""
-    patience: OfThisStart[int | None] = None
+    patience: EachStart[int | None] = None
     """Stop after this many epochs without a better --monitor."""
     validate_every_steps: int | None = None
     """Validate at every multiple of this many steps too, besides at the end of each epoch."""
-    evaluation_timeout: OfThisStart[float] = 3600.0
+    evaluation_timeout: EachStart[float] = 3600.0
     """Seconds without a new checkpoint after which --evaluate-continuously ends."""
 
-    checkpoint_every_steps: OfThisStart[int | None] = None
+    checkpoint_every_steps: EachStart[int | None] = None
     """Save at every multiple of this many steps too, besides at the end of each epoch."""
-    keep_checkpoints: OfThisStart[int] = 3
+    keep_checkpoints: EachStart[int] = 3
     """Number of newest checkpoints to keep. The best weights are kept beside them."""
-    async_checkpoints: OfThisStart[bool] = False
+    async_checkpoints: EachStart[bool] = False
     """Write checkpoints in a background thread. Needs memory for one more copy of the state."""
 
     keep_last_batch: bool = False
@@ -97,20 +95,20 @@ class Settings:
     shuffle_buffer_size: int = 100_000
     """Examples held in memory to shuffle among, before they are decoded. A smaller split is shuffled completely."""
 
-    strategy: OfThisStart[Literal["auto", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server"]] = "auto"
+    strategy: EachStart[Literal["auto", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server"]] = "auto"
     """one_device: a single GPU, or the CPU.
     mirrored: a copy of the model on each GPU, or simulated device.
     multi_worker: the same over several processes.
     auto: multi_worker if TF_CONFIG, Slurm or Kubernetes describes a cluster, otherwise mirrored or one_device.
     tpu: not measured.
     parameter_server: asynchronous, so its numbers differ. TensorFlow does not support it with Keras 3."""
-    simulated_devices: OfThisStart[int] = 0
+    simulated_devices: EachStart[int] = 0
     """Train on N logical CPU devices, to try distribution on any machine. 0: real devices."""
-    all_reduce: OfThisStart[Literal["auto", "nccl", "hierarchical_copy", "one_device"]] = "auto"
+    all_reduce: EachStart[Literal["auto", "nccl", "hierarchical_copy", "one_device"]] = "auto"
     """How gradients are summed over the GPUs of one machine. auto: NCCL; if it hangs, try the others (not measured)."""
-    steps_per_execution: OfThisStart[Literal["auto"] | int] = "auto"
+    steps_per_execution: EachStart[Literal["auto"] | int] = "auto"
     """Steps run in the graph per return to Python. auto: about a second's worth. Changes no number."""
-    cluster_timeout: OfThisStart[float] = 300.0
+    cluster_timeout: EachStart[float] = 300.0
     """Seconds to wait for the other processes of a cluster at start-up."""
 
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
@@ -168,7 +166,7 @@ class Settings:
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
         """Returns what differs from the settings that a run has recorded, although it has to be the same."""
         settings = self.as_json()
-        free = _marked(type(self), _FREE_ON_RESUME + (_FREE_FOR_EVALUATION if self.evaluates else ()))
+        free = _marked(type(self), ON_RESUME) | (_marked(type(self), ON_EVALUATION) if self.evaluates else set())
         return [
             f"{flag(name)} {recorded.get(name, 'not recorded')} there and {settings.get(name, 'no setting')} now"
             for name in {**recorded, **settings}
@@ -238,14 +236,13 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _hints(kind: type) -> dict[str, Any]:
-    """Returns the types of the fields, with their marks; those of the engine's settings keep theirs in config.py."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return hints | (typing.get_type_hints(Settings, include_extras=True) if issubclass(kind, Settings) else {})
+def _hints(kind: type[Settings]) -> dict[str, Any]:
+    """Returns the types of the settings with their marks, which a setting of the engine keeps in config.py."""
+    return {name: hint for each in (kind, Settings) for name, hint in get_type_hints(each, include_extras=True).items()}
 
 
-def _marked(kind: type[Settings], marks: Sequence[str]) -> set[str]:
-    return {name for name, hint in _hints(kind).items() if set(marks).intersection(getattr(hint, "__metadata__", ()))}
+def _marked(kind: type[Settings], mark: str) -> set[str]:
+    return {name for name, hint in _hints(kind).items() if mark in getattr(hint, "__metadata__", ())}
 
 
 def _in_sections(kind: type[Settings]) -> type:
@@ -293,24 +290,24 @@ def _arguments_of_run(kind: type[Settings], given: list[str]) -> list[str]:
     try:
         asked, _ = tyro.cli(asking, args=given, return_unknown_args=True, console_outputs=False)
     except SystemExit:
-        return []  # The help is asked for, or tyro will say what is wrong.
+        return []  # `read_settings` prints the help, or what is wrong.
     if not asked.evaluates or asked.init_from:
         return []
-    recorded, free = recorded_settings(asked.run_dir) or {}, _marked(kind, _FREE_FOR_EVALUATION)
-    return _as_arguments(kind, {name: value for name, value in recorded.items() if name not in free})
+    recorded = recorded_settings(asked.run_dir) or {}
+    return _as_arguments(kind, {name: recorded[name] for name in recorded.keys() - _marked(kind, ON_EVALUATION)})
 
 
 def _as_arguments(kind: type, recorded: Mapping[str, Any], prefix: str = "--") -> list[str]:
     """Returns what would set the fields of a dataclass to what was recorded of them, where it is not the default."""
-    arguments, hints = [], typing.get_type_hints(kind)
+    arguments = []
     for each in dataclasses.fields(kind):
-        name, value = each.name.replace("_", "-"), recorded.get(each.name)
+        name, value, hint = each.name.replace("_", "-"), recorded.get(each.name), get_type_hints(kind)[each.name]
         has_default = each.default is not dataclasses.MISSING
         if each.name not in recorded or (has_default and value == _as_json(each.default)):
             continue
-        if dataclasses.is_dataclass(hints[each.name]) and isinstance(value, dict):
-            arguments += _as_arguments(hints[each.name], value, f"{prefix}{name}.")
-        elif isinstance(value, bool) and hints[each.name] is bool and has_default:
+        if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+            arguments += _as_arguments(hint, value, f"{prefix}{name}.")
+        elif isinstance(value, bool) and hint is bool and has_default:
             arguments.append(f"{prefix}{'' if value else 'no-'}{name}")
         elif isinstance(value, dict | list):
             arguments += [f"{prefix}{name}", *_texts(value)]

@@ -59,7 +59,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
         return Strategy
 
-    def of_details(*details: dict[str, Any]) -> list[Any]:
+    def list_gpus(*details: dict[str, Any]) -> list[Any]:
         gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index, _ in enumerate(details)]
         monkeypatch.setattr(
             tf.config, "list_physical_devices", lambda kind=None: gpus if kind == "GPU" else listed(kind)
@@ -70,7 +70,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", noted("multi_worker"))
         return calls
 
-    return of_details
+    return list_gpus
 
 
 def create(**settings: Any) -> tf.distribute.Strategy:
@@ -258,7 +258,7 @@ def test_hierarchical_copy_is_refused_where_it_loses_a_replica(machine: Machine)
 
         per_replica = tf.function(strategy.run)(ones)
         summed[replicas] = {float(each) for each in strategy.experimental_local_results(per_replica)}
-    assert summed == {2: {2.0}, 3: {2.0}}  # Where this is mended, three need not be refused any more.
+    assert summed == {2: {2.0}, 3: {2.0}}  # Where this is fixed, three need not be refused any more.
     machine(A100, A100, A100)
     with pytest.raises(BadInput, match="--all-reduce hierarchical_copy on 3 GPUs"):
         create(all_reduce="hierarchical_copy")
@@ -309,7 +309,7 @@ def test_cluster_with_parameter_servers_is_for_their_strategy_only(monkeypatch: 
 def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machine, monkeypatch) -> None:
     implementations = tf.distribute.experimental.CommunicationImplementation
     monkeypatch.setattr(devices, "_count_cores", lambda: 8)
-    for gpus, others, implementation, told, by_worker in (
+    for gpus, others, implementation, all_reduce, by_worker in (
         (
             *([A100], {"gpus": ["another one"]}, implementations.NCCL),
             *("nccl between the workers", "1 x NVIDIA A100 for each worker"),
@@ -327,15 +327,15 @@ def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machin
         (options,) = [call[1] for call in calls if call[0] == "multi_worker"]
         assert options.implementation == implementation
         assert options.timeout_seconds is None  # Each sum would keep two threads for so long.
-        assert strategy.all_reduce == told
+        assert strategy.all_reduce == all_reduce
         assert describe_devices(strategy, 0) == by_worker
 
 
 def test_steps_that_do_not_end_are_reported_where_nccl_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+    printed: list[str] = []
     spoken = threading.Event()
     monkeypatch.setattr(devices, "SECONDS_WITHOUT_AN_END", 0.01)
-    monkeypatch.setattr(devices.console, "print", lambda text: told.append(text) or spoken.set())
+    monkeypatch.setattr(devices.console, "print", lambda text: printed.append(text) or spoken.set())
     train.build(Config(simulated_devices=2))
     feed_runs = Feed.run
 
@@ -345,11 +345,11 @@ def test_steps_that_do_not_end_are_reported_where_nccl_sums(monkeypatch: pytest.
 
     monkeypatch.setattr(Feed, "run", run_slowly)
     train.validate()
-    assert not told
+    assert not printed
     monkeypatch.setattr(train.strategy, "all_reduce", "nccl")
     train.validate()
-    assert "No step has ended for 0.01 s" in told[0]
-    assert "--all-reduce one_device" in told[0]
+    assert "No step has ended for 0.01 s" in printed[0]
+    assert "--all-reduce one_device" in printed[0]
 
 
 def test_gpu_that_two_workers_use_is_refused(driver: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,3 +368,36 @@ def test_gpu_that_two_workers_use_is_refused(driver: Path, machine: Machine, mon
     assert (facts["--epochs"], facts["GPUs"], own["gpus"]) == (7, 0, [])
     assert facts["code"]["task.py"]
     assert "--run-dir" not in facts
+
+
+# --- TPUs: a stand-in, as there is none to try it on ------------------------------------------------------------------
+
+
+def test_tpu_is_found_connected_and_initialized_before_its_strategy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    def noted(name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> str:
+            calls.append((name, *arguments, *options.values()))
+            return name
+
+        return call
+
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", noted("resolver"))
+    monkeypatch.setattr(tf.config, "experimental_connect_to_cluster", noted("connect"))
+    monkeypatch.setattr(tf.tpu.experimental, "initialize_tpu_system", noted("initialize"))
+    monkeypatch.setattr(tf.distribute, "TPUStrategy", noted("strategy"))
+    monkeypatch.setenv("TPU_NAME", "mine")
+    monkeypatch.setattr(strategies, "_made", {})
+    assert create(strategy="tpu") == "strategy"
+    expected = [("resolver", "mine"), ("connect", "resolver"), ("initialize", "resolver"), ("strategy", "resolver")]
+    assert calls == expected
+
+
+def test_machine_without_a_tpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_there(**_: Any) -> None:
+        raise ValueError("Please provide a TPU Name to connect to.")
+
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", none_there)
+    with pytest.raises(BadInput, match="--strategy tpu finds no TPU"):
+        create(strategy="tpu")

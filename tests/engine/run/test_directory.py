@@ -53,7 +53,8 @@ def test_directory_of_other_files_is_refused(fresh: bool, tmp_path: Path) -> Non
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".part").touch()
     with RunDirectory(tmp_path / "run") as directory:
-        directory.open(fresh=False)  # As that of a run that was killed at its beginning.
+        directory.hold()
+        directory.open(fresh=False)  # With hidden files only, it is of a run that was killed at its beginning.
     (tmp_path / "run" / "thesis.tex").write_text("mine")
     assert "holds files and no run (no config.json)" in refused(tmp_path / "run", fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -82,8 +82,8 @@ def test_initial_weights_are_those_of_the_file(form: str, trained: tuple[Path, d
         report = initialize(train.run)
         assert report.startswith("8 of the model's 8 variables from ")
         for name, value in expected.items():
-            for of_replica in train.strategy.experimental_local_results(model_variables(task.model)[name]):
-                np.testing.assert_array_equal(of_replica.numpy(), value)
+            for variable in train.strategy.experimental_local_results(model_variables(task.model)[name]):
+                np.testing.assert_array_equal(variable.numpy(), value)
         for name, average in train.run.objects.average.averages.items():
             np.testing.assert_array_equal(average.numpy(), expected[name])
         for name, variable in model_variables(task.model).items():
@@ -137,9 +137,9 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.nda
     folder = tmp_path_factory.mktemp("exp[1]")
     trained = small_model(without_last=True)
     whole = WithEncoder(trained, 3)
-    whole(np.zeros((1, 8, 8, 1)))
-    whole.compile("adam", "mse")
-    whole.fit(np.ones((4, 8, 8, 1)), np.ones((4, 3)), verbose=0)
+    for model, outputs in ((trained, 8), (whole, 3)):  # Both have optimizers, which are no weights.
+        model.compile("adam", "mse")
+        model.fit(np.ones((4, 8, 8, 1)), np.ones((4, outputs)), verbose=0)
     tf.train.Checkpoint(encoder=trained, step=tf.Variable(3)).write(str(folder / "encoder"))
     tf.train.Checkpoint(trained).write(str(folder / "alone"))
     tf.train.Checkpoint(net=whole, optimizer=whole.optimizer).write(str(folder / "whole"))

@@ -57,7 +57,7 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
     """Returns the cluster that the environment describes, or None if it describes none or one of a single task.
 
     Raises:
-        BadInput: the description contradicts itself, or no cluster of several hosts can be what it says.
+        BadInput: the description contradicts itself, or no cluster can be like it.
     """
     if environment.get("TF_CONFIG"):
         cluster = _from_tf_config(environment["TF_CONFIG"])

@@ -1,12 +1,12 @@
 """Waits for all processes of a cluster at start-up; detects lost ones.
 
 TensorFlow waits for a missing process without limit and without a word, and accepts processes with different settings.
-So the processes meet here first, over plain sockets, with a deadline.
+So the processes meet first, over plain sockets, with a deadline.
 
-Each process says hello, one line of JSON, to whoever connects to its address, and reads nothing from them. So a process
-is known by its address only, and no stranger can disturb the meeting. The chief asks all others until all are there;
-the others ask the chief until it says so. TensorFlow's own ports, which open next, trust everybody: the network has to
-be private.
+Each process sends a hello, one line of JSON, to whoever connects to its address, and reads nothing from them. So a
+process is known by its address only, and no stranger can disturb the meeting. The chief asks the others until all
+answer; the others ask the chief until it knows the outcome. TensorFlow's own ports, which open next, trust everybody:
+the network has to be private.
 """
 
 import concurrent.futures
@@ -28,8 +28,8 @@ from engine.errors import BadInput
 
 SECONDS_BETWEEN_QUESTIONS = 0.2
 SECONDS_PER_CONNECTION = 3.0
-# How long the outcome is there for the others to hear. They usually need a moment.
-SECONDS_TO_HEAR = 10.0
+# How long the others have to ask for the outcome. They usually need a moment.
+SECONDS_FOR_OUTCOME = 10.0
 # What answers may be no process of ours. A hello is a few thousand bytes, and some hundred for each task.
 LONGEST_HELLO = 2**24
 LONGEST_VALUE_IN_MESSAGES = 200
@@ -37,9 +37,7 @@ LONGEST_VALUE_IN_MESSAGES = 200
 Hello = dict[str, Any]
 
 
-def join(
-    cluster: Cluster, facts: dict[str, Any], own: dict[str, Any] | None = None, *, timeout: float
-) -> dict[str, dict[str, Any]]:
+def join(cluster: Cluster, facts: dict[str, Any], own: dict[str, Any], *, timeout: float) -> dict[str, dict[str, Any]]:
     """Meets the other tasks, and sets TF_CONFIG for TensorFlow. Returns, and raises BadInput, as `meet` does."""
     console.print(f"{cluster.name} of {', '.join(f'{task} {address}' for task, address in cluster.tasks().items())}")
     everyone = meet(cluster, facts, own, timeout=timeout)
@@ -50,28 +48,29 @@ def join(
 def meet(
     cluster: Cluster, facts: dict[str, Any], own: dict[str, Any] | None = None, *, timeout: float
 ) -> dict[str, dict[str, Any]]:
-    """Waits until every task is there; returns what each says of itself, by task.
+    """Waits until every task answers; returns the `own` of each, by task.
 
     Args:
         cluster: the cluster and this process's place in it.
         facts: JSON values that have to be equal everywhere, such as the settings. Of a dictionary among them, messages
             name the keys that differ and not the values.
-        own: JSON values that the others are given, and that may differ.
+        own: JSON values for the others, which may differ.
         timeout: seconds to wait for the chief, and seconds that the chief waits for the others.
 
     Raises:
         BadInput: a task is missing, runs with other facts or another description of the cluster, or the address of
             this one is not free.
     """
-    said = {"task": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}}
-    # As the others get it: a tuple becomes a list. The chief's says the outcome as soon as it is known.
-    hello: Hello = json.loads(json.dumps({**said, "refusal": "", "everyone": {}}))
+    hello: Hello = {"task": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}}
+    # The outcome, in the chief's: one of both is set as soon as it is known.
+    hello |= {"refusal": "", "everyone": {}}
+    hello = json.loads(json.dumps(hello))  # As the others get it: a tuple becomes a list.
     with _answering(cluster, hello):
         return (_gather if cluster.is_chief else _ask_chief)(cluster, hello, timeout)
 
 
 def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[str, Any]]:
-    """Asks all others until all are there, for the chief; `hello` then says the outcome until they have heard it."""
+    """Asks the others until all answer, for the chief; then keeps the outcome in `hello` until they know it."""
     addresses = {task: address for task, address in cluster.tasks().items() if task != cluster.name}
     deadline = time.monotonic() + timeout
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(32, len(addresses))) as threads:
@@ -92,8 +91,8 @@ def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[st
                 hello["refusal"] = _did_not_join(cluster, missing, timeout)
             else:
                 time.sleep(SECONDS_BETWEEN_QUESTIONS)
-        deadline = time.monotonic() + SECONDS_TO_HEAR
-        # Whoever has heard the outcome does not answer any more, or refuses too.
+        deadline = time.monotonic() + SECONDS_FOR_OUTCOME
+        # Whoever knows the outcome does not answer any more, or refuses too.
         while any(not answer["refusal"] for answer in ask_all().values()) and time.monotonic() < deadline:
             time.sleep(SECONDS_BETWEEN_QUESTIONS)
     if hello["refusal"]:
@@ -122,7 +121,7 @@ def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict
 
 def _wait_until_chief_refuses(address: str) -> None:
     """Returns when the chief has found the difference too, or is gone."""
-    deadline = time.monotonic() + SECONDS_TO_HEAR
+    deadline = time.monotonic() + SECONDS_FOR_OUTCOME
     while (answer := _ask(address)) and not answer["refusal"] and time.monotonic() < deadline:
         time.sleep(SECONDS_BETWEEN_QUESTIONS)
 
@@ -186,7 +185,7 @@ def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
                 with connection:
                     connection.settimeout(SECONDS_PER_CONNECTION)
                     connection.sendall(json.dumps(hello).encode() + b"\n")
-            except OSError:  # Nobody came, or somebody left, or there are too many open files.
+            except OSError:  # Nobody connected, or somebody left, or there are too many open files.
                 over.wait(0.05)
 
     threads = [threading.Thread(target=answer, args=(server,), daemon=True) for server in servers]
@@ -203,12 +202,12 @@ def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
 
 
 def _ask(address: str) -> Hello | None:
-    """Returns the hello of the process at an address; None if there is none, or if it is no process of ours."""
+    """Returns the hello of the process at an address; None if none answers, or none of ours."""
     deadline = time.monotonic() + SECONDS_PER_CONNECTION
     received = bytearray()
     try:
         with _connect(address) as connection:
-            # TensorFlow, which may have started there, begins with another byte, and does not end.
+            # If TensorFlow has started there, it begins with another byte, and does not end.
             while not received.endswith(b"\n") and received[:1] in (b"", b"{"):
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
                 part = connection.recv(2**16)
@@ -224,7 +223,7 @@ def _ask(address: str) -> Hello | None:
 
 
 def _open(address: str) -> list[socket.socket]:
-    """Listens at an address if it is one of this machine, else, as behind a container's network, at all there are."""
+    """Listens at an address of this machine; at all of its addresses if it is none, as behind a container's network."""
     host, port = _host_and_port(address)
     found = []
     with contextlib.suppress(OSError, UnicodeError):  # Nobody may know the name, yet or at all.

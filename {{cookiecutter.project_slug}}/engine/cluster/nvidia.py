@@ -1,6 +1,6 @@
 """The NVIDIA GPUs of this machine, as the driver and the environment describe them. Needs no TensorFlow.
 
-TensorFlow lists only the GPUs that it can use. The launcher, and the warning that it uses none, need those there are.
+TensorFlow lists only the GPUs that it can use. The launcher, and the warning that it uses none, need all.
 """
 
 import itertools
@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-# The driver keeps a folder for each GPU here, named by its PCI bus id; in a container, for each that was given to it.
+# Holds a folder for each GPU, named by its PCI bus id; in a container, for each that was given to it.
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 # Differs between machines, and is the same in all containers of one.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -1,7 +1,7 @@
 """The tf.distribute strategy that the settings and the environment ask for.
 
-TensorFlow trains on the CPU without a word where devices are missing. So missing ones are refused here.
-Nothing here was measured on GPUs or TPUs.
+TensorFlow trains on the CPU without a word where devices are missing, so they are refused. Nothing was measured on GPUs
+or TPUs.
 """
 
 import functools
@@ -37,7 +37,7 @@ def create_strategy(settings: Any) -> tf.distribute.Strategy:
             returns, if there is one, has to be equal in all processes.
 
     Raises:
-        BadInput: the devices are not there, or the cluster is not what it has to be.
+        BadInput: devices are missing, or the cluster does not fit the settings.
     """
     let_gpu_memory_grow()
     # Else graph optimization joins a gradient's sum and the one over replicas to one sum (AddN) of all their parts. One
@@ -151,13 +151,13 @@ def _check_all_reduce(name: str, settings: Any, gpus: int) -> None:
 
 
 def _check_gpus_are_not_shared(workers: dict[str, dict[str, Any]]) -> None:
-    """Raises BadInput if two workers use the same GPU; `workers` is what each says of itself."""
+    """Raises BadInput if two workers use the same GPU; `workers` is what each one sent about itself."""
     users: dict[str, str] = {}
-    for worker, said in workers.items():
-        for gpu in said["gpus"]:
+    for worker, own in workers.items():
+        for gpu in own["gpus"]:
             if gpu in users:
                 raise BadInput(
-                    f"{users[gpu]} and {worker} use the same GPU {gpu.split()[-1]} of {said['host']}: give each its "
+                    f"{users[gpu]} and {worker} use the same GPU {gpu.split()[-1]} of {own['host']}: give each its "
                     "own with CUDA_VISIBLE_DEVICES, as launch.py does, or start one process for all GPUs of a machine"
                 )
             users[gpu] = worker
@@ -215,7 +215,7 @@ def _multi_worker(cluster: Cluster, gpus: int, settings: Any) -> tf.distribute.S
     _check_gpus_are_not_shared(workers)
     console.quiet = not cluster.is_chief
     communication = tf.distribute.experimental.CommunicationImplementation
-    implementation = communication.NCCL if all(said["gpus"] for said in workers.values()) else communication.RING
+    implementation = communication.NCCL if all(each["gpus"] for each in workers.values()) else communication.RING
     if settings.all_reduce == "nccl" and implementation != communication.NCCL:
         raise BadInput("--all-reduce nccl needs GPUs, and the workers have none: leave it out")
     # Without timeout_seconds: for each sum TensorFlow then keeps two threads for so long (measured: 5,000 threads after
@@ -225,7 +225,7 @@ def _multi_worker(cluster: Cluster, gpus: int, settings: Any) -> tf.distribute.S
     with ended_after(timeout, late):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     strategy.all_reduce = f"{implementation.value.lower()} between the workers"  # For the plan, as what follows.
-    strategy.devices_of_workers = {worker: said["devices"] for worker, said in workers.items()}
+    strategy.devices_of_workers = {worker: each["devices"] for worker, each in workers.items()}
     return strategy
 
 

@@ -116,14 +116,15 @@ def _load_whole(path: Path, models: Models, variables: Variables, *, partial: bo
         if len(models) > 1:
             raise BadInput(f"--init-from {path} is of one model, and the task has {', '.join(models)}: use a run's")
         (model,) = models.values()
-        with warnings.catch_warnings(action="ignore"):  # The report says it.
+        with warnings.catch_warnings(action="ignore"):  # The report names what is missing.
             model.load_weights(path, skip_mismatch=partial)
         with _open_weights(path) as file:
             return str(path), max(0, len(_shapes(file)) - len(variables))
     if Path(f"{path}.index").is_file():
-        # Of an object that has the models as attributes, or of the one model itself.
-        roots = [tf.train.Checkpoint(**models), *(tf.train.Checkpoint(one) for one in models.values())]
-        for root in roots[:2] if len(models) == 1 else roots[:1]:
+        roots = [tf.train.Checkpoint(**models)]  # It is of an object that has the models as attributes.
+        if len(models) == 1:
+            roots.append(tf.train.Checkpoint(*models.values()))  # Or of the model itself.
+        for root in roots:
             with plain_name(path) as readable:
                 root.read(readable).expect_partial()
             if not any(np.isnan(variable.numpy()).all() for variable in variables.values()):

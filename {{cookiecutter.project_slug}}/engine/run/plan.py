@@ -30,10 +30,10 @@ def describe_run(settings: Any, strategy: tf.distribute.Strategy, code_sha256: d
 def print_plan(
     settings: Any, strategy: tf.distribute.Strategy, batches: dict[str, Batches], task: ModuleType, begins: str
 ) -> None:
-    """Prints what is about to happen; `begins` says with which weights."""
+    """Prints what is about to happen; `begins` is how: "resumed from ...", "with new weights"."""
     train = batches["train"]
     left_out = f", {train.left_out} examples left out of each (--keep-last-batch keeps them)" if train.left_out else ""
-    all_reduce = getattr(strategy, "all_reduce", None)  # None where nothing is summed over devices.
+    all_reduce = getattr(strategy, "all_reduce", None)  # Set where values are summed over devices.
     facts = {
         "strategy": describe_strategy(strategy) + _size(strategy),
         "devices": describe_devices(strategy, settings.simulated_devices),
@@ -65,7 +65,7 @@ def describe_devices(strategy: tf.distribute.Strategy, simulated_devices: int) -
         return f"{describe_own_devices(0)} (the chief; those of the workers are their own)"
     if kind != "multi_worker":
         return describe_own_devices(simulated_devices, only_one=kind == "one_device")
-    by_worker = strategy.devices_of_workers
-    if len(set(by_worker.values())) == 1:
-        return f"{next(iter(by_worker.values()))} for each worker"
-    return "; ".join(f"{worker}: {devices}" for worker, devices in by_worker.items())
+    devices = strategy.devices_of_workers
+    if len(set(devices.values())) == 1:
+        return f"{next(iter(devices.values()))} for each worker"
+    return "; ".join(f"{worker}: {text}" for worker, text in devices.items())
