@@ -17,7 +17,7 @@ import task
 import train
 from engine import mistakes
 from engine.mistakes import first_line, where_raised
-from engine.model import objects
+from engine.model.finish import TaskObjects
 
 TIMES = ("seconds", "examples_per_second")
 FLAGS = ("--epochs=2", "--global-batch-size=60", "--simulated-devices=1")
@@ -189,8 +189,8 @@ def test_run_goes_on_bit_equal_once_the_cause_is_mended(
         line = ended(*flags)
     # Steps had been taken since whatever was saved before, in the chunk that failed or in those before it.
     saved = saved_steps(tmp_path / "run")
-    assert train.progress.step > 0
-    assert (saved[-1] == train.progress.step) is is_saved
+    assert train.run.progress.step > 0
+    assert (saved[-1] == train.run.progress.step) is is_saved
     assert f"goes on from {tmp_path / 'run' / 'checkpoints'}/step-{saved[-1]:08d}" in line
     if fault != "examples":
         assert "compute_loss: InvalidArgumentError: Received a label value of 11" in line
@@ -220,8 +220,8 @@ def test_steps_before_an_unreadable_example_are_counted_and_no_others(
     """One call of seventeen steps takes several stacks: of those that could be read every step is taken and saved."""
     monkeypatch.setattr(task, "load_examples", lambda split: generated(split, fails_at=900))
     ended(*STREAMED, "--steps-per-execution=17")
-    assert saved_steps(tmp_path / "run") == [train.progress.step] == [int(train.task.optimizer.iterations.numpy())]
-    assert 0 < train.progress.step < 17
+    assert saved_steps(tmp_path / "run") == [train.run.progress.step] == [int(train.task.optimizer.iterations.numpy())]
+    assert 0 < train.run.progress.step < 17
 
 
 PYTHON_MISTAKES = {
@@ -270,7 +270,7 @@ def test_mistake_of_the_engine_keeps_its_traceback(tmp_path: Path, monkeypatch: 
     def broken(*_: Any) -> float:
         return 1 / 0
 
-    monkeypatch.setattr(objects, "learning_rates", broken)
+    monkeypatch.setattr(TaskObjects, "learning_rates", broken)
     with pytest.raises(ZeroDivisionError):
         train.main([f"--run-dir={tmp_path}", *FLAGS])
 

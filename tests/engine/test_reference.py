@@ -155,9 +155,8 @@ def test_returned_loss_is_the_batch_s(replicas: int, tmp_path) -> None:
 
     train.build(dataclasses.replace(settings, simulated_devices=replicas))
     for split in ("validation", "test", "train"):  # Training comes last: it changes the weights.
-        ((stack, first, count),) = train.batches[split].feed().take(1)
-        (loss,) = train.run_steps[split](stack, first, count)
-        assert float(loss) == pytest.approx(expected[split], rel=1e-5), split
+        (loss,) = train.run_steps[split](*next(train.batches[split].feed().take(1))).numpy()
+        assert loss == pytest.approx(expected[split], rel=1e-5), split
 
 
 def test_validation_and_test_do_not_mix_and_leave_nothing_behind(tmp_path) -> None:

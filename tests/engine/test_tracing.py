@@ -45,7 +45,7 @@ def prepared_in_one_go():
 )
 def test_operation_that_counts_its_draws_is_found_with_its_place(function: Callable, operation: str) -> None:
     (found, *_) = traced(function).random_operations
-    assert found.startswith(f"{operation} (test_traced.py:")
+    assert found.startswith(f"{operation} (test_tracing.py:")
 
 
 def test_draws_that_a_seed_repeats_are_left_alone() -> None:
@@ -84,6 +84,6 @@ def test_python_and_tables_are_found() -> None:
 
     found = traced(function)
     assert len(found.python_calls) == 1
-    assert found.python_calls[0].startswith("PyFunc (test_traced.py:")
+    assert found.python_calls[0].startswith("PyFunc (test_tracing.py:")
     assert len(found.table_changes) == 1
     assert not found.random_operations
