@@ -4,7 +4,7 @@
     python train.py --simulated-devices 4     four replicas on any CPU
     python launch.py --workers 2              two processes of this machine
     srun ... python train.py                  a cluster: each process finds the others by Slurm, Kubernetes or TF_CONFIG
-    python train.py --check                   checks the hooks of task.py without training
+    python train.py --check                   checks the hooks of task.py, and trains nothing
     python train.py --help                    every setting
 
 The same command again resumes a run that was stopped.
@@ -206,7 +206,7 @@ def train(settings: Config) -> dict[str, Any]:
         begin_run(run, directory, batches, strategy)  # From the newest checkpoint, or else --init-from, or else anew.
         with run.under_way():
             run_epochs()
-            return run.finish(test)
+        return run.finish(test)
 
 
 if __name__ == "__main__":
