@@ -11,7 +11,7 @@ The same command again resumes a run that was stopped.
 """
 
 from config import Config
-from engine.settings import begin
+from engine.settings import begin, read_settings
 
 if __name__ == "__main__":
     begin(Config)  # Before TensorFlow is imported, which takes seconds.
@@ -23,23 +23,15 @@ from typing import Any
 import tensorflow as tf
 
 import task
-from engine.check.check import check_task
+from engine.check import check_task
 from engine.cluster.asynchronous import workers_train
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers, peers_named
-from engine.data.batches import Batches, load_splits
+from engine.data import Batches, load_splits
 from engine.errors import exit_codes
 from engine.mistakes import mistakes_named
-from engine.model.finish import finish, set_up
-from engine.model.gradients import in_micro_batches
-from engine.model.hidden_state import noted
-from engine.model.objects import build_models
-from engine.run.beginning import begin_run, finished_run
-from engine.run.directory import RunDirectory
-from engine.run.evaluation import evaluate, evaluate_continuously
-from engine.run.run import Run
-from engine.run.signals import signals
-from engine.settings import read_settings
+from engine.model import build_models, finish, in_micro_batches, noted, set_up
+from engine.run import Run, RunDirectory, begin_run, evaluate, evaluate_continuously, finished_run, signals
 
 SPLITS = ("train", "validation", "test")
 
