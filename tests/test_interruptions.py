@@ -121,10 +121,10 @@ def test_signal_while_libraries_are_imported_ends_with_a_line(number: int, code:
 def test_second_signal_ends_at_once_in_a_chunk_without_end() -> None:
     program = """
 import tensorflow as tf
-from engine.run.signals import Preemption
+from engine.run.signals import Signals
 
 endless = tf.function(lambda: tf.while_loop(lambda _: tf.random.uniform([]) < 2.0, lambda x: (x,), (0.0,)))
-with Preemption().listening():
+with Signals().listening():
     print("ready", flush=True)
     endless()
 """

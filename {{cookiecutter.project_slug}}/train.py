@@ -31,7 +31,7 @@ from engine.data import Batches, load_splits
 from engine.errors import exit_codes
 from engine.mistakes import mistakes_named
 from engine.model import build_models, finish, in_micro_batches, noted, set_up
-from engine.run import Run, RunDirectory, begin_run, evaluate, evaluate_continuously, finished_run, signals
+from engine.run import Run, RunDirectory, begin_run, evaluate, evaluate_continuously, lock_and_find_result, signals
 
 SPLITS = ("train", "validation", "test")
 
@@ -192,10 +192,10 @@ def train(settings: Config) -> dict[str, Any]:
     """Begins a run, or goes on with the one in the directory; returns its result, with the test of its best weights."""
     workers = Workers(create_strategy(settings))
     with RunDirectory(settings.run_dir) as directory, signals.listening():
-        if result := finished_run(directory, settings, workers):
+        if result := lock_and_find_result(directory, settings, workers):
             return result
         build(settings)
-        begin_run(run, directory, batches, strategy)  # From the newest checkpoint, or else --init-from, or else anew.
+        begin_run(run, directory, batches)  # From the newest checkpoint, or else --init-from, or else anew.
         with run.under_way():
             run_epochs()
         return run.finish(test)

@@ -10,7 +10,7 @@ import pytest
 from rendering import PROJECT
 
 ENGINE = PROJECT / "engine"
-GROUND = {"errors", "mistakes", "console", "settings", "tracing"}
+GROUND = {"errors", "mistakes", "console", "settings", "tracing", "versions"}
 MAY_IMPORT = {
     "ground": {"ground"},
     "cluster": {"ground", "cluster"},

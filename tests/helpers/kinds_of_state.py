@@ -27,7 +27,7 @@ import tensorflow as tf
 import task
 import train
 from engine.errors import Stopped
-from engine.run.signals import Preemption
+from engine.run.signals import Signals
 
 KINDS: dict[str, Callable[[], None]] = {}
 EXAMPLES = {"train": 64, "validation": 16, "test": 16}
@@ -202,7 +202,7 @@ def train_whole_and_stopped(name: str) -> dict[str, Any]:
                 if next(left, None) is None:
                     raise Stopped("stopped by a test")
 
-            Preemption.check = stop
+            Signals.check = stop
         train.main(["--simulated-devices=2", "--global-batch-size=16", *arguments])
 
     with tempfile.TemporaryDirectory() as folder:

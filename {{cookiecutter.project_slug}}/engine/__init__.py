@@ -7,7 +7,7 @@ data/      from examples to batches on every replica
 model/     what a step uses and changes
 settings   the engine's settings and the command line     errors    how a run ends that does not finish
 console    output                                         mistakes  what the user's code raises, as one line
-tracing    what a traced function does
+tracing    what a traced function does                    versions  the code and the packages that a run depends on
 
 check imports run; run imports cluster, data and model, which import nothing of each other; the files below the rooms
 import no room. Nothing here imports train, task or config: what is needed of them is handed over.

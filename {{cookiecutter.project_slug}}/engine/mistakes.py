@@ -12,10 +12,10 @@ from pathlib import Path
 import tensorflow as tf
 
 from engine.errors import BadInput, Damaged, Ending, InterruptedStep
+from engine.versions import PROJECT
 
-PROJECT = Path(__file__).parent.parent
 # What TensorFlow raises when a connection breaks. Hooks raise none of these.
-OF_CONNECTIONS = (
+CONNECTION_ERRORS = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
@@ -39,7 +39,7 @@ _SAYS_LITTLE = re.compile(
 
 
 @contextlib.contextmanager
-def mistakes_named(during: Callable[[], str] = str) -> Iterator[None]:
+def mistakes_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Turns an exception of the user's code into BadInput, which says where and what, and what `during` returns.
 
     Raises:
@@ -53,14 +53,14 @@ def mistakes_named(during: Callable[[], str] = str) -> Iterator[None]:
             raise
         has_run = isinstance(problem, tf.errors.OpError) or tf.config.functions_run_eagerly()
         ending = InterruptedStep if has_run else BadInput
-        steps = during() and f" ({during()})"
+        steps = f" ({text})" if (text := during()) else ""
         raise ending(f"{where_raised(problem)}: {first_line(problem)}{steps}") from problem
 
 
 def is_users(problem: BaseException) -> bool:
     """Returns whether an exception comes from the user's code or a package that it calls, and not from the engine."""
     # When a step fails on one worker, the others get an exception that says only this.
-    if isinstance(problem, (Ending, Damaged, *OF_CONNECTIONS)) or "Collective ops is aborted" in str(problem):
+    if isinstance(problem, (Ending, Damaged, *CONNECTION_ERRORS)) or "Collective ops is aborted" in str(problem):
         return False
     owners = [_owner(file) for file, *_ in _places(problem)]
     # Hooks call engine/model as they call a package.

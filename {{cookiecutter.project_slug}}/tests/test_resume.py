@@ -10,7 +10,7 @@ import pytest
 
 import train
 from engine.errors import Stopped
-from engine.run.signals import Preemption
+from engine.run.signals import Signals
 
 TIME_COLUMNS = ("seconds", "examples_per_second")
 
@@ -52,7 +52,7 @@ def test_stopped_run_ends_bit_equal(
                 raise Stopped("stopped by a test")
 
         with monkeypatch.context() as stopping:
-            stopping.setattr(Preemption, "check", check)
+            stopping.setattr(Signals, "check", check)
             with pytest.raises(SystemExit) as ended:
                 train.main([*flags, f"--run-dir={tmp_path}"])
         assert ended.value.code == 42

@@ -18,9 +18,9 @@ from engine.cluster import strategy as strategies
 from engine.cluster.devices import describe_arithmetic, warn_of_unused_gpus
 from engine.cluster.environment import Cluster
 from engine.cluster.nvidia import gpus_of_machine, identify_gpus, visible_gpus
-from engine.data.feed import Feed
 from engine.errors import BadInput
 from engine.run.plan import describe_devices, describe_run, print_plan
+from engine.run.run import Run
 
 A100 = {"device_name": "NVIDIA A100", "compute_capability": (8, 0)}
 T4 = {"device_name": "Tesla T4", "compute_capability": (7, 5)}
@@ -337,13 +337,13 @@ def test_steps_that_do_not_end_are_reported_where_nccl_sums(monkeypatch: pytest.
     monkeypatch.setattr(devices, "SECONDS_WITHOUT_AN_END", 0.01)
     monkeypatch.setattr(devices.console, "print", lambda text: printed.append(text) or spoken.set())
     train.build(Config(simulated_devices=2))
-    feed_runs = Feed.run
+    note = Run.note
 
-    def run_slowly(*arguments: Any) -> Any:
+    def note_late(*arguments: Any) -> None:
         spoken.wait(0.2 if train.strategy.all_reduce == "one_device" else 60)
-        return feed_runs(*arguments)
+        note(*arguments)
 
-    monkeypatch.setattr(Feed, "run", run_slowly)
+    monkeypatch.setattr(Run, "note", note_late)
     train.validate()
     assert not printed
     monkeypatch.setattr(train.strategy, "all_reduce", "nccl")

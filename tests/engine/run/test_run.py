@@ -77,7 +77,7 @@ def take(run: Run, batches: Batches, epoch: int = 0, losses: Callable[[int], flo
     """Takes the steps of a pass; returns how many there were in each chunk."""
     chunks = []
     for _, first, count in run.chunks(batches, epoch):
-        if not run._losses:
+        if not run._chunk.losses:
             chunks.append(0)
         chunks[-1] += count
         run.objects.weight.assign_add(count if batches.split == "train" else 0)

@@ -27,7 +27,7 @@ from engine.run.beginning import START_ID, _resume, begin_run
 from engine.run.checkpoints import _checksums, read_checkpoint
 from engine.run.directory import RunDirectory
 from engine.run.report import COLUMNS, Report
-from engine.run.signals import Preemption
+from engine.run.signals import Signals
 
 SHORT = ("--global-batch-size=60", "--simulated-devices=1")
 
@@ -69,7 +69,7 @@ def run(run_dir: Path, *flags: str) -> dict[str, Any]:
 
 
 def killed_after(chunks: int) -> Callable[..., None]:
-    """Returns a Preemption.check at which the run ends, like a killed one, after so many chunks of steps."""
+    """Returns a Signals.check at which the run ends, like a killed one, after so many chunks of steps."""
     left = iter(range(chunks))
 
     def check(*_: Any) -> None:
@@ -130,7 +130,7 @@ def test_metrics_that_make_their_variables_late_are_in_the_state(
     expected = run(tmp_path / "whole", *flags)
     assert expected["weights_sha256"] == without["weights_sha256"]  # To make them changed nothing else.
     with monkeypatch.context() as stopping:
-        stopping.setattr(Preemption, "check", stopped_after(5))
+        stopping.setattr(Signals, "check", stopped_after(5))
         assert ended(tmp_path / "stopped", *flags)[0] == 42
     assert "metrics/train/f1/f1_score/true_positives" in train.run.checkpoints.state.own
     found = run(tmp_path / "stopped", *flags)
@@ -155,7 +155,7 @@ def assert_stopped_run_ends_equal(
     expected = run(folder / "whole", *flags)
     for chunks in stops:
         with monkeypatch.context() as stopping:
-            stopping.setattr(Preemption, "check", stopped_after(chunks))
+            stopping.setattr(Signals, "check", stopped_after(chunks))
             assert ended(folder / "stopped", *flags)[0] == 42
     found = run(folder / "stopped", *flags)
     timeless = [
@@ -312,7 +312,7 @@ def test_evaluation_of_a_run_stopped_in_a_validation_counts_from_the_start(
 ) -> None:
     flags = ("--epochs=2", "--steps-per-execution=1")
     with monkeypatch.context() as stopping:
-        stopping.setattr(Preemption, "check", stopped_after(20 + 3 + 20 + 2))
+        stopping.setattr(Signals, "check", stopped_after(20 + 3 + 20 + 2))
         assert ended(tmp_path, *flags)[0] == 42
     assert (
         json.loads((train.run.checkpoints.paths()[-1] / "record.json").read_text())["steps_of_pass"]["validation"] == 2
@@ -368,7 +368,7 @@ def test_run_goes_on_with_another_learning_rate_on_purpose(
 
     flags = ("--epochs=4", "--steps-per-execution=5", "--learning-rate=0.01")
     with monkeypatch.context() as stopping:
-        stopping.setattr(Preemption, "check", stopped_after(4 + 2 + 2))
+        stopping.setattr(Signals, "check", stopped_after(4 + 2 + 2))
         assert ended(tmp_path / "run", *flags, "--learning-rate=0.1")[0] == 42  # In the middle of the second epoch.
     assert changes(tmp_path / "run") == []
     shutil.copytree(tmp_path / "run", tmp_path / "killed")
@@ -384,7 +384,7 @@ def test_run_goes_on_with_another_learning_rate_on_purpose(
     # Killed before anything was saved with it, then after: the same bits, and what the hook did to it stays.
     for chunks in (1, 8, 2):
         with monkeypatch.context() as killing, pytest.raises(InterruptedError):
-            killing.setattr(Preemption, "check", killed_after(chunks))
+            killing.setattr(Signals, "check", killed_after(chunks))
             run(tmp_path / "killed", *flags)
     found = run(tmp_path / "killed", *flags)
     assert {**found, "seconds": 0} == {**expected, "seconds": 0}
@@ -442,10 +442,10 @@ def test_fresh_begins_once_in_all_lives_of_a_start(
     run(tmp_path / "run", "--epochs=1", "--seed=9")
     monkeypatch.setenv(START_ID, "first")
     with monkeypatch.context() as killing, pytest.raises(InterruptedError):
-        killing.setattr(Preemption, "check", killed_after(2))  # Before anything was saved.
+        killing.setattr(Signals, "check", killed_after(2))  # Before anything was saved.
         run(tmp_path / "run", *flags)
     with monkeypatch.context() as stopping:
-        stopping.setattr(Preemption, "check", stopped_after(3))
+        stopping.setattr(Signals, "check", stopped_after(3))
         assert ended(tmp_path / "run", *flags)[0] == 42
     capsys.readouterr()
     run(tmp_path / "run", *flags)
@@ -468,7 +468,7 @@ def test_position_in_an_epoch_by_files_is_of_its_number_of_workers_only(
 ) -> None:
     load_examples, flags = task.load_examples, ("--epochs=3", "--steps-per-execution=5")
     with monkeypatch.context() as stopping:
-        stopping.setattr(Preemption, "check", stopped_after(4 + 2 + 2))
+        stopping.setattr(Signals, "check", stopped_after(4 + 2 + 2))
         assert ended(tmp_path, *flags)[0] == 42
     newest = train.run.checkpoints.paths()[-1]
     # As on two workers.
@@ -516,7 +516,7 @@ def test_run_killed_between_validations_finds_the_best_weights(tmp_path: Path, m
 
     for chunks in (20, 15, 15):
         with monkeypatch.context() as killing, pytest.raises(InterruptedError):
-            killing.setattr(Preemption, "check", killed_after(chunks))
+            killing.setattr(Signals, "check", killed_after(chunks))
             run(tmp_path / "killed", *flags)
     found = run(tmp_path / "killed", *flags)
     assert {**found, "seconds": 0} == {**expected, "seconds": 0}
@@ -573,7 +573,7 @@ def test_continuous_evaluation_of_a_checkpoint_inside_a_validation_counts_from_t
     flags = ("--epochs=1", "--steps-per-execution=1")
     run(tmp_path / "whole", *flags)
     with monkeypatch.context() as stopping:
-        stopping.setattr(Preemption, "check", stopped_after(20 + 2))
+        stopping.setattr(Signals, "check", stopped_after(20 + 2))
         assert ended(tmp_path / "stopped", *flags)[0] == 42
     train.main(
         [f"--run-dir={tmp_path / 'stopped'}", *SHORT, *flags, "--evaluate-continuously", "--evaluation-timeout=1"]
@@ -701,7 +701,7 @@ def test_fewer_epochs_than_were_begun_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
 ) -> None:
     with monkeypatch.context() as stopping:
-        stopping.setattr(Preemption, "check", stopped_after(12))
+        stopping.setattr(Signals, "check", stopped_after(12))
         assert ended(tmp_path, "--epochs=3", "--steps-per-execution=4")[0] == 42
     assert "--epochs 1: the run was stopped in epoch 2: ask for that many" in ended(tmp_path, "--epochs=1")[1]
     assert run(tmp_path, "--epochs=2")["step"] == 40
@@ -783,7 +783,7 @@ def test_each_function_is_traced_once_in_a_run_and_once_after_a_resume(
     expected = run(tmp_path / "whole", *flags)
     assert traces() == {"train": 1, "validation": 1, "test": 1}
     with monkeypatch.context() as stopping, pytest.raises(InterruptedError):
-        stopping.setattr(Preemption, "check", killed_after(9))
+        stopping.setattr(Signals, "check", killed_after(9))
         run(tmp_path / "stopped", *flags)
     found = run(tmp_path / "stopped", *flags)
     assert traces() == {"train": 1, "validation": 1, "test": 1}

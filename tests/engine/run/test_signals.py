@@ -6,16 +6,17 @@ from rendering import PROJECT, run
 def test_own_signal_after_the_stop_of_a_peer_does_not_end_the_save() -> None:
     program = """
 import os, signal, time
-from engine.errors import Stopped
-from engine.run.signals import Preemption
+from engine.errors import Stopped, end_at_signals
+from engine.run.signals import Signals
 
 class Workers:
     def any(self, flag):
         return ["worker 1"]
 
-with (preemption := Preemption()).listening():
+end_at_signals()
+with (signals := Signals()).listening():
     try:
-        preemption.check(Workers())
+        signals.check(Workers())
     except Stopped as stopped:
         time.sleep(1.5)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -60,6 +60,7 @@ def _settings_to_check(settings: Any, folder: Path) -> Any:
         clip_norm=None,  # Clipping makes a gradient that is too large look right.
         global_batch_size=max(unit, settings.global_batch_size // unit * unit),
         checkpoint_every_steps=None,
+        validate_every_steps=None,
         async_checkpoints=False,
         steps_per_execution=BATCHES - 1,  # Two calls of unequal length in an epoch show whether both share a trace.
     )

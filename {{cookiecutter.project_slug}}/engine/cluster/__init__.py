@@ -7,6 +7,5 @@ workers       what the processes decide together while they train
 asynchronous  parameter servers
 devices       GPUs and simulated devices, as TensorFlow has them
 nvidia        GPUs, as the driver and the environment describe them
-versions      the code and the versions that a run depends on
 launcher      python launch.py
 """

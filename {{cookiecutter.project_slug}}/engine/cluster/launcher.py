@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.cluster.nvidia import VISIBLE, visible_gpus
+from engine.errors import BadInput, Diverged, Stopped
 
 PROGRAM = Path(__file__).parents[2] / "train.py"
 
 # Exit codes of train.py that another start does not fix: bad input, and a loss that is not finite.
-FINAL_CODES = (2, 3)
-STOPPED = 42
+FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)
 # The others follow a process that has decided to end: they know the same. They do not follow one that died.
 SECONDS_TO_FOLLOW = 60.0
 SECONDS_BETWEEN_CHECKS = 0.2
@@ -193,7 +193,7 @@ class Launcher:
                     return ending or 128 - code
                 if task.job == "chief":
                     return code
-                if code not in (0, STOPPED, *FINAL_CODES):
+                if code not in (0, Stopped.exit_code, *FINAL_CODES):
                     print_line("launcher", f"{task.name} ended with exit code {code}")
                     return ending or code
                 if ending in (None, 0):

@@ -17,10 +17,11 @@ from engine.cluster.devices import describe_own_devices, let_gpu_memory_grow, wa
 from engine.cluster.environment import Cluster, find_cluster
 from engine.cluster.meeting import ended_after, join
 from engine.cluster.nvidia import identify_gpus, why_no_gpu
-from engine.cluster.versions import shared_facts
+from engine.cluster.workers import Workers
 from engine.console import console
 from engine.errors import BadInput
 from engine.mistakes import first_line
+from engine.versions import shared_facts
 
 # Two strategies over one set of GPUs share collective keys and abort each other (tensorflow#61314).
 _made: dict[tuple[Any, ...], tf.distribute.Strategy] = {}
@@ -83,6 +84,29 @@ def describe_strategy(strategy: tf.distribute.Strategy) -> str:
         "parameter_server": tf.distribute.ParameterServerStrategy,
     }
     return next((name for name, kind in kinds.items() if isinstance(strategy, kind)), "one_device")
+
+
+def describe_size(strategy: tf.distribute.Strategy) -> str:
+    """Returns how many workers and replicas there are, to follow the strategy's name."""
+    if hasattr(strategy, "size"):  # The asynchronous one says it itself.
+        return strategy.size
+    workers = Workers(strategy).count
+    return f", {workers} workers" * (workers > 1) + f", {strategy.num_replicas_in_sync} replica(s)"
+
+
+def describe_devices(strategy: tf.distribute.Strategy, simulated_devices: int) -> str:
+    """Returns what the replicas run on, as "2 x NVIDIA A100" or "CPU, 2 cores"."""
+    kind = describe_strategy(strategy)
+    if kind == "tpu":
+        return f"{strategy.num_replicas_in_sync} TPU cores"
+    if kind == "parameter_server":
+        return f"{describe_own_devices(0)} (the chief; those of the workers are their own)"
+    if kind != "multi_worker":
+        return describe_own_devices(simulated_devices, only_one=kind == "one_device")
+    devices = strategy.devices_of_workers
+    if len(set(devices.values())) == 1:
+        return f"{next(iter(devices.values()))} for each worker"
+    return "; ".join(f"{worker}: {text}" for worker, text in devices.items())
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------
@@ -231,8 +255,7 @@ def _multi_worker(cluster: Cluster, gpus: int, settings: Any) -> tf.distribute.S
 
 def _facts(settings: Any) -> dict[str, Any]:
     """Returns what has to be equal in all processes: the settings, the project's code, and the versions."""
-    given = settings.as_json() if hasattr(settings, "as_json") else {}
-    flags = {f"--{name.replace('_', '-')}": value for name, value in given.items() if name != "run_dir"}
+    flags = {f"--{name.replace('_', '-')}": value for name, value in settings.as_json().items() if name != "run_dir"}
     return flags | shared_facts()
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 from engine.cluster.environment import Cluster, find_cluster
 from engine.cluster.meeting import lost
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost
-from engine.mistakes import OF_CONNECTIONS
+from engine.mistakes import CONNECTION_ERRORS
 
 # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
 CHUNK = 2**24
@@ -49,7 +49,7 @@ class Workers:
         """Whether this process is the one that writes."""
         return self.index == 0
 
-    def sum(self, values: np.ndarray) -> np.ndarray:
+    def _sum(self, values: np.ndarray) -> np.ndarray:
         """Returns the sum of all workers' `values` (same shape and dtype: int32, int64, float32 or float64)."""
         if self.count == 1:
             return values
@@ -100,7 +100,7 @@ class Workers:
         packed = _as_integers(pickle.dumps(outcome) if self.is_chief else b"")
         head = np.zeros(HEAD, np.int32)
         head[0], head[1 : 1 + packed.size] = packed.size, packed[: HEAD - 1]
-        head = self.sum(head)
+        head = self._sum(head)
         rest = packed[HEAD - 1 :] if self.is_chief else np.zeros(max(0, head[0] - (HEAD - 1)), np.int32)
         packed = np.concatenate([head[1:], self._sum_in_chunks(rest)])
         value, problem = pickle.loads(packed.tobytes())
@@ -113,7 +113,7 @@ class Workers:
         return self.from_chief(lambda: value)
 
     def _sum_in_chunks(self, numbers: np.ndarray) -> np.ndarray:
-        parts = [self.sum(numbers[first : first + CHUNK]) for first in range(0, numbers.size, CHUNK)]
+        parts = [self._sum(numbers[first : first + CHUNK]) for first in range(0, numbers.size, CHUNK)]
         return np.concatenate(parts) if parts else numbers
 
 
@@ -128,7 +128,7 @@ def peers_named() -> Iterator[None]:
         yield
     except tf.errors.OpError as problem:
         cluster = find_cluster(os.environ)
-        if cluster is None or not isinstance(problem, OF_CONNECTIONS):
+        if cluster is None or not isinstance(problem, CONNECTION_ERRORS):
             raise
         deadline = time.monotonic() + SECONDS_UNTIL_GONE
         while not (who := ", ".join(lost(cluster))) and time.monotonic() < deadline:

@@ -17,7 +17,7 @@ program          what the evaluation and --check use of train.py
 evaluation       --evaluate-only, --evaluate-continuously
 """
 
-from engine.run.beginning import begin_run, finished_run
+from engine.run.beginning import begin_run, lock_and_find_result
 from engine.run.directory import RunDirectory
 from engine.run.evaluation import evaluate, evaluate_continuously
 from engine.run.run import Run
@@ -29,6 +29,6 @@ __all__ = [
     "begin_run",
     "evaluate",
     "evaluate_continuously",
-    "finished_run",
+    "lock_and_find_result",
     "signals",
 ]

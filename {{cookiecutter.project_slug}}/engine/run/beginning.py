@@ -5,8 +5,6 @@ import json
 import os
 from typing import Any
 
-import tensorflow as tf
-
 from engine.cluster.workers import Workers
 from engine.console import console, print_facts
 from engine.data.batches import Batches
@@ -27,8 +25,8 @@ from engine.tracing import draws_in_preparation, draws_in_step, python_in_prepar
 START_ID = "TRAINING_START_ID"
 
 
-def finished_run(directory: RunDirectory, settings: Any, workers: Workers) -> dict[str, Any] | None:
-    """Takes the directory for this run; returns the result of the run in it, if nothing is left to do.
+def lock_and_find_result(directory: RunDirectory, settings: Any, workers: Workers) -> dict[str, Any] | None:
+    """Locks the directory; returns the result of the run in it, if nothing is left to do.
 
     Raises:
         BadInput: the directory cannot be used, or holds a run with other settings.
@@ -53,8 +51,8 @@ def finished_run(directory: RunDirectory, settings: Any, workers: Workers) -> di
     return result
 
 
-def begin_run(run: Run, directory: RunDirectory, batches: dict[str, Batches], strategy: tf.distribute.Strategy) -> None:
-    """Begins the run, and its files. Raises BadInput if it cannot go on as it is asked to; nothing is changed then."""
+def begin_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) -> None:
+    """Begins the run and its files. Raises BadInput, before anything is written, if it cannot."""
     settings, from_chief = run.settings, run.workers.from_chief
     _check_steps(run, batches)
     fresh = from_chief(lambda: _is_fresh(settings))
@@ -68,8 +66,8 @@ def begin_run(run: Run, directory: RunDirectory, batches: dict[str, Batches], st
     for each in batches.values():
         each.read()  # Examples that cannot be read are refused before anything is written.
     run.report = Report(settings.run_dir, epochs=settings.epochs)
-    from_chief(lambda: _begin_writing(run, directory, strategy, fresh))
-    print_plan(settings, strategy, batches, run.objects, begins)
+    from_chief(lambda: _begin_writing(run, directory, fresh))
+    print_plan(settings, run.strategy, batches, run.objects, begins)
 
 
 def _is_fresh(settings: Any) -> bool:
@@ -135,8 +133,7 @@ def _resume(run: Run, batches: dict[str, Batches]) -> str | None:
 def initialize(run: Run) -> str:
     """Begins with the weights of --init-from; returns which they are. Raises BadInput if they do not fit."""
     settings, objects = run.settings, run.objects
-    strategy = run.checkpoints.state.strategy
-    weights = State(strategy, {name: each for name, each in objects.weights.items() if not is_seed(name)})
+    weights = State(run.strategy, {name: each for name, each in objects.weights.items() if not is_seed(name)})
 
     def load() -> tuple[str, Values]:
         report = load_initial_weights(settings.init_from, objects.model, partial=settings.init_partial)
@@ -149,7 +146,7 @@ def initialize(run: Run) -> str:
     return report
 
 
-def _begin_writing(run: Run, directory: RunDirectory, strategy: tf.distribute.Strategy, fresh: bool) -> None:
+def _begin_writing(run: Run, directory: RunDirectory, fresh: bool) -> None:
     settings, progress = run.settings, run.progress
     progress.learning_rates = progress.learning_rates or _learning_rates(run)
     progress.workers = run.workers.count
@@ -160,7 +157,7 @@ def _begin_writing(run: Run, directory: RunDirectory, strategy: tf.distribute.St
     run.best.forget(progress.step, but=progress.best_step)
     run.report.open(epochs_done=progress.epoch, validated_step=progress.validated_step or 0)
     earlier = read_json(settings.run_dir / CONFIG) or {"start_id": os.environ.get(START_ID)}
-    description = describe_run(settings, strategy, directory.code_sha256())
+    description = describe_run(settings, run.strategy, directory.code_sha256())
     more = {"learning_rate_changes": progress.learning_rate_changes, "start_id": earlier.get("start_id")}
     write_json(settings.run_dir / CONFIG, {**description, **more})
     (settings.run_dir / RESULT).unlink(missing_ok=True)
@@ -174,7 +171,7 @@ def _learning_rates(run: Run) -> dict[str, Any]:
 
     Call it before a checkpoint is restored, in which the number may be another one.
     """
-    rates = {"--learning-rate": getattr(run.settings, "learning_rate", None)}
+    rates = {"--learning-rate": run.settings.learning_rate}
     for name, optimizer in run.objects.optimizers.items():
         with contextlib.suppress(Exception):  # An optimizer or a schedule of the user's own need not tell.
             if hasattr(optimizer.learning_rate, "assign"):

@@ -83,8 +83,13 @@ class Checkpoints:
         return checkpoint_paths(self.directory)
 
     def path(self, step: int) -> Path:
-        """Returns the path of the first checkpoint of `step`."""
-        return self.directory / f"step-{step:08d}"
+        """Returns the newest checkpoint of `step`, or where it would be."""
+        return max(self._same_step(step), key=_place, default=self.directory / f"step-{step:08d}")
+
+    def _same_step(self, step: int) -> list[Path]:
+        """Returns the checkpoints of `step`; one may still have to be written."""
+        saved = [*self.paths(), *([self._newest] if self._newest else [])]
+        return [path for path in saved if step_of(path) == step]
 
     def save(self, step: int, record: dict[str, Any]) -> Path:
         """Writes the state and `record` (JSON values) as a checkpoint of `step`; returns where. Removes the oldest.
@@ -94,7 +99,7 @@ class Checkpoints:
 
         Raises:
             Diverged: a variable is not finite any more; nothing is written.
-            CannotWrite: the disk refused; what was there is as it was. From a thread it comes with a later call.
+            CannotWrite: a write failed; older checkpoints are untouched. With a thread, a later call raises it.
         """
         from_chief = self.state.workers.from_chief
         from_chief(self.writer.wait_for_room)
@@ -141,9 +146,10 @@ class Checkpoints:
 
     def _free_path(self, step: int) -> Path:
         """Returns a path that no checkpoint has, after all others of the step."""
-        others = [*self.paths(), *([self._newest] if self._newest else [])]
-        numbers = [number for each_step, number in map(_place, others) if each_step == step]
-        return self.path(step) if not numbers else self.directory / f"step-{step:08d}.{max(numbers) + 1}"
+        newest = self.path(step)
+        if newest not in self._same_step(step):
+            return newest
+        return self.directory / f"step-{step:08d}.{_place(newest)[1] + 1}"
 
     def _write(self, path: Path, values: Values, record: dict[str, Any]) -> None:
         temporary = self.directory / f".{path.name}.part"
@@ -240,14 +246,22 @@ def _place(path: Path) -> tuple[int, int]:
 
 def read_checkpoint(path: Path) -> tuple[Values, dict[str, Any]]:
     """Returns the values and the record of the checkpoint at `path`. Raises Damaged unless they are as written."""
+    record = read_record(path)
     try:
-        if (path / CHECKSUMS).read_text(encoding="utf-8") != _checksums(path):
-            raise Damaged(f"{path} is damaged ({RECORD} or {INDEX} is not the one that was written)")
-        record = read_json(path / RECORD)
         with plain_name(path / "state") as prefix:
             reader = tf.train.load_checkpoint(prefix)
             return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}, record
-    except (BadInput, OSError, tf.errors.OpError, LookupError, ValueError, RuntimeError) as problem:
+    except (OSError, tf.errors.OpError, LookupError, ValueError, RuntimeError) as problem:
+        raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Returns the record of the checkpoint at `path`. Raises Damaged unless its small files are as written."""
+    try:
+        if (path / CHECKSUMS).read_text(encoding="utf-8") != _checksums(path):
+            raise Damaged(f"{path} is damaged ({RECORD} or {INDEX} is not the one that was written)")
+        return read_json(path / RECORD)
+    except (BadInput, OSError, ValueError) as problem:
         raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
 
 

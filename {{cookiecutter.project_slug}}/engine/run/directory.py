@@ -9,10 +9,10 @@ from typing import Self
 
 import filelock
 
-from engine.cluster.versions import changes_since, code_sha256
 from engine.console import console
 from engine.errors import BadInput
 from engine.settings import CONFIG, Settings, read_json, recorded_settings
+from engine.versions import changes_since, code_sha256
 
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"

@@ -12,7 +12,7 @@ from engine.cluster.workers import Workers
 from engine.console import console, print_facts
 from engine.errors import BadInput, Damaged
 from engine.run.beginning import initialize
-from engine.run.checkpoints import read_checkpoint
+from engine.run.checkpoints import read_record
 from engine.run.directory import RESULT, RunDirectory
 from engine.run.program import Program
 from engine.run.report import Evaluations
@@ -35,7 +35,7 @@ def evaluate(program: Program, settings: Any) -> dict[str, float]:
         workers.from_chief(lambda: RunDirectory(settings.run_dir).check_same_run(settings))
     program.build(settings)
     run = program.run
-    with signals.listening(), run.mistakes_named():
+    with signals.listening(), run.steps_named():
         weights = initialize(run) if settings.init_from else _restore_best(run)
         metrics = {**program.validate(), **program.test()}
         print_facts(f"Evaluation of {weights}", metrics)
@@ -49,10 +49,10 @@ def _restore_best(run: Run) -> Path:
         paths = run.checkpoints.paths()
         if not paths:
             raise BadInput(f"--evaluate-only: {run.checkpoints.directory} is empty: train first, or give --init-from")
-        _, record = read_checkpoint(paths[-1])
-        if record.get("best_step") is None:
+        step = read_record(paths[-1]).get("best_step")
+        if step is None:
             raise BadInput(f"--evaluate-only: {paths[-1]} is from before the first validation: train on first")
-        return run.best.path(record["best_step"])
+        return run.best.path(step)
 
     try:
         weights = run.workers.from_chief(find)
@@ -100,27 +100,27 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Any]) ->
     console.print(f"Validating the checkpoints of {settings.run_dir} as they appear")
     latest = time.monotonic()
     while True:
-        # Looked for before the checkpoints, because the last of them was there before it.
+        # Checked first: the last checkpoint is written before the result.
         ended = (settings.run_dir / RESULT).exists()
         new = [path for path in checkpoints.paths() if path not in evaluations]
-        for path in new[:1]:
+        if new:
             try:
-                values, _ = checkpoints.read(path)
+                values, _ = checkpoints.read(new[0])
             except Damaged:
-                evaluations.pass_over(path)
+                evaluations.pass_over(new[0])
                 continue
             checkpoints.state.assign(values)
             program.run.objects.reset("validation")  # It may have been saved in the middle of a validation.
             with program.run.weights_to_keep():
-                evaluations.add(path, program.validate())
+                evaluations.add(new[0], program.validate())
             latest = time.monotonic()
-        if not new and ended:
+        elif ended:
             console.print("The run has ended.")
             return
-        if time.monotonic() > latest + settings.evaluation_timeout:
+        elif time.monotonic() > latest + settings.evaluation_timeout:
             console.print(timeout)
             return
-        if not new:
+        else:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.cluster.devices import describe_arithmetic, describe_own_devices
-from engine.cluster.strategy import describe_strategy
-from engine.cluster.versions import versions
-from engine.cluster.workers import Workers
+from engine.cluster.devices import describe_arithmetic
+from engine.cluster.strategy import describe_devices, describe_size, describe_strategy
 from engine.console import print_facts
 from engine.data.batches import Batches
 from engine.model.objects import by_name
+from engine.versions import versions
 
 
 def describe_run(settings: Any, strategy: tf.distribute.Strategy, code_sha256: dict[str, str]) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def print_plan(
     left_out = f", {train.left_out} examples left out of each (--keep-last-batch keeps them)" if train.left_out else ""
     all_reduce = getattr(strategy, "all_reduce", None)  # Set where values are summed over devices.
     facts = {
-        "strategy": describe_strategy(strategy) + _size(strategy),
+        "strategy": describe_strategy(strategy) + describe_size(strategy),
         "devices": describe_devices(strategy, settings.simulated_devices),
         **({"all-reduce": all_reduce} if all_reduce else {}),
         "arithmetic": describe_arithmetic(settings.precision, settings.simulated_devices),
@@ -47,25 +46,3 @@ def print_plan(
         "run directory": str(settings.run_dir),
     }
     print_facts("Training", facts)
-
-
-def _size(strategy: tf.distribute.Strategy) -> str:
-    if hasattr(strategy, "size"):  # The asynchronous one says it itself.
-        return strategy.size
-    workers = Workers(strategy).count
-    return f", {workers} workers" * (workers > 1) + f", {strategy.num_replicas_in_sync} replica(s)"
-
-
-def describe_devices(strategy: tf.distribute.Strategy, simulated_devices: int) -> str:
-    """Returns what the replicas run on, as "2 x NVIDIA A100" or "CPU, 2 cores"."""
-    kind = describe_strategy(strategy)
-    if kind == "tpu":
-        return f"{strategy.num_replicas_in_sync} TPU cores"
-    if kind == "parameter_server":
-        return f"{describe_own_devices(0)} (the chief; those of the workers are their own)"
-    if kind != "multi_worker":
-        return describe_own_devices(simulated_devices, only_one=kind == "one_device")
-    devices = strategy.devices_of_workers
-    if len(set(devices.values())) == 1:
-        return f"{next(iter(devices.values()))} for each worker"
-    return "; ".join(f"{worker}: {text}" for worker, text in devices.items())

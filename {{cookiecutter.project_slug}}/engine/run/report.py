@@ -67,7 +67,7 @@ class Report:
         if waited > MUCH_WAITING and not self._waiting_is_reported:
             console.print(
                 f"{100 * waited:.0f} % of the training time went into waiting for batches: make task.prepare_example "
-                "cheaper, or store what it makes; read fewer and larger files; or give the program more CPU cores"
+                "cheaper, or cache its results; read fewer and larger files; or give the program more CPU cores"
             )
         self._waiting_is_reported = waited > MUCH_WAITING
         self._summaries.add(row["step"], {"waited": waited, **rates, "examples_per_second": speed, **metrics})
@@ -175,8 +175,8 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure = matplotlib.figure.Figure(figsize=(5 * len(names), 4), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         for key in (f"train/{name}", f"validation/{name}", name):
-            if having := [row for row in rows if key in row]:
-                axes.plot([row["epoch"] for row in having], [row[key] for row in having], label=key)
+            if shown := [row for row in rows if key in row]:
+                axes.plot([row["epoch"] for row in shown], [row[key] for row in shown], label=key)
         axes.set_xlabel("epoch")
         axes.set_title(name)
         axes.legend()

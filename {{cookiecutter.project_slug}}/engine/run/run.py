@@ -4,8 +4,10 @@ It holds no graph and no user code, so all of that can be tested with batches an
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ import tensorflow as tf
 from engine.cluster.devices import long_sums_reported
 from engine.cluster.workers import Workers
 from engine.console import console, print_facts
-from engine.errors import BadInput, Diverged, InterruptedStep, Stopped
+from engine.data.batches import Batches
+from engine.errors import BadInput, Damaged, Diverged, InterruptedStep, Stopped
 from engine.mistakes import mistakes_named
 from engine.model.finish import TaskObjects
 from engine.run.checkpoints import Checkpoints, Writer, weights_sha256
@@ -27,7 +30,37 @@ from engine.run.report import TENSORBOARD, Report
 from engine.run.signals import signals
 from engine.run.state import State
 
-Metrics = dict[str, float]
+Scores = dict[str, float]
+
+
+@dataclasses.dataclass
+class Chunk:
+    """Steps that are taken between two turns of Python."""
+
+    split: str
+    epoch: int | None
+    """None where there are no epochs."""
+    first: int
+    count: int
+    losses: list[Any] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        steps = f"step {self.first + 1}" if self.count == 1 else f"steps {self.first + 1} to {self.first + self.count}"
+        return f"in {self.split} {steps}{self._epoch_text}"
+
+    @property
+    def _epoch_text(self) -> str:
+        return "" if self.epoch is None else f" of epoch {self.epoch + 1}"
+
+    def read(self) -> np.ndarray:
+        """Returns the losses of all its steps, which are counted now. Raises Diverged if one is not finite."""
+        # Read when all are under way: a GPU goes on meanwhile.
+        losses, self.losses = np.concatenate([np.asarray(each) for each in self.losses]), []
+        infinite = np.flatnonzero(~np.isfinite(losses))
+        if len(infinite):
+            step = f"{self.split} step {self.first + infinite[0] + 1}{self._epoch_text}"
+            raise Diverged(f"the loss of {step} is {losses[infinite[0]]}")
+        return losses
 
 
 class Run:
@@ -35,6 +68,7 @@ class Run:
 
     Attributes:
         progress: its counts and scores.
+        strategy: what the steps are distributed by.
         objects: the task's objects, which the steps use and change.
         workers: the processes that train together: usually one, this one.
         checkpoints: the whole state, at the end of each epoch and every --checkpoint-every-steps.
@@ -45,6 +79,7 @@ class Run:
     def __init__(self, settings: Any, strategy: tf.distribute.Strategy, objects: TaskObjects) -> None:
         """Writes nothing."""
         self.settings = settings
+        self.strategy = strategy
         self.objects = objects
         self.workers = Workers(strategy)
         self.progress = Progress()
@@ -59,19 +94,17 @@ class Run:
         self.checkpoints = Checkpoints(settings.run_dir / CHECKPOINTS, state, keep=keep, writer=writer)
         # One more than there are checkpoints, because each of them may name another one as the best.
         self.best = Checkpoints(settings.run_dir / BEST, weights, keep=keep + 1, writer=writer)
-        self._strategy = strategy
         self._chunks = Chunks(settings, self.workers)
         self._examples = 0  # In an epoch of training.
-        self._losses: list[Any] = []  # Of the chunk under way.
-        self._under_way: tuple[str, str] = ("train", "")  # Its split, and its steps for messages.
+        self._chunk: Chunk | None = None
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
-    def chunks(self, batches: Any, epoch: int = 0) -> Iterator[tuple[Any, int, int]]:
+    def chunks(self, batches: Batches, epoch: int = 0) -> Iterator[tuple[Any, int, int]]:
         """Yields the batches of a split that are left in this pass: a stack, the first one's number in it, how many.
 
-        Whoever takes steps on them hands the losses to `note`. In between, about once a second, the run saves what is
-        due, or stops. Training pauses where a validation is due.
+        Take all that it yields, and hand the losses of each to `note`: steps are counted at the end of a chunk. Then,
+        about once a second, the run saves what is due, or stops. Training pauses where a validation is due.
 
         Raises:
             Diverged: a loss is not finite.
@@ -89,48 +122,44 @@ class Run:
             signals.check(self.workers)
             count = self._chunks.next(split, left=batches.steps - done, step=progress.step)
             count = self.profile.steps_at_most(split, count)
-            steps = f"step {done + 1}" if count == 1 else f"steps {done + 1} to {done + count}"
-            self._under_way, self._losses = (split, f"in {split} {steps} of epoch {epoch + 1}"), []
+            self._chunk = Chunk(split, epoch if split == "train" or self.report else None, done, count)
             started, waited = time.monotonic(), feed.seconds_waited
-            with self.profile.chunk(split), long_sums_reported(self._strategy):
+            with self.profile.chunk(split), long_sums_reported(self.strategy):
                 try:
                     yield from feed.take(count)
                 except BadInput:
-                    # The steps before what cannot be read count. But other workers are in steps that need this one.
-                    if not self._losses or self.workers.count > 1:
+                    # Steps before the unreadable examples count. With several workers the others wait in a step, so
+                    # it ends here.
+                    if not self._chunk.losses or self.workers.count > 1:
                         raise
-                # Read when all are under way: a GPU goes on meanwhile.
-                losses = np.concatenate([np.asarray(each) for each in self._losses])
-            if not np.isfinite(losses).all():
-                first = np.flatnonzero(~np.isfinite(losses))[0]
-                raise Diverged(f"the loss of {split} step {done + first + 1} in epoch {epoch + 1} is {losses[first]}")
-            done += len(losses)
-            seconds = time.monotonic() - started
-            progress.add(split, len(losses), seconds, feed.seconds_waited - waited)
-            self._chunks.took(split, len(losses), seconds)
+                losses = self._chunk.read()
+            count, seconds = len(losses), time.monotonic() - started
+            done += count
+            progress.add(split, count, seconds, feed.seconds_waited - waited)
+            self._chunks.took(split, count, seconds)
             self.objects.check_loss_scales(progress.step)
             if split == "train" and done < batches.steps and self._is_multiple(self.settings.checkpoint_every_steps):
                 self.save()
 
     def note(self, losses: Any) -> None:
-        """Takes the losses ([count]) of the steps on what `chunks` has yielded last."""
-        self._losses.append(losses)
+        """Records the losses ([count]) of the steps just taken."""
+        self._chunk.losses.append(losses)
 
-    def validation_is_due(self, batches: Any) -> bool:
+    def validation_is_due(self, batches: Batches) -> bool:
         """Returns whether --validate-every-steps asks for a validation now, before the epoch ends."""
         done = self.progress.steps_of_pass.get("train", 0)
         is_due = 0 < done < batches.steps and self._is_multiple(self.settings.validate_every_steps)
         return is_due and self.progress.validated_step != self.progress.step
 
-    def results(self, split: str) -> Metrics:
+    def results(self, split: str) -> Scores:
         """Returns the metrics of a pass that is done as "<split>/<name>", and resets them."""
         if split == "train" and split not in self.progress.steps_of_pass:  # They were taken before a stop.
             return dict(self.progress.train_metrics)
         results = self.objects.results(split)
         del self.progress.steps_of_pass[split]
         if split == "train":
-            self.progress.train_metrics = results
-        return dict(results)
+            self.progress.train_metrics = dict(results)
+        return results
 
     def _is_multiple(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
@@ -156,12 +185,12 @@ class Run:
 
         Before, all replicas get the mean of their statistics.
         """
-        if "validation" not in self.progress.steps_of_pass:  # Else it was stopped in the middle of it, after the mean.
+        if not self.progress.steps_of_pass.keys() - {"train"}:  # Else it was stopped in an evaluation, after the mean.
             self.objects.average_statistics()
         with self.objects.average.in_place() if self.objects.average else contextlib.nullcontext():
             yield
 
-    def keep_if_best(self, metrics: Metrics) -> None:
+    def keep_if_best(self, metrics: Scores) -> None:
         """Saves the weights if --monitor has never been better. Call it within `weights_to_keep`."""
         score = metrics.get(self.settings.monitor)
         if score is not None and self.progress.consider(score, self.objects.monitor_direction):
@@ -171,14 +200,14 @@ class Run:
     def _is_best(self) -> bool:
         return self.progress.best_step == self.progress.step
 
-    def end_validation(self, metrics: Metrics) -> None:
+    def end_validation(self, metrics: Scores) -> None:
         """Reports a validation in the middle of an epoch."""
         self.progress.validated_step = self.progress.step
         self._report(lambda report: report.validation(self.progress.step, metrics, is_best=self._is_best))
         if self._is_best:  # Every checkpoint's best weights are kept, and there is room for one more.
             self.save()
 
-    def end_epoch(self, metrics: Metrics) -> None:
+    def end_epoch(self, metrics: Scores) -> None:
         """Counts an epoch, reports it and saves the state. `metrics`, as "<split>/<name>", go to metrics.csv."""
         seconds, train_seconds, waited = self.progress.end_epoch()
         row = {
@@ -203,16 +232,23 @@ class Run:
 
     # --- The end; how a run begins is in beginning.py -----------------------------------------------------------------
 
-    def save(self) -> Any:
+    def save(self) -> Path:
         """Saves the state as a checkpoint; returns where."""
         return self.checkpoints.save(self.progress.step, self.progress.record())
 
-    def finish(self, test: Callable[[], Metrics]) -> dict[str, Any]:
+    def finish(self, test: Callable[[], Scores]) -> dict[str, Any]:
         """Tests the best weights; writes and returns what result.json holds."""
         progress = self.progress
         fingerprint = weights_sha256(self.objects.weights)
-        self.best.restore(self.best.path(progress.best_step))
-        with self.mistakes_named():
+        if progress.best_step is None:
+            monitor = self.settings.monitor
+            raise BadInput(f"--monitor {monitor} was never measured: call run.keep_if_best in train.run_epochs")
+        try:
+            self.best.restore(self.best.path(progress.best_step))
+        except Damaged as problem:
+            goes_on = "the same command, without --fresh, goes on from an older checkpoint"
+            raise BadInput(f"{problem}: {goes_on}") from problem
+        with self.steps_named():
             metrics = test()
         result = {
             **metrics,
@@ -230,14 +266,14 @@ class Run:
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """Saves the state if a signal or bad input stops what is inside, and ends only with all files written.
+        """Saves the state if a signal or bad input stops what is inside; returns when all files are written.
 
         Raises:
             BadInput, Diverged, Stopped: what is inside did; from where it can go on is added to the message.
         """
         began = self._position()
         try:
-            with contextlib.closing(self.profile), self.mistakes_named():
+            with contextlib.closing(self.profile), self.steps_named():
                 yield
                 self.workers.from_chief(self.checkpoints.writer.wait)
         except Stopped as problem:
@@ -254,9 +290,10 @@ class Run:
                 "--clip-norm, or look for what is not finite with --check"
             ) from problem
         except BadInput as problem:
-            # A step that failed may be half done. And other workers may not know of the failure, so nothing is asked
-            # of them.
-            if not isinstance(problem, InterruptedStep) and self.workers.count == 1 and self._position() != began:
+            # A step that failed may be half done, and steps that were not counted cannot be saved. Other workers may
+            # not know of the failure, so nothing is asked of them.
+            is_counted = not isinstance(problem, InterruptedStep) and not (self._chunk and self._chunk.losses)
+            if is_counted and self.workers.count == 1 and self._position() != began:
                 self.save()
             self.checkpoints.writer.wait()
             paths = self.checkpoints.paths()
@@ -267,17 +304,18 @@ class Run:
             raise
 
     @contextlib.contextmanager
-    def mistakes_named(self) -> Iterator[None]:
+    def steps_named(self) -> Iterator[None]:
         """Turns what the user's code raises into BadInput, which names the place and the steps."""
         try:
-            with mistakes_named(lambda: self._under_way[1]):
+            with mistakes_named(lambda: str(self._chunk or "")):
                 yield
         except InterruptedStep as problem:
-            split = self._under_way[0]
-            if split == "train" or self.workers.count > 1:
+            split = self._chunk.split if self._chunk else "train"
+            if split == "train" or split not in self.progress.steps_of_pass or self.workers.count > 1:
                 raise
             # Evaluation changes its metrics only. It begins anew, so that the training before it can be saved.
             self.progress.steps_of_pass[split] = 0
+            self._chunk.losses.clear()
             self.objects.reset(split)
             raise BadInput(str(problem)) from problem
 

@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SECONDS_AS_ONE = 1.0
 
 
-class Preemption:
+class Signals:
     """Whether this process was asked to stop."""
 
     def __init__(self) -> None:
@@ -51,11 +51,13 @@ class Preemption:
         finally:
             signal.set_wakeup_fd(earlier)
             for number, handler in handlers.items():
-                # While the program ends, one more signal would change the exit code.
-                signal.signal(number, signal.SIG_IGN if self.signal else handler)
+                # While the program ends, one more signal would change the exit code. A notebook goes on.
+                in_notebook = handler in (signal.default_int_handler, signal.SIG_DFL)
+                signal.signal(number, signal.SIG_IGN if self.signal and not in_notebook else handler)
             os.close(writing)
             thread.join()
             os.close(reading)
+            self.signal = None
 
     def _wait(self, reading: int) -> None:
         first = None
@@ -71,4 +73,4 @@ class Preemption:
                 os._exit(128 + numbers[0])
 
 
-signals = Preemption()  # Those of this process.
+signals = Signals()  # This process's.

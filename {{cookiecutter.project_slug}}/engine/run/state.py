@@ -60,12 +60,12 @@ class State:
             # Those of GPUs and parameter servers are brought here; a copy of the others would be one for nothing.
             host = tf.constant(0).device
             values = {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
-        here = {
+        own = {
             name: np.stack([_read(each).numpy() for each in local_results(variable)])
             for name, variable in self.own.items()
         }
-        everywhere = self.workers.gather(here)  # [workers, replicas of each, ...]
-        return values | {name: value.reshape(-1, *value.shape[2:]) for name, value in everywhere.items()}
+        gathered = self.workers.gather(own)  # [workers, replicas of each, ...]
+        return values | {name: value.reshape(-1, *value.shape[2:]) for name, value in gathered.items()}
 
     def assign(self, values: Values) -> None:
         """Sets every variable. What other numbers of replicas had of their own is combined first."""
@@ -73,18 +73,18 @@ class State:
             variable.assign(values[name])
         seeds = []
         for name, variable in self.own.items():
-            here, rows = self.strategy.experimental_local_results(variable), values[name]
-            replicas = len(here) * self.workers.count
+            local, rows = self.strategy.experimental_local_results(variable), values[name]
+            replicas = len(local) * self.workers.count
             if len(rows) != replicas:
                 rows = _shared_out(rows, variable, replicas)
                 seeds += [variable] if is_seed(name) else []
-            first = len(here) * self.workers.index
-            for each, row in zip(here, rows[first : first + len(here)], strict=True):
+            first = len(local) * self.workers.index
+            for each, row in zip(local, rows[first : first + len(local)], strict=True):
                 each.assign(row)
         spread_seeds(self.strategy, seeds)
 
     def differences(self, values: Values) -> list[str]:
-        """Returns, as texts, in what the names, dtypes and shapes of `values` are not those of the variables."""
+        """Returns a text for each variable whose name, dtype or shape differs from `values`."""
         expected = {
             name: _kind(variable.dtype.name, variable.shape) for name, variable in {**self.alike, **self.own}.items()
         }

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[1]
 
 
 def versions() -> dict[str, str]:
