@@ -2,8 +2,9 @@
 
 import csv
 import json
-from collections.abc import Callable
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,19 @@ from rendering import PROJECT, Bake, run
 SHORT = ("--epochs", "2", "--simulated-devices", "2")
 
 
-def test_run_leaves_what_the_design_says(default_bake: Bake, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    out = default_bake.run("python", "train.py", "--run-dir", run_dir, *SHORT).stdout
+@pytest.fixture(scope="module")
+def trained(default_bake: Bake, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory of a finished run, and what it printed. Shared, so tests leave it as it is."""
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    return run_dir, default_bake.run("python", "train.py", "--run-dir", run_dir, *SHORT).stdout
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+
+
+def test_run_leaves_what_the_design_says(trained: tuple[Path, str]) -> None:
+    run_dir, out = trained
     assert {path.name for path in run_dir.iterdir()} == {
         ".lock",
         "best",
@@ -35,42 +46,45 @@ def test_run_leaves_what_the_design_says(default_bake: Bake, tmp_path: Path) -> 
     metrics = ["train/loss", "train/accuracy", "validation/loss", "validation/accuracy"]
     assert list(rows[0]) == ["epoch", "step", "seconds", "examples_per_second", "learning_rate", *metrics]
     assert [(row["epoch"], row["step"]) for row in rows] == [("1", "39"), ("2", "78")]
-    result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
-    assert result["epochs"] == 2
-    assert result["step"] == 78
-    assert len(result["weights_sha256"]) == 64
-    assert result["test/accuracy"] > 0.5
+    found = result(run_dir)
+    assert found["epochs"] == 2
+    assert found["step"] == 78
+    assert len(found["weights_sha256"]) == 64
+    assert found["test/accuracy"] > 0.5
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step-00000039", "step-00000078"]
-    for told in ("mirrored, 2 replica(s)", "32 examples, 16 on each", "39 steps, 10 examples left out", "121,994"):
-        assert told in out
+    for text in ("mirrored, 2 replica(s)", "32 examples, 16 on each", "39 steps, 10 examples left out", "121,994"):
+        assert text in out
 
 
-def test_two_runs_with_one_seed_are_the_same_and_another_seed_differs(default_bake: Bake) -> None:
-    fingerprints = [
-        default_bake.run("python", "train.py", "--run-dir", f"runs/{name}", "--seed", seed, *SHORT)
-        and default_bake.result(f"runs/{name}")["weights_sha256"]
-        for name, seed in (("once", "3"), ("again", "3"), ("other", "4"))
-    ]
-    assert fingerprints[0] == fingerprints[1]
-    assert fingerprints[0] != fingerprints[2]
+def test_two_runs_with_one_seed_are_the_same_and_another_seed_differs(
+    default_bake: Bake, trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    for seed, is_same in (("0", True), ("4", False)):
+        default_bake.run("python", "train.py", "--run-dir", tmp_path / seed, "--seed", seed, *SHORT)
+        assert (result(tmp_path / seed)["weights_sha256"] == result(trained[0])["weights_sha256"]) is is_same
 
 
-def test_finished_run_says_so_goes_on_with_more_epochs_and_starts_anew(bake: Callable[..., Bake]) -> None:
-    project = bake()
-    project.run("python", "train.py", *SHORT)
-    first = project.result("runs/default")
-    assert "Finished already" in project.run("python", "train.py", *SHORT).stdout
-    assert project.result("runs/default") == first
+def test_finished_run_says_so_goes_on_with_more_epochs_and_starts_anew(
+    default_bake: Bake, trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(trained[0], tmp_path / "run")
+    first = result(run_dir)
+
+    def train(*arguments: str) -> str:
+        return default_bake.run("python", "train.py", "--run-dir", run_dir, *arguments).stdout
+
+    assert "Finished already" in train(*SHORT)
+    assert result(run_dir) == first
 
     # Another number of replicas may go on with it.
-    assert "resumed from step-00000078" in project.run("python", "train.py", "--epochs", "3").stdout
-    assert project.result("runs/default")["epochs"] == 3
-    assert len((project.folder / "runs/default/metrics.csv").read_text(encoding="utf-8").splitlines()) == 1 + 3
+    assert "resumed from step-00000078" in train("--epochs", "3")
+    assert result(run_dir)["epochs"] == 3
+    assert len((run_dir / "metrics.csv").read_text(encoding="utf-8").splitlines()) == 1 + 3
 
-    assert "resumed" not in project.run("python", "train.py", "--fresh", *SHORT).stdout
-    assert project.result("runs/default")["weights_sha256"] == first["weights_sha256"]
-    assert project.result("runs/default.1")["epochs"] == 3
+    assert "resumed" not in train("--fresh", *SHORT)
+    assert result(run_dir)["weights_sha256"] == first["weights_sha256"]
+    assert result(tmp_path / "run.1")["epochs"] == 3
 
 
 @pytest.mark.parametrize(
@@ -91,7 +105,7 @@ def test_bad_setting_is_one_line_and_exit_code_2(arguments: tuple[str, ...], rea
     assert not list(tmp_path.iterdir())
 
 
-def test_check_of_the_shipped_task_has_nothing_to_mend(default_bake: Bake) -> None:
+def test_check_of_the_shipped_task_has_nothing_to_fix(default_bake: Bake) -> None:
     before = default_bake.files()
     out = default_bake.run("python", "train.py", "--check").stdout.splitlines()
     assert all(line.startswith("ok ") for line in out[:-1])

@@ -98,7 +98,7 @@ def test_signal_while_libraries_are_imported_ends_with_a_line(number: int, code:
     shutil.copytree(PROJECT, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__", "runs"))
     # In the place of a library that takes long, and that catches what is raised meanwhile.
     slow = "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(60)\nexcept BaseException: pass\n"
-    (tmp_path / "project" / "keras.py").write_text(slow, encoding="utf-8")
+    (tmp_path / "project" / "tensorflow.py").write_text(slow, encoding="utf-8")
     process = subprocess.Popen(
         [sys.executable, "train.py"],
         cwd=tmp_path / "project",

@@ -4,14 +4,14 @@
     python train.py --simulated-devices 4     four replicas on any CPU
     python launch.py --workers 2              two processes of this machine
     srun ... python train.py                  a cluster: each process finds the others by Slurm, Kubernetes or TF_CONFIG
-    python train.py --check                   checks the hooks of task.py without training
+    python train.py --check                   checks the hooks of task.py, and trains nothing
     python train.py --help                    every setting
 
 The same command again resumes a run that was stopped.
 """
 
 from config import Config
-from engine.settings import begin
+from engine.settings import begin, read_settings
 
 if __name__ == "__main__":
     begin(Config)  # Before TensorFlow is imported, which takes seconds.
@@ -23,23 +23,15 @@ from typing import Any
 import tensorflow as tf
 
 import task
-from engine.check.check import check_task
+from engine.check import check_task
 from engine.cluster.asynchronous import workers_train
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers, peers_named
-from engine.data.batches import Batches, load_splits
+from engine.data import Batches, load_splits
 from engine.errors import exit_codes
 from engine.mistakes import mistakes_named
-from engine.model.finish import finish, set_up
-from engine.model.gradients import in_micro_batches
-from engine.model.hidden_state import noted
-from engine.model.objects import build_models
-from engine.run.beginning import begin_run, finished_run
-from engine.run.directory import RunDirectory
-from engine.run.evaluation import evaluate, evaluate_continuously
-from engine.run.run import Run
-from engine.run.signals import signals
-from engine.settings import read_settings
+from engine.model import build_models, finish, in_micro_batches, noted, set_up
+from engine.run import Run, RunDirectory, begin_run, evaluate, evaluate_continuously, finished_run, signals
 
 SPLITS = ("train", "validation", "test")
 
@@ -206,7 +198,7 @@ def train(settings: Config) -> dict[str, Any]:
         begin_run(run, directory, batches, strategy)  # From the newest checkpoint, or else --init-from, or else anew.
         with run.under_way():
             run_epochs()
-            return run.finish(test)
+        return run.finish(test)
 
 
 if __name__ == "__main__":

@@ -81,16 +81,16 @@ def live(arguments: list[str], end: End, log: Path) -> int:
         hidden = [keras.layers.Flatten(), keras.layers.Dense(32, activation="gelu"), keras.layers.Dropout(0.3)]
         return keras.Sequential([keras.Input((8, 8, 1)), *hidden, keras.layers.Dense(10)])
 
-    def compile_logged(step: Callable[..., Any]) -> Callable[..., Any]:
-        steps = compile_steps(step)
+    def compile_logged(split: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        steps = compile_steps(split, step)
 
         def logged(stack: Any, first: Any, count: Any) -> Any:
             losses = steps(stack, first, count)
             with log.open("a", encoding="utf-8") as lines:
-                lines.write(f"{step.__name__} {int(count)}\n")
+                lines.write(f"{split} {int(count)}\n")
             return losses
 
-        if end.place == "validation" and step is train.distributed_validation_step:
+        if end.place == split == "validation":
             logged = kill(logged)
         logged.get_concrete_function = steps.get_concrete_function
         return logged

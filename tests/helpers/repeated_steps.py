@@ -8,8 +8,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path.cwd()))
 
-import tensorflow as tf
-
 import task
 import train
 from config import Config
@@ -18,13 +16,13 @@ from engine.run.checkpoints import weights_sha256
 from engine.settings import read_settings
 
 train.build(read_settings(Config, ["--simulated-devices=2"]))
-state, batches = train.checkpoints.state, train.batches["train"]
+state, batches = train.run.checkpoints.state, train.batches["train"]
 before = state.values()
-stacks = list(batches.feed(train.strategy).take(batches.steps))
+stacks = list(batches.feed().take(batches.steps))
 found = set()
 for _ in range(int(sys.argv[1])):
     state.assign(before)
     for stack, first, count in stacks:
-        train.run_steps["train"](stack, tf.constant(first), tf.constant(count))
+        train.run_steps["train"](stack, first, count)
     found.add(weights_sha256(model_variables(task.model)))
 print(*sorted(found))

@@ -5,7 +5,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 from config import Config
-from engine.model.gradients import apply_gradients
+from engine.model import apply_gradients
 
 NOISE = 8
 

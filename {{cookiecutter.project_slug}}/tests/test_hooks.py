@@ -20,7 +20,7 @@ def test_examples_come_in_the_same_order_every_time(split: str, settings: Config
 
 def test_batches_are_prepared_the_same_way_every_time(settings: Config) -> None:
     train.build(settings)
-    once, again = (next(train.batches["train"].one_by_one(train.strategy, epoch=1)) for _ in range(2))
+    once, again = (next(train.batches["train"].one_by_one(epoch=1)) for _ in range(2))
     for one, other in zip(tf.nest.flatten(once), tf.nest.flatten(again), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -29,7 +29,7 @@ def test_every_variable_is_in_the_state(settings: Config) -> None:
     """Anything else that a step changes is lost at a resume: keep it in a model, an optimizer or a metric."""
     train.build(settings)
     used = train.run_steps["train"].get_concrete_function().graph.variables
-    known = {variable.ref() for variable in train.checkpoints.state.variables()}
+    known = {variable.ref() for variable in train.run.checkpoints.state.variables()}
     assert not [variable.name for variable in used if variable.ref() not in known]
 
 

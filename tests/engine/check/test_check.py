@@ -227,8 +227,11 @@ def validation_in_training_mode(batch):
 
 
 def summed_twice(batch):
-    _, labels, weights = batch
-    loss, gradients, (predictions, per_example_loss) = task.loss_and_gradients(batch)
+    features, labels, weights = batch
+    with tf.GradientTape() as tape:
+        predictions = task.model(features, training=True)
+        loss, per_example_loss = task.compute_loss(labels, predictions, weights)
+    gradients = tape.gradient(loss, task.model.trainable_variables)
     gradients = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
     task.optimizer.apply_gradients(zip(gradients, task.model.trainable_variables, strict=True))
     task.update_metrics("train", labels, predictions, per_example_loss, weights)
@@ -317,8 +320,8 @@ class AddedLoss(keras.layers.Layer):
         return inputs
 
 
-def compile_without_signature(step):
-    return tf.function(COMPILE_STEPS(step).python_function)  # Each size of a stack is traced.
+def compile_without_signature(split, step):
+    return tf.function(COMPILE_STEPS(split, step).python_function)  # Each size of a stack is traced.
 
 
 L2 = keras.regularizers.L2(0.1)

@@ -98,6 +98,11 @@ def square_loss(labels, predictions):
 LOAD_EXAMPLES = task.load_examples
 
 
+def summed_over_nothing(labels, predictions, weights):
+    per_example_loss = task.loss_objects["label"](labels, predictions)
+    return per_example_loss, per_example_loss
+
+
 def one_value(labels, predictions, weights):
     return tf.reduce_mean(predictions)
 
@@ -167,9 +172,10 @@ FAULTY_HOOKS = {
     "mean loss": ({"compute_loss": mean_of_losses}, "Invalid value passed for `per_example_loss`"),
     "rank trap": (
         {"create_loss_objects": lambda: {"label": square_loss}},
-        "compute_loss: ValueError: Tensor's shape (32, 32)",
+        "compute_loss: ValueError: Shape must be rank 1 but is rank 2",
     ),
     "one loss": ({"compute_loss": one_value}, "train_step: "),
+    "loss of many numbers": ({"compute_loss": summed_over_nothing}, "train.py:"),
     "no model": ({"create_model": lambda: None}, "task.create_model returned None as 'model'"),
     "unbuildable model": (
         {"create_model": unbuildable_model},

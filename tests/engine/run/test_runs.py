@@ -111,6 +111,7 @@ def test_every_variable_is_restored_on_other_numbers_of_replicas(tmp_path: Path,
     assert [int(row["epoch"]) for row in rows(tmp_path)] == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_metrics_that_make_their_variables_late_are_in_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
 ) -> None:
@@ -437,26 +438,25 @@ def test_learning_rate_that_no_hook_uses_is_told_and_schedules_and_several_optim
 def test_fresh_begins_once_in_all_lives_of_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, ended: Callable[..., tuple[int, str]]
 ) -> None:
-    flags = ("--epochs=2", "--fresh", "--steps-per-execution=5")
+    flags = ("--epochs=1", "--fresh", "--steps-per-execution=5")
     run(tmp_path / "run", "--epochs=1", "--seed=9")
     monkeypatch.setenv(START_ID, "first")
     with monkeypatch.context() as killing, pytest.raises(InterruptedError):
         killing.setattr(Preemption, "check", killed_after(2))  # Before anything was saved.
         run(tmp_path / "run", *flags)
     with monkeypatch.context() as stopping:
-        stopping.setattr(Preemption, "check", stopped_after(5))
+        stopping.setattr(Preemption, "check", stopped_after(3))
         assert ended(tmp_path / "run", *flags)[0] == 42
     capsys.readouterr()
     run(tmp_path / "run", *flags)
     assert "resumed from" in capsys.readouterr().out
-    run(tmp_path / "run", *flags)
-    assert "Finished already" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1"]
-    # Whoever goes on with it later does not take it over; another start moves it aside.
+    # Another start finds it finished, or moves it aside.
     monkeypatch.setenv(START_ID, "second")
-    run(tmp_path / "run", "--epochs=3")
+    run(tmp_path / "run", "--epochs=1")
+    assert "Finished already" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))["start_id"] == "first"
-    run(tmp_path / "run", "--epochs=1", "--fresh")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1"]
+    run(tmp_path / "run", *flags)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
 
 
@@ -492,6 +492,7 @@ def validations(run_dir: Path, name: str = "validations.csv") -> list[dict[str, 
     return list(csv.DictReader((run_dir / name).read_text(encoding="utf-8").splitlines()))
 
 
+@pytest.mark.long
 def test_run_stopped_in_a_validation_between_epochs_ends_bit_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
 ) -> None:
@@ -508,6 +509,7 @@ def test_run_stopped_in_a_validation_between_epochs_ends_bit_equal(
     assert validations(tmp_path / "stopped") == validations(tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_run_killed_between_validations_finds_the_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--epochs=2", "--validate-every-steps=2", "--steps-per-execution=2", "--keep-checkpoints=1")
     expected = run(tmp_path / "whole", *flags)
@@ -672,31 +674,27 @@ def test_lost_files_are_told_and_nothing_more_is_lost(
     assert "metrics.csv lacks 2 of 2 epochs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("metrics.csv", "epoch,step\n1,a\n"),
-        ("metrics.csv", "step\n1\n"),
-        ("metrics.csv", "epoch,step\n1,20,3\n"),
-        ("metrics.csv", "epoch\n2\n1\n"),
-        ("config.json", "{"),
-    ],
-)
-def test_files_broken_by_hand_are_one_line(
-    file: str, content: str, tmp_path: Path, ended: Callable[..., tuple[int, str]]
-) -> None:
-    run(tmp_path, "--epochs=1")
-    (tmp_path / file).write_text(content)
-    code, line = ended(tmp_path, "--epochs=2")
-    assert (code, line.startswith(f"ERROR: {tmp_path / file} ")) == (2, True), line
-    assert (tmp_path / "result.json").exists()
+BROKEN = [
+    ("metrics.csv", "epoch,step\n1,a\n"),
+    ("metrics.csv", "step\n1\n"),
+    ("metrics.csv", "epoch,step\n1,20,3\n"),
+    ("metrics.csv", "epoch\n2\n1\n"),
+    ("config.json", "{"),
+]
 
 
-def test_result_broken_by_hand_is_made_again(tmp_path: Path) -> None:
-    expected = run(tmp_path, "--epochs=1")
+def test_files_broken_by_hand_are_one_line(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
+    expected = run(tmp_path / "run", "--epochs=1")
+    for number, (file, content) in enumerate(BROKEN):
+        broken = shutil.copytree(tmp_path / "run", tmp_path / str(number))
+        (broken / file).write_text(content)
+        code, line = ended(broken, "--epochs=2")
+        assert (code, line.startswith(f"ERROR: {broken / file} ")) == (2, True), line
+        assert (broken / "result.json").exists()
+    # The result is made again.
     for content in ('{"epochs": "1"}', "{}"):
-        (tmp_path / "result.json").write_text(content)
-        assert run(tmp_path, "--epochs=1") == expected
+        (tmp_path / "run" / "result.json").write_text(content)
+        assert run(tmp_path / "run", "--epochs=1") == expected
 
 
 def test_fewer_epochs_than_were_begun_are_refused(
@@ -760,9 +758,8 @@ def looping(hook: Callable[..., Any]) -> Callable[..., Any]:
     return with_loop
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_hooks_may_loop_over_tensors(replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ("--epochs=1", f"--simulated-devices={replicas}")
+def test_hooks_may_loop_over_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--epochs=1", "--simulated-devices=2")
     plain = run(tmp_path / "plain", *flags)
     for name in ("prepare_example", "compute_loss", "update_metrics"):
         monkeypatch.setattr(task, name, looping(getattr(task, name)))

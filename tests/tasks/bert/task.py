@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from config import Config
-from engine.model.gradients import apply_gradients
+from engine.model import apply_gradients
 
 
 def load_examples(split):

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from config import Config
-from engine.model.gradients import apply_gradients
+from engine.model import apply_gradients
 
 
 def load_examples(split):

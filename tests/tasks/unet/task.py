@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from config import Config
-from engine.model.gradients import apply_gradients
+from engine.model import apply_gradients
 
 SIZE = 32
 CLASSES = 3

@@ -5,3 +5,9 @@ findings  the checks, one after the other
 measure   what one replica and two compute of the same batches
 layers    makes one replica and two comparable
 """
+
+from engine.check.check import check_task
+
+__all__ = [
+    "check_task",
+]

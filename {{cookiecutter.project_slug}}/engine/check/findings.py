@@ -197,6 +197,11 @@ class Findings:
         """Returns the hook to look at, and what the losses of one and two replicas say about how they came about."""
         weights, activities = self.losses_of_model()
         hidden = ", ".join(name.removeprefix("hidden/") for name in self.program.run.objects.hidden.changed())
+        shape = self.shape_of_losses()
+        if len(shape) != 1:  # The metrics differ for the same reason.
+            raise BadInput(
+                f"task.compute_loss returned a per-example loss of shape {shape}: return one value per example"
+            )
         if weights and close(two - one, weights):
             why = "it adds model.losses once per replica; use tf.nn.scale_regularization_loss(model.losses)"
         elif activities and close(one - two, activities / 2):
@@ -212,6 +217,15 @@ class Findings:
             why = "by no factor that the replicas explain: look for what a replica computes over its share, as a mean"
         return "compute_loss", why
 
+    def shape_of_losses(self) -> tuple[int, ...]:
+        """Returns the shape of the per-example loss of the first batch."""
+        features, labels, weights = self.first_batch()
+        try:
+            _, per_example_loss = self.task.compute_loss(labels, self.task.model(features), weights)
+        except Exception:  # noqa: BLE001 - This task calls it in another way.
+            return tuple(weights.shape)
+        return tuple(per_example_loss.shape)
+
     def losses_of_model(self) -> tuple[float, float]:
         """Returns what is in model.losses for the first batch: of the weights, and of activities or by add_loss."""
         model = self.task.model
@@ -226,8 +240,8 @@ class Findings:
         steps = self.program.run_steps.items()
         retraced = [split for split, each in steps if each.experimental_get_tracing_count() != 1]
         if retraced:
-            text = f"the {', '.join(retraced)} steps were traced more than once: keep the input_signature of the "
-            self.fix("train.py compile_steps", text + "compiled function, and give it tensors, not Python numbers")
+            text = f"the {', '.join(retraced)} steps were traced more than once: use batches[split].compiled"
+            self.fix("train.py compile_steps", text)
         else:
             self.ok("train.py compile_steps", "every compiled function was traced once")
 

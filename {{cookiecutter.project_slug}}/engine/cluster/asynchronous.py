@@ -49,7 +49,7 @@ def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
     deadline = time.monotonic() + timeout
     while not is_listening(chief):
         if time.monotonic() > deadline:
-            raise BadInput(f"--cluster-timeout {timeout:g}: the chief ({chief}) did not come: look at its log")
+            raise BadInput(f"--cluster-timeout {timeout:g}: the chief ({chief}) did not join: check its log")
         time.sleep(0.2)
     heard = time.monotonic()
     while time.monotonic() < heard + SECONDS_WITHOUT_CHIEF:
@@ -71,7 +71,7 @@ def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
     while missing := {task: address for task, address in others.items() if not is_listening(address)}:
         if time.monotonic() > deadline:
             named = ", ".join(f"{task} ({address})" for task, address in missing.items())
-            raise BadInput(f"--cluster-timeout {timeout:g}: {named} did not come: look at the log there")
+            raise BadInput(f"--cluster-timeout {timeout:g}: {named} did not join: check their logs")
         time.sleep(0.2)
     os.environ["TF_CONFIG"] = cluster.tf_config()
     late = f"--cluster-timeout {timeout:g}: TensorFlow did not start on all of {', '.join(cluster.tasks())}"
@@ -91,7 +91,6 @@ def check_settings(settings: Any) -> None:
     for name, why in (
         ("ema_decay", "an average over steps that have no order is none"),
         ("deterministic", "workers change the weights in the order in which they happen to come"),
-        ("simulated_devices", "a worker has one replica"),
     ):
         if getattr(settings, name):
             flag = f"--{name.replace('_', '-')}"

@@ -28,8 +28,8 @@ from engine.errors import BadInput
 
 SECONDS_BETWEEN_QUESTIONS = 0.2
 SECONDS_PER_CONNECTION = 3.0
-# How long the others have to ask for the outcome. They usually need a moment.
-SECONDS_FOR_OUTCOME = 10.0
+# How long the others have to ask for a refusal. They usually need a moment.
+SECONDS_FOR_REFUSAL = 10.0
 # What answers may be no process of ours. A hello is a few thousand bytes, and some hundred for each task.
 LONGEST_HELLO = 2**24
 LONGEST_VALUE_IN_MESSAGES = 200
@@ -91,7 +91,7 @@ def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[st
                 hello["refusal"] = _did_not_join(cluster, missing, timeout)
             else:
                 time.sleep(SECONDS_BETWEEN_QUESTIONS)
-        deadline = time.monotonic() + SECONDS_FOR_OUTCOME
+        deadline = time.monotonic() + (SECONDS_FOR_REFUSAL if hello["refusal"] else timeout)
         # Whoever knows the outcome does not answer any more, or refuses too.
         while any(not answer["refusal"] for answer in ask_all().values()) and time.monotonic() < deadline:
             time.sleep(SECONDS_BETWEEN_QUESTIONS)
@@ -121,7 +121,7 @@ def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict
 
 def _wait_until_chief_refuses(address: str) -> None:
     """Returns when the chief has found the difference too, or is gone."""
-    deadline = time.monotonic() + SECONDS_FOR_OUTCOME
+    deadline = time.monotonic() + SECONDS_FOR_REFUSAL
     while (answer := _ask(address)) and not answer["refusal"] and time.monotonic() < deadline:
         time.sleep(SECONDS_BETWEEN_QUESTIONS)
 

@@ -5,3 +5,10 @@ preparation   calls task.prepare_example, for whole batches where possible
 batches       the batches of a split, the same for any number of replicas
 feed          brings several batches at a time to the replicas
 """
+
+from engine.data.batches import Batches, load_splits
+
+__all__ = [
+    "Batches",
+    "load_splits",
+]

@@ -8,3 +8,17 @@ averages      the moving average of the weights
 replicas      what differs between replicas: seeds and statistics
 hidden_state  the variables that Keras does not list
 """
+
+from engine.model.finish import finish, set_up
+from engine.model.gradients import apply_gradients, in_micro_batches
+from engine.model.hidden_state import noted
+from engine.model.objects import build_models
+
+__all__ = [
+    "apply_gradients",
+    "build_models",
+    "finish",
+    "in_micro_batches",
+    "noted",
+    "set_up",
+]

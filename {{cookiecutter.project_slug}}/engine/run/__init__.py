@@ -16,3 +16,19 @@ profile          --profile
 program          what the evaluation and --check use of train.py
 evaluation       --evaluate-only, --evaluate-continuously
 """
+
+from engine.run.beginning import begin_run, finished_run
+from engine.run.directory import RunDirectory
+from engine.run.evaluation import evaluate, evaluate_continuously
+from engine.run.run import Run
+from engine.run.signals import signals
+
+__all__ = [
+    "Run",
+    "RunDirectory",
+    "begin_run",
+    "evaluate",
+    "evaluate_continuously",
+    "finished_run",
+    "signals",
+]

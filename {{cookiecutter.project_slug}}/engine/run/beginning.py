@@ -67,6 +67,7 @@ def begin_run(run: Run, directory: RunDirectory, batches: dict[str, Batches], st
     begins = begins or "with new weights"
     for each in batches.values():
         each.read()  # Examples that cannot be read are refused before anything is written.
+    run.report = Report(settings.run_dir, epochs=settings.epochs)
     from_chief(lambda: _begin_writing(run, directory, strategy, fresh))
     print_plan(settings, strategy, batches, run.objects, begins)
 
@@ -157,7 +158,6 @@ def _begin_writing(run: Run, directory: RunDirectory, strategy: tf.distribute.St
         each.clear()
     # Weights saved after the checkpoint that the run goes on from will be saved again.
     run.best.forget(progress.step, but=progress.best_step)
-    run.report = Report(settings.run_dir, epochs=settings.epochs)
     run.report.open(epochs_done=progress.epoch, validated_step=progress.validated_step or 0)
     earlier = read_json(settings.run_dir / CONFIG) or {"start_id": os.environ.get(START_ID)}
     description = describe_run(settings, strategy, directory.code_sha256())

@@ -198,10 +198,10 @@ class Run:
             console.print(f"No better {self.settings.monitor} for {epochs} epochs: stopped.")
 
     def _report(self, write: Callable[[Report], None]) -> None:
-        if self.report:
+        if self.report:  # On all workers, or on none.
             self.workers.from_chief(lambda: write(self.report))
 
-    # --- The beginning of it is in beginning.py; here is the end ------------------------------------------------------
+    # --- The end; how a run begins is in beginning.py -----------------------------------------------------------------
 
     def save(self) -> Any:
         """Saves the state as a checkpoint; returns where."""
@@ -212,8 +212,10 @@ class Run:
         progress = self.progress
         fingerprint = weights_sha256(self.objects.weights)
         self.best.restore(self.best.path(progress.best_step))
+        with self.mistakes_named():
+            metrics = test()
         result = {
-            **test(),
+            **metrics,
             "epochs": progress.epoch,
             "step": progress.step,
             "best_epoch": progress.best_epoch,
