@@ -2,6 +2,9 @@
 
 import json
 import re
+from pathlib import Path
+
+import pytest
 
 from rendering import PROJECT, TEMPLATE
 
@@ -26,11 +29,28 @@ def test_hooks_stand_under_the_functions_that_the_readme_names() -> None:
         assert re.findall(r"^(?:def|class) (\w+)", before, re.MULTILINE)[-1] == name
 
 
-def test_readme_shows_every_file_and_every_room_of_the_project() -> None:
-    readme = (TEMPLATE / "README.md").read_text(encoding="utf-8")
-    rooms = (path.parent for path in PROJECT.glob("engine/*/__init__.py"))
-    for name in (*(path.name for path in PROJECT.glob("*.py")), *(f"{path.name}/" for path in rooms)):
-        assert re.search(rf"^ *{name} ", readme, re.MULTILINE), name
+@pytest.mark.parametrize("folder", [TEMPLATE, PROJECT], ids=["template", "project"])
+def test_tree_in_the_readme_is_that_of_the_project(folder: Path) -> None:
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    (tree,) = re.findall(r"(?ms)^```\n(train\.py .*?)^```", readme)
+    shown = re.findall(r"(?m)^( *)([a-z]\w*(?:\.py|/)) ", tree)
+    assert {name for indent, name in shown if not indent} == names_in(PROJECT)
+    assert {name for indent, name in shown if indent} == names_in(PROJECT / "engine")
+
+
+def names_in(folder: Path) -> set[str]:
+    """Returns the Python files in a folder, and its folders. A run that a developer has tried is no part of it."""
+    folders = (path for path in folder.glob("[a-z]*") if path.is_dir() and path.name != "runs")
+    return {path.name for path in folder.glob("[a-z]*.py")} | {f"{path.name}/" for path in folders}
+
+
+def test_files_that_the_pages_name_are_there() -> None:
+    pages = [TEMPLATE / "README.md", *TEMPLATE.glob("docs/*.md"), PROJECT / "README.md", PROJECT / "deploy/README.md"]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        named = re.findall(r"\b(?:engine|tests|deploy|benchmarks|docs|hooks)/[\w/]+(?:\.\w+)?", text)
+        missing = [name for name in named if not (TEMPLATE / name).exists() and not (PROJECT / name).exists()]
+        assert not missing, (page, missing)
 
 
 def test_readme_names_both_commands_and_the_flags_there_are() -> None:
