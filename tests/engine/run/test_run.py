@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from config import Config
-from engine.errors import BadInput, Diverged, Stopped
+from engine.errors import BadInput, Diverged, InterruptedStep, Stopped
 from engine.run.run import Run
 from engine.run.signals import signals
 
@@ -202,7 +202,7 @@ def test_stopped_run_saves_and_goes_on_with_the_same_decisions(
 
 def test_loss_that_is_not_finite_ends_the_run_with_the_step(begin: Callable[..., Run]) -> None:
     run = begin(steps_per_execution=10)
-    with pytest.raises(Diverged, match="loss of train step 14 in epoch 3 is inf; and nothing after"), run.under_way():
+    with pytest.raises(Diverged, match="loss of train step 14 of epoch 3 is inf; and nothing after"), run.under_way():
         take(run, Batches("train"), epoch=2, losses=lambda step: np.inf if step == 13 else 0.0)
     assert run.progress.step == 10
     assert saved(run) == []
@@ -234,3 +234,33 @@ def test_disk_that_fails_leaves_what_was_there(begin: Callable[..., Run], monkey
     monkeypatch.undo()
     assert saved(run) == ["step-00000000"]
     assert [path.name for path in run.checkpoints.directory.iterdir()] == ["step-00000000"]
+
+
+def test_steps_that_were_not_counted_are_not_saved(begin: Callable[..., Run]) -> None:
+    run = begin(steps_per_execution=10, checkpoint_every_steps=10)
+
+    def fail(step: int) -> float:
+        if step == 15:
+            raise BadInput("a mistake beside the steps")
+        return 0.0
+
+    with pytest.raises(BadInput, match=r"a mistake .* goes on from .*step-00000010"), run.under_way():
+        take(run, Batches("train"), losses=fail)
+    assert float(run.objects.weight) > 10
+    assert saved(run) == ["step-00000010"]
+
+
+def test_mistake_after_a_validation_does_not_begin_it_anew(begin: Callable[..., Run]) -> None:
+    run = begin(epochs=2)
+
+    def fail() -> None:
+        raise InterruptedStep("a hook failed")
+
+    with pytest.raises(InterruptedStep), run.under_way():
+        train(run, [1.0, 2.0], interrupted=fail)
+    assert run.progress.steps_of_pass == {}
+
+
+def test_run_without_a_best_says_what_is_missing(begin: Callable[..., Run]) -> None:
+    with pytest.raises(BadInput, match=r"--monitor validation/loss was never measured: call run\.keep_if_best"):
+        begin().finish(dict)
