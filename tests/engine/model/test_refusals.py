@@ -167,7 +167,7 @@ FAULTY_HOOKS = {
     "mean loss": ({"compute_loss": mean_of_losses}, "Invalid value passed for `per_example_loss`"),
     "rank trap": (
         {"create_loss_objects": lambda: {"label": square_loss}},
-        "compute_loss: ValueError: Tensor's shape (32, 32)",
+        "compute_loss: ValueError: Shape must be rank 1 but is rank 2",
     ),
     "one loss": ({"compute_loss": one_value}, "train_step: "),
     "no model": ({"create_model": lambda: None}, "task.create_model returned None as 'model'"),
