@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "{{cookiecutter.project_sl
 import numpy as np
 import tensorflow as tf
 
+from config import Config
 from engine.data import examples
 from engine.data.batches import Batches
 from engine.data.preparation import Preparation
@@ -30,12 +31,10 @@ def seconds_to_first_batch(count: int, position: float, *, in_memory: bool) -> f
     features = np.zeros((count, 8), np.float32)
     batches = Batches(
         "train",
-        load_examples=lambda _: tf.data.Dataset.from_tensor_slices((features, np.zeros(count, np.int32))),
-        preparation=Preparation(lambda features, labels: (features, labels), training=True),
-        strategy=tf.distribute.get_strategy(),
-        global_batch_size=BATCH_SIZE,
-        seed=0,
-        shuffle_buffer_size=count if in_memory else 100_000,
+        lambda _: tf.data.Dataset.from_tensor_slices((features, np.zeros(count, np.int32))),
+        Preparation(lambda features, labels: (features, labels), training=True),
+        tf.distribute.get_strategy(),
+        Config(global_batch_size=BATCH_SIZE, shuffle_buffer_size=count if in_memory else 100_000),
     )
     started = time.perf_counter()
     feed = batches.feed(first_step=int(position * batches.steps))

@@ -1,7 +1,6 @@
 """The loop's numbers are those of a computation by hand: NumPy, no TensorFlow, one replica."""
 
 import csv
-import dataclasses
 import json
 
 import keras
@@ -12,6 +11,8 @@ import tensorflow as tf
 import task
 import train
 from config import Config
+from engine.cluster.strategy import create_strategy
+from engine.data.batches import Batches, load_splits
 from engine.model.objects import model_variables
 from engine.run.checkpoints import weights_sha256
 
@@ -64,7 +65,7 @@ def weighted_means(kernel: np.ndarray, bias: np.ndarray, batches: list) -> dict[
 
 
 def by_hand(
-    global_batch_size: int, clip_norm: float = np.inf, ema_decay: float = 0.0
+    batches: Batches, global_batch_size: int, clip_norm: float = np.inf, ema_decay: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[float]]:
     """Returns what SGD with momentum comes to in float64: kernel, bias, their averages, and each epoch's loss."""
     kernel, bias = (variable.numpy().astype("float64") for variable in linear_model().trainable_variables)
@@ -75,10 +76,8 @@ def by_hand(
     for epoch in range(EPOCHS):
         losses_seen, weights_seen = [], []
         # The order of the examples is the engine's, and has tests of its own.
-        iterator = train.batches["train"].one_by_one(epoch)
-        for features, labels, weights in (
-            tf.nest.map_structure(lambda part: part.numpy(), batch) for batch in iterator
-        ):
+        for batch in batches.one_by_one(epoch):
+            features, labels, weights = (part.numpy() for part in batch)
             probabilities, losses = softmax_losses(kernel, bias, features.astype("float64"), labels)
             errors = (probabilities - np.eye(CLASSES)[labels]) * weights[:, None] / global_batch_size
             gradients = [features.T @ errors + 2 * L2 * kernel, errors.sum(axis=0)]
@@ -99,27 +98,25 @@ def by_hand(
     return kernel, bias, *averages, epoch_losses
 
 
-OPTIONS = {
-    "plain": {},
-    "padded last batch": {"keep_last_batch": True},
-    "clipping": {"clip_norm": 0.3},
-    "average": {"ema_decay": 0.8},
-    "micro-batches": {"micro_batches": 3},
-    "all": {"keep_last_batch": True, "clip_norm": 0.3, "ema_decay": 0.8, "micro_batches": 3},
+ALL = {"keep_last_batch": True, "clip_norm": 0.3, "ema_decay": 0.8, "micro_batches": 3}
+CASES = {
+    "plain": (1, 36, {}),
+    "clipping": (2, 12, {"clip_norm": 0.3}),
+    "average, padded last batch": (2, 12, {"ema_decay": 0.8, "keep_last_batch": True}),
+    "micro-batches": (2, 12, {"micro_batches": 3}),
+    "all on one replica": (1, 12, ALL),
+    "all on three replicas": (3, 9, ALL),
 }
 
 
-CASES = [*((2, 12, name) for name in OPTIONS), (1, 12, "all"), (3, 9, "all"), (4, 12, "all"), (1, 36, "plain")]
-
-
-@pytest.mark.parametrize(("replicas", "global_batch_size", "option"), CASES)
-def test_training_equals_numpy(replicas: int, global_batch_size: int, option: str, tmp_path) -> None:
-    options = OPTIONS[option]
-    # The iterator of one replica gives whole global batches, so that NumPy sees what all replicas see together.
-    settings = {"run_dir": tmp_path, "global_batch_size": global_batch_size, **options}
-    train.build(Config(**settings))
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_numpy(case: str) -> None:
+    replicas, global_batch_size, options = CASES[case]
+    settings = {"global_batch_size": global_batch_size, **options}
+    # Without simulated devices a batch is whole, so NumPy sees what all replicas see together.
+    batches = load_splits(train.SPLITS, task, Config(**settings), create_strategy(Config()))["train"]
     hand_settings = {name: value for name, value in options.items() if name in ("clip_norm", "ema_decay")}
-    kernel, bias, mean_kernel, mean_bias, losses = by_hand(global_batch_size, **hand_settings)
+    kernel, bias, mean_kernel, mean_bias, losses = by_hand(batches, global_batch_size, **hand_settings)
     evaluated = (mean_kernel, mean_bias) if "ema_decay" in options else (kernel, bias)
     expected = {
         split: weighted_means(*evaluated, list(examples(split).batch(5).as_numpy_iterator()))
@@ -141,26 +138,20 @@ def test_training_equals_numpy(replicas: int, global_batch_size: int, option: st
     np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), kernel, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [1, 4])
-def test_returned_loss_is_the_batch_s(replicas: int, tmp_path) -> None:
-    settings = Config(run_dir=tmp_path, global_batch_size=12)
+def test_returned_loss_is_the_batch_s() -> None:
+    settings = Config(global_batch_size=12, simulated_devices=3)
+    batches = load_splits(train.SPLITS, task, settings, create_strategy(Config()))
     train.build(settings)
     kernel, bias = (variable.numpy() for variable in task.model.trainable_variables)
-    expected = {}
-    for split in train.SPLITS:
-        batch = next(train.batches[split].one_by_one())
-        features, labels, weights = tf.nest.map_structure(lambda part: part.numpy(), batch)
-        losses = softmax_losses(kernel, bias, features, labels)[1]
-        expected[split] = (losses * weights).sum() / 12 + L2 * (kernel**2).sum()
-
-    train.build(dataclasses.replace(settings, simulated_devices=replicas))
     for split in ("validation", "test", "train"):  # Training comes last: it changes the weights.
+        features, labels, weights = (part.numpy() for part in next(batches[split].one_by_one()))
+        losses = softmax_losses(kernel, bias, features, labels)[1]
         (loss,) = train.run_steps[split](*next(train.batches[split].feed().take(1))).numpy()
-        assert loss == pytest.approx(expected[split], rel=1e-5), split
+        assert loss == pytest.approx((losses * weights).sum() / 12 + L2 * (kernel**2).sum(), rel=1e-5), split
 
 
-def test_validation_and_test_do_not_mix_and_leave_nothing_behind(tmp_path) -> None:
-    train.build(Config(run_dir=tmp_path, global_batch_size=12, simulated_devices=2))
+def test_validation_and_test_do_not_mix_and_leave_nothing_behind() -> None:
+    train.build(Config(global_batch_size=12, simulated_devices=2))
     before = [variable.numpy() for variable in task.model.variables]
     first = (train.validate(), train.test())
     assert (train.validate(), train.test()) == first

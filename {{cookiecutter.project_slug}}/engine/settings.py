@@ -16,7 +16,7 @@ from engine.errors import BadInput, end_at_signals, exit_codes
 CONFIG = "config.json"  # In a run's directory: its settings, and what else it was begun with.
 LARGEST = 2**31 - 1  # Whole numbers become tensors of 32 bits.
 
-# A run that is resumed or evaluated needs the settings it was begun with, but for those that are marked:
+# A run that is resumed or evaluated needs the settings it was begun with, except those that are marked:
 Value = TypeVar("Value")
 ON_RESUME, ON_EVALUATION = "may differ when a run is resumed", "may differ when a run is evaluated"
 MayChange = Annotated[Value, ON_RESUME]
@@ -129,8 +129,7 @@ class Settings:
         self._require_range("simulated_devices", 0, 1024)
         for name in ("learning_rate", "clip_norm", "cluster_timeout", "evaluation_timeout"):
             value = getattr(self, name)
-            holds = value is None or (math.isfinite(value) and value > 0)
-            self._require(name, holds, "must be a finite number above 0")
+            self._require(name, value is None or 0 < value < math.inf, "must be a finite number above 0")
         self._require("cluster_timeout", self.cluster_timeout <= 1e9, "must be at most 1e9")  # Timers end there.
         self._require("ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "must be between 0 and 1")
         self._require("init_partial", not self.init_partial or self.init_from is not None, "needs --init-from")
@@ -141,7 +140,7 @@ class Settings:
                 self._require(each.name, -(2**63) <= value < 2**63, "must fit into 64 bits")
             elif isinstance(value, float):
                 self._require(each.name, not math.isnan(value), "must be a number")  # No run would equal itself.
-            elif isinstance(value, str | Path):  # TensorFlow and JSON take no other names of files.
+            elif isinstance(value, str | Path):  # TensorFlow and JSON take no other text.
                 is_utf8 = str(value).encode(errors="ignore").decode() == str(value)
                 self._require(each.name, is_utf8, "must be text in UTF-8")
 
@@ -152,7 +151,7 @@ class Settings:
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
             value = getattr(self, name)
-            raise BadInput(f"{flag(name)} {rule}" if value is True else f"{flag(name)} {value} {rule}")
+            raise BadInput(f"{_flag(name)} {rule}" if value is True else f"{_flag(name)} {value} {rule}")
 
     @property
     def evaluates(self) -> bool:
@@ -168,7 +167,7 @@ class Settings:
         settings = self.as_json()
         free = _marked(type(self), ON_RESUME) | (_marked(type(self), ON_EVALUATION) if self.evaluates else set())
         return [
-            f"{flag(name)} {recorded.get(name, 'not recorded')} there and {settings.get(name, 'no setting')} now"
+            f"{_flag(name)} {recorded.get(name, 'not recorded')} there and {settings.get(name, 'no setting')} now"
             for name in {**recorded, **settings}
             if name not in free and recorded.get(name) != settings.get(name)
         ]
@@ -184,11 +183,8 @@ def begin(kind: type[Settings]) -> None:
 def read_settings(kind: type[Settings], arguments: Sequence[str] | None = None) -> Any:
     """Returns the settings that the command line gives, as a `kind`, which is the Config of config.py.
 
-    To evaluate a run, what the command line leaves out is as the run has recorded it.
-
-    Args:
-        kind: a dataclass with the user's settings too.
-        arguments: what follows the program's name; None reads the process's own.
+    To evaluate a run, what the command line leaves out is as the run has recorded it. `arguments` replaces the
+    process's own.
 
     Raises:
         BadInput: a value breaks its rule.
@@ -198,10 +194,9 @@ def read_settings(kind: type[Settings], arguments: Sequence[str] | None = None) 
     recorded = _arguments_of_run(kind, given)
     found = tyro.cli(
         _in_sections(kind),
-        # Of an argument that is given twice the last one counts.
-        args=[*recorded, *given],
+        args=[*recorded, *given],  # If one is given twice, the last one counts.
         description=inspect.cleandoc(kind.__doc__ or ""),
-        # A run that is evaluated may have a switch on, which can be taken back.
+        # A switch that a run has on can be taken back in its evaluation.
         config=() if recorded else (tyro.conf.FlagCreatePairsOff,),
     )
     return kind(**_flat(found))
@@ -231,14 +226,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
     raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or use --fresh")
 
 
-def flag(name: str) -> str:
+def _flag(name: str) -> str:
     """Returns the command-line spelling of a setting: "run_dir" -> "--run-dir"."""
     return "--" + name.replace("_", "-")
 
 
 def _hints(kind: type[Settings]) -> dict[str, Any]:
-    """Returns the types of the settings with their marks, which a setting of the engine keeps in config.py."""
-    return {name: hint for each in (kind, Settings) for name, hint in get_type_hints(each, include_extras=True).items()}
+    """Returns the types of the settings; the engine's keep their marks when config.py declares them again."""
+    return get_type_hints(kind, include_extras=True) | get_type_hints(Settings, include_extras=True)
 
 
 def _marked(kind: type[Settings], mark: str) -> set[str]:
@@ -265,11 +260,9 @@ def _with_only(kind: type[Settings], names: Sequence[str], *more: tuple[str, Any
         else:
             field = dataclasses.field(default=None, init=False)
         fields.append((each.name, hints[each.name], field))
-    without_rules = {"__post_init__": lambda self: None}
+    options = {"namespace": {"__post_init__": lambda self: None}, "frozen": True, "kw_only": True}
     # As a subclass, so that tyro finds the texts below the settings.
-    return dataclasses.make_dataclass(
-        kind.__name__, [*fields, *more], bases=(kind,), namespace=without_rules, frozen=True, kw_only=True
-    )
+    return dataclasses.make_dataclass(kind.__name__, [*fields, *more], bases=(kind,), **options)
 
 
 def _flat(parsed: Settings) -> dict[str, Any]:
@@ -298,10 +291,10 @@ def _arguments_of_run(kind: type[Settings], given: list[str]) -> list[str]:
 
 
 def _as_arguments(kind: type, recorded: Mapping[str, Any], prefix: str = "--") -> list[str]:
-    """Returns what would set the fields of a dataclass to what was recorded of them, where it is not the default."""
-    arguments = []
+    """Returns the arguments that give the fields of a dataclass their recorded values, where these are no defaults."""
+    arguments, hints = [], get_type_hints(kind)
     for each in dataclasses.fields(kind):
-        name, value, hint = each.name.replace("_", "-"), recorded.get(each.name), get_type_hints(kind)[each.name]
+        name, value, hint = each.name.replace("_", "-"), recorded.get(each.name), hints[each.name]
         has_default = each.default is not dataclasses.MISSING
         if each.name not in recorded or (has_default and value == _as_json(each.default)):
             continue
@@ -317,7 +310,7 @@ def _as_arguments(kind: type, recorded: Mapping[str, Any], prefix: str = "--") -
 
 
 def _texts(value: Any) -> list[str]:
-    """Returns a JSON value as it is written on a command line."""
+    """Returns a JSON value as words of a command line."""
     if isinstance(value, dict):
         value = [part for pair in value.items() for part in pair]
     return [text for part in value for text in _texts(part)] if isinstance(value, list) else [str(value)]

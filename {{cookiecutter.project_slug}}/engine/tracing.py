@@ -1,11 +1,11 @@
-"""Tracing of the user's hooks: converts them by AutoGraph, and finds what a traced graph draws, changes and calls.
+"""What a traced hook draws, changes and calls; and AutoGraph for hooks.
 
 A run can be repeated and resumed only if its random numbers and its state follow from its seed and its checkpoints.
 """
 
 import dataclasses
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ TABLE_CHANGES = frozenset({"LookupTableImportV2", "LookupTableInsertV2", "Lookup
 DRAW_NOTHING = ("CudnnRNN", "RandomShuffleQueue")
 
 ENGINE = Path(__file__).parent
-# Taken here, where nothing is being traced: within a trace it would say what the functions around a hook ask for.
-_STATUS = tf.__internal__.autograph.control_status_ctx()
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
+# Taken while nothing is being traced: within a trace it would hold what the functions around a hook ask for.
+_STATUS = tf.__internal__.autograph.control_status_ctx()
 
 
 def converted(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,15 +39,14 @@ class Traced:
     used: frozenset[int]
     """The ids of the handles of the variables, of single replicas, that it reads or changes."""
     changed: dict[int, str]
-    """Those of the variables that it changes, with their names; "" if the graph does not say which one it is.
+    """Those of the variables that it changes, with their names; "" if the graph does not name the variable.
 
     Among these are the tokens by which TensorFlow keeps collective operations in their order.
     """
     random_operations: list[str]
     """Those that count their draws by themselves, from 0 in each process, whatever their seed is.
 
-    The stateless ones take their seed as an input, and those of a keras.random.SeedGenerator or a tf.random.Generator
-    keep it in a variable.
+    Not the stateless ones, which take their seed as an input, nor those of a generator, which keeps it in a variable.
     """
     python_calls: list[str]
     """Python functions in tf.py_function or tf.numpy_function."""
@@ -56,46 +55,25 @@ class Traced:
 
 
 def look_at(graph: tf.Graph) -> Traced:
-    """Returns what the function does whose graph this is; it may be in the middle of its tracing."""
+    """Returns what the function of this graph does; its tracing may still be under way."""
     # Of what is captured, only variables have such data: tables and iterators have none.
     captured = {id(handle): inside for handle, inside in graph.captures if getattr(handle, "_handle_data", None)}
     names = {id(variable.handle): variable.name for variable in graph.variables}
-    operations = list(_operations(graph))
+    operations = list(graph.get_operations())
+    for function in graph._functions.values():  # All that it calls, as loops and branches do.
+        operations += function.graph.get_operations()
+
+    def described(is_wanted: Callable[[str], bool]) -> list[str]:
+        """Returns each such operation's kind and place; equal ones once."""
+        return list(dict.fromkeys(f"{each.type}{_place(each)}" for each in operations if is_wanted(each.type)))
+
     return Traced(
         used=frozenset(captured),
         changed={key: names.get(key, "") for key, inside in captured.items() if _is_changed(inside)},
-        random_operations=_described(each for each in operations if _draws(each.type)),
-        python_calls=_described(each for each in operations if each.type in PYTHON_CALLS),
-        table_changes=_described(each for each in operations if each.type in TABLE_CHANGES),
+        random_operations=described(_draws),
+        python_calls=described(PYTHON_CALLS.__contains__),
+        table_changes=described(TABLE_CHANGES.__contains__),
     )
-
-
-def draws_in_preparation(traced: Traced) -> list[str]:
-    """Returns what prepare_example draws that a resumed run does not draw again, each with what to do."""
-    instead = "take the parameter `seed` and draw with tf.random.stateless_* or tf.image.stateless_random_*"
-    found = [f"{each} draws other numbers after a resume: {instead}" for each in traced.random_operations]
-    changed = [name or "of a tf.random.Generator" for name in traced.changed.values()]
-    return found + [f"changes the variable {each}, which no checkpoint holds: {instead}" for each in changed]
-
-
-def python_in_preparation(traced: Traced) -> list[str]:
-    """Returns where prepare_example runs Python, which may draw, each with what to do."""
-    instead = (
-        "a resume repeats what it draws from np.random.default_rng(np.abs(seed)), with `seed` handed to the function"
-    )
-    return [f"{each} runs Python: {instead}" for each in traced.python_calls]
-
-
-def draws_in_step(traced: Traced) -> list[str]:
-    """Returns what a step draws that a resumed run does not draw again, each with what to do."""
-    instead = "use keras.layers.Dropout, or keras.random with a keras.random.SeedGenerator that a layer keeps"
-    return [f"{each} draws other numbers after a resume: {instead}" for each in traced.random_operations]
-
-
-def python_in_step(traced: Traced) -> list[str]:
-    """Returns where a step runs Python, which may draw or keep something, each with what to do."""
-    instead = "no checkpoint holds what it keeps or draws from; let it depend on its arguments alone"
-    return [f"{each} runs Python: {instead}" for each in traced.python_calls]
 
 
 def _is_changed(handle: tf.Tensor) -> bool:
@@ -109,22 +87,42 @@ def _draws(kind: str) -> bool:
     return kind == "NonDeterministicInts" or any(attribute.name == "seed" for attribute in definition.attr)
 
 
-def _operations(graph: tf.Graph) -> Iterator[tf.Operation]:
-    """Yields the operations of a graph and of all functions that it calls, as loops and branches do."""
-    yield from graph.get_operations()
-    for function in graph._functions.values():
-        yield from function.graph.get_operations()
-
-
-def _described(operations: Iterable[tf.Operation]) -> list[str]:
-    """Returns each operation's kind and the innermost place in the user's files that made it; equal ones once."""
-    return list(dict.fromkeys(f"{each.type}{_place(each)}" for each in operations))
-
-
 def _place(operation: tf.Operation) -> str:
+    """Returns the innermost place in the user's files that made an operation."""
     for frame in reversed(list(operation.traceback)):
         file = Path(frame.filename)
         is_ours = ENGINE in file.parents or file == ENGINE.parent / "train.py"
         if not is_ours and not frame.filename.startswith((*LIBRARIES, "<")):
             return f" ({file.name}:{frame.lineno} {frame.name}".rstrip() + ")"
     return ""
+
+
+# --- What a resumed run would not repeat, each with what to do --------------------------------------------------------
+
+
+def draws_in_preparation(traced: Traced) -> list[str]:
+    """Returns the random operations of prepare_example, and the generators it draws from."""
+    instead = "take the parameter `seed` and draw with tf.random.stateless_* or tf.image.stateless_random_*"
+    found = [f"{each} draws other numbers after a resume: {instead}" for each in traced.random_operations]
+    changed = [name or "of a tf.random.Generator" for name in traced.changed.values()]
+    return found + [f"changes the variable {each}, which no checkpoint holds: {instead}" for each in changed]
+
+
+def python_in_preparation(traced: Traced) -> list[str]:
+    """Returns the Python functions of prepare_example, which may draw."""
+    instead = (
+        "draw from np.random.default_rng(np.abs(seed)), with `seed` given to the function, to have a resume repeat it"
+    )
+    return [f"{each} runs Python: {instead}" for each in traced.python_calls]
+
+
+def draws_in_step(traced: Traced) -> list[str]:
+    """Returns the random operations of a step."""
+    instead = "use keras.layers.Dropout, or keras.random with a keras.random.SeedGenerator that a layer keeps"
+    return [f"{each} draws other numbers after a resume: {instead}" for each in traced.random_operations]
+
+
+def python_in_step(traced: Traced) -> list[str]:
+    """Returns the Python functions of a step, which may draw or keep something."""
+    instead = "no checkpoint holds what it keeps or draws from; let it depend on its arguments alone"
+    return [f"{each} runs Python: {instead}" for each in traced.python_calls]

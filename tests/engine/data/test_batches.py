@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,63 +27,65 @@ def unchanged(features, labels, *, training):
     return features, labels
 
 
-def batches(split: str = "train", *, count: int = 37, replicas: int = 1, **changes: Any) -> Batches:
-    arguments = {
-        "load_examples": lambda _: numbers(count),
-        "prepare_example": unchanged,
-        "strategy": create_strategy(Config(simulated_devices=replicas)),
-        "global_batch_size": 8,
-        "seed": 5,
-        "shuffle_buffer_size": 1000,
-        **changes,
-    }
-    preparation = Preparation(arguments.pop("prepare_example"), training=split == "train")
-    return Batches(split, preparation=preparation, **arguments)
+def batches(
+    split: str = "train",
+    *,
+    count: int = 37,
+    load_examples: Callable[..., Any] | None = None,
+    prepare_example: Callable[..., Any] = unchanged,
+    replicas: int = 1,
+    pipelines: tuple[int, int] = (1, 0),
+    **settings: Any,
+) -> Batches:
+    """Returns batches of 8; `pipelines` is the number of processes, and which of them this is."""
+    config = Config(**{"simulated_devices": replicas, "global_batch_size": 8, "seed": 5, **settings})
+    preparation = Preparation(prepare_example, training=split == "train")
+    load_examples = load_examples or (lambda _: numbers(count))
+    return Batches(split, load_examples, preparation, create_strategy(config), config, *pipelines)
 
 
-def global_batches(of: Batches, replicas: int, *, epoch: int = 0, first_step: int = 0) -> list[list[np.ndarray]]:
+def whole(found: Batches, *, epoch: int = 0, first_step: int = 0) -> list[list[np.ndarray]]:
     """Returns every global batch as [features, labels, weights], its replicas' shares joined."""
-    strategy = create_strategy(Config(simulated_devices=replicas))
-    found = []
-    for batch in of.one_by_one(epoch, first_step):
-        parts = [strategy.experimental_local_results(part) for part in batch]
-        found.append([np.concatenate([share.numpy() for share in shares]) for shares in parts])
-    assert len(found) == of.steps - first_step
-    return found
+    local_results = found._strategy.experimental_local_results
+    joined = [
+        [np.concatenate([share.numpy() for share in local_results(part)]) for part in batch]
+        for batch in found.one_by_one(epoch, first_step)
+    ]
+    assert len(joined) == found.steps - first_step
+    return joined
 
 
-def shares_of(of: Batches, *, first_step: int = 0) -> list[list[np.ndarray]]:
+def all_shares(found: Batches, *, first_step: int = 0) -> list[list[np.ndarray]]:
     """Returns what one of two processes gives its replicas in a pass: a share of a batch for each in turn."""
-    sizes, _ = stack_sizes(of.steps, first_step, of._bytes_of_batch)
-    replicas = of.global_batch_size // 2 // of.share
-    stacks = iter(of._stacks(0, first_step))
-    shares = []
-    for size in sizes:
-        of_replicas = [[part.numpy() for part in stack] for stack in next(stacks)]
-        assert len(of_replicas) == replicas
-        assert all(len(part) == size for stack in of_replicas for part in stack)
-        shares += [[part[number] for part in stack] for number in range(size) for stack in of_replicas]
-    return shares
+    sizes = stack_sizes(found.steps, first_step, found._bytes_of_batch)
+    stacks = iter(found._stacks(0, first_step, sizes))
+    taken = []
+    for size in sizes[0]:
+        on_replicas = [[part.numpy() for part in stack] for stack in next(stacks)]
+        assert len(on_replicas) == 8 // 2 // found.share
+        assert all(len(part) == size for stack in on_replicas for part in stack)
+        taken += [[part[number] for part in stack] for number in range(size) for stack in on_replicas]
+    return taken
 
 
 def test_evaluation_counts_each_example_once() -> None:
-    for count in (1, 7, 8, 9, 37):
-        of = batches("validation", count=count, replicas=2)
+    for count in (1, 8, 37):
+        made = batches("validation", count=count, replicas=2)
         counted = Counter()
-        for features, labels, weights in global_batches(of, 2):
+        for features, labels, weights in whole(made):
             np.testing.assert_array_equal(features, labels)
             assert weights.dtype == np.float32
             assert len(features) == 8
             counted.update(features[weights == 1].tolist())
             assert set(weights) <= {0.0, 1.0}
         assert counted == Counter(range(count))
-        assert of.left_out == 0
+        assert made.left_out == 0
 
 
 def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
-    of = batches()
-    assert (of.steps, of.left_out) == (4, 5)
-    seen = [np.concatenate([batch[0] for batch in global_batches(of, 1, epoch=epoch)]) for epoch in range(3)]
+    made = batches()
+    assert (made.steps, made.left_out) == (4, 5)
+    seen = [np.concatenate([batch[0] for batch in whole(made, epoch=epoch)]) for epoch in range(3)]
     for order in seen:
         assert len(set(order.tolist())) == 32
     left_out = [set(range(37)) - set(order.tolist()) for order in seen]
@@ -90,9 +93,9 @@ def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
 
 
 def test_kept_last_batch_is_padded_with_weight_0() -> None:
-    of = batches(keep_last_batch=True)
-    assert (of.steps, of.left_out) == (5, 0)
-    found = global_batches(of, 1)
+    made = batches(keep_last_batch=True)
+    assert (made.steps, made.left_out) == (5, 0)
+    found = whole(made)
     kept = np.concatenate([features[weights == 1] for features, _, weights in found])
     assert sorted(kept.tolist()) == list(range(37))
     assert found[-1][2].sum() == 5
@@ -100,19 +103,16 @@ def test_kept_last_batch_is_padded_with_weight_0() -> None:
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_global_batches_are_the_same_for_any_number_of_replicas(split: str) -> None:
-    reference = global_batches(batches(split), 1, epoch=1)
-    for replicas in (2, 4):
-        for one, other in zip(
-            reference, global_batches(batches(split, replicas=replicas), replicas, epoch=1), strict=True
-        ):
-            np.testing.assert_array_equal(one, other)
+    one, four = (whole(batches(split, replicas=replicas), epoch=1) for replicas in (1, 4))
+    for expected, found in zip(one, four, strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_global_batches_are_the_same_for_any_number_of_input_pipelines() -> None:
-    reference = [features for features, _, _ in global_batches(batches(replicas=4), 4)]
+    reference = [features for features, _, _ in whole(batches(replicas=4))]
     # Each process feeds two of the four replicas, which get what they get in one process.
-    processes = [batches(replicas=4, pipelines=2, pipeline=index) for index in range(2)]
-    parts = [[share[0] for share in shares_of(process)] for process in processes]
+    processes = [batches(replicas=4, pipelines=(2, index)) for index in range(2)]
+    parts = [[share[0] for share in all_shares(process)] for process in processes]
     for step, expected in enumerate(reference):
         shares = [share for part in parts for share in part[2 * step : 2 * step + 2]]
         np.testing.assert_array_equal(np.concatenate(shares), expected)
@@ -127,8 +127,8 @@ def test_dataset_is_let_go_once_its_examples_are_kept(buffer_size: int, is_kept:
         loaded.append(weakref.ref(dataset))
         return dataset
 
-    of = batches(load_examples=load, shuffle_buffer_size=buffer_size)
-    of.read()
+    made = batches(load_examples=load, shuffle_buffer_size=buffer_size)
+    made.read()
     gc.collect()
     assert (loaded[0]() is None) == is_kept
 
@@ -139,13 +139,13 @@ def test_pipeline_prepares_its_own_share_only() -> None:
     def noted(features, labels, *, training):
         return tf.py_function(lambda number: prepared.append(int(number)) or number, [features], tf.int64), labels
 
-    def of_known_shape(features, labels, *, training):
+    def shaped(features, labels, *, training):
         features, labels = noted(features, labels, training=training)
         return tf.ensure_shape(features, []), labels
 
     # In evaluation, because the next epoch's, which may be under way already, are the same.
-    of = batches("validation", prepare_example=of_known_shape, replicas=2, count=40, pipelines=2, pipeline=1)
-    shares_of(of)
+    made = batches("validation", prepare_example=shaped, replicas=2, count=40, pipelines=(2, 1))
+    all_shares(made)
     assert set(prepared) == {number for number in range(40) if number % 8 >= 4}
 
 
@@ -156,9 +156,9 @@ def test_skipping_continues_with_the_next_unseen_batch_and_prepares_nothing_befo
         tf.py_function(lambda *seed: prepared.append(tuple(map(int, seed))), tf.unstack(seed), [])
         return features, tf.cast(seed, tf.int64)
 
-    reference = global_batches(batches(prepare_example=noted), 1, epoch=2)
+    reference = whole(batches(prepare_example=noted), epoch=2)
     prepared.clear()
-    rest = global_batches(batches(prepare_example=noted), 1, epoch=2, first_step=3)
+    rest = whole(batches(prepare_example=noted), epoch=2, first_step=3)
     for expected, found in zip(reference[3:], rest, strict=True):
         for one, other in zip(expected, found, strict=True):
             np.testing.assert_array_equal(one, other)
@@ -171,8 +171,8 @@ def test_every_example_and_epoch_gets_a_seed_of_its_own() -> None:
     def seeds(features, labels, *, training, seed):
         return features, seed
 
-    of = batches(prepare_example=seeds)
-    found = [tuple(seed) for epoch in (0, 1) for batch in global_batches(of, 1, epoch=epoch) for seed in batch[1]]
+    made = batches(prepare_example=seeds)
+    found = [tuple(seed) for epoch in (0, 1) for batch in whole(made, epoch=epoch) for seed in batch[1]]
     assert len(set(found)) == 64
 
 
@@ -180,12 +180,12 @@ def test_own_weights_are_kept_and_padding_has_none() -> None:
     def weighted(_: str) -> tf.data.Dataset:
         return numbers(5).map(lambda number, label: (number, label, number + 1))
 
-    (batch,) = global_batches(batches("test", load_examples=weighted), 1)
+    (batch,) = whole(batches("test", load_examples=weighted))
     assert batch[2].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 0.0, 0.0]
 
 
 def test_shuffle_goes_through_a_small_buffer() -> None:
-    first = global_batches(batches(shuffle_buffer_size=4), 1)[0][0]
+    first = whole(batches(shuffle_buffer_size=4))[0][0]
     assert max(first) < 8 + 4
     assert first.tolist() != sorted(first)
 
@@ -258,17 +258,17 @@ def load_own_files(split: str, input_context: tf.distribute.InputContext | None 
 
 
 def test_files_of_one_process_are_all_files() -> None:
-    of = batches("validation", load_examples=load_own_files)
-    assert (of.number_of_examples, of.in_parts) == (39, False)
+    made = batches("validation", load_examples=load_own_files)
+    assert (made.number_of_examples, made.steps) == (39, 5)
 
 
 def test_evaluation_of_files_counts_each_example_once_in_equally_many_steps() -> None:
     counted = Counter()
     for pipeline in range(2):
-        own = batches("validation", load_examples=load_own_files, replicas=2, pipelines=2, pipeline=pipeline)
+        own = batches("validation", load_examples=load_own_files, replicas=2, pipelines=(2, pipeline))
         # Files of 17 and of 22 examples, 4 of a batch from each.
         assert (own.number_of_examples, own.steps, own.left_out) == (39, 6, 0)
-        shares = shares_of(own)
+        shares = all_shares(own)
         assert len(shares) == 6
         for features, _, weights in shares:
             counted.update(features[weights == 1].tolist())
@@ -282,14 +282,14 @@ def test_training_on_files_takes_equally_many_steps_and_resumes() -> None:
         return tf.random.stateless_uniform([], seed), labels
 
     for pipeline, files in enumerate(({*range(10), *range(32, 39)}, set(range(10, 32)))):
-        own = batches(load_examples=load_own_files, prepare_example=draw, replicas=2, pipelines=2, pipeline=pipeline)
+        own = batches(load_examples=load_own_files, prepare_example=draw, replicas=2, pipelines=(2, pipeline))
         assert (own.steps, own.left_out) == (4, 7)
-        shares = shares_of(own)
+        shares = all_shares(own)
         seen = [int(label) for _, labels, _ in shares for label in labels]
         assert len(seen) == len(set(seen)) == 16
         assert set(seen) <= files
         drawn += [float(feature) for features, _, _ in shares for feature in features]
-        for one, other in zip(shares_of(own, first_step=3), shares[3:], strict=True):
+        for one, other in zip(all_shares(own, first_step=3), shares[3:], strict=True):
             for part, same in zip(one, other, strict=True):
                 np.testing.assert_array_equal(part, same)
     # No two examples, of whichever worker, have the same augmentation.
@@ -301,7 +301,7 @@ def test_worker_without_a_file_is_refused() -> None:
         return numbers(0 if input_context and input_context.input_pipeline_id else 10)
 
     with pytest.raises(BadInput, match="for worker 1 of 2 returned no examples"):
-        batches(load_examples=load, replicas=2, pipelines=2)
+        batches(load_examples=load, replicas=2, pipelines=(2, 0))
 
 
 def test_set_that_holds_fewer_examples_than_it_says_is_refused(tmp_path) -> None:
@@ -310,4 +310,4 @@ def test_set_that_holds_fewer_examples_than_it_says_is_refused(tmp_path) -> None
         return fewer.apply(tf.data.experimental.assert_cardinality(40))
 
     with pytest.raises(BadInput, match=r"task.load_examples\('train'\): .* contained only 30 elements: give"):
-        global_batches(batches(load_examples=load), 1)
+        whole(batches(load_examples=load))

@@ -18,14 +18,13 @@ from rendering import PROJECT
 
 
 def counting(split: str, count: int, *, replicas: int = 1, strategy: tf.distribute.Strategy | None = None) -> Batches:
+    config = Config(simulated_devices=replicas, global_batch_size=4)
     return Batches(
         split,
-        load_examples=lambda _: tf.data.Dataset.range(count).map(lambda number: (number, number)),
-        preparation=Preparation(lambda features, labels: (features, labels), training=split == "train"),
-        strategy=strategy or create_strategy(Config(simulated_devices=replicas)),
-        global_batch_size=4,
-        seed=0,
-        shuffle_buffer_size=1000,
+        lambda _: tf.data.Dataset.range(count).map(lambda number: (number, number)),
+        Preparation(lambda features, labels: (features, labels), training=split == "train"),
+        strategy or create_strategy(config),
+        config,
     )
 
 
@@ -107,6 +106,7 @@ ENDLESS_GENERATOR = """
 import time
 import numpy as np
 import tensorflow as tf
+from config import Config
 from engine.data.batches import Batches
 from engine.data.preparation import Preparation
 
@@ -115,20 +115,16 @@ def numbers():
         time.sleep(0.001)
         yield np.int64(number), np.int64(number)
 
-spec = tf.TensorSpec((), tf.int64)
-batches = Batches(
-    "train",
-    load_examples=lambda _: tf.data.Dataset.from_generator(numbers, output_signature=(spec, spec)).apply(
-        tf.data.experimental.assert_cardinality(100_000)
-    ),
-    preparation=Preparation(
-        lambda features, labels: (
-            tf.ensure_shape(tf.py_function(lambda number: number, [features], tf.int64), []), labels
-        ),
-        training=True,
-    ),
-    strategy=tf.distribute.get_strategy(), global_batch_size=4, seed=0, shuffle_buffer_size=10,
-)
+def load(_):
+    spec = tf.TensorSpec((), tf.int64)
+    examples = tf.data.Dataset.from_generator(numbers, output_signature=(spec, spec))
+    return examples.apply(tf.data.experimental.assert_cardinality(100_000))
+
+def prepare(features, labels):
+    return tf.ensure_shape(tf.py_function(lambda number: number, [features], tf.int64), []), labels
+
+config = Config(global_batch_size=4, shuffle_buffer_size=10)
+batches = Batches("train", load, Preparation(prepare, training=True), tf.distribute.get_strategy(), config)
 next(batches.feed().take(1))
 print("taken", flush=True)
 """

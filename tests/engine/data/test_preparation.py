@@ -25,28 +25,20 @@ def images(_: str) -> tf.data.Dataset:
 EXAMPLES = list(images("").as_numpy_iterator())
 
 
-def batches(prepare_example: Callable[..., Any], split: str = "train", **changes: Any) -> Batches:
-    arguments = {
-        "load_examples": images,
-        "prepare_example": prepare_example,
-        "strategy": create_strategy(Config(simulated_devices=2)),
-        "global_batch_size": 8,
-        "seed": 1,
-        "shuffle_buffer_size": 1000,
-        "keep_last_batch": True,
-        **changes,
-    }
-    preparation = Preparation(arguments.pop("prepare_example"), training=split == "train")
-    return Batches(split, preparation=preparation, **arguments)
+def batches(prepare_example: Callable[..., Any], split: str = "train", **settings: Any) -> Batches:
+    fixed = {"simulated_devices": 2, "global_batch_size": 8, "seed": 1, "keep_last_batch": True}
+    config = Config(**{**fixed, **settings})
+    preparation = Preparation(prepare_example, training=split == "train")
+    return Batches(split, images, preparation, create_strategy(config), config)
 
 
-def contents(of: Batches, epoch: int = 0) -> list[np.ndarray]:
+def contents(batches: Batches, epoch: int = 0) -> list[np.ndarray]:
     """Returns features (or each of several), labels and weights of all batches, in order."""
-    strategy = create_strategy(Config(simulated_devices=2))
-    found = []
-    for batch in of.one_by_one(epoch):
-        shares = [strategy.experimental_local_results(part) for part in tf.nest.flatten(batch)]
-        found.append([np.concatenate([share.numpy() for share in each]) for each in shares])
+    local_results = batches._strategy.experimental_local_results
+    found = [
+        [np.concatenate([share.numpy() for share in local_results(part)]) for part in tf.nest.flatten(batch)]
+        for batch in batches.one_by_one(epoch)
+    ]
     return [np.concatenate(parts) for parts in zip(*found, strict=True)]
 
 
@@ -84,11 +76,11 @@ ONE_BY_ONE = {
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_batch_prepared_in_one_go_is_that_of_single_examples(name: str) -> None:
-    of = batches(TOGETHER[name])
-    assert of._preparation.is_of_batches
-    together = contents(of)
-    of._preparation._vectorizes = False
-    for one, other in zip(together, contents(of), strict=True):
+    made = batches(TOGETHER[name])
+    assert made._preparation.takes_batches
+    together = contents(made)
+    made._preparation.takes_batches = False
+    for one, other in zip(together, contents(made), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
@@ -96,18 +88,20 @@ def test_batch_prepared_in_one_go_is_that_of_single_examples(name: str) -> None:
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_what_cannot_be_prepared_in_one_go_is_prepared_one_by_one(name: str, split: str) -> None:
     prepare_example, by_numpy = ONE_BY_ONE[name]
-    of = batches(prepare_example, split)
-    assert not of._preparation.is_of_batches
+    made = batches(prepare_example, split)
+    assert not made._preparation.takes_batches
     expected = by_numpy(np.stack([features for features, _, _ in EXAMPLES]))
-    features, labels, weights = contents(of)
+    features, labels, weights = contents(made)
     np.testing.assert_array_equal(features[weights > 0], expected[labels[weights > 0]])
     assert sorted(labels[weights > 0]) == list(range(COUNT))
     assert len(weights) == 40
 
 
 def test_every_example_is_prepared_with_a_seed_of_its_own() -> None:
-    of = batches(lambda features, labels, *, seed: (tf.random.stateless_uniform([], seed), labels), global_batch_size=2)
-    drawn = contents(of, epoch=0)[0], contents(of, epoch=1)[0]
+    made = batches(
+        lambda features, labels, *, seed: (tf.random.stateless_uniform([], seed), labels), global_batch_size=2
+    )
+    drawn = contents(made, epoch=0)[0], contents(made, epoch=1)[0]
     assert len(np.unique(np.concatenate(drawn))) == 2 * 38
 
 

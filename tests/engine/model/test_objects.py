@@ -92,15 +92,20 @@ METRICS = {
 
 
 def with_metrics(monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Callable[[], keras.metrics.Metric]]) -> None:
+    """Adds metrics to those of training and validation."""
+
+    def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
+        created = {} if split == "test" else metrics
+        return {"loss": keras.metrics.Mean(), **{name: create() for name, create in created.items()}}
+
     def update_metrics(split, labels, predictions, per_example_loss, weights) -> None:
-        task.metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
-        for name in metrics:
-            one_hot, probabilities = tf.one_hot(labels, 10), tf.nn.softmax(predictions)
-            task.metrics[split][name].update_state(one_hot, probabilities, sample_weight=weights)
+        loss, *others = task.metrics[split].values()
+        loss.update_state(per_example_loss, sample_weight=weights)
+        for metric in others:
+            metric.update_state(tf.one_hot(labels, 10), tf.nn.softmax(predictions), sample_weight=weights)
 
     monkeypatch.setattr(task, "update_metrics", update_metrics)
-    created = {"loss": keras.metrics.Mean, **metrics}
-    monkeypatch.setattr(task, "create_metrics", lambda split: {name: create() for name, create in created.items()})
+    monkeypatch.setattr(task, "create_metrics", create_metrics)
 
 
 def test_metrics_of_every_kind_agree_on_one_replica_and_on_two(monkeypatch: pytest.MonkeyPatch) -> None:

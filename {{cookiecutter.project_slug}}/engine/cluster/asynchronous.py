@@ -1,10 +1,10 @@
 """Asynchronous training: parameter servers hold the weights, each worker changes them without waiting for the others.
 
-A gradient may be of weights that others have changed since, so no two runs give the same numbers, and Keras's authors
-call it unsupported with Keras 3 (keras#18624). What it gives is a run that loses nothing but time with a worker.
+A gradient may be of weights that others have changed since, so no two runs give the same numbers. Keras's authors call
+it unsupported with Keras 3 (keras#18624). Its advantage is that a lost worker costs nothing but time.
 
 The program runs on the chief, which hands chunks of training steps to the workers and evaluates by itself. Workers and
-parameter servers run none of it: they do what the chief sends.
+parameter servers do what the chief sends.
 """
 
 import os
@@ -22,7 +22,7 @@ from engine.cluster.meeting import ended_after, is_listening
 from engine.console import console
 from engine.errors import BadInput, PeerLost
 
-# A chunk is cut into that many pieces per worker, so that a fast one can take more of them.
+# A chunk is cut into so many pieces per worker, so that a fast one can take more of them.
 PIECES_PER_WORKER = 4
 # A chief that is not heard of for so long has ended; and how long a chief waits for workers that may be started again.
 SECONDS_WITHOUT_CHIEF = 5.0
@@ -31,10 +31,10 @@ SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
-    """Does what the chief sends, until the chief has ended; then ends the process.
+    """Does what the chief sends until the chief has ended, then ends the process.
 
     Raises:
-        BadInput: the chief did not come within `timeout` seconds.
+        BadInput: the chief did not join within `timeout` seconds.
     """
     tf.distribute.Server(
         tf.train.ClusterSpec(cluster.addresses),
@@ -46,11 +46,7 @@ def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
     )
     chief = cluster.tasks()["chief"]
     console.print(f"{cluster.name} serves the chief ({chief})")
-    deadline = time.monotonic() + timeout
-    while not is_listening(chief):
-        if time.monotonic() > deadline:
-            raise BadInput(f"--cluster-timeout {timeout:g}: the chief ({chief}) did not join: check its log")
-        time.sleep(0.2)
+    _wait_until_listening({"chief": chief}, timeout)
     heard = time.monotonic()
     while time.monotonic() < heard + SECONDS_WITHOUT_CHIEF:
         time.sleep(0.5)
@@ -61,29 +57,34 @@ def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
 
 
 def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
-    """Returns the strategy, for the chief, when all the others are there.
+    """Returns the strategy, for the chief, when all the others have joined.
 
     Raises:
-        BadInput: some did not come within `timeout` seconds.
+        BadInput: some did not join within `timeout` seconds.
     """
     others = {task: address for task, address in cluster.tasks().items() if task != cluster.name}
-    deadline = time.monotonic() + timeout
-    while missing := {task: address for task, address in others.items() if not is_listening(address)}:
-        if time.monotonic() > deadline:
-            named = ", ".join(f"{task} ({address})" for task, address in missing.items())
-            raise BadInput(f"--cluster-timeout {timeout:g}: {named} did not join: check their logs")
-        time.sleep(0.2)
+    _wait_until_listening(others, timeout)
     os.environ["TF_CONFIG"] = cluster.tf_config()
     late = f"--cluster-timeout {timeout:g}: TensorFlow did not start on all of {', '.join(cluster.tasks())}"
     with ended_after(timeout, late):
         strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
     strategy.extended._allow_run_without_coordinator = True  # The chief evaluates by itself.
     keras.Variable.assign_add = _add_atomically
-    # Found again by whoever has the strategy.
+    # Kept on the strategy, where the rest of this file finds it.
     strategy.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     strategy.worker_addresses = cluster.addresses["worker"]
     strategy.size = f", {len(strategy.worker_addresses)} worker(s), asynchronous: each takes steps of its own"
     return strategy
+
+
+def _wait_until_listening(tasks: dict[str, str], timeout: float) -> None:
+    """Returns when all tasks can be reached at their addresses. Raises BadInput after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while missing := {task: address for task, address in tasks.items() if not is_listening(address)}:
+        if time.monotonic() > deadline:
+            named = ", ".join(f"{task} ({address})" for task, address in missing.items())
+            raise BadInput(f"{named} did not join within {timeout:g} s (--cluster-timeout): check its log")
+        time.sleep(0.2)
 
 
 def check_settings(settings: Any) -> None:
@@ -118,7 +119,7 @@ def workers_train(batches: dict[str, Any], strategy: tf.distribute.Strategy) -> 
 
 
 class _WorkersBatches:
-    """Training batches of which each worker has its own, without end; else what engine.data.batches.Batches is."""
+    """What engine.data.batches.Batches is, but each worker has endless training batches of its own."""
 
     def __init__(self, batches: Any, strategy: tf.distribute.Strategy) -> None:
         self._batches, self._strategy = batches, strategy

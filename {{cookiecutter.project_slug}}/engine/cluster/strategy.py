@@ -35,7 +35,7 @@ def create_strategy(settings: Any) -> tf.distribute.Strategy:
 
     Args:
         settings: has strategy, simulated_devices, all_reduce and cluster_timeout. In a cluster, what `as_json`
-            returns, if there is one, has to be equal in all processes.
+            returns has to be equal in all processes.
 
     Raises:
         BadInput: devices are missing, or the cluster does not fit the settings.

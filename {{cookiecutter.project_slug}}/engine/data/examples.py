@@ -1,6 +1,6 @@
-"""The examples of a pass in its order: picked from memory where they fit, else streamed through a shuffle buffer.
+"""The examples of a split in their order: picked from memory where they fit, else streamed through a shuffle buffer.
 
-Either way the order follows from the seed alone, and the place of an example in it is known.
+The order follows from the seed alone. An example's place is its number in that order.
 """
 
 import time
@@ -14,16 +14,16 @@ from engine.mistakes import first_line, is_users, where_raised
 
 # A set of examples up to this size is read once and kept.
 BYTES_IN_MEMORY = 2**29
-# What a text is taken to be long, because its type does not say.
+# The length of a text is not known from its type; this is a guess.
 BYTES_OF_TEXT = 2**14
-# How long to look for the example that cannot be read or prepared.
-SECONDS_TO_LOOK = 60.0
-# Calls under way at once; a core takes the next one without having to be woken. More than there are cores of any use.
+# How long to search for the example that cannot be read or prepared.
+SECONDS_TO_SEARCH = 60.0
+# Calls under way at once. More than there are cores, so that a core finds the next one waiting.
 PARALLEL_CALLS = 64
 
 
 class Examples:
-    """Examples one by one, in a fixed order: those of one split, or of one process's part of it.
+    """A finite set of single examples: those of a split, or of the files of it that one process reads.
 
     Attributes:
         length: how many there are.
@@ -31,19 +31,39 @@ class Examples:
         have_one_shape: whether all of them are tensors of one known shape.
     """
 
-    def __init__(self, dataset: Any, hook: str, length: int | None = None) -> None:
-        """Raises BadInput, naming the `hook` that returned them, unless they are a finite set of examples.
+    def __init__(self, dataset: Any, hook: str, shuffle_buffer_size: int | None, length: int | None = None) -> None:
+        """Raises BadInput, naming the `hook` that returned the dataset, unless it is a finite set of examples.
 
-        `length`, if it is given, is not asked for again.
+        Args:
+            dataset: what the hook returned.
+            hook: its name, for messages.
+            shuffle_buffer_size: a larger set is shuffled through a buffer of this size; None: it is not shuffled.
+            length: the number of examples, where the dataset cannot be asked for it.
         """
         self._hook = hook
+        self._shuffle_buffer_size = shuffle_buffer_size
         self.length = _checked_length(hook, dataset) if length is None else length
         # A set that holds fewer than it says would shift all batches after it.
         self._dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.length))
         self.element_spec = dataset.element_spec
-        leaves = tf.nest.flatten(self.element_spec)
-        self.have_one_shape = all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in leaves)
+        self.have_one_shape = is_static(self.element_spec)
+        self._fits_in_memory = (
+            self.have_one_shape
+            and all(leaf.dtype != tf.string for leaf in tf.nest.flatten(self.element_spec))
+            and self.length * bytes_of(self.element_spec) <= BYTES_IN_MEMORY
+            and self.length <= (shuffle_buffer_size or self.length)
+        )
         self._kept: Any = None  # All examples in one structure of tensors [length, ...].
+
+    def keep(self) -> None:
+        """Reads the examples into memory if they fit. Raises BadInput if they cannot be read."""
+        if self._kept is None and self._fits_in_memory:
+            try:
+                with tf.device("CPU:0"):
+                    self._kept = self._dataset.batch(self.length).with_options(input_options()).get_single_element()
+                self._dataset = None  # It may hold arrays, which would stay in memory too.
+            except tf.errors.OpError as problem:
+                raise self.refusal(problem, self._dataset) from problem
 
     def batches(
         self,
@@ -55,113 +75,93 @@ class Examples:
         at_once: int,
         share: slice,
         seed: tf.Tensor | None,
-        shuffle_buffer_size: int,
     ) -> tf.data.Dataset:
-        """Returns batches of the examples from place `first` to place `end`; examples need to have one shape.
+        """Returns prepared batches of the examples from place `first` on; examples need to have one shape.
 
         Args:
-            prepare: what to make of some batches: it takes the places (int64, [n]) and the examples ([n, ...]), and
-                returns tensors [n, ...].
+            prepare: takes places (int64, [n]) and examples ([n, ...]) of some batches; returns tensors [n, ...].
             size: examples in a batch; it divides `first` and `end`.
             first: the first place (int64, scalar).
-            end: the place after the last one; beyond the last example come copies of one, as padding.
-            at_once: how many batches to prepare in one call; counted from place 0 on, so that each is prepared with the
-                same others after a resume, and rounded alike.
+            end: the place after the last one. Copies of an example fill the places behind the set's last one.
+            at_once: how many batches to prepare in one call.
             share: which of a batch's examples to return.
-            seed: shuffles them (int64, scalar); None leaves them in their order.
-            shuffle_buffer_size: a set that is larger than this is shuffled through a buffer of this many.
+            seed: shuffles the examples (int64, scalar); None keeps their order.
         """
+        # Counted from place 0, so that after a resume a batch is prepared with the same others, and rounded alike.
         begin = first - first % (size * at_once)
 
-        def prepare_the_wanted(places: tf.Tensor, examples: Any) -> Any:
-            unwanted = tf.math.count_nonzero(places < first)
-            return tf.nest.map_structure(lambda part: part[unwanted:], prepare(places, examples))
+        def prepare_from_first(places: tf.Tensor, examples: Any) -> Any:
+            skipped = tf.math.count_nonzero(places < first)
+            return tf.nest.map_structure(lambda part: part[skipped:], prepare(places, examples))
 
-        if not self._is_kept(None if seed is None else shuffle_buffer_size):
-            ordered = self.in_order(begin, end, seed=seed, shuffle_buffer_size=shuffle_buffer_size)
+        def prepare_share(*batches: Any) -> Any:
+            def own(part: tf.Tensor) -> tf.Tensor:
+                by_batch = tf.reshape(part, [-1, size, *part.shape[1:]])[:, share]
+                return tf.reshape(by_batch, [-1, *part.shape[1:]])
 
-            def own(*batches: Any) -> Any:
-                def of_share(part: tf.Tensor) -> tf.Tensor:
-                    by_batch = tf.reshape(part, [-1, size, *part.shape[1:]])[:, share]
-                    return tf.reshape(by_batch, [-1, *part.shape[1:]])
+            return prepare_from_first(*tf.nest.map_structure(own, batches))
 
-                return prepare_the_wanted(*tf.nest.map_structure(of_share, batches))
+        if not self._fits_in_memory:
+            batches = self.in_order(begin, end, seed).batch(size * at_once)
+            return batches.map(prepare_share, num_parallel_calls=tf.data.AUTOTUNE)
 
-            return ordered.batch(size * at_once).map(own, num_parallel_calls=tf.data.AUTOTUNE)
         order = tf.range(self.length, dtype=tf.int64)
         if seed is not None:
             order = tf.random.experimental.stateless_shuffle(order, tf.stack([seed, 0]))
         order = tf.concat([order, tf.zeros([max(0, end - self.length)], tf.int64)], axis=0)[begin:end]
-        rows = [tf.reshape(part, [-1, size])[:, share] for part in (tf.range(begin, end), order)]
+        rows = tuple(tf.reshape(numbers, [-1, size])[:, share] for numbers in (tf.range(begin, end), order))
         kept = self._kept
 
-        def pick(places: tf.Tensor, chosen: tf.Tensor) -> Any:
-            places, chosen = tf.reshape(places, [-1]), tf.reshape(chosen, [-1])
-            return prepare_the_wanted(places, tf.nest.map_structure(lambda part: tf.gather(part, chosen), kept))
+        def pick(places: tf.Tensor, numbers: tf.Tensor) -> Any:
+            places, numbers = tf.reshape(places, [-1]), tf.reshape(numbers, [-1])
+            return prepare_from_first(places, tf.nest.map_structure(lambda part: tf.gather(part, numbers), kept))
 
-        rows = tf.data.Dataset.from_tensor_slices(tuple(rows)).batch(at_once)
+        rows = tf.data.Dataset.from_tensor_slices(rows).batch(at_once)
         return rows.map(pick, num_parallel_calls=tf.data.AUTOTUNE)
 
-    def in_order(
-        self, first: tf.Tensor, end: int, *, seed: tf.Tensor | None, shuffle_buffer_size: int
-    ) -> tf.data.Dataset:
-        """Returns (place, example), one by one and not from memory, as `batches` does."""
-        examples = tf.data.Dataset.from_tensor_slices(self._kept) if self._dataset is None else self._dataset
+    def in_order(self, first: tf.Tensor, end: int, seed: tf.Tensor | None = None) -> tf.data.Dataset:
+        """Returns (place, example) one by one, always streamed; for the arguments see `batches`."""
+        dataset = tf.data.Dataset.from_tensor_slices(self._kept) if self._dataset is None else self._dataset
+        examples = dataset
         if seed is not None:
             # TensorFlow mixes it with the seed of the graph, and compares that one with 0 first: a tensor cannot be.
             tf.compat.v1.set_random_seed(1)
-            buffer_size = min(self.length, shuffle_buffer_size)
-            examples = examples.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=False)
+            buffer_size = min(self.length, self._shuffle_buffer_size)
+            examples = dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=False)
         if end > self.length:
-            examples = examples.concatenate(self._dataset.take(1).repeat(end - self.length))
-        if end < self.length:  # Else it is read until it ends, and more examples than there should be are noticed.
+            examples = examples.concatenate(dataset.take(1).repeat(end - self.length))
+        if end < self.length:  # Otherwise it is read to its end, and examples beyond its length are noticed.
             examples = examples.take(end)
         return examples.skip(first).enumerate(start=first)
-
-    def keep(self, shuffle_buffer_size: int | None) -> None:
-        """Reads the examples into memory, if that is where `batches` takes them from; None if it does not shuffle."""
-        if self._kept is None and self._is_kept(shuffle_buffer_size):
-            try:
-                with tf.device("CPU:0"):
-                    self._kept = self._dataset.batch(self.length).with_options(input_options()).get_single_element()
-                self._dataset = None  # It may be of arrays, which would stay in memory beside what is kept.
-            except tf.errors.OpError as problem:
-                raise self.refusal(problem, self._dataset) from problem
 
     def refusal(
         self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str = "while it was read"
     ) -> BadInput:
-        """Returns what to raise if examples cannot be read, or prepared: it says which one, and why.
+        """Returns what to raise if examples cannot be read or prepared: it says which one, and why.
 
         Args:
-            problem: what TensorFlow said.
-            one_by_one: the examples in their order, as they were read or prepared, to find the one.
-            during: when, if it is not found.
+            problem: what TensorFlow raised.
+            one_by_one: the examples in their order, read or prepared; searched for the one that fails.
+            during: when it failed, if that one is not found.
         """
         if "was expected to contain" in str(problem):
-            number = "give assert_cardinality the number of examples that it really has"
-            return BadInput(f"{self._hook}: {first_line(problem)}: {number}")
+            what_to_do = "give assert_cardinality the number of examples that it really has"
+            return BadInput(f"{self._hook}: {first_line(problem)}: {what_to_do}")
         if found := _first_that_fails(one_by_one):
             number, problem = found
             during = f"on example {number}, counted from 0"
         # TensorFlow names the function whose operation failed, which is one of preparation.py.
-        failed = f"{self._hook} failed {during}"
-        if "_prepare_" in str(problem):
-            failed = f"task.prepare_example failed {during}, of {self._hook}"
-        said = f"{where_raised(problem)}: {first_line(problem)}" if is_users(problem) else first_line(problem)
-        return BadInput(f"{failed} ({said}): fix it, or leave it out")
-
-    def _is_kept(self, shuffle_buffer_size: int | None) -> bool:
-        leaves = tf.nest.flatten(self.element_spec)
-        if not self.have_one_shape or any(leaf.dtype == tf.string for leaf in leaves):
-            return False  # Its size is not known.
-        fits = self.length * bytes_of(self.element_spec) <= BYTES_IN_MEMORY
-        return fits and self.length <= (shuffle_buffer_size or self.length)
+        prepares = "_prepare_" in str(problem)
+        failed = (
+            f"task.prepare_example failed {during}, of {self._hook}" if prepares else f"{self._hook} failed {during}"
+        )
+        place = f"{where_raised(problem)}: " if is_users(problem) else ""
+        return BadInput(f"{failed} ({place}{first_line(problem)}): fix it, or leave it out")
 
 
 def _first_that_fails(dataset: tf.data.Dataset) -> tuple[int, tf.errors.OpError] | None:
-    """Returns the number of the first element that cannot be had, and why; None if there is none, or it is far."""
-    number, end = 0, time.monotonic() + SECONDS_TO_LOOK
+    """Returns the number of the first element that raises, and what; None if none does within a minute."""
+    number, end = 0, time.monotonic() + SECONDS_TO_SEARCH
     try:
         for _ in dataset.with_options(input_options()):
             number += 1
@@ -173,27 +173,41 @@ def _first_that_fails(dataset: tf.data.Dataset) -> tuple[int, tf.errors.OpError]
 
 
 def input_options() -> tf.data.Options:
-    """Returns the options of every pipeline: elements in their order, and what runs in parallel does so at once."""
+    """Returns the options of every pipeline: elements keep their order, and nothing is tuned while it runs."""
     options = tf.data.Options()
     options.deterministic = True
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    # The thread that tunes a pipeline may miss that it is to end, and is waited for then: up to a minute. What is to be
-    # tuned (tf.data.AUTOTUNE) keeps the number of calls that it begins with.
+    # The thread that tunes a pipeline may miss that it is to end, and is then waited for, up to a minute.
     options.autotune.enabled = False
-    options.autotune.initial_parallelism = PARALLEL_CALLS
+    options.autotune.initial_parallelism = PARALLEL_CALLS  # What tf.data.AUTOTUNE then stands for.
     return options
 
 
+def is_static(spec: Any) -> bool:
+    """Returns whether an element spec describes tensors of known shapes only."""
+    leaves = tf.nest.flatten(spec)
+    return all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in leaves)
+
+
 def bytes_of(spec: Any) -> int:
-    """Returns the size of what an element spec of static shapes describes; of a text a guess."""
+    """Returns the size of what an element spec of static shapes describes; a guess if it has texts."""
     return sum(
         leaf.shape.num_elements() * (BYTES_OF_TEXT if leaf.dtype == tf.string else leaf.dtype.size)
         for leaf in tf.nest.flatten(spec)
     )
 
 
-def _checked_length(hook: str, examples: tf.data.Dataset) -> int:
-    """Returns the number of examples. Raises BadInput if the hook returned anything but a finite set of examples."""
+def as_text(spec: Any) -> str:
+    """Returns an element spec as one short line: dtypes and shapes in their structure."""
+
+    def leaf_text(leaf: Any) -> str:
+        return f"{leaf.dtype.name}{list(leaf.shape)}" if isinstance(leaf, tf.TensorSpec) else type(leaf).__name__
+
+    return str(tf.nest.map_structure(leaf_text, spec)).replace("'", "")
+
+
+def _checked_length(hook: str, examples: Any) -> int:
+    """Returns the number of examples. Raises BadInput if they are anything but a finite set of single examples."""
     if not isinstance(examples, tf.data.Dataset):
         raise BadInput(f"{hook} returned a {type(examples).__name__}: return a tf.data.Dataset of single examples")
     spec = examples.element_spec
@@ -215,12 +229,3 @@ def _checked_length(hook: str, examples: tf.data.Dataset) -> int:
     if length == 0:
         raise BadInput(f"{hook} returned no examples: each needs at least one")
     return length
-
-
-def as_text(spec: Any) -> str:
-    """Returns an element spec as one short line: shapes and dtypes in their structure."""
-
-    def leaf_text(leaf: Any) -> str:
-        return f"{leaf.dtype.name}{list(leaf.shape)}" if isinstance(leaf, tf.TensorSpec) else type(leaf).__name__
-
-    return str(tf.nest.map_structure(leaf_text, spec)).replace("'", "")

@@ -1,9 +1,10 @@
-"""Batches brought to the replicas several at a time: a stack of them is one element of the input.
+"""Brings batches to the replicas several at a time: an element of the input is a stack of them.
 
 Fetching an element for several replicas costs more than a small step does, and so does every return to Python.
 """
 
 import atexit
+import functools
 import gc
 import itertools
 import sys
@@ -18,14 +19,14 @@ from engine.errors import BadInput
 
 # The size of a stack at most, for all replicas together.
 BYTES_OF_STACK = 2**22
-# Each of a run's first stacks is that many times as large as the one before: the first one is there soon.
+# Each of a run's first stacks is so many times as large as the one before, so that the first one is there soon.
 GROWTH = 4
 
 _feeds: weakref.WeakSet = weakref.WeakSet()
 
 
 class Feed:
-    """The batches of a split from some place on, pass after pass.
+    """The batches of a split from some batch of an epoch on, pass after pass.
 
     Attributes:
         seconds_waited: how long the program has waited for batches so far.
@@ -35,23 +36,23 @@ class Feed:
         self,
         stacks: Iterator[Any],
         sizes: tuple[list[int], list[int]],
-        epoch: int = 0,
-        first_step: int = 0,
+        epoch: int,
+        first_step: int,
         *,
         refusal: Callable[[tf.errors.OpError, int, int], BadInput],
     ) -> None:
         """`stacks` begins with batch number `first_step` of an epoch; `sizes` is what `stack_sizes` returned.
 
-        `refusal` returns what to raise if TensorFlow cannot give the stack that begins with a batch of an epoch.
+        `refusal` returns what to raise if TensorFlow cannot give the stack that begins at an epoch's batch.
         """
         self._stacks = stacks
+        self._sizes = itertools.chain(sizes[0], itertools.cycle(sizes[1]))
+        self._steps_of_pass = sum(sizes[1])
+        self._epoch, self._step = epoch, first_step
         self._refusal = refusal
         self._refused: BadInput | None = None
-        self._sizes = itertools.chain(sizes[0], itertools.cycle(sizes[1]))
         self._stack: Any = None
-        self._next = self._end = 0  # Of the batches in the stack, the next one to take, and how many there are.
-        self._epoch, self._step = epoch, first_step
-        self._steps_of_pass = sum(sizes[1])
+        self._next = self._end = 0  # The next batch of the stack to take, and how many there are.
         self.seconds_waited = 0.0
         _feeds.add(self)
 
@@ -60,7 +61,7 @@ class Feed:
         return self._step == step and epoch in (None, self._epoch)
 
     def take(self, count: int) -> Iterator[tuple[Any, int, int]]:
-        """Yields where the next `count` batches are, all of one pass: a stack, the first one's number in it, how many.
+        """Yields where the next `count` batches of a pass are: a stack, the first one's number in it, how many.
 
         Raises:
             BadInput: the rest of them cannot be read; a later call raises it again.
@@ -68,13 +69,13 @@ class Feed:
         while count:
             if self._next == self._end:
                 self._fetch()
-            first, here = self._next, min(count, self._end - self._next)
-            self._next += here
-            self._step += here
-            count -= here
+            first, taken = self._next, min(count, self._end - self._next)
+            self._next += taken
+            self._step += taken
+            count -= taken
             if self._step == self._steps_of_pass:
                 self._epoch, self._step = self._epoch + 1, 0
-            yield self._stack, first, here
+            yield self._stack, first, taken
 
     def _fetch(self) -> None:
         if self._refused:
@@ -95,7 +96,7 @@ class Feed:
 
 @atexit.register
 def _close_all() -> None:
-    # A thread that is in Python code of the user's, as a generator of examples is, can end only while Python runs.
+    # A thread that runs Python code of the user's, such as a generator of examples, can end only while Python runs.
     for feed in list(_feeds):
         feed.close()
     for name in ("last_exc", "last_value", "last_traceback"):  # Their frames hold the feed that failed.
@@ -105,7 +106,7 @@ def _close_all() -> None:
 
 
 def stack_sizes(steps: int, first_step: int, bytes_of_batch: int) -> tuple[list[int], list[int]]:
-    """Returns how many batches to put into each stack: of a pass from `first_step` on, and of the whole ones after it.
+    """Returns how many batches to put into each stack: of a pass from `first_step` on, and of each whole one after it.
 
     Args:
         steps: batches of a whole pass.
@@ -130,41 +131,36 @@ def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, share: i
     Args:
         prepared: elements of any number of examples, [n, ...]; the replicas' shares of a batch follow each other.
         sizes: how many batches go into each stack (int64).
-        replicas: how many there are.
-        share: examples in a replica's share of a batch.
+        replicas: how many share a batch.
+        share: examples of a batch on each.
     """
 
-    def of_replica(stack: Any, replica: int) -> Any:
-        def own(part: tf.Tensor) -> tf.Tensor:
-            # Whole shares side by side, so that each is copied in one piece.
-            shares = tf.reshape(part, [-1, replicas, share * part.shape[1:].num_elements()])
-            return tf.reshape(tf.gather(shares, replica, axis=1), [-1, share, *part.shape[1:]])
+    def for_replica(replica: int, part: tf.Tensor) -> tf.Tensor:
+        # Whole shares side by side, so that each is copied in one piece.
+        shares = tf.reshape(part, [-1, replicas, share * part.shape[1:].num_elements()])
+        return tf.reshape(tf.gather(shares, replica, axis=1), [-1, share, *part.shape[1:]])
 
-        return tf.nest.map_structure(own, stack)
+    def split(*stack: Any) -> tuple[Any, ...]:
+        return tuple(
+            tf.nest.map_structure(functools.partial(for_replica, replica), stack) for replica in range(replicas)
+        )
 
-    stacks = prepared.rebatch(replicas * share * sizes)
-    return stacks.map(lambda *stack: tuple(of_replica(stack, replica) for replica in range(replicas)))
+    return prepared.rebatch(replicas * share * sizes).map(split)
 
 
 def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
-    """Yields what strategy.run takes, of tuples with a stack for each of this process's replicas.
+    """Yields stacks as strategy.run takes them; `stacks` are tuples of one for each of this process's replicas.
 
-    Each is brought to its replica's device; that of one replica stays in the host's memory.
+    Each is brought to its replica's device. If there is one replica, its stack stays in the host's memory.
     """
     if strategy.num_replicas_in_sync == 1:
         yield from (stack for (stack,) in stacks)
         return
     devices = strategy.extended.worker_devices
-    for of_replicas in stacks:
+    for parts in stacks:
         brought = []
-        for device, stack in zip(devices, of_replicas, strict=True):
+        for device, stack in zip(devices, parts, strict=True):
             with tf.device(device):
                 brought.append(tf.nest.map_structure(tf.identity, stack))
         in_turn = iter(brought)
         yield strategy.experimental_distribute_values_from_function(lambda _, in_turn=in_turn: next(in_turn))
-
-
-@tf.autograph.experimental.do_not_convert
-def empty_stack(batch_spec: Any, zero: tf.Tensor | int = 0) -> Any:
-    """Returns a stack of no batches; if 0 is given as a tensor, of a type that fits any number of them."""
-    return tf.nest.map_structure(lambda spec: tf.zeros([zero, *spec.shape], spec.dtype), batch_spec)

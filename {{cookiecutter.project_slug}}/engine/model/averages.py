@@ -7,17 +7,16 @@ import tensorflow as tf
 
 
 class MovingAverage:
-    """The exponential moving average of some variables: average <- decay * average + (1 - decay) * variable."""
+    """average <- decay * average + (1 - decay) * variable, for some variables."""
 
     def __init__(self, variables: dict[str, tf.Variable], decay: float) -> None:
         """Begins with the variables' values. Make it inside the strategy's scope."""
         self._strategy = tf.distribute.get_strategy()
-        self._variables = variables
-        self._decay = decay
+        self._variables, self._decay = variables, decay
         self.averages = {name: tf.Variable(variable, trainable=False) for name, variable in variables.items()}
 
     def start_anew(self) -> None:
-        """Takes the variables' values for averages."""
+        """Begins again with the variables' values."""
         for name, variable in self._variables.items():
             self.averages[name].assign(tf.identity(variable))
 

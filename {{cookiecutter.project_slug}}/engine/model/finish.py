@@ -1,4 +1,4 @@
-"""The objects of a task, finished: built, checked, and every variable under a name."""
+"""Finishes the objects of a task: builds and checks them, and names every variable."""
 
 import dataclasses
 import weakref
@@ -60,14 +60,14 @@ class TaskObjects:
     def alike(self) -> dict[str, tf.Variable]:
         """Returns the variables that have one value on all replicas."""
         own = own_variables(self.model)
-        alike = {name: each for name, each in self.weights.items() if name not in own}
-        alike |= optimizer_variables(self.optimizer)
-        if self.average:
-            alike |= {f"average/{name}": each for name, each in self.average.averages.items()}
-        return alike
+        weights = {name: each for name, each in self.weights.items() if name not in own}
+        averages = self.average.averages if self.average else {}
+        averages = {f"average/{name}": each for name, each in averages.items()}
+        return weights | optimizer_variables(self.optimizer) | averages
 
     def own(self) -> dict[str, tf.Variable]:
-        """Returns the variables of which each replica has a value of its own. No state is saved during the test."""
+        """Returns the variables of which each replica has a value of its own."""
+        # No state is saved during the test.
         metrics = {split: self.metrics[split] for split in self.metrics if split != "test"}
         return own_variables(self.model) | metric_variables(metrics)
 
@@ -110,9 +110,9 @@ def finish(
 
     Args:
         task: the module task.py, with model, optimizer, loss_objects and metrics.
-        settings: what has precision, ema_decay, monitor and monitor_direction.
+        settings: has precision, ema_decay, monitor and monitor_direction.
         batch_spec: what one replica receives, as tf.TensorSpec.
-        made: the variables that the hooks made, as `noted` has noted them.
+        made: what `noted` has noted of the hooks.
         graph: returns the graph of a split's steps once they can be traced; None if other processes run them.
 
     Raises:

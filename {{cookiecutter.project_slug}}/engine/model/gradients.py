@@ -1,8 +1,8 @@
 """What lies between the tape and the changed weights: micro-batches, the sum over replicas, clipping, the update.
 
-Each of these is easy to get wrong on several replicas, and wrong without an error: Keras clips each replica's gradients
-before the sum (tensorflow#33929), counts an accumulated gradient once per replica, and looks for an overflow on the
-first replica only. So an optimizer that would do any of it is refused, and it is done here.
+Each of these is easy to get wrong on several replicas, without an error. Keras clips each replica's gradients before
+the sum (tensorflow#33929), counts an accumulated gradient once per replica, and looks for an overflow on the first
+replica only. So it is done here, and an optimizer that would do any of it is refused.
 """
 
 import contextlib
@@ -26,8 +26,7 @@ REFUSED_ARGUMENTS = {
     "use_ema": "--ema-decay",
     "loss_scale_factor": "--precision mixed_float16",
 }
-
-# It begins at 2**15; a gradient that overflows float16 at this scale is beyond any that a step could use.
+# The loss scale begins at 2**15. A gradient that overflows float16 at this one is beyond any that a step could use.
 LOWEST_LOSS_SCALE = 2.0**-10
 
 Gradients = list[tf.Tensor | tf.IndexedSlices | None]
@@ -44,14 +43,12 @@ class _Step(threading.local):
     calls: int = 0
     """How often this micro-batch has called apply_gradients."""
     sums: list[Gradients] = dataclasses.field(default_factory=list)
-    """For each of these calls, the gradients of the micro-batches so far."""
+    """For each of these calls, the sum of the gradients of the micro-batches so far."""
     operations: int = 0
     """How many operations the graph had at the first of these calls."""
 
 
 _step = _Step()
-
-# --- On each replica --------------------------------------------------------------------------------------------------
 
 
 def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Any) -> Callable[[Any], tf.Tensor]:
@@ -63,7 +60,7 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Any) -> C
 
     Args:
         train_step: takes one replica's (features, labels, weights), and updates by `apply_gradients`.
-        settings: what has micro_batches, clip_norm and jit.
+        settings: has micro_batches, clip_norm and jit.
     """
     step, count = converted(train_step), settings.micro_batches
 
@@ -84,7 +81,8 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Any) -> C
 
 
 def _part(batch: Any, number: int, count: int, after: tf.Tensor | None) -> Any:
-    # The next part begins when the one before has ended, so that its memory is free.
+    """Returns every `count`-th example of a batch from `number` on, when the part before it is done."""
+    # Its memory is free then.
     before = [each for gradients in _step.sums for each in gradients if each is not None]
     with tf.control_dependencies([*before, *([] if after is None else [after])]):
         return tf.nest.map_structure(lambda tensor: tf.identity(tensor[number::count]), batch)
@@ -107,8 +105,8 @@ def apply_gradients(
     """Updates the variables with the gradient of the loss, summed over all replicas and micro-batches.
 
     Every replica has to call it. With --clip-norm the sum is scaled down to that global norm, if its own is larger
-    (Pascanu et al. 2013, arXiv:1211.5063). With mixed_float16 the loss is scaled for the gradient; the update is
-    skipped, on every replica, if any gradient is not finite.
+    (Pascanu et al. 2013, arXiv:1211.5063). With mixed_float16 the loss is scaled for the gradient, and the update is
+    skipped on every replica if any gradient is not finite.
 
     Args:
         optimizer: built for these variables.
@@ -119,9 +117,9 @@ def apply_gradients(
     Raises:
         BadInput: with micro-batches, the loss was computed after another update of the same step.
     """
-    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    scale = optimizer.dynamic_scale.value if scaled else None
-    gradients = tape.gradient(loss, variables, output_gradients=None if scale is None else tf.cast(scale, loss.dtype))
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    scale = optimizer.dynamic_scale.value if is_scaled else None
+    gradients = tape.gradient(loss, variables, output_gradients=tf.cast(scale, loss.dtype) if is_scaled else None)
     with _xla(False):
         gradients = _summed_over_micro_batches(gradients, loss)
         if _step.is_last:
@@ -129,9 +127,10 @@ def apply_gradients(
 
 
 def _summed_over_micro_batches(gradients: Gradients, loss: tf.Tensor) -> Gradients:
-    call, _step.calls = _step.calls, _step.calls + 1
+    """Adds the gradients of one call to those of the same call in the micro-batches before; returns the sum."""
     if _step.is_last and not _step.sums:
         return gradients  # There is one micro-batch.
+    call, _step.calls = _step.calls, _step.calls + 1
     _check_order(loss, call)
     if call == len(_step.sums):
         _step.sums.append(gradients)
@@ -161,7 +160,7 @@ def _check_order(loss: tf.Tensor, call: int) -> None:
 def _update(
     optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: Sequence[keras.Variable], scale: Any
 ) -> None:
-    """Updates with the sum of all replicas' gradients."""
+    """Updates with the sum of all replicas' gradients; `scale` is the loss scale, if there is one."""
     variables = [variable for variable, each in zip(variables, gradients, strict=True) if each is not None]
     # Whole tensors, also of an embedding: Adam squares the slices of a token that occurs twice one by one.
     gradients = [tf.convert_to_tensor(each) for each in gradients if each is not None]
@@ -175,9 +174,6 @@ def _update(
         # Keras sums over the replicas once more, now of equal values.
         gradients = [each / replica.num_replicas_in_sync for each in gradients]
     optimizer.apply_gradients(zip(gradients, variables, strict=True))
-
-
-# --- Around the step --------------------------------------------------------------------------------------------------
 
 
 def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> keras.optimizers.Optimizer:

@@ -1,6 +1,6 @@
-"""State that Keras does not list: a tf.Variable in a layer, a tf.random.Generator, a stateful recurrent layer's state.
+"""Variables that Keras does not list: a layer's own tf.Variable, a tf.random.Generator's, a recurrent layer's state.
 
-The steps use it all the same, so it is saved and restored with the rest. What no checkpoint can hold is refused.
+The steps use them all the same, so they are saved and restored with the rest. What no checkpoint can hold is refused.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ UNSEEDED = (
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[weakref.ref]]:
-    """Yields a list to which every variable that is made inside is added."""
-    made: list[weakref.ref] = []  # What a hook makes and drops again is not kept alive.
+    """Yields a list that gets every variable that is made inside; one that is dropped again is not kept alive."""
+    made: list[weakref.ref] = []
 
     def note(next_creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
         variable = next_creator(**options)
@@ -37,7 +37,7 @@ def noted() -> Iterator[list[weakref.ref]]:
 
 
 class HiddenState:
-    """The variables that the steps use and Keras does not list."""
+    """The variables that the steps use and Keras does not list. The steps are traced when that is first asked for."""
 
     def __init__(
         self,
@@ -46,19 +46,15 @@ class HiddenState:
         listed: Iterable[tf.Variable],
         graph: Callable[[str], tf.Graph | None],
     ) -> None:
-        """Nothing is traced before it is needed.
+        """`made` are all variables that the hooks made in the strategy's scope, `listed` those that Keras lists.
 
-        Args:
-            strategy: the strategy in whose scope the variables were made.
-            made: all variables that the hooks made.
-            listed: those that Keras lists.
-            graph: returns the graph of a split's steps, or None if other processes run them.
+        `graph` returns the graph of a split's steps, or None if other processes run them.
         """
         self._local_results = strategy.experimental_local_results
+        self._graph = graph
         known = self._handles(listed)
         variables = (variable for each in made if (variable := each()) is not None)
-        self._others = [variable for variable in variables if not self._handles([variable]) & known]
-        self._graph = graph
+        self._unlisted = [variable for variable in variables if not self._handles([variable]) & known]
 
     @functools.cached_property
     def training(self) -> Traced | None:
@@ -77,11 +73,11 @@ class HiddenState:
         return look_at(self._graph("validation"))
 
     def changed(self) -> dict[str, tf.Variable]:
-        """Returns, under unique names, the variables that a step changes: the checkpoints hold them."""
+        """Returns those that a step changes, under unique names: the checkpoints hold them."""
         return self._among({*(self.training.changed if self.training else ()), *self.validation.changed})
 
     def used_in_validation(self) -> dict[str, tf.Variable]:
-        """Returns, under unique names, the variables that the validation uses: they are kept with the best weights."""
+        """Returns those that the validation uses, under unique names: they are kept with the best weights."""
         return self._among(self.validation.used)
 
     def check(self, saved: Iterable[tf.Variable]) -> None:
@@ -90,7 +86,9 @@ class HiddenState:
         for step, traced in (("train_step", self.training), ("validation_step", self.validation)):
             if traced is None:
                 continue
-            for name in (name for key, name in traced.changed.items() if name and key not in kept):
+            for key, name in traced.changed.items():
+                if not name or key in kept:
+                    continue
                 if is_seed(name.removesuffix(":0")):
                     raise BadInput(UNSEEDED)
                 raise BadInput(
@@ -108,7 +106,7 @@ class HiddenState:
 
     def _among(self, handles: Iterable[int]) -> dict[str, tf.Variable]:
         found: dict[str, tf.Variable] = {}
-        for variable in self._others:
+        for variable in self._unlisted:
             if not self._handles([variable]).isdisjoint(handles):
                 name = f"hidden/{variable.name.removesuffix(':0')}"
                 found[name if name not in found else f"{name}#{len(found)}"] = variable

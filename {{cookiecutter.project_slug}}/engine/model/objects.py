@@ -1,13 +1,13 @@
 """What the hooks of task.py returned: built before anything is traced, every variable under a name.
 
-A task has one model and one optimizer, or dictionaries of them under the same names (a GAN's generator and
-discriminator, say). `by_name` makes both the same to the rest of the engine.
+A task has one model and one optimizer, or dictionaries of them under the same names, such as a GAN's generator and
+discriminator. `by_name` makes both the same to the rest of the engine.
 """
 
 import contextlib
 import numbers
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -32,9 +32,7 @@ def by_name(objects: Any, kind: str) -> dict[str, Any]:
 
 
 def build_models(model: Any, features_spec: Any) -> Any:
-    """Returns the model, or the dict of models, with all variables made by a call on zeros of the features' shapes.
-
-    A layer that the model calls in training only is built too.
+    """Returns the model, or the dict of models, with all variables made, those of layers used in training only too.
 
     Raises:
         BadInput: the model does not accept such features, or is not a keras.Model.
@@ -44,15 +42,15 @@ def build_models(model: Any, features_spec: Any) -> Any:
             raise BadInput(f"task.create_model returned {each!r} as {name!r}: return a keras.Model, or a dict of them")
         if each.built and isinstance(model, Mapping):
             continue  # One of several models may take what another one makes.
-        zeros = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), features_spec)
         try:
             with warnings.catch_warnings():
                 # About layers that the next call builds. One that is never called is no harm.
                 warnings.filterwarnings("ignore", message=r"`build\(\)` was called on layer")
-                each(zeros, training=False)
+                each(_zeros(features_spec), training=False)
                 if not all(layer.built for layer in replicas.layers_of(each)):
                     # A symbolic call makes variables, and assigns to none: seeds and statistics stay.
-                    each(tf.nest.map_structure(_symbolic, features_spec), training=True)
+                    symbols = tf.nest.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype.name), features_spec)
+                    each(symbols, training=True)
         except Exception as problem:
             raise BadInput(
                 f"task.create_model returned {name!r}, which does not accept features of the shapes "
@@ -62,12 +60,8 @@ def build_models(model: Any, features_spec: Any) -> Any:
     return model
 
 
-def _symbolic(spec: tf.TensorSpec) -> keras.KerasTensor:
-    return keras.KerasTensor(spec.shape, spec.dtype.name)
-
-
 def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
-    """Returns the optimizer or optimizers, with variables made for the trainable variables of the models they are for.
+    """Returns the optimizer or optimizers, with variables made for what they train: the model of their name, or all.
 
     Variables first made inside a compiled step fail on several replicas (keras#23085), so none may be left.
 
@@ -77,27 +71,24 @@ def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
     models = by_name(model, "model")
     built = {}
     for name, each in by_name(optimizer, "optimizer").items():
-        if not isinstance(optimizer, Mapping):
-            trained = list(models.values())
-        elif name in models:
-            trained = [models[name]]
-        else:
+        if isinstance(optimizer, Mapping) and name not in models:
             raise BadInput(
                 f"task.create_optimizer returned an optimizer {name!r}, and task.create_model the models "
                 f"{sorted(models)}: name each optimizer after the model it trains"
             )
+        trained = [models[name]] if isinstance(optimizer, Mapping) else models.values()
         built[name] = prepare_optimizer(each, precision)
         built[name].build([variable for one in trained for variable in one.trainable_variables])
         for inner in _inner_optimizers(built[name]):
-            prepare_optimizer(inner, "float32")  # Refused for what is refused of one alone.
+            prepare_optimizer(inner, "float32")  # To refuse what is refused of one alone.
     return built if isinstance(optimizer, Mapping) else built["optimizer"]
 
 
 def build_metrics(task: ModuleType, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:
     """Makes the variables of metrics that would make them with their first update, such as F1Score.
 
-    In a compiled step that fails on several replicas, so such a split's step runs once before, on zeros; what it did
-    to anything else is undone.
+    In a compiled step that fails on several replicas. So such a split's step runs once before, on zeros, and what it
+    did to anything else is undone.
     """
     steps = {"train": task.train_step, "validation": task.validation_step, "test": task.test_step}
     for split, step in steps.items():
@@ -107,48 +98,52 @@ def build_metrics(task: ModuleType, strategy: tf.distribute.Strategy, batch_spec
         changed = [*model_variables(task.model).values(), *optimizer_variables(task.optimizer).values()]
         local = [each for variable in changed for each in strategy.experimental_local_results(variable)]
         before = [tf.identity(each) for each in local]
-        zeros = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), batch_spec)
-        strategy.run(step, args=(zeros,))
+        strategy.run(step, args=(_zeros(batch_spec),))
         for each, value in zip(local, before, strict=True):
             each.assign(value)
         for metric in task.metrics[split].values():
             metric.reset_state()
 
 
-# --- Variables by name ------------------------------------------------------------------------------------------------
+def _zeros(spec: Any) -> Any:
+    """Returns tensors of zeros of the shapes and dtypes of an element spec."""
+    return tf.nest.map_structure(lambda leaf: tf.zeros(leaf.shape, leaf.dtype), spec)
+
+
+# --- Variables by name: unique ones, in a fixed order -----------------------------------------------------------------
 
 
 def model_variables(model: Any) -> dict[str, tf.Variable]:
-    """Returns every variable of every model, trained or not, seed states too, under a unique name, in model order."""
-    return _variables(by_name(model, "model"))
+    """Returns every variable of every model, trained or not, seed states too, in model order."""
+    return _named(by_name(model, "model"))
 
 
 def optimizer_variables(optimizer: Any) -> dict[str, tf.Variable]:
-    """Returns every variable of every optimizer under a unique name."""
-    return _variables(by_name(optimizer, "optimizer"))
+    """Returns every variable of every optimizer."""
+    return _named(by_name(optimizer, "optimizer"))
 
 
 def metric_variables(metrics: Metrics) -> dict[str, tf.Variable]:
-    """Returns every variable of the metrics under a unique name."""
-    return _variables({f"metrics/{split}/{name}": each for split in metrics for name, each in metrics[split].items()})
+    """Returns every variable of the metrics."""
+    return _named({f"metrics/{split}/{name}": each for split in metrics for name, each in metrics[split].items()})
 
 
 def trainable_variables(model: Any) -> dict[str, tf.Variable]:
-    """Returns the variables of every model that training changes, under the names of `model_variables`."""
+    """Returns those of `model_variables` that training changes."""
     return _chosen(model, (each for one in by_name(model, "model").values() for each in one.trainable_variables))
 
 
 def own_variables(model: Any) -> dict[str, tf.Variable]:
-    """Returns the variables of every model that may differ between replicas, under the names of `model_variables`."""
+    """Returns those of `model_variables` that may differ between replicas."""
     return _chosen(model, replicas.own_variables(by_name(model, "model")))
 
 
-def _chosen(model: Any, variables: Any) -> dict[str, tf.Variable]:
+def _chosen(model: Any, variables: Iterable[keras.Variable]) -> dict[str, tf.Variable]:
     chosen = {id(variable.value) for variable in variables}
     return {name: variable for name, variable in model_variables(model).items() if id(variable) in chosen}
 
 
-def _variables(objects: dict[str, Any]) -> dict[str, tf.Variable]:
+def _named(objects: dict[str, Any]) -> dict[str, tf.Variable]:
     named: dict[str, tf.Variable] = {}
     for kind, each in objects.items():
         for variable in each.variables:
@@ -176,18 +171,16 @@ def variable_path(variable: keras.Variable | tf.Variable) -> str:
 def learning_rates(optimizer: Any) -> dict[str, float]:
     """Returns the learning rates of the next update, as columns of metrics.csv.
 
-    They are "learning_rate" of one optimizer, "learning_rate/<name>" of several, and nothing of one that has none.
+    The column is "learning_rate" for one optimizer, "learning_rate/<name>" for each of several.
     """
-    named: dict[str, Any] = {}
-    for name, each in by_name(optimizer, "").items():
-        inner = _inner_optimizers(each)
-        for one in inner or [each]:
-            named["/".join(filter(None, ["learning_rate", name, one.name if inner else ""]))] = one
     rates = {}
-    for name, each in named.items():
-        # An optimizer of the user's own may refuse to say, with whatever exception.
-        with contextlib.suppress(Exception):
-            rates[name] = float(keras.ops.convert_to_numpy(each.learning_rate))
+    for name, each in by_name(optimizer, "").items():
+        inner = {one.name: one for one in _inner_optimizers(each)} or {"": each}
+        for inner_name, one in inner.items():
+            # An optimizer of the user's own may refuse to say, with whatever exception.
+            with contextlib.suppress(Exception):
+                rate = float(keras.ops.convert_to_numpy(one.learning_rate))
+                rates["/".join(filter(None, ["learning_rate", name, inner_name]))] = rate
     return rates
 
 
@@ -203,7 +196,7 @@ def metric_results(metrics: Metrics, split: str) -> dict[str, float]:
     for name, metric in metrics[split].items():
         result = metric.result()
         if isinstance(result, keras.Variable | tf.Variable):
-            result = _read(inner_variable(result), split, name)
+            result = _over_replicas(inner_variable(result), split, name)
         if getattr(result, "shape", None) != () and not isinstance(result, numbers.Real):
             found = getattr(result, "shape", type(result).__name__)
             raise BadInput(
@@ -214,7 +207,7 @@ def metric_results(metrics: Metrics, split: str) -> dict[str, float]:
     return results
 
 
-def _read(variable: tf.Variable, split: str, metric: str) -> tf.Tensor:
+def _over_replicas(variable: tf.Variable, split: str, metric: str) -> tf.Tensor:
     """Returns what the replicas' values of a metric's variable come to together."""
     if isinstance(variable, tf.distribute.DistributedValues) and variable.aggregation == tf.VariableAggregation.NONE:
         raise BadInput(

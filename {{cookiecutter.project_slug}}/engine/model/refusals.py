@@ -11,17 +11,8 @@ from engine.errors import BadInput
 from engine.model.objects import Metrics, by_name, inner_variable, metric_results, variable_path
 
 # What train.py uses of task.py.
-HOOKS = (
-    "load_examples",
-    "prepare_example",
-    "create_model",
-    "create_optimizer",
-    "create_loss_objects",
-    "create_metrics",
-    "train_step",
-    "validation_step",
-    "test_step",
-)
+HOOKS = ("load_examples", "prepare_example", "create_model", "create_optimizer", "create_loss_objects")
+HOOKS += ("create_metrics", "train_step", "validation_step", "test_step")
 
 
 def check_hooks(task: ModuleType) -> None:
@@ -36,9 +27,10 @@ def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> No
     for each in by_name(objects, hook).values():
         if not hasattr(each, "variables"):
             raise BadInput(f"{hook} returned {each!r}: return what its docstring says")
+        if strategy.num_replicas_in_sync == 1:
+            continue
         for variable in each.variables:
-            made_inside = strategy.extended.variable_created_in_scope(inner_variable(variable))
-            if strategy.num_replicas_in_sync > 1 and not made_inside:
+            if not strategy.extended.variable_created_in_scope(inner_variable(variable)):
                 raise BadInput(
                     f"{hook} returned the variable {variable_path(variable)}, which was made outside the strategy's "
                     "scope: make it inside the hook, not when the file is imported"

@@ -1,4 +1,4 @@
-"""What replicas hold that differs: the seeds of dropout, and the statistics of BatchNormalization."""
+"""What differs between replicas: the seeds of dropout, and what an unsynchronized BatchNormalization measures."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +23,9 @@ def own_variables(models: dict[str, keras.Model]) -> Iterator[keras.Variable]:
 
 
 def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable]) -> None:
-    """Gives every replica seeds of its own, for dropout and other random layers; the first keeps what there is.
+    """Gives every replica but the first other seeds, so that dropout does not drop the same units on all.
 
-    All replicas begin with equal seeds, and so would drop the same units. From then on all replicas count alike.
+    From then on all replicas count alike.
     """
     if strategy.num_replicas_in_sync == 1 or not seeds:
         return
@@ -40,17 +40,12 @@ def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable])
 
 
 def compile_averaging(strategy: tf.distribute.Strategy, models: dict[str, keras.Model]) -> Callable[[], None]:
-    """Returns a function that replaces what each replica measured for itself by the replicas' mean.
+    """Returns a function that gives every replica the mean of what each has measured of its own shares.
 
-    This concerns moving statistics of layers that are not synchronized: each replica's are of its own share of the
-    batches, and a checkpoint holds those of the first. Call it before every validation, save and export.
+    Call it before every validation, save and export, because a checkpoint holds the values of the first replica.
     """
-    statistics = [
-        variable
-        for model in models.values()
-        for variable in _statistics(model)
-        if variable.dtype.startswith(("float", "bfloat"))
-    ]
+    measured = [variable for model in models.values() for variable in _statistics(model)]
+    statistics = [variable for variable in measured if variable.dtype.startswith(("float", "bfloat"))]
     if strategy.num_replicas_in_sync == 1 or not statistics:
         return lambda: None
 
@@ -63,12 +58,12 @@ def compile_averaging(strategy: tf.distribute.Strategy, models: dict[str, keras.
 
 
 def _statistics(model: keras.Model) -> Iterator[keras.Variable]:
+    """Yields what the layers that are not synchronized measure."""
     for layer in layers_of(model):
         if not getattr(layer, "synchronized", False):
             yield from layer._non_trainable_variables
 
 
 def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """Yields every layer of a model, however deeply nested."""
-    # keras.Model.layers holds the outermost ones only.
+    """Yields every layer of a model, however deeply nested; `model.layers` holds the outermost ones only."""
     yield from model._flatten_layers(include_self=True, recursive=True)

@@ -157,6 +157,7 @@ class Run:
             return dict(self.progress.train_metrics)
         results = self.objects.results(split)
         del self.progress.steps_of_pass[split]
+        self._chunk = None
         if split == "train":
             self.progress.train_metrics = dict(results)
         return results

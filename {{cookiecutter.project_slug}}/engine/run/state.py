@@ -2,7 +2,7 @@
 
 Most variables are alike on all replicas and have one value. Some are each replica's own: what a metric has counted so
 far, the seeds of dropout, the statistics of a BatchNormalization that is not synchronized. Of those every replica's
-value is kept, or a run that is taken up again would go on a little differently.
+value is saved, otherwise a resumed run would differ slightly.
 """
 
 import functools
@@ -57,7 +57,7 @@ class State:
         # Of the first replica's variable, because that of all takes five times as long to read.
         values = {name: _read(local_results(variable)[0]) for name, variable in self.alike.items()}
         with tf.device("CPU:0"):
-            # Those of GPUs and parameter servers are brought here; a copy of the others would be one for nothing.
+            # Copies values of GPUs and parameter servers to the host; the others are there already.
             host = tf.constant(0).device
             values = {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
         own = {
