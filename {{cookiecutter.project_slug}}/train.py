@@ -11,10 +11,10 @@ The same command again resumes a run that was stopped.
 """
 
 from config import Config
-from engine.settings import begin, read_settings
+from engine.settings import check_command_line, read_settings
 
 if __name__ == "__main__":
-    begin(Config)  # Before TensorFlow is imported, which takes seconds.
+    check_command_line(Config)  # Before TensorFlow is imported, which takes seconds.
 
 import sys
 from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ import tensorflow as tf
 
 import task
 from engine.check import check_task
-from engine.cluster.asynchronous import workers_train
+from engine.cluster.asynchronous import per_worker_batches
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers, peers_named
 from engine.data import Batches, load_splits
 from engine.errors import exit_codes
 from engine.mistakes import mistakes_named
-from engine.model import build_models, finish, in_micro_batches, noted, set_up
+from engine.model import build_models, finish_objects, in_micro_batches, recorded_variables, set_up
 from engine.run import Run, RunDirectory, begin_run, evaluate, evaluate_continuously, lock_and_find_result, signals
 
 SPLITS = ("train", "validation", "test")
@@ -56,15 +56,16 @@ def build(settings: Config) -> None:
     set_up(task, config)
     workers = Workers(strategy)
     batches = load_splits(SPLITS, task, config, strategy, pipelines=workers.count, pipeline=workers.index)
-    batches = workers_train(batches, strategy)  # By themselves, with --strategy parameter_server.
+    # With --strategy parameter_server, each worker trains on batches of its own.
+    batches = per_worker_batches(batches, strategy)
 
     # KEEP: All variables are made inside the scope, and before anything is compiled.
-    with strategy.scope(), noted() as made:
+    with strategy.scope(), recorded_variables() as made:
         task.model = build_models(task.create_model(), batches["train"].element_spec[0])
         task.optimizer = task.create_optimizer(total_steps=config.epochs * batches["train"].steps)
         task.loss_objects = task.create_loss_objects()
         task.metrics = {split: task.create_metrics(split) for split in SPLITS}
-        objects = finish(task, config, batches["train"].element_spec, made, graph)
+        objects = finish_objects(task, config, batches["train"].element_spec, made, graph)
     run = Run(config, strategy, objects)
     # Compiled anew with every build: a compiled function keeps using the objects it was first called with.
     run_steps = {

@@ -173,7 +173,7 @@ class Settings:
         ]
 
 
-def begin(kind: type[Settings]) -> None:
+def check_command_line(kind: type[Settings]) -> None:
     """Reads the command line before TensorFlow is imported, so that --help and mistakes end the program at once."""
     end_at_signals()
     with exit_codes():

@@ -320,3 +320,19 @@ def test_micro_batches_take_less_memory_for_the_same_loss() -> None:
         found[micro_batches] = json.loads(done.stdout.splitlines()[-1])
     assert found["4"]["loss"] == pytest.approx(found["1"]["loss"], rel=1e-6)
     assert found["4"]["mebibytes"] < 0.5 * found["1"]["mebibytes"]  # Measured: 311 and 67.
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_own_gradients_take_the_place_of_the_tape_s(count: int) -> None:
+    linear = Linear()
+
+    def train_step(batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(batch[0] @ linear.weight.value)
+        (gradient,) = tape.gradient(loss, [linear.weight])
+        apply_gradients(linear.optimizer, tape, loss, [linear.weight], gradients=[2.0 * gradient])
+        return loss
+
+    features = tf.ones([6, 2])
+    in_micro_batches(train_step, Config(micro_batches=count))((features, features, features))
+    assert linear.weight.numpy().ravel().tolist() == [-12.0, -12.0]

@@ -624,7 +624,7 @@ def test_divergence_names_the_step_and_the_way_on_works(
         diverging.setattr(task, "train_step", spoiled_step)
         code, line = ended(tmp_path / "run", "--epochs=2", "--checkpoint-every-steps=14")
         assert code == 3
-        assert "the loss of train step 11 in epoch 2 is nan" in line
+        assert "the loss of train step 11 of epoch 2 is nan" in line
         last = tmp_path / "run" / "checkpoints" / "step-00000028"
         assert f"the last good state is {last}" in line
         # Steps in which the loss shows nothing yet, but a save is due.

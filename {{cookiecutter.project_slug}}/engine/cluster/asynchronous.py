@@ -111,7 +111,7 @@ def _add_atomically(variable: keras.Variable, value: Any) -> tf.Tensor:
     return variable.value.assign_add(tf.cast(value, variable.dtype))
 
 
-def workers_train(batches: dict[str, Any], strategy: tf.distribute.Strategy) -> dict[str, Any]:
+def per_worker_batches(batches: dict[str, Any], strategy: tf.distribute.Strategy) -> dict[str, Any]:
     """Returns the splits' batches. With parameter servers, each worker has training batches of its own."""
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return batches

@@ -9,16 +9,16 @@ replicas      what differs between replicas: seeds and statistics
 hidden_state  the variables that Keras does not list
 """
 
-from engine.model.finish import finish, set_up
+from engine.model.finish import finish_objects, set_up
 from engine.model.gradients import apply_gradients, in_micro_batches
-from engine.model.hidden_state import noted
+from engine.model.hidden_state import recorded_variables
 from engine.model.objects import build_models
 
 __all__ = [
     "apply_gradients",
     "build_models",
-    "finish",
+    "finish_objects",
     "in_micro_batches",
-    "noted",
+    "recorded_variables",
     "set_up",
 ]

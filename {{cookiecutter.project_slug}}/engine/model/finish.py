@@ -31,7 +31,7 @@ from engine.model.replicas import compile_averaging, is_seed, spread_seeds
 
 @dataclasses.dataclass
 class TaskObjects:
-    """What training uses and changes. Made by `finish`."""
+    """What training uses and changes. Made by `finish_objects`."""
 
     model: Any
     """The model, or a dict of models by name."""
@@ -67,9 +67,7 @@ class TaskObjects:
 
     def own(self) -> dict[str, tf.Variable]:
         """Returns the variables of which each replica has a value of its own."""
-        # No state is saved during the test.
-        metrics = {split: self.metrics[split] for split in self.metrics if split != "test"}
-        return own_variables(self.model) | metric_variables(metrics)
+        return own_variables(self.model) | metric_variables(self.metrics)
 
     def results(self, split: str) -> dict[str, float]:
         """Returns the metrics of a split as "<split>/<name>", and resets them."""
@@ -103,7 +101,7 @@ def set_up(task: ModuleType, settings: Any) -> None:
     keras.config.set_dtype_policy(settings.precision)
 
 
-def finish(
+def finish_objects(
     task: ModuleType, settings: Any, batch_spec: Any, made: list[weakref.ref], graph: Callable[[str], tf.Graph | None]
 ) -> TaskObjects:
     """Builds and checks what the hooks have made. Call it inside the strategy's scope.
@@ -112,7 +110,7 @@ def finish(
         task: the module task.py, with model, optimizer, loss_objects and metrics.
         settings: has precision, ema_decay, monitor and monitor_direction.
         batch_spec: what one replica receives, as tf.TensorSpec.
-        made: what `noted` has noted of the hooks.
+        made: the variables that the hooks made, from `recorded_variables`.
         graph: returns the graph of a split's steps once they can be traced; None if other processes run them.
 
     Raises:
@@ -125,7 +123,7 @@ def finish(
         check_scope(strategy, metrics, "task.create_metrics")
     check_loss_objects(task.loss_objects)
     task.optimizer = build_optimizers(task.optimizer, task.model, settings.precision)
-    build_metrics(task, strategy, batch_spec)
+    build_metrics(task, strategy, batch_spec, made)
     check_metrics(task.metrics, settings.monitor)
     weights = model_variables(task.model)
     spread_seeds(strategy, [variable for name, variable in weights.items() if is_seed(name)])

@@ -34,7 +34,7 @@ Gradients = list[tf.Tensor | tf.IndexedSlices | None]
 
 @dataclasses.dataclass
 class _Step(threading.local):
-    """How the step that is being traced in this thread updates. Each replica is traced in a thread of its own."""
+    """Settings and gradient sums of the step being traced in this thread (one thread per replica)."""
 
     clip_norm: float | None = None
     jit: bool = False
@@ -66,16 +66,19 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Any) -> C
 
     @tf.autograph.experimental.do_not_convert
     def whole_step(batch: Any) -> tf.Tensor:
-        _step.clip_norm, _step.jit, _step.sums = settings.clip_norm, settings.jit, []
-        loss = None
-        for number in range(count):
-            _step.is_last, _step.calls = number == count - 1, 0
-            part = batch if count == 1 else _part(batch, number, count, after=loss)
-            with _xla(True):
-                loss = step(part) if loss is None else loss + step(part)
-        if count > 1 and not _step.sums:
-            raise BadInput("--micro-batches needs task.train_step to update by engine.model.gradients.apply_gradients")
-        return loss
+        _step.clip_norm, _step.jit = settings.clip_norm, settings.jit
+        try:
+            loss = None
+            for number in range(count):
+                _step.is_last, _step.calls = number == count - 1, 0
+                part = batch if count == 1 else _part(batch, number, count, after=loss)
+                with _xla(True):
+                    loss = step(part) if loss is None else loss + step(part)
+            if count > 1 and not _step.sums:
+                raise BadInput("--micro-batches needs task.train_step to update by engine.model.apply_gradients")
+            return loss
+        finally:
+            _step.__init__()  # Nothing of this step is left to whatever is traced next.
 
     return whole_step
 
@@ -101,6 +104,7 @@ def apply_gradients(
     tape: tf.GradientTape,
     loss: tf.Tensor,
     variables: Sequence[keras.Variable],
+    gradients: Gradients | None = None,
 ) -> None:
     """Updates the variables with the gradient of the loss, summed over all replicas and micro-batches.
 
@@ -113,13 +117,17 @@ def apply_gradients(
         tape: recorded the loss.
         loss: this replica's part of the batch's loss (scalar).
         variables: what to update. A variable that the loss does not use stays.
+        gradients: what to apply in place of the tape's gradient, one for each variable: this replica's part as well.
 
     Raises:
         BadInput: with micro-batches, the loss was computed after another update of the same step.
     """
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     scale = optimizer.dynamic_scale.value if is_scaled else None
-    gradients = tape.gradient(loss, variables, output_gradients=tf.cast(scale, loss.dtype) if is_scaled else None)
+    if gradients is None:
+        gradients = tape.gradient(loss, variables, output_gradients=tf.cast(scale, loss.dtype) if is_scaled else None)
+    elif is_scaled:
+        gradients = [None if each is None else each * tf.cast(scale, each.dtype) for each in gradients]
     with _xla(False):
         gradients = _summed_over_micro_batches(gradients, loss)
         if _step.is_last:

@@ -23,7 +23,7 @@ UNSEEDED = (
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[list[weakref.ref]]:
+def recorded_variables() -> Iterator[list[weakref.ref]]:
     """Yields a list that gets every variable that is made inside; one that is dropped again is not kept alive."""
     made: list[weakref.ref] = []
 

@@ -7,6 +7,7 @@ discriminator. `by_name` makes both the same to the rest of the engine.
 import contextlib
 import numbers
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -84,18 +85,20 @@ def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
     return built if isinstance(optimizer, Mapping) else built["optimizer"]
 
 
-def build_metrics(task: ModuleType, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:
+def build_metrics(
+    task: ModuleType, strategy: tf.distribute.Strategy, batch_spec: Any, made: Iterable[weakref.ref]
+) -> None:
     """Makes the variables of metrics that would make them with their first update, such as F1Score.
 
     In a compiled step that fails on several replicas. So such a split's step runs once before, on zeros, and what it
-    did to anything else is undone.
+    did to the variables that the hooks have `made` is undone.
     """
     steps = {"train": task.train_step, "validation": task.validation_step, "test": task.test_step}
     for split, step in steps.items():
         # Keras notes it as `_built`, because some, such as R2Score, have one of their variables from the start.
         if all(metric.variables and getattr(metric, "_built", True) for metric in task.metrics[split].values()):
             continue
-        changed = [*model_variables(task.model).values(), *optimizer_variables(task.optimizer).values()]
+        changed = [variable for each in list(made) if (variable := each()) is not None]
         local = [each for variable in changed for each in strategy.experimental_local_results(variable)]
         before = [tf.identity(each) for each in local]
         strategy.run(step, args=(_zeros(batch_spec),))
