@@ -9,22 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from engine.model import objects
 from engine.model.averages import MovingAverage
 from engine.model.gradients import check_loss_scale
 from engine.model.hidden_state import HiddenState
-from engine.model.objects import (
-    Metrics,
-    build_metrics,
-    build_optimizers,
-    by_name,
-    learning_rates,
-    metric_results,
-    metric_variables,
-    model_variables,
-    optimizer_variables,
-    own_variables,
-    trainable_variables,
-)
 from engine.model.refusals import check_hooks, check_loss_objects, check_metrics, check_scope, monitor_direction
 from engine.model.replicas import compile_averaging, is_seed, spread_seeds
 
@@ -37,7 +25,7 @@ class TaskObjects:
     """The model, or a dict of models by name."""
     optimizer: Any
     """The optimizer, or a dict of them under the models' names."""
-    metrics: Metrics
+    metrics: objects.Metrics
     weights: dict[str, tf.Variable]
     """Every variable of the models."""
     average: MovingAverage | None
@@ -55,23 +43,23 @@ class TaskObjects:
 
     @property
     def optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
-        return by_name(self.optimizer, "optimizer")
+        return objects.by_name(self.optimizer, "optimizer")
 
     def alike(self) -> dict[str, tf.Variable]:
         """Returns the variables that have one value on all replicas."""
-        own = own_variables(self.model)
+        own = objects.own_variables(self.model)
         weights = {name: each for name, each in self.weights.items() if name not in own}
         averages = self.average.averages if self.average else {}
         averages = {f"average/{name}": each for name, each in averages.items()}
-        return weights | optimizer_variables(self.optimizer) | averages
+        return weights | objects.optimizer_variables(self.optimizer) | averages
 
     def own(self) -> dict[str, tf.Variable]:
         """Returns the variables of which each replica has a value of its own."""
-        return own_variables(self.model) | metric_variables(self.metrics)
+        return objects.own_variables(self.model) | objects.metric_variables(self.metrics)
 
     def results(self, split: str) -> dict[str, float]:
         """Returns the metrics of a split as "<split>/<name>", and resets them."""
-        results = metric_results(self.metrics, split)
+        results = objects.metric_results(self.metrics, split)
         self.reset(split)
         return results
 
@@ -81,7 +69,7 @@ class TaskObjects:
 
     def learning_rates(self) -> dict[str, float]:
         """Returns the learning rates of the next update, as columns of metrics.csv."""
-        return learning_rates(self.optimizer)
+        return objects.learning_rates(self.optimizer)
 
     def check_loss_scales(self, step: int) -> None:
         """Raises Diverged if the loss scale of an optimizer has fallen without end."""
@@ -122,20 +110,23 @@ def finish_objects(
     for metrics in task.metrics.values():
         check_scope(strategy, metrics, "task.create_metrics")
     check_loss_objects(task.loss_objects)
-    task.optimizer = build_optimizers(task.optimizer, task.model, settings.precision)
-    build_metrics(task, strategy, batch_spec, made)
+    task.optimizer = objects.build_optimizers(task.optimizer, task.model, settings.precision)
+    objects.build_metrics(task, strategy, batch_spec, made)
     check_metrics(task.metrics, settings.monitor)
-    weights = model_variables(task.model)
+    weights = objects.model_variables(task.model)
     spread_seeds(strategy, [variable for name, variable in weights.items() if is_seed(name)])
-    listed = weights | optimizer_variables(task.optimizer) | metric_variables(task.metrics)
+    listed = weights | objects.optimizer_variables(task.optimizer) | objects.metric_variables(task.metrics)
     hidden = HiddenState(strategy, list(made), listed.values(), graph)  # The average's variables are not the hooks'.
+    average = None
+    if settings.ema_decay:
+        average = MovingAverage(objects.trainable_variables(task.model), settings.ema_decay)
     return TaskObjects(
         model=task.model,
         optimizer=task.optimizer,
         metrics=task.metrics,
         weights=weights,
-        average=MovingAverage(trainable_variables(task.model), settings.ema_decay) if settings.ema_decay else None,
-        average_statistics=compile_averaging(strategy, by_name(task.model, "model")),
+        average=average,
+        average_statistics=compile_averaging(strategy, objects.by_name(task.model, "model")),
         hidden=hidden,
         monitor_direction=monitor_direction(task.metrics, settings.monitor, settings.monitor_direction),
     )
