@@ -136,7 +136,10 @@ def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
         if "error" in one:
             return one
     values = {name: [one[name] for one in rounds] for name in FIGURES if all(name in one for one in rounds)}
-    return {name: {"median": statistics.median(of), "low": min(of), "high": max(of)} for name, of in values.items()}
+    return {
+        name: {"median": statistics.median(found), "low": min(found), "high": max(found)}
+        for name, found in values.items()
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -193,9 +196,9 @@ def _layout(row: dict[str, Any]) -> str:
 def _cell(found: dict[str, Any] | None, figure: str) -> str:
     if not found or figure not in found:
         return "fails" if found and "error" in found else "-"
-    of = found[figure]
-    digits = 0 if of["median"] >= 100 else 1
-    return f"{of['median']:,.{digits}f} ({of['low']:,.{digits}f} to {of['high']:,.{digits}f})"
+    values = found[figure]
+    digits = 0 if values["median"] >= 100 else 1
+    return f"{values['median']:,.{digits}f} ({values['low']:,.{digits}f} to {values['high']:,.{digits}f})"
 
 
 def draw_overhead(rows: list[dict[str, Any]], path: Path) -> None:
@@ -258,8 +261,8 @@ def main() -> None:
             layout = {"workload": workload, "replicas": replicas, "workers": workers}
             found = measure_in_turn(chosen, project, options.rounds, **layout)
             rows = [row for row in results["rows"] if any(row[name] != value for name, value in layout.items())]
-            of_programs = {name: medians(rounds) for name, rounds in found.items()}
-            rows.append({**layout, "rounds": options.rounds, "command": command, "programs": of_programs})
+            by_program = {name: medians(rounds) for name, rounds in found.items()}
+            rows.append({**layout, "rounds": options.rounds, "command": command, "programs": by_program})
             results["rows"] = sorted(rows, key=_place)
             write()
     draw_overhead(results["rows"], options.output / "overhead.png")

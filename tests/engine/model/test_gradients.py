@@ -288,7 +288,7 @@ def test_none_gradient_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_embedding_gradients_become_whole_tensors_because_adam_gets_slices_wrong() -> None:
-    """If this goes red, Keras has mended it, and large embeddings need not become whole tensors any more."""
+    """If this goes red, Keras has fixed it, and large embeddings need not become whole tensors any more."""
 
     def embedding_after_three_steps(whole: bool) -> np.ndarray:
         keras.utils.set_random_seed(0)

@@ -22,7 +22,7 @@ def variables(**shapes: tuple[int, ...]) -> dict[str, tf.Variable]:
     return {name.replace("_", "/"): tf.Variable(tf.zeros(shape)) for name, shape in shapes.items()}
 
 
-def of(directory: Path, named: dict[str, tf.Variable], **options) -> Checkpoints:
+def make_checkpoints(directory: Path, named: dict[str, tf.Variable], **options) -> Checkpoints:
     return Checkpoints(directory, State(tf.distribute.get_strategy(), named), **{"keep": 1, **options})
 
 
@@ -34,9 +34,9 @@ def test_restored_variables_and_record_are_those_saved(tmp_path: Path) -> None:
         "seed": tf.Variable([1, 2**32 - 1], dtype=tf.uint32),
         "half": tf.Variable(tf.cast([1.0, 1 / 3], tf.bfloat16)),
     }
-    path = of(tmp_path, saved).save(12, {"best_score": 0.1, "best_epoch": None})
+    path = make_checkpoints(tmp_path, saved).save(12, {"best_score": 0.1, "best_epoch": None})
     others = {name: tf.Variable(tf.zeros_like(variable)) for name, variable in saved.items()}
-    record = of(tmp_path, others).restore(path)
+    record = make_checkpoints(tmp_path, others).restore(path)
     assert record == {"step": 12, "best_score": 0.1, "best_epoch": None}
     for name, variable in saved.items():
         np.testing.assert_array_equal(others[name].numpy(), variable.numpy())
@@ -49,8 +49,8 @@ def test_restored_variables_and_record_are_those_saved(tmp_path: Path) -> None:
 )
 def test_directory_of_any_name_is_read_again(name: str, tmp_path: Path) -> None:
     saved = {"a": tf.Variable([1.5, 2.5]), "b": tf.Variable(3)}
-    path = of(tmp_path / name, saved).save(1, {})
-    other = of(tmp_path / name, variables(a=(2,)) | {"b": tf.Variable(0)})
+    path = make_checkpoints(tmp_path / name, saved).save(1, {})
+    other = make_checkpoints(tmp_path / name, variables(a=(2,)) | {"b": tf.Variable(0)})
     other.restore(path)
     np.testing.assert_array_equal(other.state.alike["a"].numpy(), [1.5, 2.5])
     assert sorted(file.name for file in tmp_path.iterdir()) == [name]
@@ -72,7 +72,7 @@ def test_files_are_on_the_disk_before_they_have_their_names(tmp_path: Path, monk
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(Path, "rename", checked)
-    of(tmp_path, variables(a=(2,))).save(1, {})
+    make_checkpoints(tmp_path, variables(a=(2,))).save(1, {})
     assert tmp_path in synced  # After the rename.
 
 
@@ -90,7 +90,7 @@ def test_save_takes_no_memory_for_copies_of_the_variables(tmp_path: Path) -> Non
         return next(int(line.split()[1]) // 1024 for line in status if line.startswith(f"{field}:"))
 
     named = {str(number): tf.Variable(tf.random.uniform([2**23])) for number in range(4)}  # 32 MiB each
-    checkpoints = of(tmp_path, named)
+    checkpoints = make_checkpoints(tmp_path, named)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # See man 5 proc_pid_clear_refs.
     before = mebibytes("VmRSS")
     checkpoints.save(1, {})
@@ -164,7 +164,7 @@ def test_statistics_that_agree_stay_the_same_bits_on_any_number_of_replicas(tmp_
 
 
 def test_newest_are_kept_in_the_order_of_their_steps(tmp_path: Path) -> None:
-    checkpoints = of(tmp_path, variables(a=(2,)), keep=2)
+    checkpoints = make_checkpoints(tmp_path, variables(a=(2,)), keep=2)
     assert checkpoints.paths() == []
     for step in (1, 9, 10, 99_999_999, 100_000_000):
         checkpoints.save(step, {})
@@ -172,14 +172,14 @@ def test_newest_are_kept_in_the_order_of_their_steps(tmp_path: Path) -> None:
 
 
 def test_saving_an_earlier_step_drops_the_later_ones(tmp_path: Path) -> None:
-    checkpoints = of(tmp_path, variables(a=(2,)), keep=2)
+    checkpoints = make_checkpoints(tmp_path, variables(a=(2,)), keep=2)
     for step in (10, 20, 30, 15):
         checkpoints.save(step, {})
     assert [path.name for path in checkpoints.paths()] == ["step-00000015"]
 
 
 def test_other_files_beside_are_left_alone(tmp_path: Path) -> None:
-    checkpoints = of(tmp_path, variables(a=(2,)))
+    checkpoints = make_checkpoints(tmp_path, variables(a=(2,)))
     checkpoints.save(1, {})
     (tmp_path / "step-00000009.bak").mkdir()
     (tmp_path / "step-notes.txt").write_text("mine")
@@ -189,7 +189,7 @@ def test_other_files_beside_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_half_written_checkpoint_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = of(tmp_path, variables(a=(2,)), keep=2)
+    checkpoints = make_checkpoints(tmp_path, variables(a=(2,)), keep=2)
     checkpoints.save(1, {})
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000002.part")
     assert [path.name for path in checkpoints.paths()] == ["step-00000001"]
@@ -200,7 +200,7 @@ def test_half_written_checkpoint_is_no_checkpoint(tmp_path: Path, monkeypatch: p
 
 def test_same_step_is_saved_again(tmp_path: Path) -> None:
     state = {"a": tf.Variable(1.0)}
-    checkpoints = of(tmp_path, state)
+    checkpoints = make_checkpoints(tmp_path, state)
     checkpoints.save(5, {})
     state["a"].assign(2.0)
     path = checkpoints.save(5, {})
@@ -213,7 +213,7 @@ def test_what_is_written_in_a_thread_is_the_state_at_the_call(tmp_path: Path, mo
     writer = Writer(in_thread=True)
     state = {"a": tf.Variable([1.0, 2.0])}
     (tmp_path / "run").mkdir()
-    checkpoints = of(tmp_path / "run" / "checkpoints", state, keep=2, writer=writer)
+    checkpoints = make_checkpoints(tmp_path / "run" / "checkpoints", state, keep=2, writer=writer)
     begun = concurrent.futures.Future()
     write = Checkpoints._write
     with monkeypatch.context() as slowly:
@@ -237,7 +237,7 @@ def test_what_is_written_in_a_thread_is_the_state_at_the_call(tmp_path: Path, mo
 
 def test_nothing_is_written_that_names_what_was_not(tmp_path: Path) -> None:
     writer, state = Writer(in_thread=True), variables(a=(2,))
-    best, checkpoints = (of(tmp_path / name / "it", state, writer=writer) for name in ("best", "states"))
+    best, checkpoints = (make_checkpoints(tmp_path / name / "it", state, writer=writer) for name in ("best", "states"))
     (tmp_path / "states").mkdir()
     best.save(1, {})
     checkpoints.save(1, {"best_step": 1})
@@ -247,10 +247,10 @@ def test_nothing_is_written_that_names_what_was_not(tmp_path: Path) -> None:
 
 
 def test_other_variables_are_refused_by_name(tmp_path: Path) -> None:
-    path = of(tmp_path, variables(same=(1,), gone=(2,), reshaped=(3,))).save(1, {})
+    path = make_checkpoints(tmp_path, variables(same=(1,), gone=(2,), reshaped=(3,))).save(1, {})
     ours = variables(same=(1,), reshaped=(4,), added=(5,))
     with pytest.raises(BadInput) as refused:
-        of(tmp_path, ours).restore(path)
+        make_checkpoints(tmp_path, ours).restore(path)
     for difference in (
         "3 variables differ",
         "gone float32[2] there and absent now",
@@ -262,7 +262,7 @@ def test_other_variables_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_what_was_infinite_from_the_start_is_saved(tmp_path: Path) -> None:
-    checkpoints = of(tmp_path, {"mask": tf.Variable([0.0, float("-inf")])})
+    checkpoints = make_checkpoints(tmp_path, {"mask": tf.Variable([0.0, float("-inf")])})
     checkpoints.save(1, {})
     checkpoints.state.alike["mask"].assign([0.0, float("nan")])
     with pytest.raises(Diverged, match="mask is not finite"):
@@ -272,7 +272,7 @@ def test_what_was_infinite_from_the_start_is_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_saved(value: float, tmp_path: Path) -> None:
     state = {"model/a": tf.Variable([1.0, 2.0]), "metrics/train/ratio": tf.Variable(value)}
-    checkpoints = of(tmp_path, state, keep=2)
+    checkpoints = make_checkpoints(tmp_path, state, keep=2)
     checkpoints.save(1, {})  # A metric may be anything.
     state["model/a"].assign([1.0, value])
     with pytest.raises(Diverged, match="after step 2 the variable model/a is not finite"):
@@ -296,7 +296,10 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize("file", ["state.index", "state.data-00000-of-00001", "record.json", "SHA256SUMS"])
 def test_damage_is_found_and_the_checkpoint_before_is_used(file: str, how: str, tmp_path: Path, capsys) -> None:
     state = variables(a=(1000,), b=())
-    checkpoints, best = of(tmp_path / "states", state, keep=3), of(tmp_path / "best", state, keep=3)
+    checkpoints, best = (
+        make_checkpoints(tmp_path / "states", state, keep=3),
+        make_checkpoints(tmp_path / "best", state, keep=3),
+    )
     for step in (1, 2):
         state["a"].assign(tf.fill([1000], float(step)))
         progress = Progress(step=step)
@@ -322,10 +325,10 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(file: str, how: str, 
 
 def test_record_of_something_else_is_damage(tmp_path: Path) -> None:
     state = variables(a=(2,))
-    checkpoints = of(tmp_path, state)
+    checkpoints = make_checkpoints(tmp_path, state)
     checkpoints.save(1, {**Progress(step=1).record(), "colour": "red"})
     with pytest.raises(BadInput, match="is not of a run"):
-        read_newest(checkpoints, of(tmp_path / "best", state))
+        read_newest(checkpoints, make_checkpoints(tmp_path / "best", state))
 
 
 def test_fingerprint_is_the_one_documented() -> None:

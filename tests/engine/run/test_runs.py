@@ -103,8 +103,8 @@ def test_every_variable_is_restored_on_other_numbers_of_replicas(tmp_path: Path,
         for name, value in saved.items():
             if name in train.run.checkpoints.state.own:
                 # Of the seeds the first replica's stays; all else agrees at the end of an epoch.
-                of_all = 1 if "seed_generator" in name else len(restored[name])
-                np.testing.assert_array_equal(restored[name][:of_all], [value[0]] * of_all, err_msg=name)
+                count = 1 if "seed_generator" in name else len(restored[name])
+                np.testing.assert_array_equal(restored[name][:count], [value[0]] * count, err_msg=name)
             else:
                 np.testing.assert_array_equal(restored[name], value, err_msg=name)
         before = read_checkpoint(train.run.checkpoints.paths()[-1])[0]
@@ -230,7 +230,7 @@ def test_stopped_run_of_two_models_ends_bit_equal(
     assert_stopped_run_ends_equal((2, 6), tmp_path, flags, ended, monkeypatch)
 
 
-def test_damaged_newest_checkpoint_is_told_and_the_run_ends_equal(tmp_path: Path, capsys) -> None:
+def test_damaged_newest_checkpoint_is_printed_and_the_run_ends_equal(tmp_path: Path, capsys) -> None:
     expected = run(tmp_path / "whole", "--epochs=3")
     shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
     newest = tmp_path / "damaged" / "checkpoints" / "step-00000060"
@@ -290,13 +290,13 @@ def test_evaluation_is_of_the_best_weights_and_changes_nothing(
     for replicas in (1, 4):
         flags = ("--evaluate-only", f"--simulated-devices={replicas}")  # No setting of the training matters.
         train.main([f"--run-dir={tmp_path / 'run'}", *SHORT, *flags])
-        told = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
-        assert float(told["test/loss"]) == pytest.approx(result["test/loss"], rel=1e-5)
-        assert float(told["validation/loss"]) == pytest.approx(result["best_validation/loss"], rel=1e-5)
+        printed = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
+        assert float(printed["test/loss"]) == pytest.approx(result["test/loss"], rel=1e-5)
+        assert float(printed["validation/loss"]) == pytest.approx(result["best_validation/loss"], rel=1e-5)
     for run_dir in ("none", "run"):
         train.main([f"--run-dir={tmp_path / run_dir}", *SHORT, "--evaluate-only", f"--init-from={tmp_path / 'run'}"])
-        told = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
-        assert float(told["test/loss"]) == pytest.approx(result["test/loss"], rel=1e-5)
+        printed = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
+        assert float(printed["test/loss"]) == pytest.approx(result["test/loss"], rel=1e-5)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
@@ -318,8 +318,8 @@ def test_evaluation_of_a_run_stopped_in_a_validation_counts_from_the_start(
         json.loads((train.run.checkpoints.paths()[-1] / "record.json").read_text())["steps_of_pass"]["validation"] == 2
     )
     train.main([f"--run-dir={tmp_path}", *SHORT, *flags, "--evaluate-only"])
-    told = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  validation/"))
-    assert float(told["validation/loss"]) == float(rows(tmp_path)[0]["validation/loss"])
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  validation/"))
+    assert float(printed["validation/loss"]) == float(rows(tmp_path)[0]["validation/loss"])
 
 
 def test_evaluation_is_with_the_settings_of_the_run(
@@ -392,7 +392,7 @@ def test_run_goes_on_with_another_learning_rate_on_purpose(
     assert [float(row["learning_rate"]) for row in rows(tmp_path / "killed")] == used
 
 
-def test_learning_rate_that_no_hook_uses_is_told_and_schedules_and_several_optimizers_take_theirs(
+def test_learning_rate_that_no_hook_uses_is_printed_and_schedules_and_several_optimizers_take_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     def cosine(total_steps: int) -> keras.optimizers.Optimizer:
@@ -407,7 +407,7 @@ def test_learning_rate_that_no_hook_uses_is_told_and_schedules_and_several_optim
         return loss
 
     monkeypatch.setattr(task, "train_step", train_step)
-    for create_optimizer, told, rate in (
+    for create_optimizer, printed, rate in (
         (lambda total_steps: keras.optimizers.SGD(0.5), "0.003 -> 0.001 changes nothing, because task.create_op", 0.5),
         (cosine, "; --learning-rate 0.003 -> 0.001 from step 20 on", None),
         (
@@ -422,7 +422,7 @@ def test_learning_rate_that_no_hook_uses_is_told_and_schedules_and_several_optim
             begin_run(train.run, directory, train.batches, train.strategy)
         train.run.progress.step = 20
         train.run.save()
-        for value, expected in ((0.001, told), (0.003, "")):
+        for value, expected in ((0.001, printed), (0.003, "")):
             train.build(Config(run_dir=tmp_path, learning_rate=value))
             begins = _resume(train.run, train.batches)
             assert begins.startswith("resumed from step-00000020")
@@ -536,7 +536,7 @@ def test_continuous_evaluation_follows_a_run_and_writes_only_its_own(tmp_path: P
     found = {row["step"]: row["validation/loss"] for row in validations(tmp_path, "evaluations.csv")}
     assert found == {row["step"]: row["validation/loss"] for row in rows(tmp_path)[-3:]}
 
-    # Begun again it has nothing to do, and without an end of the run it waits for as long as it is told.
+    # Begun again it has nothing to do, and without an end of the run it waits for as long as it is asked to.
     (tmp_path / "result.json").unlink()
     train.main(
         [f"--run-dir={tmp_path}", *SHORT, "--ema-decay=0.9", "--evaluate-continuously", "--evaluation-timeout=1"]

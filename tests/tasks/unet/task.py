@@ -79,9 +79,9 @@ def compute_loss(labels, predictions, weights):
 
 def update_metrics(split, labels, predictions, per_example_loss, weights):
     metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
-    of_pixels = tf.ones_like(predictions[..., 0]) * weights[:, None, None]
-    metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=of_pixels)
-    metrics[split]["mean_iou"].update_state(labels, predictions, sample_weight=of_pixels)
+    pixel_weights = tf.ones_like(predictions[..., 0]) * weights[:, None, None]
+    metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=pixel_weights)
+    metrics[split]["mean_iou"].update_state(labels, predictions, sample_weight=pixel_weights)
 
 
 def train_step(batch):
