@@ -419,7 +419,7 @@ def test_learning_rate_that_no_hook_uses_is_printed_and_schedules_and_several_op
         monkeypatch.setattr(task, "create_optimizer", create_optimizer)
         train.build(Config(run_dir=tmp_path, fresh=True))
         with RunDirectory(tmp_path) as directory:
-            begin_run(train.run, directory, train.batches, train.strategy)
+            begin_run(train.run, directory, train.batches)
         train.run.progress.step = 20
         train.run.save()
         for value, expected in ((0.001, printed), (0.003, "")):
