@@ -245,6 +245,6 @@ def test_divergence_ends_with_its_step_and_exit_code_3(
     with pytest.raises(SystemExit) as ended:
         train.main([f"--run-dir={tmp_path}", "--epochs=3"])
     assert ended.value.code == 3
-    assert "ERROR: the loss of train step 2 in epoch 2 is inf" in capsys.readouterr().err
+    assert "ERROR: the loss of train step 2 of epoch 2 is inf" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
     assert not (tmp_path / "result.json").exists()
