@@ -65,8 +65,9 @@ def is_users(problem: BaseException) -> bool:
     owners = [_owner(file) for file, *_ in _places(problem)]
     # Hooks call engine/model as they call a package.
     callers = [owner for owner in owners if owner not in ("package", "engine/model")]
-    # The epochs in train.py are the user's to change.
-    return callers[-1:] in (["user"], ["train.py"]) and owners[-1] != "engine/model"
+    if callers[-1:] == ["train.py"]:  # Its epochs are the user's to change; memory may run out in its steps.
+        return not isinstance(problem, tf.errors.OpError)
+    return callers[-1:] == ["user"] and owners[-1] != "engine/model"
 
 
 def where_raised(problem: BaseException) -> str:
