@@ -352,29 +352,31 @@ def test_one_line_says_what_failed_and_where(fails: Callable[[], Any], monkeypat
     assert mistakes.is_users(raised.value)
 
 
-OUT_OF_MEMORY = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+def out_of_memory() -> Exception:
+    return tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
 
 
 @pytest.mark.parametrize(
-    ("files", "problem", "is_users"),
+    ("files", "make", "is_users"),
     [
-        (["train.py", "task.py"], ValueError(), True),
-        (["train.py", "task.py", "helper/losses.py"], ValueError(), True),
-        (["train.py", "engine/run/run.py"], ValueError(), False),
-        (["train.py", "task.py", "engine/model/gradients.py"], ValueError(), False),
-        (["train.py", "engine/run/run.py", "task.py"], BadInput(), False),
+        (["train.py", "task.py"], ValueError, True),
+        (["train.py", "task.py", "helper/losses.py"], ValueError, True),
+        (["train.py", "engine/run/run.py"], ValueError, False),
+        (["train.py", "task.py", "engine/model/gradients.py"], ValueError, False),
+        (["train.py", "engine/run/run.py", "task.py"], BadInput, False),
         # The epochs in train.py are the user's to change, and memory may run out in its steps.
-        (["train.py"], ValueError(), True),
-        (["train.py"], OUT_OF_MEMORY, False),
-        (["train.py", "task.py"], OUT_OF_MEMORY, True),
+        (["train.py"], ValueError, True),
+        (["train.py"], out_of_memory, False),
+        (["train.py", "task.py"], out_of_memory, True),
     ],
 )
-def test_whose_mistake_an_exception_is(files: list[str], problem: Exception, is_users: bool) -> None:
+def test_whose_mistake_an_exception_is(files: list[str], make: Callable[[], Exception], is_users: bool) -> None:
+    problem = make()
     call: dict[str, Any] = {"problem": problem}
     for number, file in reversed(list(enumerate(files))):
         body = "raise problem" if number == len(files) - 1 else f"step_{number + 1}()"
         code = compile(f"def step_{number}():\n    {body}", str(mistakes.PROJECT / file), "exec")
-        exec(code, call)
+        exec(code, call)  # noqa: S102
     with pytest.raises(type(problem)) as raised:
         call["step_0"]()
     assert mistakes.is_users(raised.value) is is_users
