@@ -46,8 +46,12 @@ BROKEN_RULES = {
     ),
     "training mode in validation": ("model(features, training=False)", "model(features, training=True)"),
     "an own sum of gradients": (
-        "    apply_gradients(",
-        "    gradients = tf.distribute.get_replica_context().all_reduce('SUM', gradients)\n    apply_gradients(",
+        "    apply_gradients(optimizer, tape, loss, model.trainable_variables)",
+        (
+            "    gradients = tape.gradient(loss, model.trainable_variables)\n"
+            "    gradients = tf.distribute.get_replica_context().all_reduce('SUM', gradients)\n"
+            "    apply_gradients(optimizer, tape, loss, model.trainable_variables, gradients)"
+        ),
     ),
 }
 

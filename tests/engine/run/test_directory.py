@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from config import Config
-from engine.cluster import versions
+from engine import versions
 from engine.errors import BadInput, CannotWrite
 from engine.run.directory import RunDirectory
 from engine.run.files import write_json, write_whole

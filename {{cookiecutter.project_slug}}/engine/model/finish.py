@@ -36,6 +36,7 @@ class TaskObjects:
     monitor_direction: str
     """"min" or "max": which --monitor is better."""
 
+    @tf.autograph.experimental.do_not_convert
     def update_average(self) -> None:
         """Moves the moving average of the weights by one step; outside the replicas, in the graph."""
         if self.average:

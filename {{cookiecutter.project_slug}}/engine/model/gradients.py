@@ -51,6 +51,7 @@ class _Step(threading.local):
 _step = _Step()
 
 
+@tf.autograph.experimental.do_not_convert
 def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Any) -> Callable[[Any], tf.Tensor]:
     """Returns a step that runs `train_step` on equal parts of its batch, one after the other, and updates once.
 
