@@ -21,7 +21,7 @@ import tensorflow as tf
 import task
 import train
 from config import Config
-from engine.errors import Stopped
+from engine.errors import Stopped, end_at_signals
 from engine.model.objects import learning_rates
 from engine.run.beginning import START_ID, _resume, begin_run
 from engine.run.checkpoints import _checksums, read_checkpoint
@@ -717,13 +717,15 @@ def test_signal_before_the_first_step_saves_too(
         os.kill(os.getpid(), signal.SIGTERM)  # As `timeout` does.
         return load_splits(*arguments, **options)
 
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with monkeypatch.context() as signalling:
         signalling.setattr(train, "load_splits", load_and_signal)
+        end_at_signals()  # As the program does; a notebook's handlers come back.
         code, line = ended(tmp_path, "--epochs=1")
     # One more, while the program ends, does not take the exit code away.
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     assert code == 42
     assert line.startswith(f"stopped by SIGTERM, the state is in {tmp_path / 'checkpoints' / 'step-00000000'}")
     assert run(tmp_path, "--epochs=1")["step"] == 20
@@ -791,12 +793,13 @@ def test_each_function_is_traced_once_in_a_run_and_once_after_a_resume(
 
 
 def test_deterministic_operations_are_used_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: asked.append(True))
+    asked: list[Any] = []
+    for name in ("enable_op_determinism", "enable_tensor_float_32_execution"):
+        monkeypatch.setattr(tf.config.experimental, name, lambda *value, name=name: asked.append((name, *value)))
     train.build(Config())
     assert not asked
     train.build(Config(deterministic=True))
-    assert asked
+    assert asked == [("enable_op_determinism",), ("enable_tensor_float_32_execution", False)]
 
 
 def test_profile_is_written_and_changes_no_number(tmp_path: Path, capsys) -> None:
