@@ -1,6 +1,7 @@
 """Finishes the objects of a task: builds and checks them, and names every variable."""
 
 import dataclasses
+import gc
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -81,6 +82,7 @@ class TaskObjects:
 def set_up(task: ModuleType, settings: Any) -> None:
     """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
     check_hooks(task)
+    gc.set_threshold(10_000)  # The imports, for which engine/__init__.py has raised it, are done.
     if settings.deterministic:
         tf.config.experimental.enable_op_determinism()
         tf.config.experimental.enable_tensor_float_32_execution(False)
