@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+import engine
 from engine.model import objects
 from engine.model.averages import MovingAverage
 from engine.model.gradients import check_loss_scale
@@ -82,7 +83,9 @@ class TaskObjects:
 def set_up(task: ModuleType, settings: Any) -> None:
     """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
     check_hooks(task)
-    gc.set_threshold(10_000)  # The imports, for which engine/__init__.py has raised it, are done.
+    if gc.get_threshold()[0] == engine.WHILE_IMPORTING:
+        gc.freeze()
+        gc.set_threshold(10_000)
     if settings.deterministic:
         tf.config.experimental.enable_op_determinism()
         tf.config.experimental.enable_tensor_float_32_execution(False)
