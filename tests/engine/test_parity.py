@@ -236,6 +236,13 @@ def test_synchronized_batchnorm_agrees_over_replicas_in_micro_batches(install: C
     assert_same(on_replicas(2, 48, micro_batches=3), on_replicas(1, 48, micro_batches=3))
 
 
+def test_synchronized_batchnorm_agrees_over_replicas_with_xla(install: Callable[[Case], None]) -> None:
+    install(CASES["synchronized BatchNorm"])
+    expected = on_replicas(1, 48)
+    for replicas in (1, 2):
+        assert_same(on_replicas(replicas, 48, jit=True), expected)
+
+
 def test_two_models_with_two_optimizers_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "tasks"))
     import gan

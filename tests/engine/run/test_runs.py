@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from small import small_model
 
 import task
 import train
@@ -30,18 +31,6 @@ from engine.run.report import COLUMNS, Report
 from engine.run.signals import Signals
 
 SHORT = ("--global-batch-size=60", "--simulated-devices=1")
-
-
-def small_model(*more: keras.layers.Layer, without_last: bool = False) -> keras.Model:
-    layers = [
-        keras.layers.Flatten(),
-        keras.layers.Dense(8, activation="tanh"),
-        keras.layers.BatchNormalization(synchronized=True),
-        keras.layers.Dropout(0.1),
-        keras.layers.Dense(10),
-        *more,
-    ]
-    return keras.Sequential([keras.Input((8, 8, 1)), *(layers[:-1] if without_last else layers)])
 
 
 @pytest.fixture(autouse=True)
