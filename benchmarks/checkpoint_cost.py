@@ -24,8 +24,8 @@ def measure(arguments: list[str]) -> dict[str, float]:
     """Trains in this process; returns the seconds in saves, in reports and in steps."""
     sys.path.insert(0, str(PROJECT))
     import train
+    from engine.report.report import Report
     from engine.run.checkpoints import Checkpoints
-    from engine.run.report import Report
 
     saving: list[float] = []
     reporting: list[float] = []

@@ -18,8 +18,8 @@ from common import Measured, read_arguments
 from workloads import EPOCHS
 
 import task
+from engine.report.report import Report
 from engine.run.checkpoints import Checkpoints
-from engine.run.report import Report
 from engine.run.run import Run
 
 options, workload = read_arguments()

@@ -10,13 +10,14 @@ import pytest
 from rendering import PROJECT
 
 ENGINE = PROJECT / "engine"
-GROUND = {"errors", "mistakes", "console", "settings", "tracing", "versions"}
+GROUND = {"errors", "files", "mistakes", "console", "settings", "tracing", "versions"}
 MAY_IMPORT = {
     "ground": {"ground"},
     "cluster": {"ground", "cluster"},
     "data": {"ground", "data"},
     "model": {"ground", "model"},
-    "run": {"ground", "cluster", "data", "model", "run"},
+    "report": {"ground", "model", "report"},
+    "run": {"ground", "cluster", "data", "model", "report", "run"},
     "trained": {"ground", "cluster", "data", "model", "run", "trained"},
     "check": {"ground", "cluster", "data", "model", "run", "check"},
 }

@@ -3,15 +3,18 @@
 check/     python train.py --check
 trained/   what a finished run gives: predictions, and files for other programs
 run/       one run: how far it is, and what it keeps on disk
+report/    what a run shows of itself: lines, tables, curves
 cluster/   which processes and devices train together
 data/      from examples to batches on every replica
 model/     what a step uses and changes
 settings   the engine's settings and the command line     errors    how a run ends that does not finish
 console    output                                         mistakes  what the user's code raises, as one line
-tracing    what a traced function does                    versions  the code and the packages that a run depends on
+files      files that are written completely or not       versions  the code and the packages that a run depends on
+tracing    what a traced function does
 
-check and trained import run; run imports cluster, data and model, which import nothing of each other; the files below
-the rooms import no room. Nothing here imports train, task or config: what is needed of them is handed over.
+check and trained import run; run imports report, cluster, data and model; report imports model; else no room imports
+another, and the files below the rooms import none. Nothing here imports train, task or config: what is needed of them
+is handed over.
 """
 
 import atexit

@@ -13,8 +13,8 @@ import tensorflow as tf
 from config import Config
 from engine import versions
 from engine.errors import BadInput, CannotWrite
+from engine.files import write_json, write_whole
 from engine.run.directory import RunDirectory
-from engine.run.files import write_json, write_whole
 
 
 def refused(path: Path, *, fresh: bool = False) -> str:

@@ -25,10 +25,11 @@ from config import Config
 from engine.errors import Stopped, end_at_signals
 from engine.model.metrics import Names
 from engine.model.objects import learning_rates
+from engine.report.report import Report
+from engine.report.rows import COLUMNS
 from engine.run.beginning import START_ID, _resume, begin_run
 from engine.run.checkpoints import _checksums, read_checkpoint
 from engine.run.directory import RunDirectory
-from engine.run.report import COLUMNS, Report
 from engine.run.signals import Signals
 
 SHORT = ("--global-batch-size=60", "--simulated-devices=1")

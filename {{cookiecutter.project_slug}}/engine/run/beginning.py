@@ -9,13 +9,13 @@ from engine.cluster.workers import Workers
 from engine.console import console, print_facts
 from engine.data.batches import Batches
 from engine.errors import BadInput
+from engine.files import write_json
 from engine.model.replicas import is_seed
+from engine.report.report import Report
 from engine.run.checkpoints import read_newest
 from engine.run.directory import RESULT, RunDirectory
-from engine.run.files import write_json
 from engine.run.initial_weights import load_initial_weights
 from engine.run.plan import describe_examples, describe_records, describe_run, print_plan
-from engine.run.report import Report
 from engine.run.run import Run
 from engine.run.state import State, Values
 from engine.settings import CONFIG, read_json

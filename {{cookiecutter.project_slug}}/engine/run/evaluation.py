@@ -11,12 +11,14 @@ from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.console import console, print_facts
 from engine.errors import BadInput, Damaged
-from engine.model.metrics import split_of
+from engine.model.metrics import Names, split_of
+from engine.report.report import numbers
+from engine.report.rows import read_rows, write_rows
+from engine.report.summaries import TENSORBOARD, Summaries
 from engine.run.beginning import initialize
-from engine.run.checkpoints import find_best
+from engine.run.checkpoints import find_best, step_of
 from engine.run.directory import RESULT, RunDirectory
 from engine.run.program import Program
-from engine.run.report import Evaluations
 from engine.run.run import Run
 from engine.run.signals import signals
 from engine.settings import CONFIG
@@ -137,3 +139,29 @@ def _appears(path: Path, seconds: float) -> bool:
             return False
         time.sleep(SECONDS_BETWEEN_LOOKS)
     return True
+
+
+class Evaluations:
+    """The validations of --evaluate-continuously: evaluations.csv, TensorBoard, and a line each."""
+
+    def __init__(self, run_dir: Path, names: Names) -> None:
+        """Continues what is there, of a run that still has the same checkpoints."""
+        self._names = names
+        self._path = run_dir / "evaluations.csv"
+        self._rows = read_rows(self._path, key="step")
+        self._passed_over: set[str] = set()
+        self._summaries = Summaries(run_dir / TENSORBOARD / "evaluation")
+
+    def __contains__(self, checkpoint: Path) -> bool:
+        return checkpoint.name in self._passed_over or any(row["step"] == step_of(checkpoint) for row in self._rows)
+
+    def pass_over(self, checkpoint: Path) -> None:
+        self._passed_over.add(checkpoint.name)
+
+    def add(self, checkpoint: Path, metrics: dict[str, float]) -> None:
+        """Reports what was measured of a checkpoint."""
+        step = step_of(checkpoint)
+        self._rows = sorted([*self._rows, {"step": step, **metrics}], key=lambda row: row["step"])
+        console.print(f"{checkpoint.name}  {numbers(self._names, metrics)}")
+        self._summaries.add(step, self._names.scalars(metrics))
+        write_rows(self._path, self._rows)

@@ -18,16 +18,17 @@ from engine.cluster.workers import Workers
 from engine.console import console, print_facts
 from engine.data.batches import Batches
 from engine.errors import BadInput, Damaged, Diverged, InterruptedStep, Stopped
+from engine.files import write_json
 from engine.mistakes import mistakes_named
 from engine.model.finish import TaskObjects
 from engine.model.metrics import split_of
+from engine.report.report import Report
+from engine.report.summaries import TENSORBOARD
 from engine.run.checkpoints import Checkpoints, Writer, weights_sha256
 from engine.run.chunks import Chunks
 from engine.run.directory import BEST, CHECKPOINTS, RESULT
-from engine.run.files import write_json
 from engine.run.profile import Profile
 from engine.run.progress import Progress
-from engine.run.report import TENSORBOARD, Report
 from engine.run.signals import signals
 from engine.run.state import State
 

@@ -26,11 +26,11 @@ from engine.console import print_facts
 from engine.data.records import Records
 from engine.data.sets import named
 from engine.errors import BadInput, Ending
+from engine.files import sync, writing
 from engine.mistakes import first_line, mistakes_named
 from engine.model.finish import set_up
 from engine.model.objects import build_models, by_name, model_variables
 from engine.model.replicas import is_seed
-from engine.run.files import sync, writing
 from engine.tracing import converted
 from engine.trained.loading import NO_TENSORS, load_trained, with_lengths
 from engine.trained.saved_model import Endpoint, write_saved_model

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from engine.console import console
 from engine.errors import BadInput
+from engine.files import write_whole
 from engine.mistakes import first_line, where_raised
-from engine.run.files import write_whole
 from engine.trained.inputs import Batch, batches_in_memory, read_batches
 from engine.trained.loading import NO_TENSORS, Trained
 

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 from engine.model.metrics import Names
+from engine.report.report import Report
 from engine.run.progress import is_better
-from engine.run.report import Report
 
 NAMES = Names({}, [])
 

@@ -1,0 +1,11 @@
+"""What a run shows of itself. metrics.csv is the source; the console, TensorBoard and curves.png show the same numbers.
+
+report     takes each row, and gives it to the others
+rows       metrics.csv, validations.csv and evaluations.csv
+summaries  TensorBoard
+curves     curves.png
+"""
+
+from engine.report.report import Report
+
+__all__ = ["Report"]
