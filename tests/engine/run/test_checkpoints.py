@@ -13,6 +13,7 @@ import tensorflow as tf
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput, CannotWrite, Diverged
+from engine.run import checkpoints
 from engine.run.checkpoints import Checkpoints, Damaged, Writer, read_newest, weights_sha256
 from engine.run.progress import Progress
 from engine.run.state import State
@@ -196,6 +197,25 @@ def test_half_written_checkpoint_is_no_checkpoint(tmp_path: Path, monkeypatch: p
     # The next save removes what was left behind.
     checkpoints.save(2, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_directory_that_goes_once_all_is_written_fails_the_next_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, elsewhere, sync = tmp_path / "run", tmp_path / "elsewhere", checkpoints.sync
+
+    def move_after_the_last(*paths: Path) -> None:
+        sync(*paths)
+        if paths == (directory / "best",):
+            directory.rename(elsewhere)
+
+    directory.mkdir()
+    best = make_checkpoints(directory / "best", variables(a=(2,)))
+    monkeypatch.setattr(checkpoints, "sync", move_after_the_last)
+    best.save(1, {})
+    assert (elsewhere / "best" / "step-00000001").is_dir()
+    with pytest.raises(CannotWrite, match="restore the directory"):
+        best.save(2, {})
 
 
 def test_same_step_is_saved_again(tmp_path: Path) -> None:

@@ -173,9 +173,10 @@ class Checkpoints:
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)  # A full disk needs the room.
                 raise
-        paths = self.paths()
-        end = paths.index(path) + 1
-        for each in [*paths[end:], *paths[: max(0, end - self.keep)]]:
+        paths = self.paths()  # Without this one, if somebody moved the directory meanwhile: the next write says so.
+        later = [each for each in paths if _place(each) > _place(path)]
+        earlier = paths[: len(paths) - len(later)]
+        for each in [*later, *earlier[: max(0, len(earlier) - self.keep)]]:
             _remove(each)
 
     def clear(self) -> None:
