@@ -124,8 +124,8 @@ def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> Cal
 
 
 def graph(split: str) -> tf.Graph | None:
-    """Returns the graph of a split's steps, to look at; None if it has no set, or other processes run them."""
-    return batches[sets(split)[0]].graph(run_steps[split]) if sets(split) else None
+    """Returns the graph of a split's steps, to look at; None if there is none in this process."""
+    return batches[sets(split)[0]].graph(run_steps[split]) if sets(split) and not config.eager else None
 
 
 def take_steps(name: str, epoch: int = 0) -> None:

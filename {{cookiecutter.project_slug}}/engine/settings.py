@@ -35,6 +35,7 @@ SECTIONS = {
     "monitor": "Validation",
     "checkpoint_every_steps": "Checkpoint",
     "keep_last_batch": "Data",
+    "eager": "Debugging",
     "strategy": "Device",
     "precision": "Arithmetic",
 }
@@ -110,6 +111,11 @@ class Settings:
     pad_to: tuple[int, ...] = ()
     """Lengths for sequences whose first size differs: each batch is padded with zeros to the smallest that holds it."""
 
+    eager: EachStart[bool] = False
+    """Run the hooks in Python: print and breakpoint() work in them, on one replica best. Slow."""
+    limit_steps: EachEvaluation[int | None] = None
+    """Take at most this many steps of every epoch, validation and test: a whole run in seconds."""
+
     strategy: EachStart[Literal["auto", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server"]] = "auto"
     """one_device: a single GPU, or the CPU.
     mirrored: a copy of the model on each GPU, or simulated device.
@@ -136,7 +142,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Raises BadInput for the first value that breaks its rule."""
         counts = ("epochs", "global_batch_size", "micro_batches", "keep_checkpoints", "shuffle_megabytes")
-        counts += ("steps_per_epoch", "evaluation_batch_size")
+        counts += ("steps_per_epoch", "evaluation_batch_size", "limit_steps")
         counts += ("patience", "validate_every_steps", "checkpoint_every_steps", "steps_per_execution")
         for name in counts:
             if getattr(self, name) not in (None, "auto"):
@@ -155,6 +161,11 @@ class Settings:
         trains = not (self.check or self.evaluates)
         rule = "cannot be combined with --check, --evaluate-only or --evaluate-continuously"
         self._require("export", trains or not self.export, rule)
+        if self.eager:
+            for name in ("jit", "check", "export"):
+                self._require(name, not getattr(self, name), "compiles the hooks, and --eager does not: leave one out")
+            own = self.strategy in ("multi_worker", "tpu", "parameter_server")
+            self._require("strategy", not own, "cannot be combined with --eager, which is for one process")
         self._require("export_format", self.export or self.export_format is None, "needs --export")
         if self.export_format == "onnx":
             missing = [name for name in ("onnx", "tf2onnx") if not importlib.util.find_spec(name)]

@@ -27,8 +27,11 @@ _STATUS = tf.__internal__.autograph.control_status_ctx()
 def converted(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a hook that AutoGraph converts when it is traced, also where a function of the engine's calls it.
 
-    The engine's own code has nothing to convert, and to find that out takes long.
+    The engine's own code has nothing to convert, and to find that out takes long. With --eager it stays as it is, so
+    that a debugger shows its lines.
     """
+    if tf.config.functions_run_eagerly():
+        return hook
     return tf.__internal__.autograph.tf_convert(hook, _STATUS)
 
 

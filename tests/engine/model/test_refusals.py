@@ -203,7 +203,7 @@ FAULTY_HOOKS = {
     ),
     "batched examples": (
         {"load_examples": lambda split: LOAD_EXAMPLES(split).batch(4)},
-        "task.prepare_example failed on an example of (float32[None, 8, 8, 1], int32[None])",
+        "(task.prepare_example gets examples one by one: of (float32[None, 8, 8, 1], int32[None])",
     ),
     "list of losses": ({"create_loss_objects": list}, "task.create_loss_objects returned []: return a dict"),
     "list of metrics": ({"create_metrics": lambda split: []}, "task.create_metrics returned []"),

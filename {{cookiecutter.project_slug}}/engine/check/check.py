@@ -62,6 +62,7 @@ def _settings_to_check(settings: Any, folder: Path) -> Any:
         global_batch_size=max(unit, settings.global_batch_size // unit * unit),
         evaluation_batch_size=evaluated and max(2, evaluated // 2 * 2),
         steps_per_epoch=None,
+        limit_steps=None,
         checkpoint_every_steps=None,
         validate_every_steps=None,
         async_checkpoints=False,

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from engine.cluster.asynchronous import check_settings, coordinate, serve
 from engine.cluster.devices import describe_own_devices, let_gpu_memory_grow, warn_of_unused_gpus
-from engine.cluster.environment import Cluster, find_cluster
+from engine.cluster.environment import Cluster, find_cluster, refuse_cluster
 from engine.cluster.meeting import ended_after, join
 from engine.cluster.nvidia import identify_gpus, why_no_gpu
 from engine.cluster.workers import Workers
@@ -34,12 +34,14 @@ def create_strategy(settings: Any) -> tf.distribute.Strategy:
     started, devices cannot be simulated and a cluster cannot be joined.
 
     Args:
-        settings: has strategy, simulated_devices, all_reduce and cluster_timeout. In a cluster, what `as_json`
+        settings: has strategy, simulated_devices, all_reduce, cluster_timeout and eager. In a cluster, what `as_json`
             returns has to be equal in all processes.
 
     Raises:
         BadInput: devices are missing, or the cluster does not fit the settings.
     """
+    if settings.eager:
+        refuse_cluster("--eager")
     let_gpu_memory_grow()
     # Else graph optimization joins a gradient's sum and the one over replicas to one sum (AddN) of all their parts. One
     # of three or more begins with a part whose memory it may reuse, which the timing decides, and so the last digit.

@@ -44,7 +44,8 @@ class Batches:
         number_of_examples: how many examples it has.
         size: examples in a batch.
         steps: batches in one pass.
-        steps_of_epoch: those that an epoch takes: a pass, unless --steps-per-epoch says otherwise.
+        steps_of_epoch: those that an epoch, or an evaluation, takes: a pass, unless --steps-per-epoch or --limit-steps
+            says otherwise.
         left_out: examples that one pass leaves out.
         by_files: whether each of several processes loads files of its own.
         share: examples of a batch on one replica.
@@ -71,7 +72,7 @@ class Batches:
             preparation: the split's; it may be shared with other splits.
             strategy: its replicas share a batch.
             settings: has global_batch_size, evaluation_batch_size, steps_per_epoch, seed, shuffle_megabytes and
-                keep_last_batch.
+                limit_steps and keep_last_batch.
             pipelines: how many processes share a batch.
             pipeline: the number of this one.
             name: "<split>/<set>", if the split has several sets.
@@ -106,6 +107,7 @@ class Batches:
                 f"examples of {hook_of(self.name)}: use a smaller one, or --keep-last-batch"
             )
         self.steps_of_epoch = (self._training and settings.steps_per_epoch) or self.steps
+        self.steps_of_epoch = min(self.steps_of_epoch, settings.limit_steps or self.steps_of_epoch)
 
         batch_spec = preparation.checked_batch_spec(self._examples, self.name)
         self._stack_spec = tf.nest.map_structure(  # Of one of its batches.
@@ -160,8 +162,8 @@ class Batches:
         return self.steps_of_epoch * self.size - last_batches * padding_of_pass
 
     @property
-    def preparation(self) -> Traced:
-        """What task.prepare_example does."""
+    def preparation(self) -> Traced | None:
+        """What task.prepare_example does; None if that runs in Python, with --eager."""
         return self._preparation.traced
 
     def read(self) -> None:
@@ -196,6 +198,8 @@ class Batches:
 
     def _place(self, epoch: int, step: int) -> tuple[int, int]:
         """Returns in which pass a step of an epoch is, and which of its batches it takes; both count from 0."""
+        if not self._training:
+            return epoch, step
         return divmod(epoch * self.steps_of_epoch + step, self.steps)
 
     # --- In the graph of the steps ------------------------------------------------------------------------------------
@@ -270,7 +274,9 @@ class Batches:
 
         # Endless, so that the next pass's first batches are prepared while this one is validated.
         endless = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(one_pass)
-        return endless.prefetch(STACKS_AHEAD).with_options(input_options())
+        if not self._settings.eager:  # Else task.prepare_example would run beside a debugger's prompt.
+            endless = endless.prefetch(STACKS_AHEAD)
+        return endless.with_options(input_options())
 
     def _prepared(self, epoch: tf.Tensor, first_step: tf.Tensor) -> tf.data.Dataset:
         """Returns what this process prepares of a pass's global batches, any number of examples in an element.

@@ -11,7 +11,7 @@ from engine.data.examples import PARALLEL_CALLS, Examples, as_text, is_static
 from engine.data.padding import LENGTHS, are_sequences, padded
 from engine.data.sets import hook_of
 from engine.errors import BadInput
-from engine.mistakes import first_line
+from engine.mistakes import first_line, where_raised
 from engine.tracing import Traced, converted, look_at
 
 
@@ -25,8 +25,12 @@ class Preparation:
         traced: what prepare_example does, once `batch_spec` has been called.
     """
 
-    def __init__(self, prepare_example: Callable[..., Any], *, training: bool, pad_to: Sequence[int] = ()) -> None:
+    def __init__(
+        self, prepare_example: Callable[..., Any], *, training: bool, pad_to: Sequence[int] = (), eager: bool = False
+    ) -> None:
+        """With `eager`, the hook gets tensors that have values; but not with `pad_to`."""
         self._prepare_example = converted(prepare_example)
+        self._is_eager = eager and not pad_to
         self._signature = inspect.signature(prepare_example)
         parameters = self._signature.parameters
         self.depends_on_training = "training" in parameters
@@ -36,7 +40,7 @@ class Preparation:
         of_example = [each for name, each in parameters.items() if name not in ("training", "seed")]
         self._takes_two = len(of_example) == 2 and not any(each.kind == each.VAR_POSITIONAL for each in of_example)
         # A seed is different for each example, and no operation that draws takes several.
-        self.takes_batches = not self._takes_seed
+        self.takes_batches = not self._takes_seed and not self._is_eager
         self.traced: Traced | None = None
         self._sequences: list[bool] = []  # Which features and labels were padded in the newest trace.
         # Traced once each, and not anew for each pass.
@@ -44,6 +48,7 @@ class Preparation:
         self._batch = tf.function(self._prepare_batch, autograph=False)
         self._batch_specs: dict[str, Any] = {}  # By the type of the examples, which the splits share.
         self._sequences_of: dict[str, list[bool]] = {}
+        self._specs: dict[str, Any] = {}
 
     def _arguments(self, example: Any) -> tuple[tuple, Any]:
         """Returns what of an example task.prepare_example is given, and the weight behind these, or None."""
@@ -67,8 +72,8 @@ class Preparation:
             raise
         except Exception as problem:
             raise BadInput(
-                f"task.prepare_example failed on an example of {as_text(examples.element_spec)}, as {hook_of(name)} "
-                f"returned it ({first_line(problem)}): examples come one by one, not in batches"
+                f"{where_raised(problem)}: {first_line(problem)} (task.prepare_example gets examples one by one: of "
+                f"{as_text(examples.element_spec)}, as {hook_of(name)} returned them)"
             ) from problem
         _check_static(name, spec, self.pad_to)
         return spec
@@ -114,7 +119,18 @@ class Preparation:
 
     def one_by_one(self, numbered: tf.data.Dataset, length: int, seed: tf.Tensor) -> tf.data.Dataset:
         """Returns prepared examples (features, label, weight) of (place, example); see `batch_function`."""
+        if self._is_eager:
+            return numbered.map(_bound(_in_python(self._prepare_one, self._spec_of(numbered)), length, seed))
         return numbered.map(_bound(self._one, length, seed), num_parallel_calls=PARALLEL_CALLS)
+
+    def _spec_of(self, numbered: tf.data.Dataset) -> Any:
+        """Returns the type of a prepared example, by having the hook prepare one; where nothing can run, as before."""
+        kind = str(numbered.element_spec)
+        if kind not in self._specs:
+            place, example = next(iter(numbered))
+            prepared = self._prepare_one(place, example, tf.constant(0, tf.int64), tf.zeros([2], tf.int64))
+            self._specs[kind] = tf.nest.map_structure(tf.TensorSpec.from_tensor, prepared)
+        return self._specs[kind]
 
     def features(self, examples: Examples, places: tf.Tensor, batch: Any, seed: tf.Tensor) -> Any:
         """Returns the prepared features of examples ([n, ...]), made in the graph that is being built.
@@ -150,7 +166,8 @@ class Preparation:
             options["seed"] = tf.random.experimental.stateless_fold_in(seed, place)
         arguments, weight = self._arguments(example)
         prepared = self._prepare_example(*arguments, **options)
-        self.traced = look_at(tf.compat.v1.get_default_graph())
+        if not tf.executing_eagerly():
+            self.traced = look_at(tf.compat.v1.get_default_graph())
         if not isinstance(prepared, tuple) or len(prepared) not in (2, 3):
             raise BadInput(
                 f"task.prepare_example returned {prepared!r}: return (features, labels) or (features, labels, weight)"
@@ -160,6 +177,8 @@ class Preparation:
         weight = tf.cast(own[0] if own else 1.0 if weight is None else weight, tf.float32)
         if weight.shape.rank != 0:
             raise BadInput(f"task.prepare_example returned weights of {weight.shape}: each example has one number")
+        if self._is_eager:
+            features, labels = tf.nest.map_structure(tf.convert_to_tensor, (features, labels))
         prepared = features, labels, tf.where(place < length, weight, 0.0)
         if not self.pad_to:
             return prepared
@@ -184,6 +203,21 @@ def _check_static(split: str, batch_spec: Any, pad_to: Sequence[int]) -> None:
             f"--pad-to {' '.join(map(str, pad_to))}: task.prepare_example returned for {split!r} {as_text(example)}, "
             "which has no tensor whose first size differs: leave --pad-to out, or do not pad in prepare_example"
         )
+
+
+def _in_python(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:
+    """Returns a function for a graph that runs another one, whose results are of type `spec`, in Python."""
+
+    def call(*arguments: Any) -> Any:
+        def run(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            return tf.nest.flatten(function(*tf.nest.pack_sequence_as(arguments, tensors)))
+
+        leaves = tf.nest.flatten(spec)
+        results = tf.py_function(run, tf.nest.flatten(arguments), [leaf.dtype for leaf in leaves])
+        shaped = [tf.ensure_shape(each, leaf.shape) for each, leaf in zip(results, leaves, strict=True)]
+        return tf.nest.pack_sequence_as(spec, shaped)
+
+    return call
 
 
 def _bound(function: Callable[..., Any], length: int, seed: tf.Tensor) -> Callable[[tf.Tensor, Any], Any]:

@@ -28,14 +28,14 @@ def load_splits(
     Args:
         splits: names for task.load_examples, "train" among them.
         task: has load_examples and prepare_example.
-        settings: has micro_batches, validate_every_steps, pad_to, and what Batches need.
+        settings: has micro_batches, validate_every_steps, pad_to, eager, and what Batches need.
         strategy: its replicas share a global batch.
         pipelines: how many processes they are in.
         pipeline: the number of this one.
     """
-    hook, pad_to = task.prepare_example, settings.pad_to
-    evaluating = Preparation(hook, training=False, pad_to=pad_to)
-    training = Preparation(hook, training=True, pad_to=pad_to) if evaluating.depends_on_training else evaluating
+    hook, options = task.prepare_example, {"pad_to": settings.pad_to, "eager": settings.eager}
+    evaluating = Preparation(hook, training=False, **options)
+    training = Preparation(hook, training=True, **options) if evaluating.depends_on_training else evaluating
     batches = {}
     for split in splits:
         preparation = training if split == "train" else evaluating

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -107,6 +108,9 @@ def set_up(task: ModuleType, settings: Any) -> None:
     if settings.deterministic:
         tf.config.experimental.enable_op_determinism()
         tf.config.experimental.enable_tensor_float_32_execution(False)
+    tf.config.run_functions_eagerly(settings.eager)
+    # The input's are graphs still, in which task.prepare_example runs in Python.
+    warnings.filterwarnings("ignore", "Even though the `tf.config.experimental_run_functions_eagerly`")
     # Names and random numbers start anew, so that one process can build the same objects twice.
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(settings.seed)

@@ -105,6 +105,8 @@ def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
     if step := hidden.training:
         found += [f"task.train_step: {text}" for text in (*draws_in_step(step), *python_in_step(step))]
     for each in batches.values():
+        if not each.preparation:  # With --eager.
+            continue
         texts = (*draws_in_preparation(each.preparation), *python_in_preparation(each.preparation))
         found += [f"task.prepare_example: {text}" for text in texts]
     for text in dict.fromkeys(found):

@@ -10,9 +10,9 @@ class Chunks:
     """The lengths of the chunks in which the steps of each split are run."""
 
     def __init__(self, settings: Any, workers: Workers) -> None:
-        """`settings` is what has steps_per_execution, checkpoint_every_steps and validate_every_steps."""
-        self._is_measured = settings.steps_per_execution == "auto"
-        first = 1 if self._is_measured else settings.steps_per_execution
+        """`settings` has eager, steps_per_execution, checkpoint_every_steps and validate_every_steps."""
+        self._is_measured = settings.steps_per_execution == "auto" and not settings.eager
+        first = 1 if settings.steps_per_execution == "auto" else settings.steps_per_execution
         self._steps: dict[str, int] = collections.defaultdict(lambda: first)
         self._every = [each for each in (settings.checkpoint_every_steps, settings.validate_every_steps) if each]
         self._workers = workers

@@ -51,8 +51,12 @@ def print_plan(
     """Prints what is about to happen; `begins` is how: "resumed from ...", "with new weights"."""
     train = batches["train"]
     steps = f"{train.steps} steps"
-    if settings.steps_per_epoch:
+    if train.steps_of_epoch != train.steps:
         steps = f"{train.steps_of_epoch} steps; a pass over the examples has {train.steps}"
+    limited = {}
+    if settings.limit_steps:
+        text = f"to {settings.limit_steps} steps of each set (--limit-steps), so the metrics are of a part of the data"
+        limited = {"limited": text}
     shuffled, taken = train.shuffled()
     left_out = f", {train.left_out} examples left out of each (--keep-last-batch keeps them)" if train.left_out else ""
     splits = {each.split for each in batches.values()}
@@ -70,6 +74,7 @@ def print_plan(
         "shuffled": f"train {shuffled}",
         **_too_much_memory(taken, Workers(strategy).on_one_machine),
         "epochs": f"{settings.epochs}, each of {steps}{left_out}",
+        **limited,
         "parameters": f"{sum(model.count_params() for model in by_name(task.model, 'model').values()):,}",
         "begins": begins,
         "run directory": str(settings.run_dir),
