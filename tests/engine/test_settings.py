@@ -48,6 +48,8 @@ from rendering import PROJECT
         ("--init-partial", "--init-partial needs --init-from"),
         ("--fresh --evaluate-only", "--fresh leaves no run to evaluate"),
         ("--fresh --evaluate-continuously", "--fresh leaves no run to evaluate"),
+        ("--like=gs://b/r", "--like gs://b/r is no place in a file system: mount the bucket"),
+        ("--like=runs/none", "--like runs/none: there is no runs/none: give the directory of a run, or a JSON file of"),
     ],
 )
 def test_bad_setting_is_refused(arguments: str, reason: str) -> None:
@@ -275,6 +277,40 @@ def test_resumed_run_may_differ_in_what_is_marked_only(run_dir: Path) -> None:
     recorded = {**WRITTEN.as_json(), "gone": 1}
     del recorded["seed"]
     assert same.differences(recorded) == ["--gone 1 there and no setting now", "--seed not recorded there and 0 now"]
+
+
+# --- Settings like another run's --------------------------------------------------------------------------------------
+
+
+def test_settings_like_those_of_a_run_are_defaults_and_flags_win(run_dir: Path, tmp_path: Path) -> None:
+    found = read_settings(Mine, [f"--like={run_dir}", "--seed=7", "--no-keep-last-batch"])
+    # How a program runs is not taken over.
+    own = {"run_dir": Path("runs/default"), "like": run_dir, "init_from": None, "strategy": "auto", "profile": False}
+    assert found == dataclasses.replace(WRITTEN, seed=7, keep_last_batch=False, **own)
+
+
+def test_settings_of_a_json_file_are_defaults(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text('{"epochs": 5, "clip_norm": 0.25}', encoding="utf-8")
+    found = read_settings(Config, [f"--like={tmp_path / 'mine.json'}", "--clip-norm=1"])
+    assert (found.epochs, found.clip_norm) == (5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "reason"),
+    [
+        ('{"epochs": 5, "dropout": 0.5, "depth": 3}', "", "this project has no setting depth, dropout: give a copy of"),
+        ('{"run_dir": "runs/b"}', "", "--run-dir says how a program runs: give it on the command line"),
+        ("[1]", "", "is no JSON object (it holds a list): give the directory of a run, or such a file"),
+        ('{"epochs": 5}', "--export", "cannot be combined with --export, --evaluate-only or"),
+        ('{"epochs": 0}', "", "--epochs 0 must be from 1 to 2147483647"),
+    ],
+    ids=["unknown", "of the program", "no object", "export", "bad value"],
+)
+def test_settings_that_cannot_be_defaults_are_refused(text: str, more: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(text, encoding="utf-8")
+    with pytest.raises(BadInput) as refused:
+        read_settings(Config, [f"--like={tmp_path / 'mine.json'}", *more.split()])
+    assert reason in str(refused.value)
 
 
 @pytest.mark.parametrize("text", ['{"settings"', "[]", '{"settings": [1]}', "[" * 100_000 + "]" * 100_000])

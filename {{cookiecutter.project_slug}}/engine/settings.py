@@ -49,6 +49,9 @@ class Settings:
     """Everything the run writes goes here. A directory that holds a run resumes it."""
     fresh: EachStart[bool] = False
     """Move the run in --run-dir aside (to runs/default.1) and start anew."""
+    like: EachStart[Path | None] = None
+    """Another run, or a JSON file of settings: what the command line leaves out is as there. Not what says how this
+    program runs, such as --run-dir and the devices."""
     init_from: FirstStart[Path | None] = None
     """Begin with the weights of another run, of a .weights.h5 or .keras file, or of a tf.train.Checkpoint."""
     init_partial: FirstStart[bool] = False
@@ -166,6 +169,8 @@ class Settings:
                 self._require(name, not getattr(self, name), "compiles the hooks, and --eager does not: leave one out")
             own = self.strategy in ("multi_worker", "tpu", "parameter_server")
             self._require("strategy", not own, "cannot be combined with --eager, which is for one process")
+        rule = "cannot be combined with --export, --evaluate-only or --evaluate-continuously, which take the run's own"
+        self._require("like", not self.like or not (self.export or self.evaluates), rule)
         self._require("export_format", self.export or self.export_format is None, "needs --export")
         if self.export_format == "onnx":
             missing = [name for name in ("onnx", "tf2onnx") if not importlib.util.find_spec(name)]
@@ -276,8 +281,11 @@ def recorded_settings(run_dir: Path) -> dict[str, Any] | None:
     return recorded["settings"]
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Returns the JSON object in `path`, or None if there is no such file. Raises BadInput if it is none."""
+def read_json(path: Path, flag: str | None = None) -> dict[str, Any] | None:
+    """Returns the JSON object in `path`, or None if there is no such file.
+
+    Raises BadInput, which names the flag that the path was given with, if it is none.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(value, dict):
@@ -287,6 +295,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
     except (ValueError, OSError, RecursionError) as error:
         problem = str(error)
+    if flag:
+        raise BadInput(f"{flag} {path} is no JSON object ({problem}): give the directory of a run, or such a file")
     raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or use --fresh")
 
 
@@ -342,12 +352,15 @@ def _flat(parsed: Settings) -> dict[str, Any]:
 
 
 def _arguments_of_run(kind: type[Settings], given: list[str]) -> list[str]:
-    """Returns the settings of the run to evaluate or export as arguments, or none if there is no such run."""
-    asking = _with_only(kind, ("run_dir", "init_from", "fresh", "evaluate_only", "evaluate_continuously", "export"))
+    """Returns the settings of the run to evaluate, to export or to be --like as arguments; none without such a run."""
+    asked = ("run_dir", "init_from", "fresh", "evaluate_only", "evaluate_continuously", "export", "like")
+    asking = _with_only(kind, asked)
     try:
         asked, _ = tyro.cli(asking, args=given, return_unknown_args=True, console_outputs=False)
     except SystemExit:
         return []  # `read_settings` prints the help, or what is wrong.
+    if asked.like:
+        return _as_arguments(kind, _settings_like(kind, asked.like))
     if (asked.export and not asked.fresh) or (asked.evaluates and not asked.init_from):
         # A run that is exported may first have to be trained to its end.
         not_the_runs = _marked(kind, ON_EVALUATION) - _marked(kind, UNLESS_GIVEN)
@@ -356,6 +369,30 @@ def _arguments_of_run(kind: type[Settings], given: list[str]) -> list[str]:
         recorded = recorded_settings(asked.run_dir) or {}
         return _as_arguments(kind, {name: recorded[name] for name in recorded.keys() - not_the_runs})
     return []
+
+
+def _settings_like(kind: type[Settings], path: Path) -> dict[str, Any]:
+    """Returns the settings of another run, or of a JSON file, without those that say how a program runs.
+
+    Raises:
+        BadInput: there are none, or they are not those of `kind`.
+    """
+    check_is_local("--like", path)
+    file = path / CONFIG if path.is_dir() else path
+    found = read_json(file, "--like")
+    if found is None:
+        raise BadInput(f"--like {path}: there is no {file}: give the directory of a run, or a JSON file of settings")
+    of_run = isinstance(found.get("settings"), dict)
+    settings = found["settings"] if of_run else found
+    known = {each.name for each in dataclasses.fields(kind) if each.init}
+    if unknown := sorted(settings.keys() - known):
+        raise BadInput(
+            f"--like {path}: this project has no setting {', '.join(unknown)}: give a copy of {file.name} without it"
+        )
+    own = _marked(kind, ON_EVALUATION) - _marked(kind, UNLESS_GIVEN)
+    if not of_run and (given := sorted(settings.keys() & own)):
+        raise BadInput(f"--like {path}: {_flag(given[0])} says how a program runs: give it on the command line")
+    return {name: value for name, value in settings.items() if name not in own}
 
 
 def _as_arguments(kind: type, recorded: Mapping[str, Any], prefix: str = "--") -> list[str]:

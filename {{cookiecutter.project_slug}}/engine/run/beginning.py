@@ -15,7 +15,7 @@ from engine.report.report import Report
 from engine.run.checkpoints import read_newest
 from engine.run.directory import RESULT, RunDirectory
 from engine.run.initial_weights import load_initial_weights
-from engine.run.plan import describe_examples, describe_records, describe_run, print_plan
+from engine.run.plan import describe_examples, describe_records, describe_run, describe_start, print_plan
 from engine.run.run import Run
 from engine.run.state import State, Values
 from engine.settings import CONFIG, read_json
@@ -23,6 +23,8 @@ from engine.tracing import draws_in_preparation, draws_in_step, python_in_prepar
 
 # Set by whatever starts a program again when it has died, as launch.py does: the same for all of its starts.
 START_ID = "TRAINING_START_ID"
+# A run may be started again and again.
+STARTS_KEPT = 100
 
 
 def lock_and_find_result(directory: RunDirectory, settings: Any, workers: Workers) -> dict[str, Any] | None:
@@ -194,6 +196,7 @@ def _begin_writing(run: Run, directory: RunDirectory, batches: dict[str, Batches
     description = describe_run(settings, run.strategy, directory.code_sha256())
     more = {"learning_rate_changes": progress.learning_rate_changes, "start_id": earlier.get("start_id")}
     more["records"] = describe_records(batches)
+    more["starts"] = [*earlier.get("starts", []), describe_start(progress.step)][-STARTS_KEPT:]
     write_json(settings.run_dir / CONFIG, {**description, **describe_examples(batches), **more})
     (settings.run_dir / RESULT).unlink(missing_ok=True)
 

@@ -1,7 +1,12 @@
 """What a run is: config.json, and the lines at its start."""
 
 import contextlib
+import datetime
 import os
+import platform
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +20,10 @@ from engine.console import print_facts
 from engine.data import specs
 from engine.data.batches import Batches
 from engine.model.objects import by_name
-from engine.versions import versions
+from engine.versions import PROJECT, versions
+
+# A repository may be large, or on a slow disk.
+SECONDS_FOR_GIT = 5.0
 
 
 def describe_run(settings: Any, strategy: tf.distribute.Strategy, code_sha256: dict[str, str]) -> dict[str, Any]:
@@ -29,6 +37,31 @@ def describe_run(settings: Any, strategy: tf.distribute.Strategy, code_sha256: d
         "versions": versions(),
         "code_sha256": code_sha256,
     }
+
+
+def describe_start(step: int) -> dict[str, Any]:
+    """Returns what config.json keeps of each start of a run: after which step, by which command, from which code."""
+    return {
+        "step": step,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "host": platform.node(),
+        "git": _git_commit(),
+    }
+
+
+def _git_commit() -> str | None:
+    """Returns the project's commit, with "and changes" if a file of it has changed since; None without git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(PROJECT), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS_FOR_GIT).stdout
+
+    try:
+        commit = git("rev-parse", "HEAD").strip()
+        return f"{commit} and changes" if git("status", "--porcelain", "--untracked-files=no") else commit
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def describe_examples(batches: dict[str, Batches]) -> dict[str, Any]:
