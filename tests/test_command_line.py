@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,10 @@ def test_finished_run_says_so_goes_on_with_more_epochs_and_starts_anew(
     assert "resumed from step-00000078" in train("--epochs", "3")
     assert result(run_dir)["epochs"] == 3
     assert len((run_dir / "metrics.csv").read_text(encoding="utf-8").splitlines()) == 1 + 3
+    starts = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["starts"]
+    assert [start["step"] for start in starts] == [0, 78]
+    assert starts[1]["command"] == f"train.py --run-dir {run_dir} --epochs 3"
+    assert all(start["host"] and start["time"] for start in starts)
 
     assert "resumed" not in train("--fresh", *SHORT)
     assert result(run_dir)["weights_sha256"] == first["weights_sha256"]
@@ -111,3 +116,30 @@ def test_check_of_the_shipped_task_has_nothing_to_fix(default_bake: Bake) -> Non
     assert all(line.startswith("ok ") for line in out[:-1])
     assert out[-1] == f"All {len(out) - 1} hold."
     assert default_bake.files() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (
+            "import no_such_module",
+            "ModuleNotFoundError: No module named 'no_such_module': install the package that has it",
+        ),
+        ("def half(:", "SyntaxError: invalid syntax"),
+    ],
+    ids=["missing package", "syntax"],
+)
+def test_task_that_cannot_be_imported_is_one_line(line: str, reason: str, bake: Callable[..., Bake]) -> None:
+    project = bake()
+    task = project.folder / "task.py"
+    before, after = task.read_text(encoding="utf-8").split("import keras\n", 1)
+    task.write_text(f"{before}import keras\n{line}\n{after}", encoding="utf-8")
+    done = run("python", "train.py", folder=project.folder)
+    assert done.returncode == 2
+    place = f"task.py:{before.count(chr(10)) + 2} <module>"
+    assert done.stderr.splitlines()[-1].startswith(f"ERROR: {place}: {reason}")
+    assert "Traceback" not in done.stderr
+    assert not (project.folder / "runs").exists()
+    whole = run("env", "TRAINING_TRACEBACK=1", "python", "train.py", folder=project.folder).stderr
+    assert "Traceback" in whole
+    assert whole.splitlines()[-1] == done.stderr.splitlines()[-1]

@@ -4,7 +4,11 @@ import contextlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
+
+# Set it to see where an ending comes from, too.
+TRACEBACK = "TRAINING_TRACEBACK"
 
 
 class Ending(Exception):
@@ -85,5 +89,7 @@ def exit_codes() -> Iterator[None]:
         else:
             line = f"ERROR: {line}"
         with contextlib.suppress(OSError):  # Nobody may be reading it.
+            if os.environ.get(TRACEBACK):
+                traceback.print_exception(ending)
             print(line, file=sys.stderr, flush=True)
         sys.exit(ending.exit_code)

@@ -86,12 +86,16 @@ def first_line(problem: BaseException) -> str:
     kind = type(problem).__name__
     with_kind = [line for line in lines if re.match(rf"({kind}|\w*(Error|Exception))(:|$)", line)]
     sentence = (with_kind or [f"{kind}: {line}" for line in lines] or [kind])[0].rstrip(" .")
+    if isinstance(problem, ModuleNotFoundError):
+        sentence += ": install the package that has it, and add it to pyproject.toml"
     return sentence if len(sentence) <= LONGEST_SENTENCE else f"{sentence[:LONGEST_SENTENCE]} ..."
 
 
 def _places(problem: BaseException) -> list[tuple[Path, int, str]]:
     """Returns file, line and function of every place that an exception has passed, the innermost one last."""
     places = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(problem.__traceback__)]
+    if isinstance(problem, SyntaxError) and problem.filename:  # It was read, and did not run.
+        places.append((problem.filename, problem.lineno or 0, "<module>"))
     # When a graph fails, the text says where the operation was defined.
     places += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(problem))
     return [(Path(file), int(line), function) for file, line, function in places]

@@ -1,5 +1,6 @@
 """The engine's settings, their rules, and the command line. Imports no TensorFlow, so that --help is quick."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -9,6 +10,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
@@ -233,10 +235,25 @@ def check_is_local(name: str, path: Path, *, is_yours: bool = False) -> None:
 
 
 def check_command_line(kind: type[Settings]) -> None:
-    """Reads the command line before TensorFlow is imported, so that --help and mistakes end the program at once."""
+    """Reads the command line before TensorFlow is imported, so that --help and mistakes end the program at once.
+
+    From then on, a mistake in task.py that ends its import is one line too.
+    """
     end_at_signals()
+    sys.excepthook = _end_with_a_line
     with exit_codes():
         read_settings(kind)
+
+
+def _end_with_a_line(kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
+    """Prints a mistake of the user's as one line, and ends the program; prints anything else as Python does."""
+    with contextlib.suppress(ImportError):  # Of TensorFlow, for example.
+        from engine.mistakes import first_line, is_users, where_raised
+
+        if isinstance(problem, Exception) and is_users(problem):
+            with exit_codes():
+                raise BadInput(f"{where_raised(problem)}: {first_line(problem)}") from problem
+    sys.__excepthook__(kind, problem, trace)
 
 
 def read_settings(kind: type[Settings], arguments: Sequence[str] | None = None) -> Any:
