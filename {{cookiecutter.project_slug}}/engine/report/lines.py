@@ -34,12 +34,12 @@ class Lines:
     def print(self, start: str, metrics: Mapping[str, float], *ends: str, is_best: bool) -> None:
         """Prints the metrics, as "<set>/<metric>", between the start and the ends of a line.
 
-        Where not all metrics fit, the last of the ends is left out first.
+        Where not all metrics fit, the ends but the first are left out, the last one first.
         """
         groups, sets = self._groups(metrics)
         # Room for "best" is kept on all lines, so that all show the same metrics.
         room = console.line_width - len(start) - len("  best")
-        if ends and _length([*groups.values(), *ends]) > room:
+        while ends[1:] and _length([*groups.values(), *ends]) > room:
             ends = ends[:-1]
         shown: list[str] = []
         for group in sorted(groups, key=self._rank):

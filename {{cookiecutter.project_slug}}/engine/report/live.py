@@ -10,6 +10,7 @@ the losses have been read already, and TensorFlow counts its GPU memory on the h
 
 import contextlib
 import datetime
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -58,7 +59,11 @@ class LiveLine:
         # Steps done, and when: where the speed is measured from. The first steps of all are compiled, and left out.
         self._since = (done, self._drawn) if self._split in self._compiled else None
         if self._is_shown and console.is_live:
-            self._live = rich.live.Live(console=console, auto_refresh=False, transient=True)
+            # What is printed meanwhile goes above the line, but stays out of a file that stderr is sent to.
+            to_terminal = bool(sys.stderr and sys.stderr.isatty())
+            self._live = rich.live.Live(
+                console=console, auto_refresh=False, transient=True, redirect_stderr=to_terminal
+            )
             with self._failure_ends_it():
                 self._live.start()
             self._draw()

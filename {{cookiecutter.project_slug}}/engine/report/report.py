@@ -61,7 +61,7 @@ class Report:
         start = f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}"
         ends = [f"{row['seconds']:.1f} s", f"{speed:7,.0f} examples/s"]
         if waited > MUCH_WAITING:
-            ends.insert(1, f"waited {100 * waited:.0f} %")
+            ends.append(f"waited {100 * waited:.0f} %")
         self._lines.print(start, metrics, *ends, is_best=is_best)
         is_much = waited > MUCH_WAITING and waited * row["seconds"] > 1.0
         if is_much and not self._waiting_is_reported:
