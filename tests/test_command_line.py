@@ -123,7 +123,7 @@ def test_pipe_gets_plain_lines_and_nothing_of_tensorflows_start(default_bake: Ba
     assert done.stderr == ""
     assert not re.search(r"[^\n\x20-\x7e]", done.stdout)
     out = done.stdout.splitlines()
-    assert [line for line in out if line.startswith("epoch ")][0].startswith("epoch 1/1  loss ")
+    assert next(line for line in out if line.startswith("epoch ")).startswith("epoch 1/1  loss ")
     assert f"  next: export    python train.py --export --run-dir {tmp_path}/run" in out
 
 
