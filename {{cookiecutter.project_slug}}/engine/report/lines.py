@@ -59,6 +59,8 @@ class Lines:
         The keys are metrics ("loss"), or a number's full name if not all sets have the metric.
         """
         values = self._names.lines(metrics)
+        if self._monitor in metrics:  # It may be an element of an array.
+            values[self._monitor] = metrics[self._monitor]
         sets = [name for name in self._names.sets if any(value.startswith(f"{name}/") for value in values)]
         groups: dict[str, str] = {}
         for name, value in values.items():
