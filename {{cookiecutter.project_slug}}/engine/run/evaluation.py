@@ -119,7 +119,7 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Any]) ->
                 continue
             checkpoints.state.assign(values)
             program.run.objects.reset("validation")  # It may have been saved in the middle of a validation.
-            with program.run.weights_to_keep():
+            with program.run.weights_to_keep(), program.run.live.shown():
                 evaluations.add(new[0], program.validate())
             latest = time.monotonic()
         elif ended:
