@@ -1,8 +1,13 @@
 """train.py as a user runs it: as a process, with flags, more than once."""
 
+import contextlib
 import csv
 import json
+import os
+import pty
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,3 +148,39 @@ def test_task_that_cannot_be_imported_is_one_line(line: str, reason: str, bake: 
     whole = run("env", "TRAINING_TRACEBACK=1", "python", "train.py", folder=project.folder).stderr
     assert "Traceback" in whole
     assert whole.splitlines()[-1] == done.stderr.splitlines()[-1]
+
+
+def test_pipe_gets_plain_lines_and_nothing_of_tensorflows_start(default_bake: Bake, tmp_path: Path) -> None:
+    done = default_bake.run("python", "train.py", "--run-dir", tmp_path / "run", "--epochs", "1")
+    assert done.stderr == ""
+    assert not re.search(r"[^\n\x20-\x7e]", done.stdout)
+    out = done.stdout.splitlines()
+    assert next(line for line in out if line.startswith("epoch ")).startswith("epoch 1/1  loss ")
+    assert f"  next: export    python train.py --export --run-dir {tmp_path}/run" in out
+
+
+def test_terminal_gets_a_live_line_that_vanishes_and_the_users_level_is_kept(
+    default_bake: Bake, tmp_path: Path
+) -> None:
+    process, terminal = pty.fork()
+    if not process:
+        os.chdir(default_bake.folder)
+        os.environ |= {"TERM": "xterm-256color", "COLUMNS": "80", "TF_CPP_MIN_LOG_LEVEL": "0"}
+        arguments = ["train.py", "--run-dir", str(tmp_path / "run"), "--epochs", "1"]
+        os.execv(sys.executable, [sys.executable, *arguments])
+    written = b""
+    with contextlib.suppress(OSError):  # Linux says so that the program has ended.
+        while data := os.read(terminal, 2**16):
+            written += data
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    text = written.decode()
+    assert re.search(r"^I0000 .*oneDNN", text, re.MULTILINE)
+    # The last live line of training is erased before the first one of the validation.
+    before, validation, after = text.partition("epoch 1/1  validation  0 %")
+    assert validation
+    assert "epoch 1/1  train  0 %  0/39 steps" in before
+    assert "\x1b[2K" in before.rpartition("39 steps")[2]
+    # Nothing is left of it before the permanent line, which begins its row.
+    assert re.search(r"\x1b\[2K\r?(\x1b\[[\d;]*m)*Each metric as train / validation", after.replace("\x1b[0m", ""))
+    assert "\nepoch 1/1  loss" in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", after).replace("\r", "")
+    assert "╭─ Result, of the best weights ─" in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", after)

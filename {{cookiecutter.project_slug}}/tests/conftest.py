@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import engine  # noqa: F401 - First: it hides TensorFlow's lines about itself.
 import task
 from config import Config
 from engine.cluster.strategy import create_strategy

@@ -8,11 +8,12 @@ from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
+from rich.text import Text
 
 from engine.check.findings import Findings
 from engine.check.measure import BATCHES
 from engine.cluster.environment import refuse_cluster
-from engine.console import console
+from engine.console import columns, console
 from engine.errors import BadInput
 from engine.mistakes import first_line, where_raised
 from engine.run.program import Program
@@ -36,12 +37,28 @@ def check_task(program: Program, task: ModuleType, settings: Any) -> bool:
             findings.fix(_hook_in(str(problem)), str(problem))
         except Exception as problem:  # noqa: BLE001 - Whatever the hooks raise is a finding.
             findings.fix(where_raised(problem), f"raised {first_line(problem)}")
-    width = max(len(where) for _, where, _ in findings.table)
-    for verdict, where, text in findings.table:
-        console.print(f"{verdict:<3}  {where:<{width}}  {text}")
-    total = len(findings.table)
-    console.print(f"{findings.to_fix} of {total} findings to fix" if findings.to_fix else f"All {total} hold.")
+    print_findings(findings.table)
     return not findings.to_fix
+
+
+def print_findings(table: list[tuple[str, str, str]]) -> None:
+    """Prints rows of "ok" or "FIX", a file and hook, and a text, then how many there are of each.
+
+    In a terminal the texts are wrapped in their column; elsewhere each row is one line.
+    """
+    if console.is_terminal:
+        colours = {"ok": "green", "FIX": "bold red"}
+        rows = [(Text(verdict, colours[verdict]), Text(where), Text(text)) for verdict, where, text in table]
+        console.print(columns(rows), soft_wrap=False)
+    else:
+        width = max(len(where) for _, where, _ in table)
+        for verdict, where, text in table:
+            console.print(f"{verdict:<3}  {where:<{width}}  {text}")
+    to_fix, total = sum(verdict == "FIX" for verdict, _, _ in table), len(table)
+    if to_fix:
+        console.print(f"{to_fix} of {total} findings to fix", style="bold red")
+    else:
+        console.print(f"All {total} hold.", style="green")
 
 
 def _settings_to_check(settings: Any, folder: Path) -> Any:

@@ -4,6 +4,9 @@ report     takes each row, and gives it to the others
 rows       metrics.csv, validations.csv and evaluations.csv
 summaries  TensorBoard
 curves     curves.png
+lines      the console's line of an epoch
+live       the console's line of a pass that is under way
+result     what the console shows at the end
 """
 
 from engine.report.report import Report

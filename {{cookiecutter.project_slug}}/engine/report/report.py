@@ -15,6 +15,7 @@ from engine.console import console
 from engine.mistakes import first_line, where_raised
 from engine.model.metrics import Names
 from engine.report.curves import draw_curves
+from engine.report.lines import Lines
 from engine.report.rows import is_metric, read_rows, write_rows
 from engine.report.summaries import TENSORBOARD, Summaries
 
@@ -28,11 +29,12 @@ MUCH_WAITING = 0.1
 class Report:
     """One row per epoch, to everywhere; and one per validation between the ends of epochs, to validations.csv."""
 
-    def __init__(self, run_dir: Path, names: Names, *, epochs: int) -> None:
-        """Reads and writes nothing; `open` does. `names` are those of the metrics."""
+    def __init__(self, run_dir: Path, names: Names, *, epochs: int, monitor: str = "") -> None:
+        """Reads and writes nothing; `open` does. `names` are the metrics', and `monitor` is the first one shown."""
         self.run_dir = run_dir
         self.names = names
         self.epochs = epochs
+        self._lines = Lines(names, monitor, rest=f"{run_dir / 'metrics.csv'}")
         self._summaries = Summaries(run_dir / TENSORBOARD)
         self._on_report_failed = False
         self._waiting_is_reported = True  # So the first epoch, in which the pipeline fills, is passed over.
@@ -56,10 +58,11 @@ class Report:
         metrics = {name: value for name, value in row.items() if is_metric(name)}
         rates = {name: value for name, value in row.items() if name.split("/")[0] == "learning_rate"}
         speed = row["examples_per_second"]
-        console.print(
-            f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}  {numbers(self.names, metrics)}  "
-            f"{row['seconds']:.1f} s  {speed:,.0f} examples/s  waited {100 * waited:.0f} %{'  best' if is_best else ''}"
-        )
+        start = f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}"
+        ends = [f"{row['seconds']:.1f} s", f"{speed:7,.0f} examples/s"]
+        if waited > MUCH_WAITING:
+            ends.append(f"waited {100 * waited:.0f} %")
+        self._lines.print(start, metrics, *ends, is_best=is_best)
         is_much = waited > MUCH_WAITING and waited * row["seconds"] > 1.0
         if is_much and not self._waiting_is_reported:
             console.print(
@@ -92,7 +95,7 @@ class Report:
     def validation(self, step: int, metrics: dict[str, float], *, is_best: bool) -> None:
         """Reports one validation between the ends of epochs: `metrics` as "<set>/<metric>"."""
         self.validations.append({"step": step, **metrics})
-        console.print(f"step {step}  {numbers(self.names, metrics)}{'  best' if is_best else ''}")
+        self._lines.print(f"step {step}", metrics, is_best=is_best)
         self._summaries.add(step, self.names.scalars(metrics))
         write_rows(self.run_dir / VALIDATIONS, self.validations)
 
@@ -101,8 +104,3 @@ class Report:
         if self.rows:
             draw_curves(self.run_dir, self.names, self.rows)
             self._curves_drawn = time.monotonic()
-
-
-def numbers(names: Names, metrics: dict[str, float]) -> str:
-    """Returns the metrics as they stand in a line of the console."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in names.lines(metrics).items())

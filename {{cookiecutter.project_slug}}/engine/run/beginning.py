@@ -6,12 +6,13 @@ import os
 from typing import Any
 
 from engine.cluster.workers import Workers
-from engine.console import console, print_facts
+from engine.console import console
 from engine.data.batches import Batches
 from engine.errors import BadInput
 from engine.files import write_json
 from engine.model.replicas import is_seed
 from engine.report.report import Report
+from engine.report.result import print_result
 from engine.run.checkpoints import read_newest
 from engine.run.directory import RESULT, RunDirectory
 from engine.run.initial_weights import load_initial_weights
@@ -49,7 +50,8 @@ def lock_and_find_result(directory: RunDirectory, settings: Any, workers: Worker
     if more == "--patience" and (settings.patience is None or without_improvement < settings.patience):
         return None
     hint = f"more {more} would continue it; --fresh starts anew"
-    print_facts(f"Finished already after {epochs} epochs ({hint})", result)
+    console.print(f"Finished already after {epochs} epochs ({hint})")
+    print_result(result, settings)
     return result
 
 
@@ -68,7 +70,7 @@ def begin_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
     begins = begins or "with new weights"
     for each in batches.values():
         each.read()  # Examples that cannot be read are refused before anything is written.
-    run.report = Report(settings.run_dir, run.objects.names, epochs=settings.epochs)
+    run.report = Report(settings.run_dir, run.objects.names, epochs=settings.epochs, monitor=settings.monitor)
     from_chief(lambda: _begin_writing(run, directory, batches, fresh))
     print_plan(settings, run.strategy, batches, run.objects, begins)
 

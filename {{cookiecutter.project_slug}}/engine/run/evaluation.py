@@ -9,10 +9,10 @@ from typing import Any
 from engine.cluster.environment import refuse_cluster
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
-from engine.console import console, print_facts
+from engine.console import console, digits, print_facts
 from engine.errors import BadInput, Damaged
 from engine.model.metrics import Names, split_of
-from engine.report.report import numbers
+from engine.report.lines import in_short
 from engine.report.rows import read_rows, write_rows
 from engine.report.summaries import TENSORBOARD, Summaries
 from engine.run.beginning import initialize
@@ -43,7 +43,8 @@ def evaluate(program: Program, settings: Any) -> dict[str, float]:
     with signals.listening(), run.steps_named():
         weights = initialize(run) if settings.init_from else _restore_best(run)
         metrics = {**program.validate(), **program.test()}
-        print_facts(f"Evaluation of {weights}", run.objects.names.lines(metrics))
+        shown = {name: digits(value) for name, value in run.objects.names.lines(metrics).items()}
+        print_facts(f"Evaluation of {weights}", shown)
     return metrics
 
 
@@ -118,7 +119,7 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Any]) ->
                 continue
             checkpoints.state.assign(values)
             program.run.objects.reset("validation")  # It may have been saved in the middle of a validation.
-            with program.run.weights_to_keep():
+            with program.run.weights_to_keep(), program.run.live.shown():
                 evaluations.add(new[0], program.validate())
             latest = time.monotonic()
         elif ended:
@@ -162,6 +163,6 @@ class Evaluations:
         """Reports what was measured of a checkpoint."""
         step = step_of(checkpoint)
         self._rows = sorted([*self._rows, {"step": step, **metrics}], key=lambda row: row["step"])
-        console.print(f"{checkpoint.name}  {numbers(self._names, metrics)}")
+        console.print(f"{checkpoint.name}  {in_short(self._names, metrics)}")
         self._summaries.add(step, self._names.scalars(metrics))
         write_rows(self._path, self._rows)

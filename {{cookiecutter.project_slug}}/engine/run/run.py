@@ -15,14 +15,16 @@ import tensorflow as tf
 
 from engine.cluster.devices import long_sums_reported
 from engine.cluster.workers import Workers
-from engine.console import console, print_facts
+from engine.console import console
 from engine.data.batches import Batches
 from engine.errors import BadInput, Damaged, Diverged, InterruptedStep, Stopped
 from engine.files import write_json
 from engine.mistakes import mistakes_named
 from engine.model.finish import TaskObjects
 from engine.model.metrics import split_of
+from engine.report.live import LiveLine
 from engine.report.report import Report
+from engine.report.result import print_result
 from engine.report.summaries import TENSORBOARD
 from engine.run.checkpoints import Checkpoints, Writer, weights_sha256
 from engine.run.chunks import Chunks
@@ -33,7 +35,6 @@ from engine.run.signals import signals
 from engine.run.state import State
 
 Scores = dict[str, float]
-NO_TEST = "none: task.load_examples('test') returned None"
 
 
 @dataclasses.dataclass
@@ -78,6 +79,7 @@ class Run:
         checkpoints: the whole state, at the end of each epoch and every --checkpoint-every-steps.
         best: the weights that --monitor says are the best.
         report: the console's lines and the files to read; None until the run has begun.
+        live: the console's line of the pass that is under way.
     """
 
     def __init__(self, settings: Any, strategy: tf.distribute.Strategy, objects: TaskObjects) -> None:
@@ -98,6 +100,7 @@ class Run:
         self.checkpoints = Checkpoints(settings.run_dir / CHECKPOINTS, state, keep=keep, writer=writer)
         # One more than there are checkpoints, because each of them may name another one as the best.
         self.best = Checkpoints(settings.run_dir / BEST, weights, keep=keep + 1, writer=writer)
+        self.live = LiveLine(settings.epochs)
         self._chunks = Chunks(settings, self.workers)
         self._examples = 0  # In an epoch of training.
         self._chunk: Chunk | None = None
@@ -122,6 +125,7 @@ class Run:
         if name in progress.metrics and (split != "train" or epoch == progress.epoch):
             return  # It was stopped in an evaluation after this pass.
         done = progress.steps_of_pass.setdefault(name, 0)
+        self.live.begin(name, epoch if split == "train" or self.report else None, done, steps)
         feed = batches.feed(epoch, first_step=done) if done < steps else None
         while done < steps and not (split == "train" and self.validation_is_due(batches)):
             signals.check(self.workers)
@@ -141,6 +145,7 @@ class Run:
             count, seconds = len(losses), time.monotonic() - started
             done += count
             progress.add(name, count, seconds, feed.seconds_waited - waited)
+            self.live.took(losses)
             self._chunks.took(split, count, seconds)
             self.objects.check_loss_scales(progress.step)
             if split == "train" and done < steps and self._is_multiple(self.settings.checkpoint_every_steps):
@@ -273,8 +278,7 @@ class Run:
             "weights_sha256": fingerprint,
         }
         self.workers.from_chief(lambda: write_json(self.settings.run_dir / RESULT, result))
-        shown = self.objects.names.lines(result)
-        print_facts("Result, of the best weights", shown if metrics else {**shown, "test": NO_TEST})
+        print_result(result, self.settings)
         return result
 
     @contextlib.contextmanager
@@ -320,7 +324,7 @@ class Run:
     def steps_named(self) -> Iterator[None]:
         """Turns what the user's code raises into BadInput, which names the place and the steps."""
         try:
-            with mistakes_named(lambda: str(self._chunk or "")):
+            with mistakes_named(lambda: str(self._chunk or "")), self.live.shown():
                 yield
         except InterruptedStep as problem:
             name = self._chunk.name if self._chunk else "train"

@@ -1,0 +1,282 @@
+"""The console: lines of epochs, the live line, the panel at the end, and the table of --check."""
+
+import dataclasses
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import engine.console
+from config import Config
+from engine.check.check import print_findings
+from engine.model.metrics import Names
+from engine.report import live
+from engine.report.lines import Lines
+from engine.report.live import LiveLine
+from engine.report.result import print_result
+
+MODULES = ("engine.console", "engine.report.lines", "engine.report.live", "engine.report.result", "engine.check.check")
+RESULT = {
+    "test/loss": 0.6529028415679932,
+    "test/[b]f1": 0.25,
+    "test/f1/0": 0.1,
+    "test/f1/1": 0.2,
+    "epochs": 3,
+    "step": 1234,
+    "best_epoch": 2,
+    "best_validation/loss": 0.70243394,
+    "seconds": 3723.4,
+    "weights_sha256": "0123456789abcdef" * 4,
+}
+
+
+class Terminal(io.StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+Output = Callable[[], str]
+Make = Callable[..., Output]
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Gives all modules a console of a width: a terminal or not. Returns what reads its output."""
+    for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make(width: int | None = None, *, terminal: bool = True, **environment: str) -> Output:
+        for name, value in {"TERM": "xterm-256color", **environment}.items():
+            monkeypatch.setenv(name, value)
+        file = Terminal() if terminal else io.StringIO()
+        made = type(engine.console.console)(
+            soft_wrap=True, highlight=False, markup=False, force_jupyter=False, width=width, file=file
+        )
+        for module in MODULES:
+            monkeypatch.setattr(f"{module}.console", made)
+        return file.getvalue
+
+    return make
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", text)
+
+
+def names(*sets: str) -> Names:
+    return Names({each.split("/")[0]: {} for each in sets}, sets)
+
+
+def metrics(*numbers: str) -> dict[str, float]:
+    return {f"{each}/{name}": 0.5 for each in ("train", "validation") for name in numbers}
+
+
+# --- Lines of epochs --------------------------------------------------------------------------------------------------
+
+
+def test_epoch_line_groups_the_sets_and_explains_them_once(console: Make) -> None:
+    output = console(80)
+    lines = Lines(names("train", "validation"), "validation/loss", rest="runs/a/metrics.csv")
+    numbers = {"train/loss": 1.98524, "validation/loss": 0.97771, "train/accuracy": 0.25, "validation/accuracy": 1.0}
+    for epoch, is_best in ((1, True), (2, False)):
+        lines.print(f"epoch {epoch}/9", numbers, "0.3 s", "  5,244 examples/s", is_best=is_best)
+    shown = plain(output()).splitlines()
+    assert shown == [
+        "Each metric as train / validation",
+        "epoch 1/9  loss  1.985 / 0.9777  accuracy 0.2500 /  1.000  0.3 s  best",
+        "epoch 2/9  loss  1.985 / 0.9777  accuracy 0.2500 /  1.000  0.3 s",
+    ]
+    assert "\x1b[1;32mbest" in output()
+
+
+@pytest.mark.parametrize(("width", "terminal"), [(80, True), (120, True), (None, False)])
+def test_line_of_many_metrics_has_the_monitored_one_and_the_losses(
+    console: Make, width: int | None, terminal: bool
+) -> None:
+    output = console(width, terminal=terminal)
+    lines = Lines(names("train", "validation"), "validation/recall", rest="runs/a/metrics.csv")
+    numbers = metrics(*(f"metric_{number}" for number in range(10)), "loss", "recall", "kl_loss")
+    lines.print("epoch 1/9", numbers, "0.3 s", "  5,244 examples/s", is_best=True)
+    explained, line = plain(output()).splitlines()
+    assert len(line) <= (width or 120)
+    assert line.endswith("0.3 s  best")
+    shown = re.findall(r"(\w+) 0.5000 / 0.5000", line)
+    assert {"loss", "recall"} <= set(shown)
+    assert "metric_0" not in shown or "kl_loss" in shown
+    assert explained == f"Each metric as train / validation; {13 - len(shown)} more in runs/a/metrics.csv"
+
+
+def test_metric_of_some_sets_keeps_its_full_name(console: Make) -> None:
+    output = console(None, terminal=False)
+    lines = Lines(names("train", "validation/easy", "validation/hard"), "validation/easy/loss", rest="metrics.csv")
+    values = {"train/loss": 1.0, "validation/easy/loss": 2.0, "validation/hard/loss": 3.0, "validation/easy/auc": 0.5}
+    lines.print("epoch 1/9", values, "0.3 s", is_best=False)
+    assert output().splitlines() == [
+        "Each metric as train / validation/easy / validation/hard",
+        "epoch 1/9  loss  1.000 /  2.000 /  3.000  validation/easy/auc 0.5000  0.3 s",
+    ]
+
+
+# --- The live line ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every turn of Python draw."""
+    monkeypatch.setattr(live, "SECONDS_BETWEEN_REFRESHES", -1.0)
+    monkeypatch.setattr(live, "SECONDS_BETWEEN_LINES", -1.0)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_live_line_shows_the_pass_fits_and_is_erased(console: Make, always: None, width: int) -> None:
+    output = console(width)
+    line = LiveLine(epochs=3)
+    with line.shown():
+        line.begin("train", 0, done=0, steps=4000)
+        for loss in (1.0, 2.0, 6.0):
+            line.took(np.full(1000, loss))
+        engine.console.console.print("a line between")
+        line.took(np.full(1000, 1.0))
+    shown = plain(output()).replace("\r", "\n").splitlines()
+    assert "epoch 1/3  train  0 %  0/4,000" in "\n".join(shown)
+    assert all(len(each) < width for each in shown)
+    if width == 120:
+        (last,) = [each for each in shown if "3,000/4,000" in each][:1]
+        assert re.search(r"train  75 %  3,000/4,000 steps  00:00 left  \S+ steps/s  loss 3.000$", last)
+    assert "a line between" in shown
+    # The last thing on the screen is an erased line.
+    assert output().endswith("\x1b[2K")
+    assert "\x1b[?25l" not in output()  # The cursor stays.
+
+
+def test_live_line_is_gone_before_an_error_is_printed(console: Make, always: None) -> None:
+    output = console(80)
+    line = LiveLine(epochs=3)
+    with pytest.raises(RuntimeError), line.shown():
+        line.begin("validation/easy", 1, done=0, steps=10)
+        line.took(np.ones(1))
+        raise RuntimeError("a hook failed")
+    assert output().endswith("\x1b[2K")
+    drawn = len(output())
+    line.begin("validation/easy", 1, done=0, steps=10)  # Outside, as in --check.
+    line.took(np.ones(5))
+    assert len(output()) == drawn
+
+
+def test_terminal_that_is_gone_ends_the_line_and_not_the_training(
+    console: Make, always: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console(80)
+    line = LiveLine(epochs=3)
+    with line.shown():
+        line.begin("train", 0, done=0, steps=10)
+
+        def gone(text: str) -> None:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(engine.console.console.file, "write", gone)
+        line.took(np.ones(1))
+        line.took(np.ones(1))
+        assert line._live is None
+
+
+@pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}], ids=["pipe", "coloured pipe"])
+def test_without_a_terminal_a_long_pass_prints_lines(
+    console: Make, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    output = console(terminal=False, **environment)
+    line = LiveLine(epochs=3)
+    with line.shown():
+        line.begin("test", 0, done=0, steps=100)
+        line.took(np.ones(10))
+        assert output() == ""  # It has not been minutes.
+        monkeypatch.setattr(live, "SECONDS_BETWEEN_LINES", -1.0)
+        line.took(np.full(10, 2.0))
+        line.took(np.ones(80))
+    assert re.fullmatch(r"test  20 %  20/100 steps  \S+ left  \S+ steps/s  loss 1.500\n", output())
+
+
+def test_dumb_terminal_has_no_live_line(console: Make, always: None) -> None:
+    output = console(80, TERM="dumb")
+    line = LiveLine(epochs=3)
+    with line.shown():
+        line.begin("train", 0, done=0, steps=100)
+        assert output() == ""
+        line.took(np.ones(10))
+    assert output().startswith("epoch 1/3  train  10 %  10/100 steps")
+    assert "\x1b" not in output()
+
+
+# --- The end ----------------------------------------------------------------------------------------------------------
+
+
+def test_panel_has_the_test_the_files_and_what_to_type(console: Make) -> None:
+    output = console(80)
+    print_result(RESULT, Config(run_dir=Path("runs/a b")))
+    shown = plain(output())
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    for name, value in (
+        ("test/loss", "0.6529"),
+        ("test/[b]f1", "0.2500"),
+        ("test, arrays", "2 numbers in result.json"),
+        ("best epoch", "2 of 3, validation/loss 0.7024"),
+        ("trained", "1,234 steps in 1:02:03"),
+        ("next: export", "python train.py --export --run-dir 'runs/a b'"),
+        ("next: curves", "tensorboard --logdir runs"),
+    ):
+        assert re.search(rf"│ {re.escape(name)} +{re.escape(value)} +│", shown), name
+    assert "test/f1" not in shown
+
+
+def test_result_without_a_test_or_a_terminal_is_plain(console: Make) -> None:
+    output = console(terminal=False)
+    result = {name: value for name, value in RESULT.items() if not name.startswith("test")}
+    print_result({"test": None, **result}, dataclasses.replace(Config(), export=True))
+    lines = output().splitlines()
+    assert lines[0] == "Result, of the best weights"
+    assert lines[1].split(maxsplit=1) == ["test", "none: task.load_examples('test') returned None"]
+    assert "0123456789abcdef" * 4 in output()
+    assert "\x1b" not in output()
+    assert "train.py --export" not in output()
+    assert "python predict.py runs/default EXAMPLES" in output()
+
+
+# --- The table of --check ---------------------------------------------------------------------------------------------
+
+FINDINGS = [
+    ("ok", "task.py train_step", "the same gradients " * 5),
+    ("FIX", "task.py compute_loss", "[red]not a style[/red]"),
+]
+
+
+def test_table_of_findings_wraps_its_texts_in_a_terminal(console: Make) -> None:
+    output = console(80)
+    print_findings(FINDINGS)
+    shown = [line.rstrip() for line in plain(output()).splitlines()]
+    assert all(len(line) <= 80 for line in shown)
+    assert shown[0].startswith("ok   task.py train_step    the same")
+    assert shown[1].startswith(" " * 27) and "gradients" in shown[1]
+    assert shown[-2:] == ["FIX  task.py compute_loss  [red]not a style[/red]", "1 of 2 findings to fix"]
+    assert "\x1b[1;31mFIX" in output()
+
+
+def test_no_color_leaves_the_colours_out(console: Make) -> None:
+    output = console(80, NO_COLOR="1")
+    print_findings(FINDINGS)
+    assert not re.search(r"\x1b\[[\d;]*3\dm", output())
+    assert "FIX" in output()
+
+
+def test_findings_without_a_terminal_are_one_line_each(console: Make) -> None:
+    output = console(terminal=False)
+    print_findings(FINDINGS)
+    assert output().splitlines() == [
+        f"ok   task.py train_step    {FINDINGS[0][2]}",
+        "FIX  task.py compute_loss  [red]not a style[/red]",
+        "1 of 2 findings to fix",
+    ]
