@@ -74,7 +74,7 @@ def test_version_is_one_and_is_written_into_the_project(default_bake: Bake) -> N
         for folder in (default_bake.folder, TEMPLATE)
     )
     version = template["project"]["version"]
-    # Not rendered from "_version": cruft renders a new template with the private answers of the old one.
+    # In words, so that the unrendered project has it too.
     assert project["tool"]["tf-dist-template"]["version"] == version
     assert json.loads((TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8"))["_version"] == version
 
