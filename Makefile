@@ -1,7 +1,7 @@
 # make demo       render the template and train the result on two simulated replicas; STARTER=gan chooses another task
 # make test       the tests (make test-all adds the long ones)
 # make benchmark  train.py beside the tutorial's loop, Keras fit and Orbit (hours; Orbit in an environment of its own)
-# make lint       ruff, on the template and on the unrendered project
+# make lint       ruff, on the template and on the unrendered project, and mypy on the project
 # make clean      remove what these made
 
 PYTHON ?= python3
@@ -14,6 +14,7 @@ PYTEST := $(BIN)/python -m pytest -rs --numprocesses auto --maxprocesses 4 --dis
 # Bytecode or caches inside the template's folder would be rendered into every project.
 export PYTHONDONTWRITEBYTECODE := 1
 export RUFF_NO_CACHE := true
+export MYPY_CACHE_DIR := /dev/null
 
 .PHONY: help demo test test-all benchmark lint clean
 
@@ -52,6 +53,7 @@ benchmark: .venv/installed .venv-orbit/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	cd '{{cookiecutter.project_slug}}' && "$(CURDIR)/$(BIN)/mypy"
 
 clean:
 	rm -rf .venv .venv-orbit build *.egg-info

@@ -15,14 +15,14 @@ MADE_BY_USE = {"runs", "build", "dist"}
 # What `pip install -e ".[dev]"` of the project installs, and does it with: to pip the project would be another version
 # of that package, which it refuses, or puts in its place. With _ for -; a dash and an underscore are one to pip.
 PACKAGES = """
-absl_py anyio astunparse certifi cfgv charset_normalizer cloudpickle contourpy cycler distlib docstring_parser filelock
-flatbuffers fonttools fsspec gast google_pasta grpcio h11 h5py hf_xet httpcore2 httpx2 huggingface_hub identify idna
-iniconfig joblib kagglehub kagglesdk keras keras_hub kiwisolver libclang markdown markdown_it_py markupsafe matplotlib
-mdurl ml_dtypes namex narwhals nodeenv numpy opt_einsum optree packaging pillow pip platformdirs pluggy pre_commit
-protobuf pygments pyparsing pytest python_dateutil python_discovery pyyaml regex requests rich ruff scikit_learn scipy
-sentencepiece setuptools six sklearn tensorboard tensorboard_data_server tensorflow tensorflow_text termcolor
-threadpoolctl tokenizers tqdm truststore typeguard typing_extensions tyro tzdata urllib3 uv virtualenv werkzeug wheel
-wrapt
+absl_py anyio ast_serialize astunparse certifi cfgv charset_normalizer cloudpickle contourpy cycler distlib
+docstring_parser filelock flatbuffers fonttools fsspec gast google_pasta grpcio h11 h5py hf_xet httpcore2 httpx2
+huggingface_hub identify idna iniconfig joblib kagglehub kagglesdk keras keras_hub kiwisolver libclang librt markdown
+markdown_it_py markupsafe matplotlib mdurl ml_dtypes mypy mypy_extensions namex narwhals nodeenv numpy opt_einsum optree
+packaging pathspec pillow pip platformdirs pluggy pre_commit protobuf pygments pyparsing pytest python_dateutil
+python_discovery pyyaml regex requests rich ruff scikit_learn scipy sentencepiece setuptools six sklearn tensorboard
+tensorboard_data_server tensorflow tensorflow_text termcolor threadpoolctl tokenizers tqdm truststore typeguard
+typing_extensions tyro tzdata urllib3 uv virtualenv werkzeug wheel wrapt
 """
 WINDOWS_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 

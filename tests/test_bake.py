@@ -1,12 +1,13 @@
 """What the template renders: the right files, clean, and green by their own checks."""
 
+import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rendering import PROJECT, STARTERS, TEMPLATE, Bake, run
+from rendering import PROJECT, STARTERS, TEMPLATE, Bake, cookiecutter, run
 
 
 def test_no_jinja_is_left(default_bake: Bake) -> None:
@@ -65,3 +66,22 @@ def test_demo_ends_with_a_good_accuracy_and_says_where_the_files_are() -> None:
     (ending,) = [line for line in done.stdout.splitlines() if line.startswith("The run's files are in ")]
     run_dir = ending.split("The run's files are in ")[1].split(",")[0]
     assert (TEMPLATE / run_dir / "result.json").exists()
+
+
+def test_version_is_one_and_is_written_into_the_project(default_bake: Bake) -> None:
+    project, template = (
+        tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+        for folder in (default_bake.folder, TEMPLATE)
+    )
+    version = template["project"]["version"]
+    # In words, so that the unrendered project has it too.
+    assert project["tool"]["tf-dist-template"]["version"] == version
+    assert json.loads((TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8"))["_version"] == version
+
+
+def test_two_lines_say_what_to_do_next(tmp_path: Path) -> None:
+    done = cookiecutter(tmp_path / "rendered", project_slug="mine")
+    assert done.stdout.splitlines() == [
+        'Next, in an environment for it: cd mine && pip install -e ".[dev]"',
+        "Then: python train.py",
+    ]

@@ -46,7 +46,7 @@ def test_run_leaves_what_the_design_says(trained: tuple[Path, str]) -> None:
     assert config["settings"]["epochs"] == 2
     assert config["settings"]["seed"] == 0
     assert (config["strategy"], config["replicas"]) == ("mirrored", 2)
-    assert config["versions"].keys() == {"tensorflow", "keras", "python", "numpy"}
+    assert config["versions"].keys() == {"tensorflow", "keras", "python", "numpy", "template"}
     with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as lines:
         rows = list(csv.DictReader(lines))
     metrics = ["train/loss", "train/accuracy", "validation/loss", "validation/accuracy"]

@@ -17,6 +17,7 @@ STARTERS = json.loads((TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8
 sys.dont_write_bytecode = True
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 os.environ["RUFF_NO_CACHE"] = "true"
+os.environ["MYPY_CACHE_DIR"] = os.devnull
 
 
 def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:

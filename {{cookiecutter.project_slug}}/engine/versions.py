@@ -4,6 +4,7 @@ import hashlib
 import os
 import platform
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions by name."""
+    """Returns the versions by name; "template" only if pyproject.toml has it."""
+    return _versions_of_packages() | _version_of_template()
+
+
+def _versions_of_packages() -> dict[str, str]:
     return {
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
@@ -24,10 +29,19 @@ def versions() -> dict[str, str]:
     }
 
 
+def _version_of_template() -> dict[str, str]:
+    """Returns the version of tf-dist-template that the project was rendered from, or last updated to."""
+    try:
+        project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
+        return {"template": project["tool"]["tf-dist-template"]["version"]}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}  # A project works without the file, which is yours to change.
+
+
 def shared_facts() -> dict[str, Any]:
     """Returns what has to be the same in all processes of a cluster."""
-    # Patch releases of Python may differ.
-    return {"code": code_sha256(), **versions(), "python": ".".join(platform.python_version_tuple()[:2])}
+    # Patch releases of Python may differ. The template's version says nothing that the code does not.
+    return {"code": code_sha256(), **_versions_of_packages(), "python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def code_sha256() -> dict[str, str]:

@@ -404,5 +404,19 @@ def test_machine_without_a_tpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         raise ValueError("Please provide a TPU Name to connect to.")
 
     monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", none_there)
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "libtpu.so")
     with pytest.raises(BadInput, match="--strategy tpu finds no TPU"):
         create(strategy="tpu")
+
+
+def test_tpu_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TPU_NAME", "TPU_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    monkeypatch.setattr(strategies, "_tpu", lambda: "connected")
+    monkeypatch.setattr(strategies, "_made", {})
+    with pytest.raises(BadInput, match=r"--strategy tpu needs libtpu, .* tensorflow-tpu 2\.20\.0, older than"):
+        strategies.create_strategy(Config(strategy="tpu"))
+    # A TPU of another machine needs no library here.
+    monkeypatch.setenv("TPU_NAME", "mine")
+    assert strategies.create_strategy(Config(strategy="tpu")) == "connected"

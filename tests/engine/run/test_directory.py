@@ -119,6 +119,7 @@ def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: p
     directory = RunDirectory(tmp_path / "run")
     assert directory.code_sha256() == facts["code"]
     recorded = {"code_sha256": facts["code"], "versions": versions.versions()}
+    assert "template" not in recorded["versions"]  # There is no pyproject.toml, and nothing is wrong with that.
     begun(tmp_path / "run", **recorded)
     settings = Config(run_dir=tmp_path / "run")
     directory.check_same_run(settings)

@@ -5,6 +5,7 @@ or TPUs.
 """
 
 import functools
+import importlib.util
 import os
 import socket
 from collections.abc import Sequence
@@ -55,6 +56,8 @@ def create_strategy(settings: Any) -> tf.distribute.Strategy:
     _check_cluster(name, cluster)
     _check_devices(name, simulated, gpus)
     _check_all_reduce(name, settings, gpus)
+    if name == "tpu":
+        _check_tpu_library()
     if name == "parameter_server":
         check_settings(settings)
     if simulated:
@@ -153,6 +156,17 @@ def _check_devices(name: str, simulated: int, gpus: int) -> None:
             f"--strategy mirrored needs GPUs and {why_no_gpu(os.environ) or 'this machine shows none'}: use "
             "--simulated-devices N for N replicas on the CPU, or --strategy one_device"
         )
+
+
+def _check_tpu_library() -> None:
+    """Raises BadInput if no library for this machine's TPUs is there; a TPU_NAME is that of other machines."""
+    if {"TPU_NAME", "TPU_LIBRARY_PATH"} & set(os.environ) or importlib.util.find_spec("libtpu"):
+        return
+    raise BadInput(
+        "--strategy tpu needs libtpu, which is not installed, and no package of TensorFlow "
+        f"{tf.__version__} has it: the newest is tensorflow-tpu 2.20.0, older than pyproject.toml allows. Train "
+        "on CPUs or GPUs"
+    )
 
 
 def _check_all_reduce(name: str, settings: Any, gpus: int) -> None:

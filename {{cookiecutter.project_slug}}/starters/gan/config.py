@@ -1,6 +1,7 @@
 """Your settings. Each one is a flag of train.py: python train.py --help."""
 
 import dataclasses
+from typing import Literal
 
 from engine.settings import Settings
 
@@ -27,4 +28,4 @@ class Config(Settings):
     ema_decay: float | None = 0.995
     # The losses of a generator and a discriminator work against each other, so neither says which weights are best.
     monitor: str = "validation/distance"
-    monitor_direction: str = "min"
+    monitor_direction: Literal["auto", "min", "max"] = "min"

@@ -12,6 +12,7 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -102,12 +103,12 @@ def read_pairs(path: Path) -> list[Pair]:
             for number, row in enumerate(rows, start=2):
                 if len(row) != len(names):
                     raise BadInput(f"{path}, row {number} has {len(row)} columns, not {len(names)} as row 1: fix it")
-                label, *sentences = (row[names.index(name)].strip() for name in COLUMNS)
+                label, first, second = (row[names.index(name)].strip() for name in COLUMNS)
                 if not (label.isascii() and label.isdecimal() and len(label) < 10):
                     raise BadInput(f"{path}, row {number} has the label {label!r}: give a whole number from 0 on")
-                if not all(sentences):
+                if not (first and second):
                     raise BadInput(f"{path}, row {number} has an empty sentence: fill it in, or leave the row out")
-                pairs.append((int(label), *sentences))
+                pairs.append((int(label), first, second))
     except (OSError, UnicodeDecodeError, csv.Error) as problem:
         raise BadInput(f"{path} cannot be read ({problem}): give a TSV file in UTF-8") from problem
     if not pairs:
@@ -138,7 +139,7 @@ def create_tokenizer(arguments: Arguments, pairs: Sequence[Pair]):
     return keras_hub.models.BertTokenizer(vocabulary, **forms)
 
 
-def load_preset(kind: type, preset: str, **options):
+def load_preset(kind: Any, preset: str, **options):
     """Returns a backbone or tokenizer of keras-hub from a preset. Raises BadInput if it cannot be loaded."""
     try:
         return kind.from_preset(preset, **options)

@@ -4,6 +4,8 @@ Lines marked TODO(you) are yours to replace; everything works as it stands. Line
 together.
 """
 
+from typing import Any
+
 import keras
 import keras_hub
 import tensorflow as tf
@@ -24,7 +26,7 @@ def load_examples(split: str) -> Records:
     for you.
     """
     # TODO(you): Load your examples.
-    sizes = {"sequence_length": config.sequence_length, "vocabulary_size": config.vocabulary_size}
+    sizes: dict[str, Any] = {"sequence_length": config.sequence_length, "vocabulary_size": config.vocabulary_size}
     if config.records == Config.records and not config.records.exists():
         make_records(Arguments(**sizes))  # Of the shipped pairs.
     path = config.records / f"{split}.tfrecord"

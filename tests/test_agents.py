@@ -1,0 +1,41 @@
+"""AGENTS.md of the project: its commands exist, and what it says is what the code says."""
+
+import re
+import shlex
+
+from rendering import PROJECT, Bake, run
+
+PAGE = (PROJECT / "AGENTS.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"`((?:python|pip|ruff|mypy|pytest)\b[^`]*)`", PAGE)
+
+
+def test_commands_are_there_and_their_flags_are_read() -> None:
+    programs = [shlex.split(command) for command in COMMANDS]
+    trains = [words[2:] for words in programs if words[:2] == ["python", "train.py"]]
+    assert len(trains) == 3
+    code = "import sys, config, engine.settings as s; s.read_settings(config.Config, sys.argv[1:])"
+    for flags in trains:
+        done = run("python", "-c", code, *flags, folder=PROJECT)
+        assert done.returncode == 0, (flags, done.stdout, done.stderr)
+    # What the dev extra installs.
+    assert {words[0] for words in programs} == {"python", "pip", "ruff", "mypy", "pytest"}
+    for tool in ("ruff", "mypy", "pytest"):
+        assert run("python", "-m", tool, "--version", folder=PROJECT).returncode == 0
+
+
+def test_marks_and_files_that_it_names_are_there(default_bake: Bake) -> None:
+    for mark in ("TODO(you)", "KEEP"):
+        assert f"`{mark}`" in PAGE
+        assert f"# {mark}" in (PROJECT / "task.py").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+\.(?:py|md)|[\w/]+/)`", PAGE)) - {"__init__.py"}
+    assert named >= {"task.py", "config.py", "train.py", "engine/", "README.md"}
+    assert [name for name in named if not (default_bake.folder / name).exists()] == []
+
+
+def test_exit_codes_are_those_of_the_readme() -> None:
+    def codes(text: str) -> list[str]:
+        (listed,) = re.findall(r"(?s)Exit codes: (.*?)(?:\n\n|\n- |While the program)", text)
+        return re.findall(r"(?:^|, )\s*(\d+) ", re.sub(r"\([^)]*\)", "", listed.replace("\n", " ")))
+
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+    assert codes(PAGE) == codes(readme) == ["0", "1", "2", "3", "42", "130"]

@@ -1,0 +1,156 @@
+"""docs/updates.md: an update to a newer version of the template keeps what the user wrote, by git and by cruft."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pages import sections
+from rendering import PROJECT, TEMPLATE
+
+URL = "https://github.com/org/tf-dist-template"
+KEPT = {"task.py", "tests/test_task.py"}
+
+# File of the project -> the text that an edit replaces, and by what.
+USERS = {
+    "task.py": ("# TODO(you): Build your model.", "# Mine."),
+    "tests/test_task.py": ('"""', '"""Mine. '),
+    "config.py": ("    # Any setting of engine", "    width: int = 8\n\n    # Any setting of engine"),
+    "train.py": (
+        "        run.end_epoch(metrics)\n",
+        "        run.end_epoch(metrics)\n        print(metrics)  # Mine.\n",
+    ),
+}
+TEMPLATES = {
+    "task.py": ("# TODO(you): Choose the losses.", "# TODO(you): Choose a loss."),
+    "tests/test_task.py": ("\nimport ", "\nimport this\nimport "),
+    "config.py": ('"""Your settings.', '"""Your own settings.'),
+    "train.py": ("srun ... python train.py  ", "mpirun ... python train.py"),
+    "engine/errors.py": ('"""', '"""Newer. '),
+    "README.md": ("## Run it", "## Run it now"),
+}
+STARTER = "gan"
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs the commands of a block in a folder, with a template of two versions in the place of the published one."""
+    for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        monkeypatch.setenv(f"{name}_NAME", "Ada")
+        monkeypatch.setenv(f"{name}_EMAIL", "ada@example.org")
+    monkeypatch.setenv("HOME", str(tmp_path))  # Away from the developer's git, cookiecutter and cruft.
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+
+    def execute(block: str, folder: Path, *, status: int = 0) -> str:
+        commands = block.replace(URL, (tmp_path / "template").as_uri())
+        # The questions of cookiecutter: name, folder, author, starter; then that of `cruft link`, for the commit.
+        done = subprocess.run(
+            ["bash", "-ec", commands], cwd=folder, input="\n\n\n3\n\n", capture_output=True, text=True, check=False
+        )
+        assert done.returncode == status, f"{commands}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return execute
+
+
+@pytest.fixture
+def versions(tmp_path: Path, shell: Callable[..., str]) -> dict[str, dict[str, str]]:
+    """Makes a repository of the template with the tags v0.1.0 and v0.2.0; returns what each renders, by file name."""
+    template = tmp_path / "template"
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "runs", "__pycache__", ".*_cache", "*.egg-info")
+    shutil.copytree(TEMPLATE, template, ignore=ignored)
+    project = template / PROJECT.name
+    shell("git init --quiet --initial-branch main", template)
+    made = {}
+    for version in ("0.1.0", "0.2.0"):
+        pyproject = (project / "pyproject.toml").read_text(encoding="utf-8")
+        (project / "pyproject.toml").write_text(
+            re.sub(r'(?<=\[tool.tf-dist-template\]\nversion = ")[^"]+', version, pyproject), encoding="utf-8"
+        )
+        if version == "0.2.0":
+            own = project / "starters" / STARTER
+            for name in TEMPLATES:
+                edit(own if (own / name).exists() else project, name, TEMPLATES)
+            (project / "engine/newer.py").write_text('"""Newer."""\n', encoding="utf-8")
+            (project / "deploy/slurm.sh").unlink()
+        shell(f"git add --all && git commit --quiet -m {version} && git tag v{version}", template)
+        answers = f"--no-input --default-config --output-dir ../{version} . starter={STARTER}"
+        shell(f"cookiecutter {answers}", template)
+        made[version] = texts(tmp_path / version / "my_training")
+    return made
+
+
+def edit(folder: Path, name: str, edits: dict[str, tuple[str, str]]) -> None:
+    """Replaces the first occurrence of an edit's text in a file."""
+    before = (folder / name).read_text(encoding="utf-8")
+    assert edits[name][0] in before, (name, edits[name][0])
+    (folder / name).write_text(before.replace(*edits[name], 1), encoding="utf-8")
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """Returns the files of a project, without git's and cruft's own, by name."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and ".git" not in path.parts)
+    return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in paths} | {
+        ".cruft.json": ""
+    }
+
+
+def commands(section: str) -> list[str]:
+    return re.findall(r"(?ms)^```\n(.*?)^```", sections("updates.md")[section])
+
+
+def user_works(folder: Path, shell: Callable[..., str]) -> None:
+    for name in USERS:
+        edit(folder, name, USERS)
+    (folder / "mine.py").write_text("MINE = 1\n", encoding="utf-8")
+    shell("git add --all && git commit --quiet -m mine", folder)
+
+
+def assert_updated(folder: Path, versions: dict[str, dict[str, str]]) -> None:
+    """Fails if the project is anything but the new version with the user's edits, and his old task."""
+    expected = versions["0.2.0"] | {name: versions["0.1.0"][name] for name in KEPT} | {"mine.py": "MINE = 1\n"}
+    for name, replacement in USERS.items():
+        expected[name] = expected[name].replace(*replacement, 1)
+    found = texts(folder)
+    assert found.keys() == expected.keys()
+    assert {name for name in found if found[name] != expected[name]} == set()
+
+
+def test_update_with_git_alone(tmp_path: Path, shell: Callable[..., str], versions: dict[str, dict[str, str]]) -> None:
+    begin, render, merge = commands("With git alone")
+    folder = tmp_path / "work" / "my_training"
+    shutil.copytree(tmp_path / "0.1.0" / "my_training", folder)
+    shell(begin, folder)
+    user_works(folder, shell)
+    shell(render + merge, folder)
+    assert_updated(folder, versions)
+    assert shell("git status --porcelain", folder) == ""
+
+
+@pytest.mark.parametrize("beginning", ["create", "link"])
+def test_update_with_cruft(
+    beginning: str, tmp_path: Path, shell: Callable[..., str], versions: dict[str, dict[str, str]]
+) -> None:
+    create, link, update = commands("With cruft")
+    (tmp_path / "work").mkdir()
+    folder = tmp_path / "work" / "my_training"
+    if beginning == "create":
+        shell(create, folder.parent)
+    else:
+        shutil.copytree(tmp_path / "0.1.0" / "my_training", folder)
+        shell(link, folder)
+    assert texts(folder) == versions["0.1.0"]
+    shell("git init --quiet", folder)
+    user_works(folder, shell)
+    check, update = update.splitlines()
+    shell("cruft check --checkout v0.1.0", folder)
+    shell(check, folder, status=1)
+    shell(update, folder)
+    assert_updated(folder, versions)
+    shell(check, folder)
