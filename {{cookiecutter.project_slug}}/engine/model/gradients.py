@@ -8,8 +8,10 @@ replica only. So it is done here, and an optimizer that would do any of it is re
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -52,6 +54,8 @@ class _Step(threading.local):
 
 
 _step = _Step()
+# Optimizer -> the variable that gets the norm of its latest gradients, of those that are watched.
+_norms: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, tf.Variable] = weakref.WeakKeyDictionary()
 
 
 @tf.autograph.experimental.do_not_convert
@@ -138,7 +142,12 @@ def apply_gradients(
         gradients = [None if each is None else each * tf.cast(scale, each.dtype) for each in gradients]
     with _xla(False):
         gradients = _summed_over_micro_batches(gradients, loss)
-        return _update(optimizer, gradients, variables, scale) if _step.is_last else tf.constant(0.0)
+        if not _step.is_last:
+            return tf.constant(0.0)
+        norm = _update(optimizer, gradients, variables, scale)
+        if (latest := _norms.get(optimizer)) is not None:
+            latest.assign(norm)
+        return norm
 
 
 def _summed_over_micro_batches(gradients: Gradients, loss: tf.Tensor) -> Gradients:
@@ -229,6 +238,22 @@ def _keep_sums(optimizer: keras.optimizers.Optimizer) -> None:
         return summed
 
     optimizer._all_reduce_sum_gradients = kept
+
+
+def watch_norms(optimizers: Mapping[str, keras.optimizers.Optimizer]) -> dict[str, tf.Variable]:
+    """Lets `apply_gradients` keep its latest norm with each optimizer; returns the variables. Call it in the scope.
+
+    They are for reports only: no checkpoint holds them, and a step never reads them.
+    """
+    for optimizer in optimizers.values():
+        _norms[optimizer] = tf.Variable(
+            math.nan,
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,  # Written by every replica, without a sum.
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+            name="gradient_norm",
+        )
+    return {name: _norms[optimizer] for name, optimizer in optimizers.items()}
 
 
 def check_loss_scale(optimizer: keras.optimizers.Optimizer, step: int) -> None:
