@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -49,7 +50,7 @@ class TaskObjects:
     monitor_direction: str
     """"min" or "max": which --monitor is better."""
     norm_variables: dict[str, tf.Variable]
-    """optimizer -> the norm of its latest gradients. In no checkpoint."""
+    """optimizer -> half the square of its latest gradients' norm. In no checkpoint."""
     on_report: Callable[..., None] | None = None
     """task.on_report, if there is one."""
 
@@ -103,7 +104,7 @@ class TaskObjects:
         if len(names) == 1 and not isinstance(self.optimizer, Mapping):
             names = dict.fromkeys(names, "gradient_norm")
         first = {name: strategy.experimental_local_results(each)[0] for name, each in self.norm_variables.items()}
-        return {names[name]: float(each) for name, each in first.items()}
+        return {names[name]: math.sqrt(2.0 * float(each)) for name, each in first.items()}
 
     def check_loss_scales(self, step: int) -> None:
         """Raises Diverged if the loss scale of an optimizer has fallen without end."""
