@@ -66,7 +66,8 @@ def begin_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
     begins = begins or "with new weights"
     for each in batches.values():
         each.read()  # Examples that cannot be read are refused before anything is written.
-    run.report = Report(settings.run_dir, run.objects.names, epochs=settings.epochs)
+    monitored = {"monitor": settings.monitor, "direction": run.objects.monitor_direction}
+    run.report = Report(settings.run_dir, run.objects.names, epochs=settings.epochs, **monitored)
     from_chief(lambda: _begin_writing(run, directory, batches, fresh))
     print_plan(settings, run.strategy, batches, run.objects, begins)
 
@@ -187,11 +188,20 @@ def _begin_writing(run: Run, directory: RunDirectory, batches: dict[str, Batches
         each.clear()
     # Weights saved after the checkpoint that the run goes on from will be saved again.
     run.best.forget(progress.step, but=progress.best_step)
-    run.report.open(epochs_done=progress.epoch, validated_step=progress.validated_step or 0)
     earlier = read_json(settings.run_dir / CONFIG) or {"start_id": os.environ.get(START_ID)}
+    resumed = [*(step for step in earlier.get("resumed_at_steps", []) if step < progress.step)]
+    resumed += [progress.step] if progress.step else []
+    run.report.open(
+        epochs_done=progress.epoch,
+        validated_step=progress.validated_step or 0,
+        step=progress.step,
+        resumed=resumed,
+        settings=settings.as_json(),
+    )
     description = describe_run(settings, run.strategy, directory.code_sha256())
     more = {"learning_rate_changes": progress.learning_rate_changes, "start_id": earlier.get("start_id")}
     more["records"] = describe_records(batches)
+    more |= {"monitor_direction": run.objects.monitor_direction, "resumed_at_steps": resumed}
     write_json(settings.run_dir / CONFIG, {**description, **describe_examples(batches), **more})
     (settings.run_dir / RESULT).unlink(missing_ok=True)
 
