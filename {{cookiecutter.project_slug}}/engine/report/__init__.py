@@ -8,6 +8,7 @@ curves      curves.png
 comparison  --compare: several runs in one picture and one table
 """
 
+from engine.report.comparison import compare
 from engine.report.report import Report
 
-__all__ = ["Report"]
+__all__ = ["Report", "compare"]

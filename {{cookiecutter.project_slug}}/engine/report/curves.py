@@ -13,7 +13,7 @@ import matplotlib.ticker
 
 from engine.files import write_whole
 from engine.model.metrics import Names
-from engine.report.rows import COLUMNS, is_metric
+from engine.report.rows import is_metric
 
 CURVES = "curves.png"
 # Okabe and Ito's colours, which colour-blind people can tell apart.
@@ -77,6 +77,8 @@ def figure_of_run(
         if len(columns) > 1 and not is_metric(columns[0]):  # Rates of several optimizers.
             axes.legend(fontsize="small")
         over_epochs(axes, epochs.last)
+        if columns == ["examples_per_second"]:
+            axes.set_ylim(bottom=0)
         for step in resumed:
             handles["resumed"] = axes.axvline(epochs.at(step), color=GREY, linestyle=":", linewidth=1)
         if best:
@@ -91,6 +93,8 @@ def figure_of_run(
     if left_out:
         text += f"; {left_out} more are in metrics.csv"
     figure.suptitle(text, parse_math=False)
+    order = [*names.sets, *handles]  # The sets first.
+    handles = dict(sorted(handles.items(), key=lambda item: order.index(item[0])))
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, frameon=False)
     return figure
 
@@ -164,7 +168,8 @@ def plot(axes: matplotlib.axes.Axes, points: Points, **style: Any) -> list[matpl
     """Draws a curve; where a value is not finite it has a gap."""
     xs = [x for x, _ in points]
     ys = [y if math.isfinite(y) else math.nan for _, y in points]
-    markers = {"marker": "o", "markersize": 3.5} if len(points) <= MOST_MARKERS else {}
+    size = 7.0 if len(points) == 1 else 3.5
+    markers = {"marker": "o", "markersize": size} if len(points) <= MOST_MARKERS else {}
     return axes.plot(xs, ys, **{"linewidth": 1.6, **markers, **style})
 
 
@@ -185,7 +190,3 @@ def falls_far(axes: matplotlib.axes.Axes) -> bool:
     falls = sum(curve[-1] - curve[0] for curve in curves) < 0
     return falls and min(values) > 0 and max(values) / min(values) > LARGEST_LINEAR_RATIO
 
-
-def is_array_element(column: str) -> bool:
-    """Returns whether a column looks like an element of an array: "validation/f1/3". For runs whose task is unknown."""
-    return column.rsplit("/", 1)[-1].isdigit() and column not in COLUMNS
