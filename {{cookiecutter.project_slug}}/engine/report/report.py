@@ -106,6 +106,10 @@ class Report:
             self._end_row()
         self.draw_curves()
 
+    def result(self, step: int, metrics: Mapping[str, float], best: float) -> None:
+        """Shows the test metrics of a run that has ended, and its best score, in TensorBoard."""
+        self._summaries.add(step, {**self.names.scalars(metrics), f"best/{self._monitored['monitor']}": best})
+
     def epoch(self, row: dict[str, Any], *, is_best: bool, waited: float = 0.0) -> None:
         """Reports one epoch. `row` has the keys COLUMNS and "<split>/<metric>".
 

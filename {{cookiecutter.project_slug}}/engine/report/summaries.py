@@ -10,7 +10,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.hparams import api as hparams
 
 from engine.files import write_whole, writing
-from engine.model.metrics import Names
+from engine.model.metrics import Names, split_of
 
 TENSORBOARD = "tensorboard"
 
@@ -25,10 +25,10 @@ class Summaries:
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
 
     def cut(self, step: int) -> None:
-        """Removes what is of later steps, so that a resumed run does not show it twice."""
-        for folder in (self._folder, *(self._folder / each for each in (*self._names.sets, "test"))):
-            for path in sorted(folder.glob("events.out.tfevents.*")):
-                _cut(path, step)
+        """Removes what is of later steps, and the result, so that a resumed run does not show it twice."""
+        for name in ("", *self._names.sets):
+            for path in sorted((self._folder / name).glob("events.out.tfevents.*")):
+                _cut(path, -1 if split_of(name) == "test" else step)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Writes scalars; "<set>/<metric>" goes to the folder of its set as "<metric>"."""
@@ -42,12 +42,12 @@ class Summaries:
                     tf.summary.scalar(tag, value)
 
     def settings(self, step: int, settings: Mapping[str, Any]) -> None:
-        """Writes the settings as a table, and as hyperparameters."""
+        """Writes the settings as a table, and as the hyperparameters of the run, which have one value only."""
         lines = [f"| {name} | {_cell(value)} |" for name, value in settings.items()]
         simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()}
         with self.at(step):
             tf.summary.text("settings", "\n".join(["| setting | value |", "|---|---|", *lines]))
-            hparams.hparams(simple)
+            hparams.hparams(simple, trial_id=simple.get("run_dir"))
 
     @contextlib.contextmanager
     def at(self, step: int, name: str = "") -> Iterator[None]:
@@ -66,12 +66,16 @@ def _cell(value: Any) -> str:
 
 
 def _cut(path: Path, step: int) -> None:
-    """Writes a file of events anew without those after a step, and without what a killed run has left of one."""
+    """Writes a file of events anew without those after a step, and without what a killed run has left of one.
+
+    Hyperparameters go too: TensorBoard shows the first that it finds, and the latest are the run's.
+    """
     kept, is_whole = [], True
     with writing(path):
         try:
             for record in tf.compat.v1.io.tf_record_iterator(str(path)):
-                if Event.FromString(record).step <= step:
+                event = Event.FromString(record)
+                if event.step <= step and not any(value.tag.startswith("_hparams_/") for value in event.summary.value):
                     kept.append(record)
                 else:
                     is_whole = False

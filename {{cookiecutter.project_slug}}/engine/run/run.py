@@ -278,6 +278,7 @@ class Run:
             "seconds": progress.seconds,
             "weights_sha256": fingerprint,
         }
+        self._report(lambda report: report.result(progress.step, metrics, progress.best_score))
         self.workers.from_chief(lambda: write_json(self.settings.run_dir / RESULT, result))
         shown = self.objects.names.lines(result)
         print_facts("Result, of the best weights", shown if metrics else {**shown, "test": NO_TEST})
