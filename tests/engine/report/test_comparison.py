@@ -51,8 +51,8 @@ def test_table_has_what_differs_and_how_each_run_stands(capsys: pytest.CaptureFi
     found = lines(capsys.readouterr().out)
     assert found[""] == ["a", "b", "new"]
     assert found["state"] == ["finished", "stopped", "running"]
-    assert found["epochs"] == "3 of 3 2 of 3 0 of 3".split()
-    assert found["time"] == "2.5 min 1.7 min 0.0 s".split()
+    assert found["epochs"] == ["3", "of", "3", "2", "of", "3", "0", "of", "3"]
+    assert found["time"] == ["2.5", "min", "1.7", "min", "0.0", "s"]
     assert found["best validation/loss"] == ["0.25", "0.5"]
     assert found["in epoch"] == ["2", "1"]
     assert found["test/loss"] == ["0.3"]

@@ -52,7 +52,9 @@ def test_sets_of_a_metric_share_a_panel_and_elements_of_arrays_have_none() -> No
     scores = {f"validation/hard/f1/{index}": 0.5 for index in range(100)}
     names.arrays = dict.fromkeys(scores, "validation/hard/f1")
     more = {"validation/hard/scores/recall": 0.5, **scores}
-    given = [{**row, **more} for row in rows(2, train__loss=1.0, validation__easy__loss=2.0, validation__hard__loss=3.0)]
+    given = [
+        {**row, **more} for row in rows(2, train__loss=1.0, validation__easy__loss=2.0, validation__hard__loss=3.0)
+    ]
     drawn = panels(figure_of_run("run", names, given, monitor="validation/hard/f1/7"))
     assert {title: list(curves(axes)) for title, axes in drawn.items()} == {
         "f1/7": ["validation/hard/f1/7"],  # It is monitored.

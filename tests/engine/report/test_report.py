@@ -4,7 +4,6 @@ import csv
 from pathlib import Path
 from typing import Any
 
-
 from engine.model.metrics import Names
 from engine.report.report import Report
 from engine.run.progress import is_better

@@ -50,7 +50,9 @@ def test_rows_after_the_step_that_a_run_goes_on_from_are_cut(tmp_path: Path) -> 
     assert [(row["step"], row["epoch"]) for row in written(path)] == [("2", "1"), ("4", "1"), ("5", "2")]
 
 
-@pytest.mark.parametrize("rest", ["6,1,1.", "6,1,1.5,2.0,0.1,2.0", "6,1\n", "\0\0\0\n8,1,1.5,2.0,0.1,2.0\n", "1,1,1,1,1,1\n"])
+@pytest.mark.parametrize(
+    "rest", ["6,1,1.", "6,1,1.5,2.0,0.1,2.0", "6,1\n", "\0\0\0\n8,1,1.5,2.0,0.1,2.0\n", "1,1,1,1,1,1\n"]
+)
 def test_what_a_killed_run_has_left_of_a_row_is_removed(tmp_path: Path, rest: str) -> None:
     path = tmp_path / "steps.csv"
     path.write_text(f"{HEADER}2,1,1.5,2.0,0.1,2.0\n4,1,1.5,2.0,0.1,2.0\n{rest}", encoding="utf-8")

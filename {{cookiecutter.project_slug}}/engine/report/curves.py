@@ -189,4 +189,3 @@ def falls_far(axes: matplotlib.axes.Axes) -> bool:
     values = [y for curve in curves for y in curve]
     falls = sum(curve[-1] - curve[0] for curve in curves) < 0
     return falls and min(values) > 0 and max(values) / min(values) > LARGEST_LINEAR_RATIO
-

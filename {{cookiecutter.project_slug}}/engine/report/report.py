@@ -1,7 +1,7 @@
 """Console output, metrics.csv, steps.csv, TensorBoard and curves.png. Of several workers only the chief reports.
 
-metrics.csv is the source; the others but steps.csv show the same numbers. A resumed run keeps the rows up to the epoch it
-continues from, and writes the rest again.
+metrics.csv is the source; the others show the same numbers, and steps.csv what lies between. A resumed run keeps the
+rows up to the epoch and the step it continues from, and writes the rest again.
 """
 
 import time

@@ -92,7 +92,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
             }
             if rows and row["step"] <= rows[-1]["step"]:
                 raise ValueError("a step that does not rise")
-            row["epoch"]  # noqa: B018 - Raises KeyError.
+            row["epoch"]
             rows.append(row)
     except (ValueError, KeyError, csv.Error):
         return rows, False

@@ -44,7 +44,9 @@ class Summaries:
     def settings(self, step: int, settings: Mapping[str, Any]) -> None:
         """Writes the settings as a table, and as the hyperparameters of the run, which have one value only."""
         lines = [f"| {name} | {_cell(value)} |" for name, value in settings.items()]
-        simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()}
+        simple = {
+            name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()
+        }
         with self.at(step):
             tf.summary.text("settings", "\n".join(["| setting | value |", "|---|---|", *lines]))
             hparams.hparams(simple, trial_id=simple.get("run_dir"))
@@ -52,10 +54,9 @@ class Summaries:
     @contextlib.contextmanager
     def at(self, step: int, name: str = "") -> Iterator[None]:
         """Takes the summaries that are written inside, as of a step."""
-        folder = self._folder / name
-        with writing(folder):
+        with writing(self._folder):
             if name not in self._writers:
-                self._writers[name] = tf.summary.create_file_writer(str(folder))
+                self._writers[name] = tf.summary.create_file_writer(str(self._folder / name))
             with self._writers[name].as_default(step=step):
                 yield
             self._writers[name].flush()
@@ -73,7 +74,7 @@ def _cut(path: Path, step: int) -> None:
     kept, is_whole = [], True
     with writing(path):
         try:
-            for record in tf.compat.v1.io.tf_record_iterator(str(path)):
+            for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
                 event = Event.FromString(record)
                 if event.step <= step and not any(value.tag.startswith("_hparams_/") for value in event.summary.value):
                     kept.append(record)
