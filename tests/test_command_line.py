@@ -40,6 +40,7 @@ def test_run_leaves_what_the_design_says(trained: tuple[Path, str]) -> None:
         "curves.png",
         "metrics.csv",
         "result.json",
+        "steps.csv",
         "tensorboard",
     }
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))

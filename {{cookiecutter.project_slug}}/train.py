@@ -31,6 +31,7 @@ from engine.data import Batches, load_splits
 from engine.errors import exit_codes
 from engine.mistakes import mistakes_named
 from engine.model import build_models, finish_objects, in_micro_batches, recorded_variables, set_up
+from engine.report import compare
 from engine.run import Run, RunDirectory, begin_run, evaluate, evaluate_continuously, lock_and_find_result, signals
 from engine.trained import export
 
@@ -188,6 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any] | bool | None
     with exit_codes(), mistakes_named(), peers_named():
         settings = read_settings(Config, arguments)
         program = sys.modules[__name__]
+        if settings.compare:
+            return compare(settings.compare)
         if settings.check:
             return check_task(program, task, settings)
         if settings.evaluate_only:

@@ -70,6 +70,8 @@ class Settings:
     """Print the metrics of the run's best weights, or of --init-from, with the run's settings. Write nothing."""
     evaluate_continuously: EachStart[Annotated[bool, INSTEAD_OF_TRAINING]] = False
     """Validate each checkpoint of the run in --run-dir, with its settings, as it appears, until the run ends."""
+    compare: EachStart[Annotated[tuple[Path, ...] | None, INSTEAD_OF_TRAINING]] = None
+    """Compare the runs in these directories: a table, and curves in comparison.png in the current folder."""
 
     epochs: MayChange[int]
     """Passes over the examples, or --steps-per-epoch each. More of them continue a finished run, with its schedule
@@ -163,8 +165,10 @@ class Settings:
         self._require("ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "must be between 0 and 1")
         self._require("init_partial", not self.init_partial or self.init_from is not None, "needs --init-from")
         self._require("fresh", not (self.fresh and self.evaluates), "leaves no run to evaluate")
-        trains = not (self.check or self.evaluates)
-        rule = "cannot be combined with --check, --evaluate-only or --evaluate-continuously"
+        self._require("compare", self.compare != (), "needs directories of runs")
+        self._require("fresh", not (self.fresh and self.compare), "cannot be combined with --compare")
+        trains = not (self.check or self.evaluates or self.compare)
+        rule = "cannot be combined with --check, --evaluate-only, --evaluate-continuously or --compare"
         self._require("export", trains or not self.export, rule)
         if self.eager:
             for name in ("jit", "check", "export"):

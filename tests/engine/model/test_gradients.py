@@ -372,3 +372,49 @@ def test_own_gradients_take_the_place_of_the_tape_s(count: int) -> None:
     features = tf.ones([6, 2])
     in_micro_batches(train_step, Config(micro_batches=count))((features, features, features))
     assert linear.weight.numpy().ravel().tolist() == [-12.0, -12.0]
+
+
+def reported_norms(replicas: int, **settings: object) -> dict[str, float]:
+    train.build(Config(simulated_devices=replicas, global_batch_size=30, **settings))
+    take_steps(1)
+    return train.run.objects.gradient_norms(train.strategy)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.05}, {"micro_batches": 2, "seed": 0}])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_reported_norm_is_that_of_the_last_steps_summed_gradients(
+    replicas: int, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With this optimizer the weights move by the gradient itself.
+    monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(1.0))
+    assert reported_norms(replicas, **settings).keys() == {"gradient_norm"}
+    before = [variable.numpy() for variable in task.model.trainable_variables]
+    take_steps(1)
+    moved = [new.numpy() - old for new, old in zip(task.model.trainable_variables, before, strict=True)]
+    norm = train.run.objects.gradient_norms(train.strategy)["gradient_norm"]
+    applied = np.sqrt(sum(np.sum(np.square(each, dtype=np.float64)) for each in moved))
+    assert norm > 0.05
+    np.testing.assert_allclose(applied, min(norm, settings.get("clip_norm", np.inf)), rtol=1e-4)
+
+
+@pytest.mark.usefixtures("small")
+def test_reported_norms_have_their_optimizers_names_and_are_in_no_checkpoint() -> None:
+    (one,), (three,) = reported_norms(1).values(), reported_norms(3).values()
+    assert three == pytest.approx(one, rel=1e-5)
+    norms = {id(each) for each in train.run.objects.norm_variables.values()}
+    assert not norms & {id(each) for each in train.run.checkpoints.state.variables()}
+    train.run.objects.optimizer = {"optimizer": task.optimizer}
+    assert train.run.objects.gradient_norms(train.strategy).keys() == {"gradient_norm/optimizer"}
+
+
+@pytest.mark.usefixtures("small")
+def test_reported_norm_of_a_skipped_step_is_not_finite(overflow_on_the_last: tf.Variable) -> None:
+    overflow_on_the_last.assign(True)
+    assert not np.isfinite(reported_norms(3, precision="mixed_float16")["gradient_norm"])
+    overflow_on_the_last.assign(False)
+    while task.optimizer.iterations.numpy() == 0:
+        take_steps(1)
+    norm = train.run.objects.gradient_norms(train.strategy)["gradient_norm"]
+    (plain,) = reported_norms(3).values()
+    assert norm == pytest.approx(plain, rel=0.5)  # Of another batch, and in float16: not of the scaled loss.

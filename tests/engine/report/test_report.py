@@ -4,10 +4,6 @@ import csv
 from pathlib import Path
 from typing import Any
 
-import matplotlib.figure
-import pytest
-import tensorflow as tf
-
 from engine.model.metrics import Names
 from engine.report.report import Report
 from engine.run.progress import is_better
@@ -60,47 +56,6 @@ def test_resumed_report_keeps_the_validations_up_to_the_last_one_done(tmp_path: 
     report.validation(10, {"validation/loss": 0.5}, is_best=False)
     with (tmp_path / "validations.csv").open(encoding="utf-8", newline="") as lines:
         assert list(csv.reader(lines)) == [["step", "validation/loss"], ["5", "0.2"], ["10", "0.5"]]
-
-
-def test_curves_have_a_panel_for_each_metric_and_a_line_for_each_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = Names({"train": {}, "validation": {}}, ["train", "validation/easy", "validation/hard"])
-    names.arrays = {"validation/hard/f1/0": "validation/hard/f1"}
-    report = Report(tmp_path, names, epochs=2)
-    report.open(epochs_done=0, validated_step=0)
-    scores = {"validation/easy/loss": 2.0, "validation/hard/loss": 3.0, "validation/hard/f1/0": 0.5}
-    for epoch in (1, 2):
-        report.epoch({**row(epoch, train__loss=1.0), **scores, "validation/hard/scores/recall": 0.5}, is_best=False)
-    drawn = {}
-
-    def savefig(figure: matplotlib.figure.Figure, path: Path, format: str) -> None:
-        path.touch()
-        for axes in figure.axes:
-            drawn[axes.get_title()] = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
-
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", savefig)
-    report.draw_curves()
-    assert drawn == {
-        "loss": {"train/loss": [1.0] * 2, "validation/easy/loss": [2.0] * 2, "validation/hard/loss": [3.0] * 2},
-        "scores/recall": {"validation/hard/scores/recall": [0.5] * 2},
-    }
-
-
-def test_tensorboard_shows_the_rows(tmp_path: Path) -> None:
-    opened(tmp_path, epochs=1, epochs_done=0).epoch(row(1, train__loss=0.5), is_best=False)
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    shown = {
-        value.tag: (event.step, float(tf.make_ndarray(value.tensor)))
-        for event in tf.compat.v1.train.summary_iterator(str(events))
-        for value in event.summary.value
-    }
-    assert shown == {
-        "waited": (10, 0.0),
-        "train/loss": (10, 0.5),
-        "examples_per_second": (10, 20.0),
-        "learning_rate": (10, pytest.approx(0.1)),
-    }
 
 
 def test_better_is_strictly_better() -> None:

@@ -147,9 +147,10 @@ def test_run_stopped_in_its_second_validation_set_ends_bit_equal(
         {name: float(rows(tmp_path / "whole")[-1][name]) for name in names}, rel=1e-6
     )
     assert "/f1/" not in capsys.readouterr().out
+    folder = tmp_path / "whole" / "tensorboard"
     shown = {
-        value.tag
-        for events in (tmp_path / "whole" / "tensorboard").glob("events*")
+        (events.parent.relative_to(folder) / value.tag).as_posix()
+        for events in folder.rglob("events*")
         for event in tf.compat.v1.train.summary_iterator(str(events))
         for value in event.summary.value
     }

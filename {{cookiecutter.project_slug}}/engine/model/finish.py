@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import gc
+import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,7 @@ import tensorflow as tf
 import engine
 from engine.model import objects
 from engine.model.averages import MovingAverage
-from engine.model.gradients import check_loss_scale
+from engine.model.gradients import check_loss_scale, watch_norms
 from engine.model.hidden_state import HiddenState
 from engine.model.metrics import Names, build_metrics, metric_results, split_of
 from engine.model.refusals import (
@@ -49,6 +50,8 @@ class TaskObjects:
     hidden: HiddenState
     monitor_direction: str
     """"min" or "max": which --monitor is better."""
+    norm_variables: dict[str, tf.Variable]
+    """optimizer -> half the square of its latest gradients' norm. In no checkpoint."""
     on_report: Callable[..., None] | None = None
     """task.on_report, if there is one."""
 
@@ -92,6 +95,17 @@ class TaskObjects:
     def learning_rates(self) -> dict[str, float]:
         """Returns the learning rates of the next update, as columns of metrics.csv."""
         return objects.learning_rates(self.optimizer)
+
+    def gradient_norms(self, strategy: tf.distribute.Strategy) -> dict[str, float]:
+        """Returns the norm of each optimizer's latest gradients, as columns of steps.csv; not finite if there is none.
+
+        They are those that engine.model.apply_gradients returned in this process's first replica.
+        """
+        names = {name: f"gradient_norm/{name}" for name in self.norm_variables}
+        if len(names) == 1 and not isinstance(self.optimizer, Mapping):
+            names = dict.fromkeys(names, "gradient_norm")
+        first = {name: strategy.experimental_local_results(each)[0] for name, each in self.norm_variables.items()}
+        return {names[name]: math.sqrt(2.0 * float(each)) for name, each in first.items()}
 
     def check_loss_scales(self, step: int) -> None:
         """Raises Diverged if the loss scale of an optimizer has fallen without end."""
@@ -152,7 +166,9 @@ def finish_objects(
     weights = objects.model_variables(task.model)
     spread_seeds(strategy, [variable for name, variable in weights.items() if is_seed(name)])
     listed = weights | objects.optimizer_variables(task.optimizer) | objects.metric_variables(task.metrics)
-    hidden = HiddenState(strategy, list(made), listed.values(), graph)  # The average's variables are not the hooks'.
+    norms = watch_norms(objects.by_name(task.optimizer, "optimizer"))
+    # The average's variables are not the hooks'.
+    hidden = HiddenState(strategy, list(made), listed.values(), graph, unsaved=norms.values())
     average = None
     if settings.ema_decay:
         average = MovingAverage(objects.trainable_variables(task.model), settings.ema_decay)
@@ -166,5 +182,6 @@ def finish_objects(
         average_statistics=compile_averaging(strategy, objects.by_name(task.model, "model")),
         hidden=hidden,
         monitor_direction=monitor_direction(names, settings.monitor, settings.monitor_direction),
+        norm_variables=norms,
         on_report=getattr(task, "on_report", None),
     )

@@ -50,14 +50,17 @@ class HiddenState:
         made: Iterable[weakref.ref],
         listed: Iterable[tf.Variable],
         graph: Callable[[str], tf.Graph | None],
+        unsaved: Iterable[tf.Variable] = (),
     ) -> None:
         """`made` are all variables that the hooks made in the strategy's scope, `listed` those that Keras lists.
 
-        `graph` returns the graph of a split's steps, or None if other processes run them, or none does.
+        `graph` returns the graph of a split's steps, or None if other processes run them, or none does. A step may
+        change the `unsaved`, which are for reports only.
         """
         self._local_results = strategy.experimental_local_results
         self._graph = graph
-        known = self._handles(listed)
+        self._unsaved = self._handles(unsaved)
+        known = self._handles(listed) | self._unsaved
         # Numbered over all of them, so that a name does not depend on which ones a graph uses.
         self.unlisted: dict[str, tf.Variable] = {}
         times: collections.Counter[str] = collections.Counter()
@@ -96,7 +99,7 @@ class HiddenState:
 
     def check(self, saved: Iterable[tf.Variable]) -> None:
         """Raises BadInput if a step changes something besides the variables that a checkpoint holds."""
-        kept = self._handles(saved)
+        kept = self._handles(saved) | self._unsaved
         for step, traced in (("train_step", self.training), ("validation_step", self.validation)):
             if traced is None:
                 continue

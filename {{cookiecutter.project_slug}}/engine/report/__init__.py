@@ -1,14 +1,17 @@
 """What a run shows of itself. metrics.csv is the source; the console, TensorBoard and curves.png show the same numbers.
 
-report     takes each row, and gives it to the others
-rows       metrics.csv, validations.csv and evaluations.csv
-summaries  TensorBoard
-curves     curves.png
-lines      the console's line of an epoch
-live       the console's line of a pass that is under way
-result     what the console shows at the end
+report      takes each row, and gives it to the others
+rows        metrics.csv, validations.csv and evaluations.csv
+summaries   TensorBoard
+steps       steps.csv, about a row a second
+curves      curves.png
+comparison  --compare: several runs in one picture and one table
+lines       the console's line of an epoch
+live        the console's line of a pass that is under way
+result      what the console shows at the end
 """
 
+from engine.report.comparison import compare
 from engine.report.report import Report
 
-__all__ = ["Report"]
+__all__ = ["Report", "compare"]

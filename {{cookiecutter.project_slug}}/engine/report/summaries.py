@@ -1,34 +1,93 @@
-"""What TensorBoard shows."""
+"""What TensorBoard shows. Each set has a folder of its own, so that a metric's curves share a chart."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.plugins.hparams import api as hparams
 
-from engine.files import writing
+from engine.files import write_whole, writing
+from engine.model.metrics import Names, split_of
 
 TENSORBOARD = "tensorboard"
 
 
 class Summaries:
-    """The summaries of one folder."""
+    """The summaries of one folder, and of a folder in it for each set."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: Names) -> None:
+        """Writes nothing yet: before the first values there may be no run, whose directory has to be empty."""
         self._folder = folder
-        self._writer: tf.summary.SummaryWriter | None = None
+        self._names = names
+        self._writers: dict[str, tf.summary.SummaryWriter] = {}
 
-    def add(self, step: int, values: dict[str, float]) -> None:
+    def cut(self, step: int) -> None:
+        """Removes what is of later steps, and the result, so that a resumed run does not show it twice."""
+        for name in ("", *self._names.sets):
+            for path in sorted((self._folder / name).glob("events.out.tfevents.*")):
+                _cut(path, -1 if split_of(name) == "test" else step)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes scalars; "<set>/<metric>" goes to the folder of its set as "<metric>"."""
+        folders: dict[str, dict[str, float]] = {}
+        for column, value in values.items():
+            name = next((each for each in self._names.sets if column.startswith(f"{each}/")), "")
+            folders.setdefault(name, {})[column.removeprefix(f"{name}/")] = value
+        for name, shown in folders.items():
+            with self.at(step, name):
+                for tag, value in shown.items():
+                    tf.summary.scalar(tag, value)
+
+    def settings(self, step: int, settings: Mapping[str, Any]) -> None:
+        """Writes the settings as a table, and as the hyperparameters of the run, which have one value only."""
+        lines = [f"| {name} | {_cell(value)} |" for name, value in settings.items()]
+        simple = {
+            name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()
+        }
         with self.at(step):
-            for name, value in values.items():
-                tf.summary.scalar(name, value)
+            tf.summary.text("settings", "\n".join(["| setting | value |", "|---|---|", *lines]))
+            hparams.hparams(simple, trial_id=simple.get("run_dir"))
 
     @contextlib.contextmanager
-    def at(self, step: int) -> Iterator[None]:
+    def at(self, step: int, name: str = "") -> Iterator[None]:
         """Takes the summaries that are written inside, as of a step."""
         with writing(self._folder):
-            # Made with the first values: before them there may be no run, whose directory has to be empty.
-            self._writer = self._writer or tf.summary.create_file_writer(str(self._folder))
-            with self._writer.as_default(step=step):
+            if name not in self._writers:
+                self._writers[name] = tf.summary.create_file_writer(str(self._folder / name))
+            with self._writers[name].as_default(step=step):
                 yield
-            self._writer.flush()
+            self._writers[name].flush()
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _cut(path: Path, step: int) -> None:
+    """Writes a file of events anew without those after a step, and without what a killed run has left of one.
+
+    Hyperparameters go too: TensorBoard shows the first that it finds, and the latest are the run's.
+    """
+    kept, is_whole = [], True
+    with writing(path):
+        try:
+            for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+                event = Event.FromString(record)
+                if event.step <= step and not any(value.tag.startswith("_hparams_/") for value in event.summary.value):
+                    kept.append(record)
+                else:
+                    is_whole = False
+        except tf.errors.DataLossError:
+            is_whole = False
+    if is_whole:
+        return
+
+    def write(temporary: Path) -> None:
+        with tf.io.TFRecordWriter(str(temporary)) as writer:
+            for record in kept:
+                writer.write(record)
+
+    write_whole(path, write)

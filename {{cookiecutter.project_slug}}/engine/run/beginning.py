@@ -70,7 +70,8 @@ def begin_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
     begins = begins or "with new weights"
     for each in batches.values():
         each.read()  # Examples that cannot be read are refused before anything is written.
-    run.report = Report(settings.run_dir, run.objects.names, epochs=settings.epochs, monitor=settings.monitor)
+    monitored = {"monitor": settings.monitor, "direction": run.objects.monitor_direction}
+    run.report = Report(settings.run_dir, run.objects.names, epochs=settings.epochs, **monitored)
     from_chief(lambda: _begin_writing(run, directory, batches, fresh))
     print_plan(settings, run.strategy, batches, run.objects, begins)
 
@@ -193,12 +194,19 @@ def _begin_writing(run: Run, directory: RunDirectory, batches: dict[str, Batches
         each.clear()
     # Weights saved after the checkpoint that the run goes on from will be saved again.
     run.best.forget(progress.step, but=progress.best_step)
-    run.report.open(epochs_done=progress.epoch, validated_step=progress.validated_step or 0)
     earlier = read_json(settings.run_dir / CONFIG) or {"start_id": os.environ.get(START_ID)}
+    starts = [*earlier.get("starts", []), describe_start(progress.step)][-STARTS_KEPT:]
+    run.report.open(
+        epochs_done=progress.epoch,
+        validated_step=progress.validated_step or 0,
+        step=progress.step,
+        resumed=[start["step"] for start in starts if 0 < start["step"] <= progress.step],
+        settings=settings.as_json(),
+    )
     description = describe_run(settings, run.strategy, directory.code_sha256())
     more = {"learning_rate_changes": progress.learning_rate_changes, "start_id": earlier.get("start_id")}
     more["records"] = describe_records(batches)
-    more["starts"] = [*earlier.get("starts", []), describe_start(progress.step)][-STARTS_KEPT:]
+    more |= {"monitor_direction": run.objects.monitor_direction, "starts": starts}
     write_json(settings.run_dir / CONFIG, {**description, **describe_examples(batches), **more})
     (settings.run_dir / RESULT).unlink(missing_ok=True)
 

@@ -151,7 +151,7 @@ class Evaluations:
         self._path = run_dir / "evaluations.csv"
         self._rows = read_rows(self._path, key="step")
         self._passed_over: set[str] = set()
-        self._summaries = Summaries(run_dir / TENSORBOARD / "evaluation")
+        self._summaries = Summaries(run_dir / TENSORBOARD / "evaluation", names)
 
     def __contains__(self, checkpoint: Path) -> bool:
         return checkpoint.name in self._passed_over or any(row["step"] == step_of(checkpoint) for row in self._rows)

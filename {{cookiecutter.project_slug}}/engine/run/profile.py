@@ -46,7 +46,7 @@ class Profile:
         if self._chunks == CHUNKS_BEFORE + CHUNKS:
             self._stop()
             console.print(
-                f"Profiled {CHUNKS} chunks of steps: pip install xprof, then tensorboard --logdir {self._directory}"
+                f"Profiled {CHUNKS} chunks of steps: pip install xprof, then xprof --logdir {self._directory}"
             )
 
     def close(self) -> None:

@@ -147,12 +147,18 @@ class Run:
             progress.add(name, count, seconds, feed.seconds_waited - waited)
             self.live.took(losses)
             self._chunks.took(split, count, seconds)
+            if split == "train" and self.report and self.workers.is_chief:
+                self.report.steps(progress.step, epoch + 1, losses, seconds, self._latest)
             self.objects.check_loss_scales(progress.step)
             if split == "train" and done < steps and self._is_multiple(self.settings.checkpoint_every_steps):
                 self.save()
         if done >= steps:
             progress.end_pass(name, self.objects.results(name))
             self._chunk = None
+
+    def _latest(self) -> dict[str, float]:
+        """Returns the learning rates and the gradients' norms, which take a moment to read."""
+        return {**self.objects.learning_rates(), **self.objects.gradient_norms(self.strategy)}
 
     def note(self, losses: Any) -> None:
         """Records the losses ([count]) of the steps just taken."""
@@ -238,7 +244,7 @@ class Run:
                 self._report(lambda report: report.call_hook(on_report, row, self.settings, self.strategy))
         self.save()
         if not self.goes_on():
-            self._report(lambda report: report.draw_curves())
+            self._report(lambda report: report.end())
         if self._is_out_of_patience():
             epochs = self.progress.epochs_without_improvement()
             console.print(f"No better {self.settings.monitor} for {epochs} epochs: stopped.")
@@ -277,6 +283,7 @@ class Run:
             "seconds": progress.seconds,
             "weights_sha256": fingerprint,
         }
+        self._report(lambda report: report.result(progress.step, metrics, progress.best_score))
         self.workers.from_chief(lambda: write_json(self.settings.run_dir / RESULT, result))
         print_result(result, self.settings)
         return result

@@ -1,0 +1,143 @@
+"""python train.py --compare: one table, one picture."""
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import pytest
+import tensorflow as tf
+
+import train
+from engine.console import console
+from engine.errors import BadInput
+from engine.report.comparison import _read, compare, figure_of_runs
+from engine.report.rows import write_rows
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(path: str, scores: list[float], result: dict[str, Any] | None = None, **settings: Any) -> Path:
+    folder = Path(path)
+    folder.mkdir(parents=True)
+    recorded = {"run_dir": path, "epochs": 3, "seed": 0, "monitor": "validation/loss", **settings}
+    (folder / "config.json").write_text(json.dumps({"settings": recorded, "monitor_direction": "min"}))
+    if scores:
+        rows = [{"epoch": n, "step": n, "seconds": 50.0, "validation/loss": score, "train/loss": 2 * score,
+                 "validation/f1/0": 0.5} for n, score in enumerate(scores, 1)]  # fmt: skip
+        write_rows(folder / "metrics.csv", rows)
+    if result is not None:
+        (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def lines(text: str) -> dict[str, list[str]]:
+    return {line[:22].strip(): line[22:].split() for line in text.splitlines()}
+
+
+def test_table_has_what_differs_and_how_each_run_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    done = {"best_validation/loss": 0.25, "best_epoch": 2, "test/loss": 0.3, "test/f1/0": 1.0, "epochs": 3}
+    paths = [run("runs/a", [0.5, 0.25, 0.75], done), run("runs/b", [0.5, 0.75], learning_rate=0.1, seed=1)]
+    paths += [run("runs/new", [], seed=1)]
+    (paths[2] / ".lock").touch()
+    with (paths[2] / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        compare(paths)
+    found = lines(capsys.readouterr().out)
+    assert found[""] == ["a", "b", "new"]
+    assert found["state"] == ["finished", "stopped", "running"]
+    assert found["epochs"] == ["3", "of", "3", "2", "of", "3", "0", "of", "3"]
+    assert found["time"] == ["2.5", "min", "1.7", "min", "0.0", "s"]
+    assert found["best validation/loss"] == ["0.25", "0.5"]
+    assert found["in epoch"] == ["2", "1"]
+    assert found["test/loss"] == ["0.3"]
+    assert found["--seed"] == ["0", "1", "1"]
+    assert found["--learning-rate"] == ["0.1"]
+    assert not {"--run-dir", "--epochs", "--monitor", "test/f1/0"} & found.keys()
+    assert (Path("comparison.png")).read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in paths[1].iterdir()) == ["config.json", "metrics.csv"]
+
+
+def test_five_runs_are_beside_each_other_in_80_columns_and_more_below(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "width", 80)
+    compare([run(f"runs/a_run_with_a_long_name_{number}", [0.123456, 0.5], seed=number) for number in range(6)])
+    printed = capsys.readouterr().out.splitlines()
+    assert max(map(len, printed[:-1])) <= 80
+    assert [line.split() for line in printed if line.startswith("--seed")] == [
+        ["--seed", "0", "1", "2", "3", "4"],
+        ["--seed", "5"],
+    ]
+
+
+def test_picture_has_a_panel_for_each_metric_and_a_line_for_each_run() -> None:
+    runs = [_read(run("one/x", [0.5, 0.25]), "one/x"), _read(run("two/x", [0.5]), "two/x"), _read(run("c", []), "c")]
+    figure = figure_of_runs(runs)
+    assert isinstance(figure, matplotlib.figure.Figure)
+    (axes,) = figure.axes
+    assert axes.get_title() == "loss"
+    curves = [(line.get_label(), line.get_linestyle(), list(line.get_ydata())) for line in axes.get_lines()]
+    assert curves[:3] == [("one/x", "-", [0.5, 0.25]), ("one/x", ":", [1.0, 0.5]), ("two/x", "-", [0.5])]
+    assert figure_of_runs(runs[2:]) is None
+
+
+def test_names_are_as_short_as_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    compare([run("one/x", [0.5]), run("two/x", [0.5])])
+    assert capsys.readouterr().out.splitlines()[0].split() == ["one/x", "two/x"]
+
+
+@pytest.mark.parametrize("path", ["missing", "empty", "file"])
+def test_what_is_no_run_is_refused(path: str) -> None:
+    Path("empty").mkdir()
+    Path("file").touch()
+    with pytest.raises(BadInput, match=f"--compare {path} holds no run"):
+        compare([run("a", [0.5]), Path(path)])
+    assert not Path("comparison.png").exists()
+
+
+def test_nothing_is_written_into_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run("a", [0.5]).absolute()
+    monkeypatch.chdir(path)
+    with pytest.raises(BadInput, match="start it elsewhere"):
+        compare([path])
+    assert sorted(each.name for each in path.iterdir()) == ["config.json", "metrics.csv"]
+
+
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [(["--fresh"], "--fresh cannot be combined with --compare"), (["--export"], "--export cannot be combined with")],
+)
+def test_other_work_is_refused(more: list[str], rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run("a", [0.5])
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--compare", "a", *more])
+    assert ended.value.code == 2
+    assert rule in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", ["--check", "--evaluate-only", "--evaluate-continuously"])
+def test_two_things_instead_of_training_are_refused(more: str) -> None:
+    run("a", [0.5])
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--compare", "a", more])
+    assert ended.value.code == 2
+
+
+def test_no_directory_is_refused_and_does_not_train(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--compare"])
+    assert ended.value.code == 2
+    assert "--compare needs directories of runs" in capsys.readouterr().err
+
+
+def test_train_py_compares_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda *_: pytest.fail("devices were started"))
+    monkeypatch.setattr(train, "build", lambda _: pytest.fail("the task was built"))
+    train.main(["--compare", str(run("a", [0.5]))])
+    assert Path("comparison.png").exists()

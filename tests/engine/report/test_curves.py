@@ -1,0 +1,144 @@
+"""curves.png: its panels, scales and marks, read from the figure before it is drawn."""
+
+import io
+import math
+from typing import Any
+
+import matplotlib.axes
+import matplotlib.figure
+import pytest
+
+from engine.model.metrics import Names
+from engine.report.curves import BLUE, VERMILLION, Epochs, best_point, figure_of_run
+
+NAMES = Names({"train": {}, "validation": {}}, ["train", "validation/easy", "validation/hard"])
+PLAIN = Names({"train": {}, "validation": {}}, ["train", "validation"])
+
+
+def rows(epochs: int, **columns: Any) -> list[dict[str, Any]]:
+    """Returns rows of ten steps each; a column is a list, or a number for all rows."""
+    values = {name.replace("__", "/"): value for name, value in columns.items()}
+    return [
+        {
+            "epoch": number + 1,
+            "step": 10 * (number + 1),
+            **{name: value[number] if isinstance(value, list) else value for name, value in values.items()},
+        }
+        for number in range(epochs)
+    ]
+
+
+def panels(figure: matplotlib.figure.Figure) -> dict[str, matplotlib.axes.Axes]:
+    figure.savefig(io.BytesIO(), format="png")  # Whatever is in it can be drawn.
+    return {axes.get_title(): axes for axes in figure.axes}
+
+
+def curves(axes: matplotlib.axes.Axes) -> dict[str, list[tuple[float, float]]]:
+    lines = [line for line in axes.get_lines() if "/" in line.get_label()]
+    return {line.get_label(): [(float(x), float(y)) for x, y in line.get_xydata()] for line in lines}
+
+
+def marks(axes: matplotlib.axes.Axes) -> dict[str, list[float]]:
+    """Returns where the vertical lines are, by their style: "--" the best, ":" resumed."""
+    found: dict[str, list[float]] = {}
+    for line in axes.get_lines():
+        if line.get_label().startswith("_child"):
+            found.setdefault(line.get_linestyle(), []).append(float(line.get_xdata()[0]))
+    return found
+
+
+def test_sets_of_a_metric_share_a_panel_and_elements_of_arrays_have_none() -> None:
+    names = Names({"train": {}, "validation": {}}, ["train", "validation/easy", "validation/hard"])
+    scores = {f"validation/hard/f1/{index}": 0.5 for index in range(100)}
+    names.arrays = dict.fromkeys(scores, "validation/hard/f1")
+    more = {"validation/hard/scores/recall": 0.5, **scores}
+    given = [
+        {**row, **more} for row in rows(2, train__loss=1.0, validation__easy__loss=2.0, validation__hard__loss=3.0)
+    ]
+    drawn = panels(figure_of_run("run", names, given, monitor="validation/hard/f1/7"))
+    assert {title: list(curves(axes)) for title, axes in drawn.items()} == {
+        "f1/7": ["validation/hard/f1/7"],  # It is monitored.
+        "loss": ["train/loss", "validation/easy/loss", "validation/hard/loss"],
+        "scores/recall": ["validation/hard/scores/recall"],
+    }
+    assert curves(drawn["loss"])["validation/hard/loss"] == [(1.0, 3.0), (2.0, 3.0)]
+
+
+def test_thirteen_metrics_are_in_a_grid_and_a_hundred_are_cut_with_a_word() -> None:
+    thirteen = figure_of_run("run", PLAIN, rows(2, **{f"train__m{number}": 1.0 for number in range(13)}))
+    assert thirteen.axes[0].get_gridspec().get_geometry() == (4, 4)
+    many = figure_of_run("run", PLAIN, rows(2, **{f"train__m{number}": 1.0 for number in range(100)}))
+    assert len(many.axes) == 24
+    assert many.get_suptitle() == "run, epoch 2; 76 more are in metrics.csv"
+
+
+def test_a_set_has_the_same_colour_in_every_panel() -> None:
+    drawn = panels(figure_of_run("run", PLAIN, rows(2, train__loss=1.0, validation__loss=1.0, validation__auc=0.5)))
+    colours = {line.get_label(): line.get_color() for axes in drawn.values() for line in axes.get_lines()}
+    assert colours == {"train/loss": BLUE, "validation/loss": VERMILLION, "validation/auc": VERMILLION}
+
+
+@pytest.mark.parametrize(("epochs", "ticks"), [(1, [1]), (3, [1, 2, 3]), (300, [60, 120, 180, 240, 300])])
+def test_epochs_are_whole_numbers(epochs: int, ticks: list[int]) -> None:
+    (axes,) = panels(figure_of_run("run", PLAIN, rows(epochs, train__loss=1.0))).values()
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if max(low, 0.1) <= tick <= high] == ticks
+    (line,) = axes.get_lines()
+    assert line.get_marker() == ("None" if epochs == 300 else "o")
+
+
+def test_best_and_resumed_epochs_are_marked_in_every_panel() -> None:
+    given = rows(3, validation__loss=[3.0, 1.0, 1.0], validation__auc=[0.1, 0.9, 0.9])
+    figure = figure_of_run("run", PLAIN, given, monitor="validation/loss", resumed=[10, 15])
+    drawn = panels(figure)
+    assert [marks(axes) for axes in drawn.values()] == [{":": [1.0, 1.5], "--": [2.0]}] * 2
+    stars = {title: [list(line.get_xydata()[0]) for line in axes.get_lines() if line.get_marker() == "*"]
+             for title, axes in drawn.items()}  # fmt: skip
+    assert stars == {"loss": [[2.0, 1.0]], "auc": []}
+    assert {title: axes.title.get_weight() for title, axes in drawn.items()} == {"loss": "bold", "auc": "normal"}
+    assert figure.get_suptitle() == "run, epoch 3; best validation/loss 1 in epoch 2"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["validation", "resumed", "best"]
+
+
+def test_best_is_the_first_of_equals_by_the_direction_and_never_nan() -> None:
+    points = [(1.0, math.nan), (2.0, 0.5), (3.0, 0.7), (4.0, 0.7), (5.0, 0.5)]
+    assert best_point(points, "max") == (3.0, 0.7)
+    assert best_point(points, "min") == (2.0, 0.5)
+    assert best_point(points[:1], "min") is None
+
+
+def test_validations_between_epochs_are_drawn_at_their_steps() -> None:
+    between = [{"step": 5, "validation/loss": 0.25}, {"step": 25, "validation/loss": 2.0}]
+    given = rows(2, train__loss=1.0, validation__loss=1.0)
+    figure = figure_of_run("run", PLAIN, given, validations=between, monitor="validation/loss")
+    drawn = curves(panels(figure)["loss"])
+    assert drawn["validation/loss"][:3] == [(0.5, 0.25), (1.0, 1.0), (2.0, 1.0)]
+    assert drawn["train/loss"] == [(1.0, 1.0), (2.0, 1.0)]
+    assert figure.get_suptitle().endswith("best validation/loss 0.25 in epoch 1")
+    assert Epochs(given).at(15) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        ([2.0, 0.5, 0.05], "log"),
+        ([2.0, 0.5, 0.11], "linear"),  # By a factor of 18.
+        ([2.0, 0.5, 0.0], "linear"),
+        ([0.01, 0.5, 0.9], "linear"),  # It rises, as an accuracy does.
+        ([2.0, math.nan, 0.05], "log"),
+        ([math.nan] * 3, "linear"),
+        ([math.inf, 1.0, -math.inf], "linear"),
+    ],
+)
+def test_a_metric_that_falls_far_is_on_a_log_scale(values: list[float], scale: str) -> None:
+    (axes,) = panels(figure_of_run("run", PLAIN, rows(3, train__loss=values), monitor="train/loss")).values()
+    assert axes.get_yscale() == scale
+
+
+def test_gaps_and_odd_names_do_not_stop_the_drawing() -> None:
+    given = rows(3, **{"train/$\\frac{": 1.0, "learning_rate__a": 0.1, "learning_rate__b": 0.2})
+    del given[1]["train/$\\frac{"]
+    given[2]["validation/late"] = None
+    drawn = panels(figure_of_run("$x_{", PLAIN, given))
+    assert list(drawn) == ["$\\frac{", "late", "learning rate"]
+    assert curves(drawn["$\\frac{"]) == {"train/$\\frac{": [(1.0, 1.0), (3.0, 1.0)]}

@@ -1,0 +1,115 @@
+"""TensorBoard: what its own reader finds in the files."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from engine.model.metrics import Names
+from engine.report.report import Report
+from engine.report.summaries import Summaries
+
+NAMES = Names({"train": {}, "validation": {}, "test": {}}, ["train", "validation/easy", "test"])
+
+
+def shown(folder: Path) -> dict[str, list[tuple[int, Any]]]:
+    """Returns tag -> (step, value) of what is in a folder, without what is in folders below it."""
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    events.Reload()
+    tags = events.Tags()["tensors"]
+    return {
+        tag: [(each.step, tf.make_ndarray(each.tensor_proto).tolist()) for each in events.Tensors(tag)] for tag in tags
+    }
+
+
+def row(epoch: int, **metrics: float) -> dict[str, Any]:
+    counters = {"epoch": epoch, "step": 10 * epoch, "seconds": 1.5, "examples_per_second": 20.0, "learning_rate": 0.5}
+    return {**counters, **{name.replace("__", "/"): value for name, value in metrics.items()}}
+
+
+def test_sets_of_a_metric_have_one_tag_in_folders_of_their_own(tmp_path: Path) -> None:
+    report = Report(tmp_path, NAMES, epochs=1)
+    report.open(epochs_done=0, validated_step=0, step=0, settings={"seed": 7})
+    report.epoch(row(1, train__loss=0.5, validation__easy__loss=0.25), is_best=True)
+    report.result(10, {"test/loss": 0.75}, best=0.25)
+    folder = tmp_path / "tensorboard"
+    assert shown(folder / "train") == {"loss": [(10, 0.5)]}
+    assert shown(folder / "validation/easy") == {"loss": [(10, 0.25)]}
+    assert shown(folder / "test") == {"loss": [(10, 0.75)]}
+    of_run = shown(folder)
+    assert of_run.pop("settings") == [(0, b"| setting | value |\n|---|---|\n| seed | 7 |")]
+    of_run.pop("_hparams_/session_start_info")
+    assert of_run == {
+        "waited": [(10, 0.0)],
+        "learning_rate": [(10, 0.5)],
+        "examples_per_second": [(10, 20.0)],
+        "best/validation/loss": [(10, 0.25)],
+    }
+
+
+def test_chunks_of_steps_are_in_steps_csv_and_in_tensorboard(tmp_path: Path) -> None:
+    report = Report(tmp_path, NAMES, epochs=1)
+    report.open(epochs_done=0, validated_step=0, step=0, settings={})
+    report.steps(2, 1, np.array([1.0, 2.0]), 1.0, lambda: {"gradient_norm": 0.5})
+    report.steps(3, 1, np.array([4.0]), 0.5, lambda: {"gradient_norm": float("nan")})
+    report.end()
+    assert (tmp_path / "steps.csv").read_text().splitlines() == [
+        "step,epoch,loss,steps_per_second,gradient_norm",
+        "2,1,1.5,2.0,0.5",
+        "3,1,4.0,2.0,",
+    ]
+    of_run = shown(tmp_path / "tensorboard")
+    assert of_run["steps/loss"] == [(2, 1.5), (3, 4.0)]
+    assert of_run["steps/gradient_norm"] == [(2, 0.5)]
+
+
+def test_a_resumed_run_shows_no_step_twice_and_its_latest_settings(tmp_path: Path) -> None:
+    folder = tmp_path / "tensorboard"
+    for settings, first, last in (({"epochs": 2, "pad_to": [], "note": "a|b"}, 1, 4), ({"epochs": 5}, 3, 5)):
+        report = Report(tmp_path, NAMES, epochs=5)
+        done = first - 1  # After the third and fourth epoch it was killed before a checkpoint.
+        report.open(epochs_done=done, validated_step=0, step=10 * done, settings=settings)
+        for epoch in range(first, last + 1):
+            report.epoch(row(epoch, train__loss=first + epoch / 8), is_best=False)
+        report.result(10 * last, {"test/loss": float(last)}, best=1.0)
+    # As a kill leaves the file that is being written.
+    with max((folder / "train").iterdir()).open("ab") as events:
+        events.write(b"half a record")
+    losses = [(10, 1.125), (20, 1.25), (30, 3.375), (40, 3.5), (50, 3.625)]
+    assert shown(folder / "train") == {"loss": losses}
+    assert shown(folder / "test") == {"loss": [(50, 5.0)]}
+    of_run = shown(folder)
+    assert [step for step, _ in of_run["settings"]] == [0, 20]
+    assert b"| note | a\\|b |" in of_run["settings"][0][1]
+    assert len(of_run["_hparams_/session_start_info"]) == 1
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    metadata = events.SummaryMetadata("_hparams_/session_start_info")
+    parameters = HParamsPluginData.FromString(metadata.plugin_data.content).session_start_info.hparams
+    assert {name: each.number_value for name, each in parameters.items()} == {"epochs": 5.0}
+
+    Summaries(folder, NAMES).cut(50)
+    records = [len(list(tf.data.TFRecordDataset(str(path)))) for path in sorted((folder / "train").iterdir())]
+    assert sum(records) == 5 + 2  # A file begins with its version. The half record is gone.
+
+
+def test_a_file_in_which_nothing_is_cut_stays(tmp_path: Path) -> None:
+    summaries = Summaries(tmp_path, NAMES)
+    summaries.add(10, {"train/loss": 1.0})
+    (path,) = (tmp_path / "train").iterdir()
+    before = path.stat().st_ino
+    summaries.cut(10)
+    assert path.stat().st_ino == before
+    summaries.cut(9)
+    assert shown(tmp_path / "train") == {}
+
+
+@pytest.mark.parametrize("folder", ["evaluation", "evaluation/validation"])
+def test_what_another_process_writes_is_left_alone(tmp_path: Path, folder: str) -> None:
+    Summaries(tmp_path / folder, NAMES).add(10, {"loss": 1.0})
+    Summaries(tmp_path, NAMES).cut(0)
+    assert shown(tmp_path / folder) == {"loss": [(10, 1.0)]}
