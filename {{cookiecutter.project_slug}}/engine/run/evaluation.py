@@ -9,7 +9,7 @@ from typing import Any
 from engine.cluster.environment import refuse_cluster
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
-from engine.console import console, digits, print_facts
+from engine.console import console, print_facts
 from engine.errors import BadInput, Damaged
 from engine.model.metrics import Names, split_of
 from engine.report.lines import in_short
@@ -43,8 +43,7 @@ def evaluate(program: Program, settings: Any) -> dict[str, float]:
     with signals.listening(), run.steps_named():
         weights = initialize(run) if settings.init_from else _restore_best(run)
         metrics = {**program.validate(), **program.test()}
-        shown = {name: digits(value) for name, value in run.objects.names.lines(metrics).items()}
-        print_facts(f"Evaluation of {weights}", shown)
+        print_facts(f"Evaluation of {weights}", run.objects.names.lines(metrics))  # With all digits: no file has them.
     return metrics
 
 

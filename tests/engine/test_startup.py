@@ -1,0 +1,43 @@
+"""What TensorFlow prints while it starts: information is hidden, and nothing else, even if it crashes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from engine.startup import LEVEL
+from rendering import PROJECT
+
+LINES = """I0000 00:00:1 2 port.cc:153] oneDNN custom operations are on.
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+E0000 00:00:1 2 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: UNKNOWN ERROR (303)
+W0000 00:00:1 2 port.cc:1] a warning
+E0000 00:00:1 2 port.cc:1] an error
+Illegal instruction: IIII
+"""
+SHOWN = "".join(LINES.splitlines(keepends=True)[3:])
+
+
+def stderr_of(ending: str, **variables: str) -> str:
+    program = f"""
+import os
+from engine.startup import start_up_lines_hidden
+with start_up_lines_hidden():
+    os.write(2, {LINES.encode()!r})
+    {ending}
+os.write(2, b"I0000 of later")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != LEVEL} | variables
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, cwd=PROJECT, env=environment, stderr=subprocess.PIPE, text=True)
+    return done.stderr
+
+
+@pytest.mark.parametrize(("ending", "more"), [("pass", "I0000 of later"), ("os.abort()", "")], ids=["whole", "crash"])
+def test_only_information_is_hidden_while_tensorflow_starts(ending: str, more: str) -> None:
+    assert stderr_of(ending) == SHOWN + more
+
+
+def test_level_0_of_the_user_shows_everything() -> None:
+    assert stderr_of("pass", TF_CPP_MIN_LOG_LEVEL="0") == LINES + "I0000 of later"
