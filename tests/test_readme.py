@@ -31,9 +31,8 @@ def test_readmes_list_the_todo_hooks_in_file_order(starter: str) -> None:
         assert re.findall(r"^\| `(\w+\.py)` \| `([^`]+)` \| (.*) \|$", readme, re.MULTILINE) == marked
 
 
-@pytest.mark.parametrize("folder", [TEMPLATE, PROJECT], ids=["template", "project"])
-def test_tree_in_the_readme_is_that_of_the_project(folder: Path) -> None:
-    readme = (folder / "README.md").read_text(encoding="utf-8")
+def test_tree_in_the_readme_is_that_of_the_project() -> None:
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
     (tree,) = re.findall(r"(?ms)^```\n(train\.py .*?)^```", readme)
     shown = re.findall(r"(?m)^( *)([a-z]\w*(?:\.py|/)) ", tree)
     assert {name for indent, name in shown if not indent} == names_in(PROJECT)
@@ -64,12 +63,21 @@ def test_readme_names_both_commands_and_the_flags_there_are() -> None:
         assert flag == "help" or f"    {flag.replace('-', '_')}: " in settings, flag
 
 
-def test_speeds_are_those_of_the_results() -> None:
+def test_step_in_the_readme_is_that_of_task_py() -> None:
+    readme, task = (
+        (folder / name).read_text("utf-8") for folder, name in ((TEMPLATE, "README.md"), (PROJECT, "task.py"))
+    )
+    (shown,) = re.findall(r"(?ms)^```python\n(def train_step.*?)^```", readme)
+    assert shown in task
+
+
+@pytest.mark.parametrize(("page", "is_whole"), [("README.md", False), ("docs/speed.md", True)])
+def test_speeds_are_those_of_the_results(page: str, is_whole: bool) -> None:
     results = json.loads((TEMPLATE / "benchmarks" / "results" / "results.json").read_text(encoding="utf-8"))
     measured = {(row["workload"], row["replicas"], row["workers"]): row["programs"] for row in results["rows"]}
-    readme = (TEMPLATE / "README.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^\| (\w+), (\d) (replica|processe)s? \| (.*) \|$", readme, re.MULTILINE)
-    assert len(shown) == sum(not workload.startswith("wide") for workload, _, _ in measured)
+    text = (TEMPLATE / page).read_text(encoding="utf-8")
+    shown = re.findall(r"^\| (\w+), (\d) (replica|processe)s? \| (.*) \|$", text, re.MULTILINE)
+    assert len(shown) == (sum(not workload.startswith("wide") for workload, _, _ in measured) if is_whole else 4)
     columns = (
         ["train.py"],
         ["Orbit, Keras 3"],
