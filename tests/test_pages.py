@@ -68,3 +68,23 @@ def test_page_of_settings_is_that_of_the_code(tmp_path: Path) -> None:
     assert page == made, "run python docs/make_settings.py"
     assert "| `--monitor-direction` `auto`, `min`, `max` | `auto` | no | no | Whether lower" in page
     assert "| `--learning-rate` X | `0.003` | yes | no | Peak learning rate" in page
+
+
+def messages_of(folder: Path) -> list[str]:
+    """Returns the texts in the project's code, with a NUL where a value is put in."""
+    texts = []
+    for file in folder.rglob("*.py"):
+        for each in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            pieces = each.values if isinstance(each, ast.JoinedStr) else [each]
+            texts.append("".join(str(piece.value) if isinstance(piece, ast.Constant) else "\0" for piece in pieces))
+    return texts
+
+
+def test_messages_that_troubleshooting_explains_are_those_of_the_code() -> None:
+    ours, theirs = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").split("## From TensorFlow")
+    explained = re.findall(r"(?s)\*\*`([^`]*)`\*\*", ours)
+    assert len(explained) > 50
+    assert "**`" not in theirs
+    texts = messages_of(PROJECT)
+    patterns = {each: ".*".join(map(re.escape, re.split(r" ?\.\.\. ?", " ".join(each.split())))) for each in explained}
+    assert [each for each, pattern in patterns.items() if not any(re.search(pattern, text) for text in texts)] == []
