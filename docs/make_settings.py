@@ -1,0 +1,83 @@
+"""Makes docs/settings.md from the settings of the project, in the template's environment: make settings."""
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = Path(__file__).parents[1]
+PAGE = TEMPLATE / "docs" / "settings.md"
+sys.path.insert(0, str(TEMPLATE / "{{cookiecutter.project_slug}}"))
+
+from engine import settings  # noqa: E402 - It lies in the folder just named.
+
+HEAD = """# Settings
+
+Every setting of `engine/settings.py`, in the order of `python train.py --help`; `make settings` makes this page. Those
+of your task are in `config.py`, which may also give any of these another default: the image classification starter has
+`--epochs 30`, `--global-batch-size 32` and `--learning-rate 3e-3`.
+
+*May differ* says when a setting need not be what the run in `--run-dir` was begun with: at a **resume**, or in an
+**evaluation** (`--evaluate-only`, `--evaluate-continuously`), which otherwise takes over what the run has. Any other
+difference is refused, with both values.
+"""
+
+
+def page() -> str:
+    """Returns the whole page."""
+    texts, hints = docstrings(), typing.get_type_hints(settings.Settings, include_extras=True)
+    lines = [HEAD]
+    for each in dataclasses.fields(settings.Settings):
+        if title := settings.SECTIONS.get(each.name):
+            lines += [f"\n## {title}\n", "| Flag | Values | Default | | May differ |", "|---|---|---|---|---|"]
+        default = "none" if each.default is dataclasses.MISSING else as_value(each.default)
+        cells = (f"`--{each.name.replace('_', '-')}`", values(hints[each.name]), default, texts[each.name])
+        lines.append(f"| {' | '.join(cells)} | {may_differ(hints[each.name])} |")
+    return "\n".join(lines) + "\n"
+
+
+def docstrings() -> dict[str, str]:
+    """Returns the text below each setting."""
+    (kind,) = ast.parse(inspect.getsource(settings.Settings)).body
+    found = {}
+    for field, text in zip(kind.body, kind.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[field.target.id] = " ".join(re.split(r"\s*\n\s*", text.value.value)).replace("|", "\\|")
+    return found
+
+
+def values(hint: Any) -> str:
+    """Returns what a setting may be, for people."""
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return values(typing.get_args(hint)[0])
+    if origin in (typing.Union, types.UnionType):
+        return ", ".join(values(each) for each in typing.get_args(hint) if each is not type(None))
+    if origin is typing.Literal:
+        return ", ".join(f"`{each}`" for each in typing.get_args(hint))
+    if origin is tuple:
+        return f"{values(typing.get_args(hint)[0])}, ..."
+    return {int: "whole number", float: "number", bool: "switch", str: "text", Path: "path"}[hint]
+
+
+def as_value(default: Any) -> str:
+    if default is None or default == ():
+        return ""
+    if default is False:
+        return "off"
+    return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+
+
+def may_differ(hint: Any) -> str:
+    marks = getattr(hint, "__metadata__", ())
+    names = {settings.ON_RESUME: "resume", settings.ON_EVALUATION: "evaluation"}
+    return ", ".join(text for mark, text in names.items() if mark in marks)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
