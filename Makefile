@@ -1,6 +1,8 @@
 # make demo       render the template and train the result on two simulated replicas; STARTER=gan chooses another task
 # make test       the tests (make test-all adds the long ones)
 # make coverage   the tests of make test, and which lines of engine/ they run
+# make pictures   those of the README, from a run
+# make settings   docs/settings.md, from the code
 # make benchmark  train.py beside the tutorial's loop, Keras fit and Orbit (hours; Orbit in an environment of its own)
 # make lint       ruff, on the template and on the unrendered project, and mypy on the project
 # make clean      remove what these made
@@ -17,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 export RUFF_NO_CACHE := true
 export MYPY_CACHE_DIR := /dev/null
 
-.PHONY: help demo test test-all coverage benchmark lint clean
+.PHONY: help demo test test-all coverage pictures settings benchmark lint clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -48,6 +50,12 @@ coverage: .venv/installed
 	$(BIN)/coverage run --data-file=$(CURDIR)/build/coverage/data -m pytest -rs -m "not long"
 	$(BIN)/coverage combine --quiet --data-file=build/coverage/data build/coverage
 	$(BIN)/coverage report --data-file=build/coverage/data --ignore-errors --show-missing
+
+pictures: .venv/installed
+	$(BIN)/python docs/pictures.py
+
+settings: .venv/installed
+	$(BIN)/python docs/make_settings.py
 
 .venv-orbit/installed:
 	@$(PYTHON) -m venv --clear .venv-orbit

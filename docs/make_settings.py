@@ -1,92 +1,83 @@
-"""Makes docs/settings.md from the settings in the code: python docs/make_settings.py."""
+"""Makes docs/settings.md from the settings of the project, in the template's environment: make settings."""
 
 import ast
 import dataclasses
 import inspect
-import itertools
 import re
 import sys
 import types
+import typing
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 TEMPLATE = Path(__file__).parents[1]
+PAGE = TEMPLATE / "docs" / "settings.md"
 sys.path.insert(0, str(TEMPLATE / "{{cookiecutter.project_slug}}"))
 
-from config import Config  # noqa: E402
-from engine.settings import ON_EVALUATION, ON_RESUME, SECTIONS, Settings  # noqa: E402
+from engine import settings  # noqa: E402 - It lies in the folder just named.
 
-INTRODUCTION = """# Settings
+HEAD = """# Settings
 
-Every flag of `train.py`, made from `engine/settings.py` and `config.py` by `python docs/make_settings.py`: the same as
-`python train.py --help`, and what may change later. A value that breaks its rule is refused in one line, with exit code
-2, before TensorFlow is imported.
+Every setting of `engine/settings.py`, in the order of `python train.py --help`; `make settings` makes this page. Those
+of your task are in `config.py`, which may also give any of these another default: the image classification starter has
+`--epochs 30`, `--global-batch-size 32` and `--learning-rate 3e-3`.
 
-- **Resumed**: whether the same run goes on with another value. Otherwise it is refused, with both values.
-- **Evaluated**: whether `--evaluate-only` and `--evaluate-continuously` may have another value than the run. Otherwise
-  they take the run's, and refuse one that contradicts it.
-
-Another default for any of them goes into `config.py`. A setting of your own is a line there too; it may change at a
-resume if it is declared as `MayChange[float]`, with `MayChange` of `engine.settings`.
+*May differ* says when a setting need not be what the run in `--run-dir` was begun with: at a **resume**, or in an
+**evaluation** (`--evaluate-only`, `--evaluate-continuously`), which otherwise takes over what the run has. Any other
+difference is refused, with both values.
 """
 
 
 def page() -> str:
-    """Returns the page. The user's settings come first, as in --help."""
-    engine = [each.name for each in dataclasses.fields(Settings)]
-    sections = {
-        "Yours, in the first starter": [each.name for each in dataclasses.fields(Config) if each.name not in engine]
-    }
-    starts = [*map(engine.index, SECTIONS), None]
-    for title, start, end in zip(SECTIONS.values(), starts, starts[1:], strict=False):
-        sections[title] = engine[start:end]
-    hints = get_type_hints(Config, include_extras=True) | get_type_hints(Settings, include_extras=True)
-    texts, defaults = (
-        texts_of(Settings) | texts_of(Config),
-        {each.name: each.default for each in dataclasses.fields(Config)},
-    )
-    parts = [INTRODUCTION]
-    for title, names in sections.items():
-        parts.append(f"## {title}\n\n| Flag | Default | Resumed | Evaluated | What it does |\n|---|---|---|---|---|")
-        for name in names:
-            marks = getattr(hints[name], "__metadata__", ())
-            free = ["yes" if mark in marks else "no" for mark in (ON_RESUME, ON_EVALUATION)]
-            cells = [f"`--{name.replace('_', '-')}`{values(hints[name])}", default(defaults[name]), *free, texts[name]]
-            parts.append(f"| {' | '.join(cells)} |")
-        parts[-1] += "\n"
-    return "\n".join(parts)
+    """Returns the whole page."""
+    texts, hints = docstrings(), typing.get_type_hints(settings.Settings, include_extras=True)
+    lines = [HEAD]
+    for each in dataclasses.fields(settings.Settings):
+        if title := settings.SECTIONS.get(each.name):
+            lines += [f"\n## {title}\n", "| Flag | Values | Default | | May differ |", "|---|---|---|---|---|"]
+        default = "none" if each.default is dataclasses.MISSING else as_value(each.default)
+        cells = (f"`--{each.name.replace('_', '-')}`", values(hints[each.name]), default, texts[each.name])
+        lines.append(f"| {' | '.join(cells)} | {may_differ(hints[each.name])} |")
+    return "\n".join(lines) + "\n"
 
 
-def texts_of(kind: type) -> dict[str, str]:
-    """Returns the text below each setting of a dataclass, with its flags as code."""
-    (body,) = (each.body for each in ast.parse(inspect.getsource(kind)).body)
+def docstrings() -> dict[str, str]:
+    """Returns the text below each setting."""
+    (kind,) = ast.parse(inspect.getsource(settings.Settings)).body
     found = {}
-    for setting, text in itertools.pairwise(body):
-        if isinstance(setting, ast.AnnAssign) and isinstance(text, ast.Expr):
-            words = " ".join(text.value.value.split())
-            found[setting.target.id] = re.sub(r"--[a-z-]*[a-z]", r"`\g<0>`", words)
+    for field, text in zip(kind.body, kind.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[field.target.id] = " ".join(re.split(r"\s*\n\s*", text.value.value)).replace("|", "\\|")
     return found
 
 
 def values(hint: Any) -> str:
-    """Returns what stands after a flag; nothing after a switch."""
-    if get_origin(hint) is Annotated:
-        return values(get_args(hint)[0])
-    if get_origin(hint) is Literal:
-        return " " + ", ".join(f"`{each}`" for each in get_args(hint))
-    if isinstance(hint, types.UnionType) or get_origin(hint) not in (None, tuple):
-        return " or".join(values(each) for each in get_args(hint) if each is not types.NoneType)
-    if get_origin(hint) is tuple:
-        return f"{values(get_args(hint)[0])} ..."
-    return {bool: "", int: " N", float: " X", str: " TEXT", Path: " PATH"}[hint]
+    """Returns what a setting may be, for people."""
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return values(typing.get_args(hint)[0])
+    if origin in (typing.Union, types.UnionType):
+        return ", ".join(values(each) for each in typing.get_args(hint) if each is not type(None))
+    if origin is typing.Literal:
+        return ", ".join(f"`{each}`" for each in typing.get_args(hint))
+    if origin is tuple:
+        return f"{values(typing.get_args(hint)[0])}, ..."
+    return {int: "whole number", float: "number", bool: "switch", str: "text", Path: "path"}[hint]
 
 
-def default(value: Any) -> str:
-    """Returns a default as it would be typed; nothing for what is left out."""
-    if value is None or value is False or value == ():
+def as_value(default: Any) -> str:
+    if default is None or default == ():
         return ""
-    return f"`{value}`"
+    if default is False:
+        return "off"
+    return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+
+
+def may_differ(hint: Any) -> str:
+    marks = getattr(hint, "__metadata__", ())
+    names = {settings.ON_RESUME: "resume", settings.ON_EVALUATION: "evaluation"}
+    return ", ".join(text for mark, text in names.items() if mark in marks)
 
 
 if __name__ == "__main__":
-    Path(*sys.argv[1:] or [TEMPLATE / "docs" / "settings.md"]).write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -43,7 +43,8 @@ def test_rendered_files_differ_in_the_starter_s_page_and_packages_only(
         about = (PROJECT / f"starters/{starter}/about.md").read_text(encoding="utf-8")
         needs = (project.folder / "pyproject.toml").read_text(encoding="utf-8")
         begin, end = needs.index("dependencies = [\n"), needs.index("  # Pinned")
-        texts[starter] = (readme.replace(about, ""), needs[:begin], needs[end:])
+        rest = needs[end:].replace(f'starter = "{starter}"', "")
+        texts[starter] = (readme.replace(about, ""), needs[:begin], rest)
     assert len(set(texts.values())) == 1
 
 

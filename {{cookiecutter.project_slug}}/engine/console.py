@@ -75,9 +75,11 @@ def columns(rows: list[tuple[rich.text.Text, ...]]) -> rich.table.Table:
 
 
 def digits(value: Any) -> str:
-    """Returns a number with four significant digits: "0.6529", "1.200", "1,258"; anything else as it is."""
+    """Returns a number with about four digits: "0.0941", "1.200", "1,258"; anything else as it is."""
     if not isinstance(value, float):
         return str(value)
     if abs(value) >= 10**DIGITS and abs(value) < 1e15:
         return f"{value:,.0f}"
+    if 1e-3 <= abs(value) < 1:
+        return f"{value:.{DIGITS}f}"
     return f"{value:#.{DIGITS}g}".rstrip(".")

@@ -855,5 +855,5 @@ def test_waiting_for_batches_is_counted(tmp_path: Path, capsys, monkeypatch: pyt
 
     monkeypatch.setattr(task, "prepare_example", slow)
     run(tmp_path, "--epochs=2")
-    waited = [int(text) for text in re.findall(r"waited (\d+) %", capsys.readouterr().out)]
-    assert waited[1] > 50
+    waited = [int(text) for text in re.findall(r"^epoch 2/2 .*waited (\d+) %", capsys.readouterr().out, re.MULTILINE)]
+    assert waited[0] > 50
