@@ -34,7 +34,11 @@ def page() -> str:
     lines = [HEAD]
     for each in dataclasses.fields(settings.Settings):
         if title := settings.SECTIONS.get(each.name):
-            lines += [f"\n## {title}\n", "| Flag | Values | Default | | May differ |", "|---|---|---|---|---|"]
+            lines += [
+                f"\n## {title}\n",
+                "| Flag | Values | Default | What it does | May differ |",
+                "|---|---|---|---|---|",
+            ]
         default = "none" if each.default is dataclasses.MISSING else as_value(each.default)
         cells = (f"`--{each.name.replace('_', '-')}`", values(hints[each.name]), default, texts[each.name])
         lines.append(f"| {' | '.join(cells)} | {may_differ(hints[each.name])} |")
@@ -42,12 +46,13 @@ def page() -> str:
 
 
 def docstrings() -> dict[str, str]:
-    """Returns the text below each setting."""
+    """Returns the text below each setting, with its flags as code."""
     (kind,) = ast.parse(inspect.getsource(settings.Settings)).body
     found = {}
     for field, text in zip(kind.body, kind.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            found[field.target.id] = " ".join(re.split(r"\s*\n\s*", text.value.value)).replace("|", "\\|")
+            words = " ".join(re.split(r"\s*\n\s*", text.value.value)).replace("|", "\\|")
+            found[field.target.id] = re.sub(r"--[a-z-]*[a-z]", r"`\g<0>`", words)
     return found
 
 
