@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -47,23 +48,51 @@ def test_settings_page_is_made_from_the_code() -> None:
 
 def test_every_guarantee_names_tests_that_there_are() -> None:
     text = (TEMPLATE / "docs" / "guarantees.md").read_text(encoding="utf-8")
-    for guarantee in re.split(r"(?m)^- ", text)[1:]:
-        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", guarantee)
-        assert named, guarantee
-        for file, name in named:
-            tree = ast.parse((TEMPLATE / file).read_text(encoding="utf-8"))
-            assert name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}, f"{file}::{name}"
+    *sections, not_measured = re.split(r"(?m)^## ", text)[1:]
+    assert not_measured.startswith("Not measured")
+    for section in sections:
+        paragraphs = [each for each in re.split(r"\n\n+", section)[1:] if each.strip()]
+        for said, tests in itertools.pairwise(paragraphs):
+            is_named = re.fullmatch(r"(?:- `tests/[\w/]+\.py::\w+`\n?)+", tests) or "](" in said
+            assert said.startswith("- ") or is_named, said
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) == text.count("::") > 50
+    for file, name in named:
+        # The tests of the project's own are there and not in the template.
+        (path,) = (folder / file for folder in (TEMPLATE, PROJECT) if (folder / file).exists())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}, f"{file}::{name}"
+
+
+def test_number_of_planted_faults_is_that_of_the_test() -> None:
+    code = ast.parse((TEMPLATE / "tests/engine/check/test_check.py").read_text(encoding="utf-8"))
+    assigned = {ast.unparse(each.targets[0]): each.value for each in code.body if isinstance(each, ast.Assign)}
+    for page in ("README.md", "docs/guarantees.md"):
+        found = f"finds {len(assigned['FAULTS'].keys)} planted faults"
+        assert found in (TEMPLATE / page).read_text(encoding="utf-8"), page
+
+
+def messages(folder: Path) -> list[str]:
+    """Returns the texts in the project's code, with a NUL where a value is put in."""
+    texts = []
+    for file in folder.rglob("*.py"):
+        for each in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            pieces = each.values if isinstance(each, ast.JoinedStr) else [each]
+            texts.append("".join(str(piece.value) if isinstance(piece, ast.Constant) else "\0" for piece in pieces))
+    return texts
 
 
 def test_texts_in_troubleshooting_are_those_of_the_code() -> None:
-    code = "".join(path.read_text(encoding="utf-8") for path in PROJECT.rglob("*.py") if "tests" not in path.parts)
-    code = re.sub(r'"\s*\n\s*f?"', "", code)  # Texts that go on in the next line.
     page = (TEMPLATE / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    quoted = re.findall(r"(?m)^\| `([^`]+)` \|", page.partition("## From TensorFlow")[0])
-    assert len(quoted) > 20
+    ours, _, theirs = page.partition("## From TensorFlow")
+    quoted = re.findall(r"\*\*`([^`]*)`\*\*", ours)
+    assert len(quoted) > 60
+    assert "**`" not in theirs
+    assert len(quoted) == ours.count("**`")
+    texts = messages(PROJECT)
     for text in quoted:
-        for part in text.split("..."):
-            assert part.strip() in code, text
+        pattern = ".*".join(map(re.escape, re.split(r" ?\.\.\. ?", " ".join(text.split()))))
+        assert any(re.search(pattern, each) for each in texts), text
 
 
 def test_pictures_fetch_nothing() -> None:
