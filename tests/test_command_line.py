@@ -185,3 +185,27 @@ def test_terminal_gets_a_live_line_that_vanishes_and_the_users_level_is_kept(
     assert re.search(r"\x1b\[2K\r?(\x1b\[[\d;]*m)*Each metric as train / validation", after.replace("\x1b[0m", ""))
     assert "\nepoch 1/1  loss" in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", after).replace("\r", "")
     assert "╭─ Result, of the best weights ─" in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", after)
+
+
+@pytest.mark.long
+def test_debugger_in_a_step_has_its_prompt_and_shows_your_line(bake: Callable[..., Bake]) -> None:
+    project = bake()
+    task = project.folder / "task.py"
+    sound = task.read_text(encoding="utf-8")
+    line = '    update_metrics("train", labels, predictions, per_example_loss, weights)'
+    task.write_text(sound.replace(line, f"    breakpoint()\n{line}"), encoding="utf-8")
+    process, terminal = pty.fork()
+    if not process:
+        os.chdir(project.folder)
+        os.environ["TERM"] = "xterm-256color"
+        os.execv(sys.executable, [sys.executable, "train.py", "--eager", "--limit-steps", "2", "--epochs", "1"])
+    written, answers = "", ["p float(loss) > 0", "c"] * 2
+    with contextlib.suppress(OSError):  # Linux says so that the program has ended.
+        while data := os.read(terminal, 2**16):
+            written += data.decode()
+            if answers and written.endswith("(Pdb) "):
+                os.write(terminal, f"{answers.pop(0)}\n".encode())
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert not answers
+    assert written.count(f"-> {line.strip()}") == 2
+    assert len(re.findall(r"(?m)^True", written)) == 2

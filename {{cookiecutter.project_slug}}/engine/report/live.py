@@ -31,8 +31,10 @@ SECONDS_BETWEEN_LINES = 180.0
 class LiveLine:
     """The line of the pass that is under way. It is drawn only inside `shown`."""
 
-    def __init__(self, epochs: int) -> None:
+    def __init__(self, epochs: int, *, can_be_drawn: bool = True) -> None:
+        """It cannot be drawn with --eager: a debugger's prompt would wait below it, unseen."""
         self._epochs = epochs
+        self._can_be_drawn = can_be_drawn
         self._is_shown = False
         self._compiled: set[str] = set()  # The splits whose steps have run.
         self._live: rich.live.Live | None = None
@@ -58,7 +60,7 @@ class LiveLine:
         self._drawn = time.monotonic()
         # Steps done, and when: where the speed is measured from. The first steps of all are compiled, and left out.
         self._since = (done, self._drawn) if self._split in self._compiled else None
-        if self._is_shown and console.is_live:
+        if self._is_shown and self._can_be_drawn and console.is_live:
             # What is printed meanwhile goes above the line, but stays out of a file that stderr is sent to.
             to_terminal = bool(sys.stderr and sys.stderr.isatty())
             self._live = rich.live.Live(

@@ -100,7 +100,7 @@ class Run:
         self.checkpoints = Checkpoints(settings.run_dir / CHECKPOINTS, state, keep=keep, writer=writer)
         # One more than there are checkpoints, because each of them may name another one as the best.
         self.best = Checkpoints(settings.run_dir / BEST, weights, keep=keep + 1, writer=writer)
-        self.live = LiveLine(settings.epochs)
+        self.live = LiveLine(settings.epochs, can_be_drawn=not settings.eager)
         self._chunks = Chunks(settings, self.workers)
         self._examples = 0  # In an epoch of training.
         self._chunk: Chunk | None = None
