@@ -25,7 +25,7 @@ COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, "black")
 WIDTHS = (20, 12)
 MOST_PANELS = 24
 # Where a run writes, and what says nothing of its numbers.
-NOT_COMPARED = ("run_dir", "fresh", "compare", "check", "evaluate_only", "evaluate_continuously")
+NOT_COMPARED = ("run_dir", "fresh", "like", "compare", "check", "evaluate_only", "evaluate_continuously")
 
 
 @dataclasses.dataclass
