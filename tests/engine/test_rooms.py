@@ -10,7 +10,7 @@ import pytest
 from rendering import PROJECT
 
 ENGINE = PROJECT / "engine"
-GROUND = {"errors", "files", "mistakes", "console", "settings", "startup", "tracing", "versions"}
+GROUND = {"errors", "files", "mistakes", "console", "settings", "quiet_start", "tracing", "versions"}
 MAY_IMPORT = {
     "ground": {"ground"},
     "cluster": {"ground", "cluster"},

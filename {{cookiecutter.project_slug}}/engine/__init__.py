@@ -10,7 +10,7 @@ model/     what a step uses and changes
 settings   the engine's settings and the command line     errors    how a run ends that does not finish
 console    output                                         mistakes  what the user's code raises, as one line
 files      files that are written completely or not       versions  the code and the packages that a run depends on
-tracing    what a traced function does                   startup   hides TensorFlow's lines about itself
+tracing    what a traced function does                   quiet_start  a first minute without TensorFlow's lines
 
 check and trained import run; run imports report, cluster, data and model; report imports model; else no room imports
 another, and the files below the rooms import none. Nothing here imports train, task or config: what is needed of them
@@ -20,10 +20,10 @@ is handed over.
 import atexit
 import gc
 
-from engine.startup import hide_start_up_lines
+from engine.quiet_start import filter_stderr
 
 # Before TensorFlow is imported.
-hide_start_up_lines()
+filter_stderr()
 
 # TensorFlow's import makes nearly a million objects. Searching them for garbage takes 0.4 s of the start, and 0.7 s of
 # the end. The first build leaves them out of the search, and has it done more often again.

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from engine.cluster.nvidia import why_no_gpu
 from engine.console import console
-from engine.startup import start_up_lines_hidden
 
 # The first steps are compiled, which takes minutes for large models.
 SECONDS_WITHOUT_AN_END = 600.0
@@ -20,7 +19,6 @@ SECONDS_WITHOUT_AN_END = 600.0
 
 def let_gpu_memory_grow() -> None:
     """Has TensorFlow take GPU memory as it needs it; else one process takes all, and no second one can begin."""
-    _look_for_gpus()
     for gpu in tf.config.list_physical_devices("GPU"):
         try:
             tf.config.experimental.set_memory_growth(gpu, True)
@@ -30,13 +28,6 @@ def let_gpu_memory_grow() -> None:
             )
         except ValueError:
             continue  # It was divided into virtual devices, each with a limit of its own.
-
-
-@functools.cache
-def _look_for_gpus() -> None:
-    """Has TensorFlow look for GPUs, and for a driver: on a machine without, its first look writes an error line."""
-    with start_up_lines_hidden():
-        tf.config.list_physical_devices("GPU")
 
 
 @functools.cache

@@ -6,26 +6,26 @@ import sys
 
 import pytest
 
-from engine.startup import LEVEL
 from rendering import PROJECT
 
+LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 LINES = """I0000 00:00:1 2 port.cc:153] oneDNN custom operations are on.
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+E0000 00:00:1 2 util.cc:131] oneDNN supports DT_BOOL only on platforms with AVX-512. Falling back
 E0000 00:00:1 2 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: UNKNOWN ERROR (303)
 W0000 00:00:1 2 port.cc:1] a warning
 E0000 00:00:1 2 port.cc:1] an error
 Illegal instruction: IIII
 """
-SHOWN = "".join(LINES.splitlines(keepends=True)[3:])
+SHOWN = "".join(LINES.splitlines(keepends=True)[4:])
 
 
 def stderr_of(ending: str, **variables: str) -> str:
     program = f"""
 import os
-from engine.startup import start_up_lines_hidden
-with start_up_lines_hidden():
-    os.write(2, {LINES.encode()!r})
-    {ending}
+import engine
+os.write(2, {LINES.encode()!r})
+{ending}
 os.write(2, b"I0000 of later")
 """
     environment = {name: value for name, value in os.environ.items() if name != LEVEL} | variables
@@ -34,7 +34,7 @@ os.write(2, b"I0000 of later")
     return done.stderr
 
 
-@pytest.mark.parametrize(("ending", "more"), [("pass", "I0000 of later"), ("os.abort()", "")], ids=["whole", "crash"])
+@pytest.mark.parametrize(("ending", "more"), [("pass", ""), ("os.abort()", "")], ids=["whole", "crash"])
 def test_only_information_is_hidden_while_tensorflow_starts(ending: str, more: str) -> None:
     assert stderr_of(ending) == SHOWN + more
 
