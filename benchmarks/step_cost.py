@@ -23,8 +23,8 @@ from workloads import WORKLOADS
 import task
 import train
 from config import Config
+from engine.command_line import read_settings
 from engine.data.batches import batch_of
-from engine.settings import read_settings
 
 STEPS = 1200
 CALLS = 4

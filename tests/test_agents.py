@@ -13,7 +13,7 @@ def test_commands_are_there_and_their_flags_are_read() -> None:
     programs = [shlex.split(command) for command in COMMANDS]
     trains = [words[2:] for words in programs if words[:2] == ["python", "train.py"]]
     assert len(trains) == 3
-    code = "import sys, config, engine.settings as s; s.read_settings(config.Config, sys.argv[1:])"
+    code = "import sys, config, engine.command_line as c; c.read_settings(config.Config, sys.argv[1:])"
     for flags in trains:
         done = run("python", "-c", code, *flags, folder=PROJECT)
         assert done.returncode == 0, (flags, done.stdout, done.stderr)

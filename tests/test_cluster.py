@@ -23,7 +23,7 @@ from rendering import PROJECT, TASKS
 
 # No batch divides the examples, of training or of evaluation; clipping, parts of a batch and an average of the weights.
 NUMBERS = (
-    *("--epochs=2", "--global-batch-size=24", "--clip-norm=0.5", "--micro-batches=2", "--ema-decay=0.9"),
+    *("--epochs=2", "--global-batch-size=24", "--global-clipnorm=0.5", "--micro-batches=2", "--ema-decay=0.9"),
     *("--keep-last-batch", "--validate-every-steps=20", "--profile"),
 )
 
@@ -53,7 +53,7 @@ def test_two_workers_and_two_replicas_agree(one_process: tuple[Path, Path], two_
 def test_two_workers_cut_sequences_of_several_lengths_alike(tmp_path: Path) -> None:
     project = project_with(tmp_path, "")
     shutil.copy(TASKS / "tagging.py", project / "task.py")
-    flags = ("--epochs=2", "--global-batch-size=8", "--learning-rate=0.1", "--keep-last-batch", "--clip-norm=0.5")
+    flags = ("--epochs=2", "--global-batch-size=8", "--learning-rate=0.1", "--keep-last-batch", "--global-clipnorm=0.5")
     flags = (*flags, "--validate-every-steps=7", "--pad-to", "8", "16", "64")
     for number in (1, 2):
         clusters.train(project, tmp_path / f"run-{number}", number, *flags)

@@ -32,7 +32,7 @@ PORTS = {
     "article": ("article", "tabular_regression.py", {"global_batch_size": 50}),
     "tutorial": ("tutorial", "tutorial_cnn/task.py", SHORT_BATCHES),
     "tutorial, other denominator": ("tutorial", "tutorial_cnn/task.py", {**SHORT_BATCHES, "divide_by": "examples"}),
-    "orbit": ("orbit", "bert/task.py", {"global_batch_size": 40, "clip_norm": 1.0, "dropout": 0.0}),
+    "orbit": ("orbit", "bert/task.py", {"global_batch_size": 40, "global_clipnorm": 1.0, "dropout": 0.0}),
 }
 EPOCHS = 2
 

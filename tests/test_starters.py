@@ -105,7 +105,7 @@ import numpy as np
 import tensorflow as tf
 import task
 from config import Config
-from engine.settings import settings_of_run
+from engine.command_line import settings_of_run
 from pathlib import Path
 
 task.config = settings_of_run(Config, Path("runs/two"))

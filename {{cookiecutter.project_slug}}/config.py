@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from engine.command_line import check_command_line
 from engine.settings import Settings
 
 
@@ -21,3 +22,7 @@ class Config(Settings):
     epochs: int = 30
     global_batch_size: int = 32
     learning_rate: float = 3e-3
+
+
+# Before TensorFlow is imported, which takes seconds: --help and wrong flags are answered at once.
+check_command_line(Config)

@@ -18,11 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from config import Config
+
 import tyro
 
-from config import Config
+from engine.command_line import settings_of_run
 from engine.errors import BadInput, end_at_signals, exit_codes
-from engine.settings import check_is_local, settings_of_run
+from engine.settings import check_is_local
 
 if TYPE_CHECKING:
     from engine.trained.predictions import Predictor

@@ -4,12 +4,13 @@ Lines marked TODO(you) are yours to replace; everything works as it stands. Line
 together.
 """
 
+from config import Config
+
 import keras
 import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-from config import Config
 from engine.model import apply_gradients
 
 # --- Data -------------------------------------------------------------------------------------------------------------

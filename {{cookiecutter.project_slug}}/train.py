@@ -10,15 +10,11 @@
 The same command again resumes a run that was stopped.
 """
 
-from config import Config
-from engine.settings import check_command_line, read_settings
-
-if __name__ == "__main__":
-    check_command_line(Config)  # Before TensorFlow is imported, which takes seconds.
-
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from config import Config  # Reads the command line, before TensorFlow is imported.
 
 import tensorflow as tf
 
@@ -27,6 +23,7 @@ from engine.check import check_task
 from engine.cluster.asynchronous import per_worker_batches
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers, peers_named
+from engine.command_line import read_settings
 from engine.data import Batches, load_splits
 from engine.errors import exit_codes
 from engine.mistakes import mistakes_named

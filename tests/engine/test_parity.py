@@ -112,23 +112,23 @@ def adamw() -> keras.optimizers.Optimizer:
 L2 = keras.regularizers.L2(0.01)
 CASES = {
     "SGD, L2, clipping, 2 micro-batches": Case(
-        table, lambda: dense_model(regularizer=L2), sgd, classes_loss, {"clip_norm": 0.2, "micro_batches": 2}
+        table, lambda: dense_model(regularizer=L2), sgd, classes_loss, {"global_clipnorm": 0.2, "micro_batches": 2}
     ),
     "AdamW, clipping, 4 micro-batches": Case(
-        table, dense_model, adamw, classes_loss, {"clip_norm": 0.2, "micro_batches": 4}
+        table, dense_model, adamw, classes_loss, {"global_clipnorm": 0.2, "micro_batches": 4}
     ),
     "two losses, activity regularizer, 2 micro-batches": Case(
         table, active_model, sgd, two_losses, {"micro_batches": 2}
     ),
     "a label per pixel": Case(images, segmenter, sgd, pixels_loss),
     "synchronized BatchNorm": Case(table, lambda: dense_model(normalization=True), sgd, classes_loss),
-    "embedding, masked tokens, clipping": Case(sentences, tagger, sgd, tokens_loss, {"clip_norm": 0.05}),
+    "embedding, masked tokens, clipping": Case(sentences, tagger, sgd, tokens_loss, {"global_clipnorm": 0.05}),
     "embedding, masked tokens, AdamW, 2 micro-batches": Case(
         sentences, tagger, adamw, tokens_loss, {"micro_batches": 2}
     ),
     "XLA": Case(table, lambda: dense_model(regularizer=L2), sgd, classes_loss, {"jit": True}),
     "XLA, a label per pixel, clipping, 2 micro-batches": Case(
-        images, segmenter, adamw, pixels_loss, {"jit": True, "clip_norm": 0.05, "micro_batches": 2}
+        images, segmenter, adamw, pixels_loss, {"jit": True, "global_clipnorm": 0.05, "micro_batches": 2}
     ),
     "XLA, embedding, masked tokens": Case(sentences, tagger, adamw, tokens_loss, {"jit": True}),
 }
@@ -188,7 +188,7 @@ def plain_tensorflow(case: Case, global_batch_size: int) -> tuple[dict[str, np.n
                 loss = tf.reduce_sum(losses * weights) / global_batch_size + sum(model.losses)
             # An embedding's gradient as one tensor: the norm and Adam's moments of its slices are other numbers.
             gradients = [tf.convert_to_tensor(each) for each in tape.gradient(loss, model.trainable_variables)]
-            if limit := case.settings.get("clip_norm"):
+            if limit := case.settings.get("global_clipnorm"):
                 gradients, norm = tf.clip_by_global_norm(gradients, limit)
                 assert norm > limit, "The limit does not bind."
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
@@ -258,8 +258,8 @@ def test_two_models_with_two_optimizers_agree(monkeypatch: pytest.MonkeyPatch) -
             metrics |= train.validate()
         return {name: variable.numpy() for name, variable in model_variables(gan.model).items()}, metrics
 
-    one = trained(clip_norm=0.1)
-    assert_same(trained(clip_norm=0.1, simulated_devices=2, micro_batches=2), one)
+    one = trained(global_clipnorm=0.1)
+    assert_same(trained(global_clipnorm=0.1, simulated_devices=2, micro_batches=2), one)
     # Clipping, which works on each model by itself, made a difference.
     train.build(Config())
     assert train.train_epoch(0)["train/loss"] != pytest.approx(one[1]["train/loss"], rel=1e-4)

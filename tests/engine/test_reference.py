@@ -65,7 +65,7 @@ def weighted_means(kernel: np.ndarray, bias: np.ndarray, batches: list) -> dict[
 
 
 def by_hand(
-    batches: Batches, global_batch_size: int, clip_norm: float = np.inf, ema_decay: float = 0.0
+    batches: Batches, global_batch_size: int, global_clipnorm: float = np.inf, ema_decay: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[float]]:
     """Returns what SGD with momentum comes to in float64: kernel, bias, their averages, and each epoch's loss."""
     kernel, bias = (variable.numpy().astype("float64") for variable in linear_model().trainable_variables)
@@ -82,26 +82,26 @@ def by_hand(
             errors = (probabilities - np.eye(CLASSES)[labels]) * weights[:, None] / global_batch_size
             gradients = [features.T @ errors + 2 * L2 * kernel, errors.sum(axis=0)]
             norm = np.sqrt(sum((gradient**2).sum() for gradient in gradients))
-            clipped += norm > clip_norm
+            clipped += norm > global_clipnorm
             for variable, velocity, gradient, average in zip(
                 (kernel, bias), velocities, gradients, averages, strict=True
             ):
                 velocity *= MOMENTUM
-                velocity -= LEARNING_RATE * gradient * min(1.0, clip_norm / norm)
+                velocity -= LEARNING_RATE * gradient * min(1.0, global_clipnorm / norm)
                 variable += velocity
                 average *= ema_decay
                 average += (1.0 - ema_decay) * variable
             losses_seen.append(losses)
             weights_seen.append(weights)
         epoch_losses.append(np.average(np.concatenate(losses_seen), weights=np.concatenate(weights_seen)))
-    assert np.isinf(clip_norm) or clipped >= 3, "The limit does not bind."
+    assert np.isinf(global_clipnorm) or clipped >= 3, "The limit does not bind."
     return kernel, bias, *averages, epoch_losses
 
 
-ALL = {"keep_last_batch": True, "clip_norm": 0.3, "ema_decay": 0.8, "micro_batches": 3}
+ALL = {"keep_last_batch": True, "global_clipnorm": 0.3, "ema_decay": 0.8, "micro_batches": 3}
 CASES = {
     "plain": (1, 36, {}),
-    "clipping": (2, 12, {"clip_norm": 0.3}),
+    "clipping": (2, 12, {"global_clipnorm": 0.3}),
     "average, padded last batch": (2, 12, {"ema_decay": 0.8, "keep_last_batch": True}),
     "micro-batches": (2, 12, {"micro_batches": 3}),
     "all on one replica": (1, 12, ALL),
@@ -115,7 +115,7 @@ def test_training_equals_numpy(case: str) -> None:
     settings = {"global_batch_size": global_batch_size, **options}
     # Without simulated devices a batch is whole, so NumPy sees what all replicas see together.
     batches = load_splits(train.SPLITS, task, Config(**settings), create_strategy(Config()))["train"]
-    hand_settings = {name: value for name, value in options.items() if name in ("clip_norm", "ema_decay")}
+    hand_settings = {name: value for name, value in options.items() if name in ("global_clipnorm", "ema_decay")}
     kernel, bias, mean_kernel, mean_bias, losses = by_hand(batches, global_batch_size, **hand_settings)
     evaluated = (mean_kernel, mean_bias) if "ema_decay" in options else (kernel, bias)
     expected = {

@@ -10,7 +10,7 @@ import pytest
 from rendering import PROJECT
 
 ENGINE = PROJECT / "engine"
-GROUND = {"errors", "files", "mistakes", "console", "settings", "quiet_start", "tracing", "versions"}
+GROUND = {"command_line", "console", "errors", "files", "mistakes", "quiet_start", "settings", "tracing", "versions"}
 MAY_IMPORT = {
     "ground": {"ground"},
     "cluster": {"ground", "cluster"},
@@ -56,6 +56,14 @@ def test_files_import_only_what_their_rooms_may() -> None:
         others = (other for other in found if other.startswith("engine."))
         wrong += [f"{name} imports {other}" for other in others if room(other) not in MAY_IMPORT[room(name)]]
     assert not wrong
+
+
+def test_train_begins_with_a_docstring_imports_and_globals() -> None:
+    """No call stands between the imports: what must come before TensorFlow's, config.py does."""
+    kinds = [type(node) for node in ast.parse((PROJECT / "train.py").read_text(encoding="utf-8")).body]
+    first_of_others = next(place for place, kind in enumerate(kinds[1:], 1) if kind not in (ast.Import, ast.ImportFrom))
+    assert {ast.Import, ast.ImportFrom}.isdisjoint(kinds[first_of_others:])
+    assert set(kinds[first_of_others : kinds.index(ast.FunctionDef)]) <= {ast.Assign, ast.AnnAssign}
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

@@ -11,8 +11,9 @@ from typing import Literal
 import pytest
 
 from config import Config
+from engine.command_line import read_settings, settings_of_run
 from engine.errors import BadInput
-from engine.settings import MayChange, Settings, read_settings, settings_of_run
+from engine.settings import ChangeableOnResume, Settings
 from predict import Options
 from rendering import PROJECT
 
@@ -30,26 +31,29 @@ from rendering import PROJECT
         ("--checkpoint-every-steps=0", "--checkpoint-every-steps 0 must be from 1 to"),
         ("--keep-checkpoints=0", "--keep-checkpoints 0 must be from 1 to"),
         ("--shuffle-megabytes=0", "--shuffle-megabytes 0 must be from 1 to"),
-        ("--pad-to 8 8", "--pad-to 8 8 must be rising whole numbers above 0"),
-        ("--pad-to 0 8", "--pad-to 0 8 must be rising whole numbers above 0"),
+        ("--pad-to 8 8", "--pad-to 8 8 must be positive integers in increasing order"),
+        ("--pad-to 0 8", "--pad-to 0 8 must be positive integers in increasing order"),
         ("--simulated-devices=-2", "--simulated-devices -2 must be from 0 to 1024"),
         ("--simulated-devices=1000000", "--simulated-devices 1000000 must be from 0 to 1024"),
         ("--seed=-1", "--seed -1 must be from 0 to 2147483647"),
         ("--learning-rate=0", "--learning-rate 0.0 must be a finite number above 0"),
         ("--learning-rate=1e400", "--learning-rate inf must be a finite number above 0"),
-        ("--clip-norm=-1", "--clip-norm -1.0 must be a finite number above 0"),
+        ("--global-clipnorm=-1", "--global-clipnorm -1.0 must be a finite number above 0"),
         ("--cluster-timeout=1e300", "--cluster-timeout 1e+300 must be at most 1e9"),
         ("--ema-decay=1", "--ema-decay 1.0 must be between 0 and 1"),
         ("--ema-decay=nan", "--ema-decay nan must be between 0 and 1"),
         ("--init-from=\udcff", "--init-from \udcff must be text in UTF-8"),
         ("--monitor=\udcff", "--monitor \udcff must be text in UTF-8"),
-        ("--run-dir=gs://b/r", "--run-dir gs://b/r is no place in a file system: mount the bucket"),
-        ("--init-from=s3:/b/r", "--init-from s3://b/r is no place in a file system: mount the bucket"),
+        ("--run-dir=gs://b/r", "--run-dir gs://b/r is a bucket URL, not a local path: mount the bucket"),
+        ("--init-from=s3:/b/r", "--init-from s3://b/r is a bucket URL, not a local path: mount the bucket"),
         ("--init-partial", "--init-partial needs --init-from"),
         ("--fresh --evaluate-only", "--fresh leaves no run to evaluate"),
         ("--fresh --evaluate-continuously", "--fresh leaves no run to evaluate"),
-        ("--like=gs://b/r", "--like gs://b/r is no place in a file system: mount the bucket"),
-        ("--like=runs/none", "--like runs/none: there is no runs/none: give the directory of a run, or a JSON file of"),
+        ("--settings-from=gs://b/r", "--settings-from gs://b/r is a bucket URL, not a local path: mount the bucket"),
+        (
+            "--settings-from=runs/none",
+            "--settings-from runs/none: runs/none does not exist: pass the",
+        ),
     ],
 )
 def test_bad_setting_is_refused(arguments: str, reason: str) -> None:
@@ -77,12 +81,14 @@ def test_address_of_a_bucket_is_refused_where_pathlib_would_change_it() -> None:
         images: Path | str = "gs://b/images"
 
     assert Mine().images == "gs://b/images"
-    with pytest.raises(BadInput, match="--images gs://b/images is changed by pathlib: declare the setting as str"):
+    with pytest.raises(
+        BadInput, match="--images gs://b/images is a bucket URL, which pathlib changes: declare the setting as str"
+    ):
         Mine(images=Path("gs://b/images"))
     assert Mine(images=Path("/data/a:b/c")).images == Path("/data/a:b/c")
-    with pytest.raises(BadInput, match="RUN_DIR hdfs://h/r is no place in a file system"):
+    with pytest.raises(BadInput, match="RUN_DIR hdfs://h/r is a bucket URL, not a local path"):
         settings_of_run(Config, Path("hdfs://h/r"))
-    with pytest.raises(BadInput, match=r"--output gs://b/p.csv is no place in a file system"):
+    with pytest.raises(BadInput, match=r"--output gs://b/p.csv is a bucket URL, not a local path"):
         Options(run_dir=Path(), input=Path(), output=Path("gs://b/p.csv"))
 
 
@@ -110,7 +116,7 @@ class Mine(Config):
 
     data_dir: Path
     """Where the images are."""
-    training: MayChange[str] = "long"
+    training: ChangeableOnResume[str] = "long"
     layers: tuple[int, ...] = (64, 64)
     scales: dict[str, float] = dataclasses.field(default_factory=dict)
     inner: Inner = dataclasses.field(default_factory=Inner)
@@ -174,8 +180,10 @@ def test_settings_without_a_default_are_asked_for_and_given(capsys) -> None:
         read_settings(Mine, [])
     assert ended.value.code == 2
     assert "--data-dir" in capsys.readouterr().err
-    found = read_settings(Mine, ["--data-dir=/data", "--scales", "x", "0.1", "--inner.decay=0.5", "--clip-norm=3"])
-    assert found == Mine(data_dir=Path("/data"), scales={"x": 0.1}, inner=Inner(decay=0.5), clip_norm=3.0)
+    found = read_settings(
+        Mine, ["--data-dir=/data", "--scales", "x", "0.1", "--inner.decay=0.5", "--global-clipnorm=3"]
+    )
+    assert found == Mine(data_dir=Path("/data"), scales={"x": 0.1}, inner=Inner(decay=0.5), global_clipnorm=3.0)
     assert found.epochs == 5
 
 
@@ -279,28 +287,38 @@ def test_resumed_run_may_differ_in_what_is_marked_only(run_dir: Path) -> None:
     assert same.differences(recorded) == ["--gone 1 there and no setting now", "--seed not recorded there and 0 now"]
 
 
-# --- Settings like another run's --------------------------------------------------------------------------------------
+# --- Settings from another run ----------------------------------------------------------------------------------------
 
 
-def test_settings_like_those_of_a_run_are_defaults_and_flags_win(run_dir: Path, tmp_path: Path) -> None:
-    found = read_settings(Mine, [f"--like={run_dir}", "--seed=7", "--no-keep-last-batch"])
-    # How a program runs is not taken over.
-    own = {"run_dir": Path("runs/default"), "like": run_dir, "init_from": None, "strategy": "auto", "profile": False}
+def test_settings_from_a_run_are_defaults_and_flags_win(run_dir: Path, tmp_path: Path) -> None:
+    found = read_settings(Mine, [f"--settings-from={run_dir}", "--seed=7", "--no-keep-last-batch"])
+    # Launch settings are not copied.
+    own = {
+        "run_dir": Path("runs/default"),
+        "settings_from": run_dir,
+        "init_from": None,
+        "strategy": "auto",
+        "profile": False,
+    }
     assert found == dataclasses.replace(WRITTEN, seed=7, keep_last_batch=False, **own)
 
 
 def test_settings_of_a_json_file_are_defaults(tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text('{"epochs": 5, "clip_norm": 0.25}', encoding="utf-8")
-    found = read_settings(Config, [f"--like={tmp_path / 'mine.json'}", "--clip-norm=1"])
-    assert (found.epochs, found.clip_norm) == (5, 1.0)
+    (tmp_path / "mine.json").write_text('{"epochs": 5, "global_clipnorm": 0.25}', encoding="utf-8")
+    found = read_settings(Config, [f"--settings-from={tmp_path / 'mine.json'}", "--global-clipnorm=1"])
+    assert (found.epochs, found.global_clipnorm) == (5, 1.0)
 
 
 @pytest.mark.parametrize(
     ("text", "more", "reason"),
     [
-        ('{"epochs": 5, "dropout": 0.5, "depth": 3}', "", "this project has no setting depth, dropout: give a copy of"),
-        ('{"run_dir": "runs/b"}', "", "--run-dir says how a program runs: give it on the command line"),
-        ("[1]", "", "is no JSON object (it holds a list): give the directory of a run, or such a file"),
+        (
+            '{"epochs": 5, "dropout": 0.5, "depth": 3}',
+            "",
+            "this project has no setting depth, dropout: remove it from a copy",
+        ),
+        ('{"run_dir": "runs/b"}', "", "--run-dir belongs to a single launch: pass it on the command line"),
+        ("[1]", "", "is not a JSON object (it contains a list): pass the directory of a run, or such a file"),
         ('{"epochs": 5}', "--export", "cannot be combined with --export, --evaluate-only or"),
         ('{"epochs": 0}', "", "--epochs 0 must be from 1 to 2147483647"),
     ],
@@ -309,12 +327,12 @@ def test_settings_of_a_json_file_are_defaults(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_defaults_are_refused(text: str, more: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(text, encoding="utf-8")
     with pytest.raises(BadInput) as refused:
-        read_settings(Config, [f"--like={tmp_path / 'mine.json'}", *more.split()])
+        read_settings(Config, [f"--settings-from={tmp_path / 'mine.json'}", *more.split()])
     assert reason in str(refused.value)
 
 
 @pytest.mark.parametrize("text", ['{"settings"', "[]", '{"settings": [1]}', "[" * 100_000 + "]" * 100_000])
 def test_broken_config_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(BadInput, match=r"config.json .*: restore it, or use --fresh"):
+    with pytest.raises(BadInput, match=r"config.json .*: restore (it|the file), or use --fresh"):
         read_settings(Config, ["--evaluate-only", f"--run-dir={tmp_path}"])

@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path.cwd()))
 import task
 import train
 from config import Config
+from engine.command_line import read_settings
 from engine.model.objects import model_variables
 from engine.run.checkpoints import weights_sha256
-from engine.settings import read_settings
 
 train.build(read_settings(Config, ["--simulated-devices=2"]))
 state, batches = train.run.checkpoints.state, train.batches["train"]

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
-
-from engine.errors import CannotWrite
+from engine.errors import BadInput, CannotWrite
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns an error of the disk into CannotWrite, which names `path`."""
+    import tensorflow as tf  # Here, because files are read before it is imported, which takes seconds.
+
     try:
         yield
     except (OSError, tf.errors.OpError) as problem:
@@ -48,6 +48,26 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` as indented JSON. Raises CannotWrite."""
     write_whole(path, lambda temporary: temporary.write_text(as_text(value), encoding="utf-8"))
+
+
+def read_json(path: Path, flag: str = "") -> dict[str, Any] | None:
+    """Returns the JSON object in `path`; None if there is no such file.
+
+    Raises:
+        BadInput: it contains something else. The text names the `flag` that the path was given with, if any.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(value, dict):
+            return value
+        problem = f"it contains a {type(value).__name__}"
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError, RecursionError) as error:
+        problem = str(error)
+    if flag:
+        raise BadInput(f"{flag} {path} is not a JSON object ({problem}): pass the directory of a run, or such a file")
+    raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or use --fresh")
 
 
 def as_text(value: Any) -> str:

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from config import Config
+
 import pytest
 
 import engine  # noqa: F401 - First: it hides TensorFlow's lines about itself.
 import task
-from config import Config
 from engine.cluster.strategy import create_strategy
+from engine.command_line import read_settings
 from engine.data.sets import each_set
-from engine.settings import read_settings
 
 # What your own settings without a default need, as on the command line: ["--data-dir=/data/digits"].
 ARGUMENTS: list[str] = []

@@ -1,12 +1,13 @@
 """Rules that the hooks of task.py must keep."""
 
+from config import Config
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import task
 import train
-from config import Config
 from engine.data.sets import named
 
 

@@ -6,12 +6,13 @@ fails, `python train.py --check` says which hook is the cause.
 
 import dataclasses
 
+from config import Config
+
 import numpy as np
 import pytest
 
 import task
 import train
-from config import Config
 from engine.check.measure import differing_gradients, measure, recording_optimizers
 from engine.errors import BadInput
 from engine.model.objects import model_variables
@@ -20,7 +21,7 @@ from engine.model.replicas import is_seed
 OPTIONS = {
     "none": {},
     "micro-batches": {"micro_batches": 2},
-    "all": {"keep_last_batch": True, "clip_norm": 1e-3, "ema_decay": 0.9, "micro_batches": 2},
+    "all": {"keep_last_batch": True, "global_clipnorm": 1e-3, "ema_decay": 0.9, "micro_batches": 2},
 }
 COUNTS = {"none": (2,), "micro-batches": (2,), "all": (2, 4)}
 

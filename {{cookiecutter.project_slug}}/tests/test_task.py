@@ -1,11 +1,12 @@
 """What is special to this task; write your own in its place."""
 
+from config import Config
+
 import numpy as np
 import tensorflow as tf
 
 import task
 import train
-from config import Config
 
 
 def test_images_are_shifted_by_at_most_a_pixel_and_in_training_only(settings: Config) -> None:

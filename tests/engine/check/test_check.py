@@ -74,7 +74,13 @@ def model_of_many_layers() -> keras.Model:
 
 
 def test_options_an_odd_batch_and_layers_of_many_kinds_are_no_false_alarm(check: Check) -> None:
-    options = {"micro_batches": 2, "clip_norm": 0.1, "ema_decay": 0.9, "all_reduce": "nccl", "global_batch_size": 33}
+    options = {
+        "micro_batches": 2,
+        "global_clipnorm": 0.1,
+        "ema_decay": 0.9,
+        "all_reduce": "nccl",
+        "global_batch_size": 33,
+    }
     lines = assert_sound(check({"create_model": model_of_many_layers}, **options))
     assert any("not the same on one replica and two: dropout, gaussian_noise" in line for line in lines)
 
@@ -410,7 +416,7 @@ FAULTS = {
     "optimizer with clipnorm": (
         {"create_optimizer": lambda total_steps: keras.optimizers.SGD(0.1, clipnorm=1.0)},
         "task.py create_optimizer",
-        "use --clip-norm",
+        "use --global-clipnorm",
     ),
     "model outside the scope": ({"create_model": model_made_outside}, "task.py create_model", "outside"),
     "optimizer outside the scope": (

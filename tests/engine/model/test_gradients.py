@@ -72,7 +72,7 @@ def test_clipped_update_has_the_norm_of_the_limit(
 ) -> None:
     # With a loss scale the gradients are that much larger, and so is the limit.
     monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(1.0))
-    train.build(Config(simulated_devices=replicas, global_batch_size=30, precision=precision, clip_norm=0.05))
+    train.build(Config(simulated_devices=replicas, global_batch_size=30, precision=precision, global_clipnorm=0.05))
     before = [variable.numpy() for variable in task.model.trainable_variables]
     take_steps(1)
     if precision == "mixed_float16":
@@ -85,7 +85,7 @@ def test_clipped_update_has_the_norm_of_the_limit(
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     ("settings", "sums"),
-    [({"micro_batches": 2, "ema_decay": 0.9}, 1), ({"clip_norm": 1.0}, 2)],
+    [({"micro_batches": 2, "ema_decay": 0.9}, 1), ({"global_clipnorm": 1.0}, 2)],
     ids=["once", "clipping"],
 )
 def test_gradients_cross_replicas_once_unless_they_are_clipped(
@@ -109,7 +109,7 @@ METRICS = {"loss": keras.metrics.Mean, "norm": keras.metrics.Sum}
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.05}, {"precision": "mixed_float16"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"global_clipnorm": 0.05}, {"precision": "mixed_float16"}], ids=str)
 def test_norm_is_that_of_the_summed_gradients(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     # Gradient descent with rate 1 moves the weights by the gradient, so the norm can be seen from outside.
     monkeypatch.setattr(task, "create_metrics", lambda split: {name: kind() for name, kind in METRICS.items()})
@@ -125,7 +125,7 @@ def test_norm_is_that_of_the_summed_gradients(settings: dict, monkeypatch: pytes
         moved = np.sqrt(sum((change**2).sum() for change in changes))
         # Each replica adds the same one.
         norms.append(float(task.metrics["train"]["norm"].result()) / replicas)
-        if "clip_norm" in settings:
+        if "global_clipnorm" in settings:
             assert moved == pytest.approx(0.05, rel=1e-3) != norms[-1]
         else:
             assert norms[-1] == pytest.approx(moved, rel=1e-2 if "precision" in settings else 1e-4)
@@ -236,9 +236,9 @@ def _is_marked(operation: tf.Operation) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "setting"),
     [
-        ({"clipnorm": 1.0}, "--clip-norm"),
-        ({"global_clipnorm": 1.0}, "--clip-norm"),
-        ({"clipvalue": 1.0}, "--clip-norm"),
+        ({"clipnorm": 1.0}, "--global-clipnorm"),
+        ({"global_clipnorm": 1.0}, "--global-clipnorm"),
+        ({"clipvalue": 1.0}, "--global-clipnorm"),
         ({"gradient_accumulation_steps": 2}, "--micro-batches"),
         ({"use_ema": True}, "--ema-decay"),
         ({"loss_scale_factor": 8.0}, "--precision mixed_float16"),
@@ -316,7 +316,7 @@ def test_none_gradient_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.used(tf.reshape(features, [-1, 64]))
 
     monkeypatch.setattr(task, "create_model", WithSpare)
-    train.build(Config(simulated_devices=2, clip_norm=1.0, micro_batches=2))
+    train.build(Config(simulated_devices=2, global_clipnorm=1.0, micro_batches=2))
     before = task.model.spare.kernel.numpy(), task.model.used.kernel.numpy()
     take_steps(2)
     np.testing.assert_array_equal(task.model.spare.kernel.numpy(), before[0])
@@ -381,7 +381,7 @@ def reported_norms(replicas: int, **settings: object) -> dict[str, float]:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.05}, {"micro_batches": 2, "seed": 0}])
+@pytest.mark.parametrize("settings", [{}, {"global_clipnorm": 0.05}, {"micro_batches": 2, "seed": 0}])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_reported_norm_is_that_of_the_last_steps_summed_gradients(
     replicas: int, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
@@ -395,7 +395,7 @@ def test_reported_norm_is_that_of_the_last_steps_summed_gradients(
     norm = train.run.objects.gradient_norms(train.strategy)["gradient_norm"]
     applied = np.sqrt(sum(np.sum(np.square(each, dtype=np.float64)) for each in moved))
     assert norm > 0.05
-    np.testing.assert_allclose(applied, min(norm, settings.get("clip_norm", np.inf)), rtol=1e-4)
+    np.testing.assert_allclose(applied, min(norm, settings.get("global_clipnorm", np.inf)), rtol=1e-4)
 
 
 @pytest.mark.usefixtures("small")

@@ -20,7 +20,13 @@ OPTIONS = (
     "--simulated-devices=2",
     "--steps-per-execution=2",
 )
-MORE = ("--simulated-devices=1", "--micro-batches=2", "--clip-norm=0.5", "--ema-decay=0.9", "--precision=mixed_float16")
+MORE = (
+    "--simulated-devices=1",
+    "--micro-batches=2",
+    "--global-clipnorm=0.5",
+    "--ema-decay=0.9",
+    "--precision=mixed_float16",
+)
 
 
 @pytest.fixture(autouse=True)

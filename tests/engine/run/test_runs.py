@@ -206,7 +206,13 @@ def test_stopped_run_with_every_kind_of_state_ends_bit_equal(
         return keras.Sequential([keras.Input((8, 8, 1)), *layers])
 
     monkeypatch.setattr(task, "create_model", each_on_its_own)
-    flags = ("--epochs=2", "--simulated-devices=3", "--steps-per-execution=3", "--keep-last-batch", "--clip-norm=0.5")
+    flags = (
+        "--epochs=2",
+        "--simulated-devices=3",
+        "--steps-per-execution=3",
+        "--keep-last-batch",
+        "--global-clipnorm=0.5",
+    )
     flags += ("--ema-decay=0.9", "--micro-batches=2", "--precision=mixed_float16", "--checkpoint-every-steps=5")
     # In the first epoch, before its validation, and in the second epoch.
     assert_stopped_run_ends_equal((3, 6, 5), tmp_path, flags, ended, monkeypatch)
@@ -360,12 +366,12 @@ def test_evaluation_is_with_the_settings_of_the_run(
 
     def weighted_loss(labels, predictions, weights):
         loss, per_example_loss = compute_loss(labels, predictions, weights)
-        return loss, per_example_loss * (task.config.clip_norm or 1.0)
+        return loss, per_example_loss * (task.config.global_clipnorm or 1.0)
 
     monkeypatch.setattr(task, "compute_loss", weighted_loss)
     begun_from = ("--init-from", str(tmp_path / "first"), "--init-partial")
     run(tmp_path / "first", "--epochs=1")
-    result = run(tmp_path / "run", "--epochs=1", "--clip-norm=7", "--keep-last-batch", *begun_from)
+    result = run(tmp_path / "run", "--epochs=1", "--global-clipnorm=7", "--keep-last-batch", *begun_from)
     expected = float(rows(tmp_path / "run")[-1]["validation/loss"])
     found = train.main([f"--run-dir={tmp_path / 'run'}", "--simulated-devices=1", "--evaluate-only"])
     assert found["test/loss"] == pytest.approx(result["test/loss"], rel=1e-5)
@@ -375,8 +381,10 @@ def test_evaluation_is_with_the_settings_of_the_run(
     assert float(evaluated["validation/loss"]) == expected
 
     for way in ("--evaluate-only", "--evaluate-continuously"):
-        code, line = ended(tmp_path / "run", way, "--clip-norm=6")
-        assert (code, "other settings (--clip-norm 7.0 there and 6.0 now): use the run's" in line) == (2, True), line
+        code, line = ended(tmp_path / "run", way, "--global-clipnorm=6")
+        assert (code, "other settings (--global-clipnorm 7.0 there and 6.0 now): use the run's" in line) == (2, True), (
+            line
+        )
 
 
 # --- --learning-rate of a resume --------------------------------------------------------------------------------------

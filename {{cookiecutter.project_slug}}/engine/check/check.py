@@ -75,7 +75,7 @@ def _settings_to_check(settings: Any, folder: Path) -> Any:
         jit=False,
         all_reduce="auto",
         profile=False,
-        clip_norm=None,  # Clipping makes a gradient that is too large look right.
+        global_clipnorm=None,  # Clipping makes a gradient that is too large look right.
         global_batch_size=max(unit, settings.global_batch_size // unit * unit),
         evaluation_batch_size=evaluated and max(2, evaluated // 2 * 2),
         steps_per_epoch=None,

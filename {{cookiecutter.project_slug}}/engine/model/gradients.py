@@ -22,9 +22,9 @@ from engine.tracing import converted
 
 # Arguments of a Keras optimizer that are wrong on several replicas, and the setting that is right.
 REFUSED_ARGUMENTS = {
-    "clipnorm": "--clip-norm",
-    "global_clipnorm": "--clip-norm",
-    "clipvalue": "--clip-norm",
+    "clipnorm": "--global-clipnorm",
+    "global_clipnorm": "--global-clipnorm",
+    "clipvalue": "--global-clipnorm",
     "gradient_accumulation_steps": "--micro-batches",
     "use_ema": "--ema-decay",
     "loss_scale_factor": "--precision mixed_float16",
@@ -39,7 +39,7 @@ Gradients = list[tf.Tensor | tf.IndexedSlices | None]
 class _Step(threading.local):
     """Settings and gradient sums of the step being traced in this thread (one thread per replica)."""
 
-    clip_norm: float | None = None
+    global_clipnorm: float | None = None
     jit: bool = False
     is_last: bool = True
     """Whether this micro-batch is the last one of the step."""
@@ -68,13 +68,13 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Any) -> C
 
     Args:
         train_step: takes one replica's (features, labels, weights), and updates by `apply_gradients`.
-        settings: has micro_batches, clip_norm and jit.
+        settings: has micro_batches, global_clipnorm and jit.
     """
     step, count = converted(train_step), settings.micro_batches
 
     @tf.autograph.experimental.do_not_convert
     def whole_step(batch: Any) -> tf.Tensor:
-        _step.clip_norm, _step.jit = settings.clip_norm, settings.jit
+        _step.global_clipnorm, _step.jit = settings.global_clipnorm, settings.jit
         try:
             loss = None
             for number in range(count):
@@ -116,7 +116,7 @@ def apply_gradients(
 ) -> tf.Tensor:
     """Updates the variables with the gradient of the loss, summed over all replicas and micro-batches.
 
-    Every replica has to call it. With --clip-norm the sum is scaled down to that global norm, if its own is larger
+    Every replica must call it. With --global-clipnorm the sum is scaled down to that global norm if its own is larger
     (Pascanu et al. 2013, arXiv:1211.5063). With mixed_float16 the loss is scaled for the gradient, and the update is
     skipped on every replica if any gradient is not finite.
 
@@ -184,13 +184,13 @@ def _update(
     # Whole tensors, also of an embedding: Adam squares the slices of a token that occurs twice one by one.
     gradients = [tf.convert_to_tensor(each) for each in gradients if each is not None]
     norm = None
-    if scale is not None or _step.clip_norm is not None:
+    if scale is not None or _step.global_clipnorm is not None:
         replica = tf.distribute.get_replica_context()
         # Summed here, so that every replica clips, or finds an overflow, in the same gradients.
         gradients = replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
         norm = tf.linalg.global_norm(gradients)
-        if _step.clip_norm is not None:
-            limit = _step.clip_norm if scale is None else _step.clip_norm * tf.cast(scale, tf.float32)
+        if _step.global_clipnorm is not None:
+            limit = _step.global_clipnorm if scale is None else _step.global_clipnorm * tf.cast(scale, tf.float32)
             gradients, _ = tf.clip_by_global_norm(gradients, limit, use_norm=norm)
         # Keras sums over the replicas once more, now of equal values.
         gradients = [each / replica.num_replicas_in_sync for each in gradients]

@@ -13,11 +13,11 @@ import rich.table
 
 from engine.console import console
 from engine.errors import BadInput
-from engine.files import write_whole
+from engine.files import read_json, write_whole
 from engine.report.curves import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, best_point, falls_far, grid, over_epochs
 from engine.report.curves import plot as plot_curve
 from engine.report.rows import is_metric, read_rows
-from engine.settings import CONFIG, read_json, recorded_settings
+from engine.settings import CONFIG, recorded_settings
 
 COMPARISON = "comparison.png"
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, "black")
@@ -25,7 +25,7 @@ COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, "black")
 WIDTHS = (20, 12)
 MOST_PANELS = 24
 # Where a run writes, and what says nothing of its numbers.
-NOT_COMPARED = ("run_dir", "fresh", "like", "compare", "check", "evaluate_only", "evaluate_continuously")
+NOT_COMPARED = ("run_dir", "fresh", "settings_from", "compare", "check", "evaluate_only", "evaluate_continuously")
 
 
 @dataclasses.dataclass

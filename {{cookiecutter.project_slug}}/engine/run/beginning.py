@@ -9,7 +9,7 @@ from engine.cluster.workers import Workers
 from engine.console import console
 from engine.data.batches import Batches
 from engine.errors import BadInput
-from engine.files import write_json
+from engine.files import read_json, write_json
 from engine.model.replicas import is_seed
 from engine.report.report import Report
 from engine.report.result import print_result
@@ -19,7 +19,7 @@ from engine.run.initial_weights import load_initial_weights
 from engine.run.plan import describe_examples, describe_records, describe_run, describe_start, print_plan
 from engine.run.run import Run
 from engine.run.state import State, Values
-from engine.settings import CONFIG, read_json
+from engine.settings import CONFIG
 from engine.tracing import draws_in_preparation, draws_in_step, python_in_preparation, python_in_step
 
 # Set by whatever starts a program again when it has died, as launch.py does: the same for all of its starts.

@@ -22,11 +22,10 @@ import tensorflow as tf
 
 from engine.console import console
 from engine.errors import BadInput, Damaged, Diverged
-from engine.files import as_text, file_sha256, sync, writing
+from engine.files import as_text, file_sha256, read_json, sync, writing
 from engine.mistakes import first_line
 from engine.run.progress import Progress
 from engine.run.state import State, Values
-from engine.settings import read_json
 
 RECORD = "record.json"
 INDEX = "state.index"

@@ -11,7 +11,8 @@ import filelock
 
 from engine.console import console
 from engine.errors import BadInput
-from engine.settings import CONFIG, Settings, read_json, recorded_settings
+from engine.files import read_json
+from engine.settings import CONFIG, Settings, recorded_settings
 from engine.versions import changes_since, code_sha256
 
 RESULT = "result.json"

@@ -311,7 +311,7 @@ class Run:
             begin = "--init-from it, or weights from before, and a new --run-dir," if paths else "--fresh"
             raise Diverged(
                 f"{problem}; {last}and nothing after it was saved: use {begin} with a smaller --learning-rate or "
-                "--clip-norm, or look for what is not finite with --check"
+                "--global-clipnorm, or look for what is not finite with --check"
             ) from problem
         except BadInput as problem:
             # A step that failed may be half done, and steps that were not counted cannot be saved. Other workers may

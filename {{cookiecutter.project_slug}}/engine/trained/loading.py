@@ -18,13 +18,14 @@ from engine.data.padding import of_largest_length
 from engine.data.preparation import Preparation
 from engine.data.specs import batched, decode
 from engine.errors import BadInput, Damaged
+from engine.files import read_json
 from engine.model.finish import set_up
 from engine.model.hidden_state import HiddenState, recorded_variables
 from engine.model.objects import build_models, model_variables
 from engine.run.checkpoints import Checkpoints, find_best, read_checkpoint
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
-from engine.settings import CONFIG, read_json
+from engine.settings import CONFIG
 from engine.tracing import converted
 
 Outputs = dict[str, tf.Tensor]

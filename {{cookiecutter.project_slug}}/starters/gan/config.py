@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from engine.command_line import check_command_line
 from engine.settings import Settings
 
 
@@ -29,3 +30,7 @@ class Config(Settings):
     # The losses of a generator and a discriminator work against each other, so neither says which weights are best.
     monitor: str = "validation/distance"
     monitor_direction: Literal["auto", "min", "max"] = "min"
+
+
+# Before TensorFlow is imported, which takes seconds: --help and wrong flags are answered at once.
+check_command_line(Config)

@@ -8,12 +8,13 @@ distribution together.
 from pathlib import Path
 from typing import Any
 
+from config import Config
+
 import keras
 import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-from config import Config
 from distance import Distance
 from engine.model import apply_gradients
 

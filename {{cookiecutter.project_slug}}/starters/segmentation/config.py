@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from engine.command_line import check_command_line
 from engine.settings import Settings
 
 
@@ -21,3 +22,7 @@ class Config(Settings):
     global_batch_size: int = 16
     learning_rate: float = 3e-3
     monitor: str = "validation/mean_iou"
+
+
+# Before TensorFlow is imported, which takes seconds: --help and wrong flags are answered at once.
+check_command_line(Config)

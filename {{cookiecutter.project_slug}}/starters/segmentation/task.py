@@ -7,10 +7,11 @@ yours to replace; everything works as it stands. Lines marked KEEP hold the dist
 from pathlib import Path
 from typing import Any
 
+from config import Config
+
 import keras
 import tensorflow as tf
 
-from config import Config
 from engine.model import apply_gradients
 from shapes import CLASSES, SIZE, draw
 

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from engine.command_line import check_command_line
 from engine.errors import BadInput
 from engine.settings import Settings
 
@@ -55,3 +56,7 @@ class Config(Settings):
                 f"--preset {self.preset} needs --records of its tokens: make them with "
                 f"python prepare_data.py --preset {self.preset} --records FOLDER"
             )
+
+
+# Before TensorFlow is imported, which takes seconds: --help and wrong flags are answered at once.
+check_command_line(Config)

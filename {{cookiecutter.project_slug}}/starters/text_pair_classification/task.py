@@ -6,11 +6,12 @@ together.
 
 from typing import Any
 
+from config import Config
+
 import keras
 import keras_hub
 import tensorflow as tf
 
-from config import Config
 from engine.data import Records
 from engine.errors import BadInput
 from engine.model import apply_gradients

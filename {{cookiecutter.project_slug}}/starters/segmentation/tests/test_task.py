@@ -3,13 +3,14 @@
 import dataclasses
 import math
 
+from config import Config
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import task
 import train
-from config import Config
 from shapes import CLASSES, SIZE, covered, draw
 
 

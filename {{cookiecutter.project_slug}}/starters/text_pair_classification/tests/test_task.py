@@ -3,6 +3,8 @@
 import dataclasses
 from pathlib import Path
 
+from config import Config
+
 import keras
 import numpy as np
 import pytest
@@ -10,7 +12,6 @@ import tensorflow as tf
 
 import task
 import train
-from config import Config
 from prepare_data import Arguments, make_records
 
 TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "sat", "down", "."]

@@ -1,0 +1,183 @@
+"""The command line of train.py, and the settings that a run has recorded. Imports no TensorFlow, so --help is quick."""
+
+import contextlib
+import dataclasses
+import inspect
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import tyro
+from tyro.constructors import (
+    MISSING_NONPROP,
+    ConstructorRegistry,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+from engine.errors import BadInput, end_at_signals, exit_codes
+from engine.files import read_json
+from engine.settings import (
+    CONFIG,
+    ON_EVALUATION,
+    ON_RESUME,
+    SECTIONS,
+    UNLESS_GIVEN,
+    Settings,
+    check_is_local,
+    flag,
+    marked,
+    recorded_settings,
+)
+
+Kind = TypeVar("Kind", bound=Settings)
+
+
+def check_command_line(kind: type[Settings]) -> None:
+    """Reads the command line if the program is train.py, so that --help and wrong flags end it at once.
+
+    From then on, an exception that ends the import of task.py is one line, too.
+    """
+    if Path(sys.argv[0]).name == "train.py":
+        end_at_signals()
+        sys.excepthook = _end_with_a_line
+        with exit_codes():
+            read_settings(kind)
+
+
+def _end_with_a_line(kind: type[BaseException], problem: BaseException, trace: types.TracebackType | None) -> None:
+    """Prints an error in the user's code as one line, and ends the program; prints anything else as Python does."""
+    with contextlib.suppress(ImportError):  # TensorFlow itself may be what cannot be imported.
+        from engine.mistakes import first_line, is_users, where_raised
+
+        if isinstance(problem, Exception) and is_users(problem):
+            with exit_codes():
+                raise BadInput(f"{where_raised(problem)}: {first_line(problem)}") from problem
+    sys.__excepthook__(kind, problem, trace)
+
+
+def read_settings(kind: type[Kind], arguments: Sequence[str] | None = None) -> Kind:
+    """Returns the settings that the command line gives; `kind` is the Config of config.py.
+
+    When a run is evaluated or exported, its recorded settings are the defaults. `arguments` replaces the process's own.
+
+    Raises:
+        BadInput: a value breaks its rule.
+        SystemExit: tyro has printed the help (code 0), or what is wrong (code 2).
+    """
+    recorded: dict[str, Any] = {}
+    with contextlib.suppress(SystemExit):  # The second call prints the help or the error.
+        given = types.SimpleNamespace(**_parse(kind, arguments, None, console_outputs=False))
+        recorded = _recorded(kind, given)
+    # With --no-SWITCH an evaluation can turn off a switch that the run has on.
+    return kind(**_parse(kind, arguments, recorded, config=() if recorded else (tyro.conf.FlagCreatePairsOff,)))
+
+
+def settings_of_run(kind: type[Kind], run_dir: Path) -> Kind:
+    """Returns the settings with which the run in a directory is evaluated. Raises BadInput if there is no run."""
+    check_is_local("RUN_DIR", run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise BadInput(f"{run_dir} is not a directory: pass the directory of a run")
+    if recorded_settings(run_dir) is None:
+        raise BadInput(f"{run_dir} contains no run ({CONFIG} is missing): pass the directory of a run")
+    return read_settings(kind, [f"--run-dir={run_dir}", "--evaluate-only"])
+
+
+def _parse(
+    kind: type[Settings], arguments: Sequence[str] | None, defaults: Mapping[str, Any] | None, **options: Any
+) -> dict[str, Any]:
+    """Returns the settings on the command line, by name; with `defaults` of None none of them is required.
+
+    Tyro shows a nested dataclass as a section of --help. Settings are flat, so its rule for them is replaced by one
+    that puts each section's fields into a part of its own.
+    """
+    parts: dict[type, list[StructFieldSpec]] = {kind: []}
+    spec = ConstructorRegistry.get_struct_spec(
+        StructTypeInfo.make(kind, types.SimpleNamespace(**(defaults or {})), in_union_context=False)
+    )
+    assert spec is not None  # A dataclass has one.
+    section: type = kind
+    for each in spec.fields:
+        if defaults is None and each.default is MISSING_NONPROP:
+            each = dataclasses.replace(each, type=each.type | None, default=None)
+        if each.name in SECTIONS:
+            section = type(SECTIONS[each.name], (), {})
+        parts.setdefault(section if each.name in Settings.__dataclass_fields__ else kind, []).append(each)
+    sections = {each.__name__: Annotated[each, tyro.conf.OmitArgPrefixes] for each in parts if each is not kind}
+    parts[kind] += [StructFieldSpec(title, part, MISSING_NONPROP, "") for title, part in sections.items()]
+    registry = ConstructorRegistry()
+
+    @registry.struct_rule
+    def in_sections(info: StructTypeInfo) -> StructConstructorSpec | None:
+        return StructConstructorSpec(dict, tuple(parts[info.type])) if info.type in parts else None
+
+    description = inspect.cleandoc(kind.__doc__ or "")
+    found: Any = tyro.cli(kind, args=arguments, description=description, registry=registry, **options)
+    for title in sections:
+        found |= found.pop(title)
+    return found
+
+
+def _recorded(kind: type[Settings], given: Any) -> dict[str, Any]:
+    """Returns the recorded settings of the run to evaluate or export, or of --settings-from; {} for other commands."""
+    excluded = marked(kind, ON_EVALUATION) - marked(kind, UNLESS_GIVEN)
+    path = given.run_dir / CONFIG
+    if given.settings_from:
+        path, found = _settings_from(kind, given.settings_from, excluded)
+    elif given.export and not given.fresh:
+        # The run may first have to be trained to its end, with all settings that a resume needs.
+        found, excluded = recorded_settings(given.run_dir) or {}, excluded & marked(kind, ON_RESUME)
+    elif (given.evaluate_only or given.evaluate_continuously) and not given.init_from:
+        found = recorded_settings(given.run_dir) or {}
+    else:
+        return {}
+    hints, values = get_type_hints(kind), {}
+    for name in hints.keys() & found.keys() - excluded:
+        try:
+            values[name] = _decoded(found[name], hints[name])
+        except (ValueError, TypeError, AttributeError, KeyError) as problem:
+            raise BadInput(f"{path}: {flag(name)} cannot be {found[name]!r}: restore the file") from problem
+    return values
+
+
+def _settings_from(kind: type[Settings], path: Path, per_launch: set[str]) -> tuple[Path, dict[str, Any]]:
+    """Returns the file that --settings-from names, and its settings. Raises BadInput if they cannot be used."""
+    check_is_local("--settings-from", path)
+    file = path / CONFIG if path.is_dir() else path
+    found = read_json(file, "--settings-from")
+    if found is None:
+        raise BadInput(
+            f"--settings-from {path}: {file} does not exist: pass the directory of a run, or a JSON file of settings"
+        )
+    settings = found["settings"] if isinstance(found.get("settings"), dict) else found
+    if unknown := ", ".join(sorted(settings.keys() - {each.name for each in dataclasses.fields(kind)})):
+        raise BadInput(
+            f"--settings-from {path}: this project has no setting {unknown}: remove it from a copy of {file.name}"
+        )
+    if settings is found and (given := sorted(settings.keys() & per_launch)):
+        raise BadInput(
+            f"--settings-from {path}: {flag(given[0])} belongs to a single launch: pass it on the command line"
+        )
+    return file, settings
+
+
+def _decoded(value: Any, hint: Any) -> Any:
+    """Returns a JSON value as a setting of the type `hint`, as tyro reads it from the words of a command line."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return hint(**{name: _decoded(each, hints[name]) for name, each in value.items()})
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
+    words = _words(value)
+    if (spec.choices and not {*words} <= {*spec.choices}) or spec.nargs not in ("*", len(words)):
+        raise ValueError(value)
+    return spec.instance_from_str(words)
+
+
+def _words(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        value = [part for pair in value.items() for part in pair]
+    return [word for part in value for word in _words(part)] if isinstance(value, list) else [str(value)]
