@@ -11,14 +11,12 @@ import pytest
 
 import engine.console
 from config import Config
+from engine import console as live
 from engine.check.check import print_findings
+from engine.console import Lines, LiveLine, print_result
 from engine.model.metrics import Names
-from engine.report import live
-from engine.report.lines import Lines
-from engine.report.live import LiveLine
-from engine.report.result import print_result
 
-MODULES = ("engine.console", "engine.report.lines", "engine.report.live", "engine.report.result", "engine.check.check")
+MODULES = ("engine.console", "engine.check.check")
 RESULT = {
     "test/loss": 0.6529028415679932,
     "test/[b]f1": 0.25,
@@ -182,7 +180,7 @@ def test_terminal_that_is_gone_ends_the_line_and_not_the_training(
         monkeypatch.setattr(engine.console.console.file, "write", gone)
         line.took(np.ones(1))
         line.took(np.ones(1))
-        assert line._live is None
+        assert line.disable
 
 
 @pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}], ids=["pipe", "coloured pipe"])

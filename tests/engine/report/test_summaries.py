@@ -77,7 +77,7 @@ def test_a_resumed_run_shows_no_step_twice_and_its_latest_settings(tmp_path: Pat
             report.epoch(row(epoch, train__loss=first + epoch / 8), is_best=False)
         report.result(10 * last, {"test/loss": float(last)}, best=1.0)
     # As a kill leaves the file that is being written.
-    with max((folder / "train").iterdir()).open("ab") as events:
+    with max((folder / "train").iterdir(), key=lambda path: path.stat().st_mtime_ns).open("ab") as events:
         events.write(b"half a record")
     losses = [(10, 1.125), (20, 1.25), (30, 3.375), (40, 3.5), (50, 3.625)]
     assert shown(folder / "train") == {"loss": losses}

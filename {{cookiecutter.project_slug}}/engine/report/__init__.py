@@ -6,9 +6,6 @@ summaries   TensorBoard
 steps       steps.csv, about a row a second
 curves      curves.png
 comparison  --compare: several runs in one picture and one table
-lines       the console's line of an epoch
-live        the console's line of a pass that is under way
-result      what the console shows at the end
 """
 
 from engine.report.comparison import compare

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from engine.console import console
+from engine.console import Lines, console
 from engine.mistakes import first_line, where_raised
 from engine.model.metrics import Names
 from engine.report.curves import draw_curves
-from engine.report.lines import Lines
 from engine.report.rows import is_metric, read_rows, write_rows
 from engine.report.steps import STEPS, Steps
 from engine.report.summaries import TENSORBOARD, Summaries

@@ -6,13 +6,12 @@ import os
 from typing import Any
 
 from engine.cluster.workers import Workers
-from engine.console import console
+from engine.console import console, print_result
 from engine.data.batches import Batches
 from engine.errors import BadInput
 from engine.files import read_json, write_json
 from engine.model.replicas import is_seed
 from engine.report.report import Report
-from engine.report.result import print_result
 from engine.run.checkpoints import read_newest
 from engine.run.directory import RESULT, RunDirectory
 from engine.run.initial_weights import load_initial_weights

@@ -9,10 +9,9 @@ from typing import Any
 from engine.cluster.environment import refuse_cluster
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
-from engine.console import console, print_facts
+from engine.console import console, in_short, print_facts
 from engine.errors import BadInput, Damaged
 from engine.model.metrics import Names, split_of
-from engine.report.lines import in_short
 from engine.report.rows import read_rows, write_rows
 from engine.report.summaries import TENSORBOARD, Summaries
 from engine.run.beginning import initialize

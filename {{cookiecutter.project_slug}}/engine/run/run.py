@@ -15,16 +15,14 @@ import tensorflow as tf
 
 from engine.cluster.devices import long_sums_reported
 from engine.cluster.workers import Workers
-from engine.console import console
+from engine.console import LiveLine, console, print_result
 from engine.data.batches import Batches
 from engine.errors import BadInput, Damaged, Diverged, InterruptedStep, Stopped
 from engine.files import write_json
 from engine.mistakes import mistakes_named
 from engine.model.finish import TaskObjects
 from engine.model.metrics import split_of
-from engine.report.live import LiveLine
 from engine.report.report import Report
-from engine.report.result import print_result
 from engine.report.summaries import TENSORBOARD
 from engine.run.checkpoints import Checkpoints, Writer, weights_sha256
 from engine.run.chunks import Chunks
