@@ -88,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings_of_run(Config, options.run_dir)
 
         from engine.console import console
-        from engine.mistakes import mistakes_named
         from engine.trained.predictions import FILE, ROW, report_infinite, write_predictions
+        from engine.user_errors import user_errors_named
 
-        with mistakes_named():
+        with user_errors_named():
             predictor = load(options.run_dir)
             predictor.check_output(options.output)
             names, predictions = predictor.predict_file(options.input, options.batch_size)

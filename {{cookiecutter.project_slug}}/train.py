@@ -20,17 +20,17 @@ import tensorflow as tf
 
 import task
 from engine.check import check_task
-from engine.cluster.asynchronous import per_worker_batches
+from engine.cluster.parameter_servers import per_worker_batches
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers, peers_named
 from engine.command_line import read_settings
 from engine.data import Batches, load_splits
 from engine.errors import exit_codes
-from engine.mistakes import mistakes_named
 from engine.model import build_models, finish_objects, in_micro_batches, recorded_variables, set_up
 from engine.report import compare
 from engine.run import Run, RunDirectory, begin_run, evaluate, evaluate_continuously, lock_and_find_result, signals
 from engine.trained import export
+from engine.user_errors import user_errors_named
 
 SPLITS = ("train", "validation", "test")
 
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any] | bool | None
     Returns:
         What result.json holds; with --evaluate-only the metrics, with --check whether all findings hold.
     """
-    with exit_codes(), mistakes_named(), peers_named():
+    with exit_codes(), user_errors_named(), peers_named():
         settings = read_settings(Config, arguments)
         program = sys.modules[__name__]
         if settings.compare:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 TRACEBACK = "TRAINING_TRACEBACK"
 
 
-class Ending(Exception):
+class ProgramExit(Exception):
     """The program ends before its work is done. The text is one line for the user."""
 
     exit_code: int
 
 
-class BadInput(Ending):
+class BadInput(ProgramExit):
     """Something the user gave cannot be used. The text says which, its value, the rule, and what to do."""
 
     exit_code = 2
@@ -27,25 +27,25 @@ class InterruptedStep(BadInput):
     """A step that was running has failed. It may have changed a part of the state, which cannot be saved."""
 
 
-class Diverged(Ending):
+class Diverged(ProgramExit):
     """The loss stopped being a finite number. The text names the step; nothing after it was saved."""
 
     exit_code = 3
 
 
-class Stopped(Ending):
+class Stopped(ProgramExit):
     """A signal asked the run to stop, and its state is saved. The same command goes on with it."""
 
     exit_code = 42
 
 
-class CannotWrite(Ending):
+class CannotWrite(ProgramExit):
     """The disk is full, or the run's directory is gone. The text names the file; older files are complete."""
 
     exit_code = 1
 
 
-class PeerLost(Ending):
+class PeerLost(ProgramExit):
     """Another process of the cluster is gone, so this one cannot go on. The text names it."""
 
     exit_code = 1
@@ -79,10 +79,10 @@ def end_at_signals() -> None:
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turns an Ending that is raised inside into its line on stderr and its exit code."""
+    """Turns an ProgramExit that is raised inside into its line on stderr and its exit code."""
     try:
         yield
-    except Ending as ending:
+    except ProgramExit as ending:
         line = " ".join(str(ending).split())  # A value may hold line breaks.
         if isinstance(ending, Stopped):
             line = f"{line}; the same command, without --fresh, goes on"

@@ -13,7 +13,7 @@ import tensorflow as tf
 import task
 import train
 from config import Config
-from engine import mistakes
+from engine import user_errors
 from engine.check.check import check_task
 
 Check = Callable[..., tuple[bool, list[str]]]
@@ -555,7 +555,7 @@ def loss_of_classes_that_there_are_none(labels, predictions, weights):
 def test_exception_in_a_hook_is_named_by_line_with_what_it_says(
     hooks: dict, where: str, said: str, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mistakes, "PROJECT", Path(__file__).parent)
+    monkeypatch.setattr(user_errors, "PROJECT", Path(__file__).parent)
     holds, lines = check({"compute_loss": loss_of_classes_that_there_are_none, **hooks})
     assert not holds
     (line,) = [line for line in lines if line.startswith("FIX")]

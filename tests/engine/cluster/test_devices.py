@@ -13,14 +13,14 @@ import tensorflow as tf
 import task
 import train
 from config import Config
-from engine.cluster import asynchronous, devices, nvidia
+from engine.cluster import devices, nvidia, parameter_servers
 from engine.cluster import strategy as strategies
 from engine.cluster.devices import describe_arithmetic, warn_of_unused_gpus
 from engine.cluster.environment import Cluster
 from engine.cluster.nvidia import gpus_of_machine, identify_gpus, visible_gpus
 from engine.errors import BadInput
-from engine.run.plan import describe_devices, describe_run, print_plan
 from engine.run.run import Run
+from engine.run.summary import describe_devices, describe_run, print_plan
 
 A100 = {"device_name": "NVIDIA A100", "compute_capability": (8, 0)}
 T4 = {"device_name": "Tesla T4", "compute_capability": (7, 5)}
@@ -167,7 +167,7 @@ def test_memory_of_a_served_worker_grows_too(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tf.distribute, "Server", server)
     cluster = Cluster("TF_CONFIG", {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}, "worker", 0)
     with pytest.raises(InterruptedError):
-        asynchronous.serve(cluster, timeout=1)
+        parameter_servers.serve(cluster, timeout=1)
     assert given["config"].gpu_options.allow_growth
 
 
@@ -308,7 +308,7 @@ def test_cluster_with_parameter_servers_is_for_their_strategy_only(monkeypatch: 
 
 def test_parameter_servers_refuse_epochs_that_are_no_passes() -> None:
     with pytest.raises(BadInput, match="--steps-per-epoch with --strategy parameter_server: each worker goes over the"):
-        asynchronous.check_settings(Config(steps_per_epoch=5))
+        parameter_servers.check_settings(Config(steps_per_epoch=5))
 
 
 def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machine, monkeypatch) -> None:

@@ -14,9 +14,9 @@ from streaming import stream
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data.batches import Batches, per_replica_batch_size
-from engine.data.feed import stack_sizes
 from engine.data.preparation import Preparation
 from engine.data.splits import check_same_structure
+from engine.data.stacks import stack_sizes
 from engine.errors import BadInput
 
 

@@ -15,7 +15,7 @@ from engine.data.batches import Batches
 from engine.data.examples import Examples
 from engine.data.preparation import Preparation
 from engine.errors import BadInput
-from engine.run import plan
+from engine.run import summary
 
 MEGABYTE = 2**20
 
@@ -83,14 +83,16 @@ def test_unreadable_first_example_is_named_before_the_run_begins() -> None:
 def test_more_than_half_of_the_machine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
     limit.write_text("max\n")
-    monkeypatch.setattr(plan, "Path", lambda _: limit)
-    monkeypatch.setattr(plan.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**20}[name])  # 4 GB
-    assert plan._too_much_memory(2**30, 2) == {}
-    assert plan._too_much_memory(2**30, 3) == {
+    monkeypatch.setattr(summary, "Path", lambda _: limit)
+    monkeypatch.setattr(
+        summary.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**20}[name]
+    )  # 4 GB
+    assert summary._too_much_memory(2**30, 2) == {}
+    assert summary._too_much_memory(2**30, 3) == {
         "memory": "3.0 GB in 3 process(es), more than half of the 4.0 GB of this machine: lower --shuffle-megabytes"
     }
     limit.write_text(f"{2**30}\n")  # Of a container.
-    assert "more than half of the 1.0 GB" in plan._too_much_memory(2**30, 1)["memory"]
+    assert "more than half of the 1.0 GB" in summary._too_much_memory(2**30, 1)["memory"]
 
 
 # --- Folders of images ------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import task
 import train
 from config import Config
 from engine.errors import BadInput
-from engine.model.metrics import LARGEST_SHOWN, Names, metric_results
-from engine.model.refusals import check_monitor, monitor_direction
+from engine.model.metrics import LARGEST_SHOWN, ResultNames, metric_results
+from engine.model.rejections import check_monitor, monitor_direction
 
 
 def linear_model() -> keras.Model:
@@ -121,7 +121,7 @@ def test_results_are_named_and_sorted_by_where_they_are_shown() -> None:
             "scores": Fixed({"recall": np.float32(0.5), "by": {"class": tf.constant([1, 2])}}),
         },
     }
-    names = Names(metrics, ["train", "validation/a", "validation/b"])
+    names = ResultNames(metrics, ["train", "validation/a", "validation/b"])
     results = metric_results(metrics, "validation/b")
     of_class = {f"validation/b/per_class_loss/{number}": float(number) for number in range(3)}
     of_class |= {"validation/b/scores/by/class/0": 1.0, "validation/b/scores/by/class/1": 2.0}
@@ -151,7 +151,7 @@ def test_results_are_named_and_sorted_by_where_they_are_shown() -> None:
         f"--monitor validation/per_class_loss/2 names no metric: use one of {', '.join(expected)}"
     )
     with pytest.raises(BadInput, match=r"not measured, because task.load_examples\('validation'\) returned None: use"):
-        check_monitor(Names(metrics, ["train"]), "validation/loss")
+        check_monitor(ResultNames(metrics, ["train"]), "validation/loss")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_results_are_named_and_sorted_by_where_they_are_shown() -> None:
 )
 def test_result_that_cannot_be_written_is_refused(value: Any, reason: str) -> None:
     with pytest.raises(BadInput) as refused:
-        Names({"test": {"one": Fixed(value)}}, ["test"])
+        ResultNames({"test": {"one": Fixed(value)}}, ["test"])
     assert reason in str(refused.value)
     assert str(refused.value).startswith("task.create_metrics('test') returned ")
-    Names({"test": {"one": Fixed(np.zeros([25, 40]))}}, ["test"])
+    ResultNames({"test": {"one": Fixed(np.zeros([25, 40]))}}, ["test"])

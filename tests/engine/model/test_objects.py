@@ -13,9 +13,9 @@ import task
 import train
 from config import Config
 from engine.errors import BadInput
-from engine.model.metrics import Names
+from engine.model.metrics import ResultNames
 from engine.model.objects import build_optimizers, learning_rates, model_variables
-from engine.model.refusals import monitor_direction
+from engine.model.rejections import monitor_direction
 
 LOAD_EXAMPLES = task.load_examples
 
@@ -240,7 +240,7 @@ def test_optimizer_that_clips_is_refused_inside_another() -> None:
     ],
 )
 def test_direction_is_the_one_that_keras_knows(name: str, metric: type, direction: str | None) -> None:
-    names, monitor = Names({"validation": {name: metric()}}, ["validation"]), f"validation/{name}"
+    names, monitor = ResultNames({"validation": {name: metric()}}, ["validation"]), f"validation/{name}"
     assert monitor_direction(names, monitor, "max") == "max"
     if direction:
         assert monitor_direction(names, monitor, "auto") == direction

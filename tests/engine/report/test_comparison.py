@@ -13,7 +13,7 @@ import train
 from engine.console import console
 from engine.errors import BadInput
 from engine.report.comparison import _read, compare, figure_of_runs
-from engine.report.rows import write_rows
+from engine.report.tables import write_rows
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from config import Config
 from engine import console as live
 from engine.check.check import print_findings
 from engine.console import Lines, LiveLine, print_result
-from engine.model.metrics import Names
+from engine.model.metrics import ResultNames
 
 MODULES = ("engine.console", "engine.check.check")
 RESULT = {
@@ -66,8 +66,8 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", text)
 
 
-def names(*sets: str) -> Names:
-    return Names({each.split("/")[0]: {} for each in sets}, sets)
+def names(*sets: str) -> ResultNames:
+    return ResultNames({each.split("/")[0]: {} for each in sets}, sets)
 
 
 def metrics(*numbers: str) -> dict[str, float]:

@@ -8,11 +8,11 @@ import matplotlib.axes
 import matplotlib.figure
 import pytest
 
-from engine.model.metrics import Names
+from engine.model.metrics import ResultNames
 from engine.report.curves import BLUE, VERMILLION, Epochs, best_point, figure_of_run
 
-NAMES = Names({"train": {}, "validation": {}}, ["train", "validation/easy", "validation/hard"])
-PLAIN = Names({"train": {}, "validation": {}}, ["train", "validation"])
+NAMES = ResultNames({"train": {}, "validation": {}}, ["train", "validation/easy", "validation/hard"])
+PLAIN = ResultNames({"train": {}, "validation": {}}, ["train", "validation"])
 
 
 def rows(epochs: int, **columns: Any) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def marks(axes: matplotlib.axes.Axes) -> dict[str, list[float]]:
 
 
 def test_sets_of_a_metric_share_a_panel_and_elements_of_arrays_have_none() -> None:
-    names = Names({"train": {}, "validation": {}}, ["train", "validation/easy", "validation/hard"])
+    names = ResultNames({"train": {}, "validation": {}}, ["train", "validation/easy", "validation/hard"])
     scores = {f"validation/hard/f1/{index}": 0.5 for index in range(100)}
     names.arrays = dict.fromkeys(scores, "validation/hard/f1")
     more = {"validation/hard/scores/recall": 0.5, **scores}

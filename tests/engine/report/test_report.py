@@ -4,11 +4,11 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from engine.model.metrics import Names
+from engine.model.metrics import ResultNames
 from engine.report.report import Report
 from engine.run.progress import is_better
 
-NAMES = Names({}, [])
+NAMES = ResultNames({}, [])
 
 
 def row(epoch: int, **metrics: float) -> dict[str, Any]:

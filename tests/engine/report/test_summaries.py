@@ -9,11 +9,11 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from engine.model.metrics import Names
+from engine.model.metrics import ResultNames
 from engine.report.report import Report
 from engine.report.summaries import Summaries
 
-NAMES = Names({"train": {}, "validation": {}, "test": {}}, ["train", "validation/easy", "test"])
+NAMES = ResultNames({"train": {}, "validation": {}, "test": {}}, ["train", "validation/easy", "test"])
 
 
 def shown(folder: Path) -> dict[str, list[tuple[int, Any]]]:

@@ -313,7 +313,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["removed", "emptied", "cut short", "changed"])
-@pytest.mark.parametrize("file", ["state.index", "state.data-00000-of-00001", "record.json", "SHA256SUMS"])
+@pytest.mark.parametrize("file", ["state.index", "state.data-00000-of-00001", "progress.json", "SHA256SUMS"])
 def test_damage_is_found_and_the_checkpoint_before_is_used(file: str, how: str, tmp_path: Path, capsys) -> None:
     state = variables(a=(1000,), b=())
     checkpoints, best = (

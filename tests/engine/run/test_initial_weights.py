@@ -16,8 +16,8 @@ import train
 from config import Config
 from engine.errors import BadInput
 from engine.model.objects import model_variables
-from engine.run.beginning import initialize
 from engine.run.initial_weights import load_initial_weights
+from engine.run.start import initialize
 
 SHORT = ("--global-batch-size=60", "--simulated-devices=1")
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from config import Config
 from engine.errors import BadInput, Diverged, InterruptedStep, Stopped
-from engine.run import beginning
+from engine.run import start
 from engine.run.progress import Progress
 from engine.run.run import Run
 from engine.run.signals import signals
@@ -304,15 +304,15 @@ def test_end_of_an_epoch_that_is_no_pass_is_a_position_of_its_number_of_workers(
     run = begin(epochs=2, steps_per_epoch=steps_per_epoch)
     progress = Progress(epoch=1, step=7, workers=2)
     newest = (Path("step-00000007"), {"weight": np.float32(7.0)}, progress)
-    monkeypatch.setattr(beginning, "read_newest", lambda *_: newest)
-    monkeypatch.setattr(beginning, "_learning_rates", lambda _: {})
+    monkeypatch.setattr(start, "read_newest", lambda *_: newest)
+    monkeypatch.setattr(start, "_learning_rates", lambda _: {})
     run.objects.optimizers = {}
     batches = {"train": SimpleNamespace(by_files=by_files, fingerprint=None)}
     if by_files and steps_per_epoch:
         with pytest.raises(BadInput, match=r"middle of a pass on 2 worker\(s\), and there are 1: .*: go on with 2$"):
-            beginning._resume(run, batches)
+            start._resume(run, batches)
     else:
-        assert beginning._resume(run, batches) == "resumed from step-00000007"
+        assert start._resume(run, batches) == "resumed from step-00000007"
 
 
 def test_sets_that_are_gone_are_forgotten_at_a_resume(
@@ -323,11 +323,11 @@ def test_sets_that_are_gone_are_forgotten_at_a_resume(
     steps = {"train": 10, "validation/old": 3}
     scores = {"validation/older": {"validation/older/loss": 1.0}, "validation/kept": {"validation/kept/loss": 2.0}}
     newest = (Path("step-00000010"), {"weight": np.float32(10.0)}, Progress(steps_of_pass=steps, metrics=scores))
-    monkeypatch.setattr(beginning, "read_newest", lambda *_: newest)
-    monkeypatch.setattr(beginning, "_learning_rates", lambda _: {})
+    monkeypatch.setattr(start, "read_newest", lambda *_: newest)
+    monkeypatch.setattr(start, "_learning_rates", lambda _: {})
     run.objects.optimizers, run.objects.reset = {}, reset.append
     names = ("train", "validation/kept", "validation/new")
-    beginning._resume(run, {name: SimpleNamespace(by_files=False, fingerprint=None) for name in names})
+    start._resume(run, {name: SimpleNamespace(by_files=False, fingerprint=None) for name in names})
     assert reset == ["validation/old"]
     assert run.progress.steps_of_pass == {"train": 10}
     assert run.results("validation") == {"validation/kept/loss": 2.0}
@@ -341,9 +341,9 @@ def test_other_examples_than_the_first_process_has_are_refused_in_every_process(
         of_chief: list[Any] = []
         chief = SimpleNamespace(agree=lambda value: of_chief.append(value) or value, any=lambda _: others)
         with contextlib.suppress(BadInput):
-            beginning._check_same_examples(chief, chiefs)
+            start._check_same_examples(chief, chiefs)
         worker = SimpleNamespace(agree=lambda _: of_chief[0], any=lambda flag: others if flag else [])
-        beginning._check_same_examples(worker, own)
+        start._check_same_examples(worker, own)
 
     check(batches(9, "a"), batches(9, "a"), ["worker 1"])
     for count, sha256 in ((9, "b"), (8, "a")):

@@ -22,14 +22,14 @@ import task
 import train
 from config import Config
 from engine.errors import Stopped, end_at_signals
-from engine.model.metrics import Names
+from engine.model.metrics import ResultNames
 from engine.model.objects import learning_rates
 from engine.report.report import Report
-from engine.report.rows import COLUMNS
-from engine.run.beginning import START_ID, _resume, begin_run
+from engine.report.tables import COLUMNS
 from engine.run.checkpoints import _checksums, read_checkpoint
 from engine.run.directory import RunDirectory
 from engine.run.signals import Signals
+from engine.run.start import START_ID, _resume, begin_run
 
 SHORT = ("--global-batch-size=60", "--simulated-devices=1")
 
@@ -284,7 +284,7 @@ def test_damaged_newest_checkpoint_is_printed_and_the_run_ends_equal(tmp_path: P
 
 def test_without_a_whole_checkpoint_nothing_is_deleted(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
     run(tmp_path, "--epochs=2")
-    for record in tmp_path.glob("checkpoints/*/record.json"):
+    for record in tmp_path.glob("checkpoints/*/progress.json"):
         record.unlink()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     code, line = ended(tmp_path, "--epochs=3")
@@ -339,7 +339,7 @@ def test_evaluation_is_of_the_best_weights_and_changes_nothing(
 
 def test_evaluation_of_damaged_weights_is_refused(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
     run(tmp_path, "--epochs=2")
-    (tmp_path / "best" / "step-00000040" / "record.json").unlink()
+    (tmp_path / "best" / "step-00000040" / "progress.json").unlink()
     code, line = ended(tmp_path, "--evaluate-only")
     assert (code, "best/step-00000040 is damaged" in line) == (2, True)
 
@@ -352,7 +352,8 @@ def test_evaluation_of_a_run_stopped_in_a_validation_counts_from_the_start(
         stopping.setattr(Signals, "check", stopped_after(20 + 3 + 20 + 2))
         assert ended(tmp_path, *flags)[0] == 42
     assert (
-        json.loads((train.run.checkpoints.paths()[-1] / "record.json").read_text())["steps_of_pass"]["validation"] == 2
+        json.loads((train.run.checkpoints.paths()[-1] / "progress.json").read_text())["steps_of_pass"]["validation"]
+        == 2
     )
     train.main([f"--run-dir={tmp_path}", *SHORT, *flags, "--evaluate-only"])
     printed = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  validation/"))
@@ -511,9 +512,9 @@ def test_position_in_an_epoch_by_files_is_of_its_number_of_workers_only(
         assert ended(tmp_path, *flags)[0] == 42
     newest = train.run.checkpoints.paths()[-1]
     # As on two workers.
-    record = json.loads((newest / "record.json").read_text(encoding="utf-8"))
+    record = json.loads((newest / "progress.json").read_text(encoding="utf-8"))
     assert record["workers"] == 1
-    (newest / "record.json").write_text(json.dumps({**record, "workers": 2}), encoding="utf-8")
+    (newest / "progress.json").write_text(json.dumps({**record, "workers": 2}), encoding="utf-8")
     (newest / "SHA256SUMS").write_text(_checksums(newest), encoding="utf-8")
     with monkeypatch.context() as by_files:
         by_files.setattr(task, "load_examples", lambda split, input_context=None: load_examples(split))
@@ -772,7 +773,7 @@ def test_signal_before_the_first_step_saves_too(
 
 
 def test_own_column_in_a_row_is_reported(tmp_path: Path) -> None:
-    report = Report(tmp_path, Names({}, []), epochs=1)
+    report = Report(tmp_path, ResultNames({}, []), epochs=1)
     report.open(epochs_done=0, validated_step=0)
     report.epoch(
         {"epoch": 1, "step": 1, "seconds": 1.0, "examples_per_second": 1.0, "learning_rate": 0.1, "mine": 2.0},

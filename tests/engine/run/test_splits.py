@@ -127,7 +127,7 @@ def test_run_stopped_in_its_second_validation_set_ends_bit_equal(
     for until_stopped in (5 + 3 + 1, 1 + 3 + 3 + 1):
         stop(monkeypatch, until_stopped, tmp_path / "stopped", *FLAGS)
         *_, newest = train.run.checkpoints.paths()
-        record = json.loads((newest / "record.json").read_text())
+        record = json.loads((newest / "progress.json").read_text())
         assert record["metrics"]["validation/easy"].keys() >= {"validation/easy/loss", "validation/easy/f1/9"}
         assert record["steps_of_pass"]["validation/hard"] == 1
     assert without_times(run(tmp_path / "stopped", *FLAGS)) == without_times(result)

@@ -1,7 +1,7 @@
 """python train.py --check: checks your hooks on a few batches and reports what to fix.
 
 check     runs the checks and prints the findings
-findings  the checks, one after the other
+checks    the checks, one after the other
 measure   what one replica and two compute of the same batches
 layers    makes one replica and two comparable
 """

@@ -10,13 +10,13 @@ from typing import Any
 import tensorflow as tf
 from rich.text import Text
 
-from engine.check.findings import Findings
+from engine.check.checks import Findings
 from engine.check.measure import BATCHES
 from engine.cluster.environment import refuse_cluster
 from engine.console import columns, console
 from engine.errors import BadInput
-from engine.mistakes import first_line, where_raised
 from engine.run.program import Program
+from engine.user_errors import first_line, where_raised
 
 
 def check_task(program: Program, task: ModuleType, settings: Any) -> bool:

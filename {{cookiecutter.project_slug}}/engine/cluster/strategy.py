@@ -13,15 +13,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.cluster.asynchronous import check_settings, coordinate, serve
 from engine.cluster.devices import describe_own_devices, let_gpu_memory_grow, warn_of_unused_gpus
 from engine.cluster.environment import Cluster, find_cluster, refuse_cluster
-from engine.cluster.meeting import ended_after, join
 from engine.cluster.nvidia import identify_gpus, why_no_gpu
+from engine.cluster.parameter_servers import check_settings, coordinate, serve
+from engine.cluster.rendezvous import ended_after, join
 from engine.cluster.workers import Workers
 from engine.console import console
 from engine.errors import BadInput
-from engine.mistakes import first_line
+from engine.user_errors import first_line
 from engine.versions import shared_facts
 
 # Two strategies over one set of GPUs share collective keys and abort each other (tensorflow#61314).

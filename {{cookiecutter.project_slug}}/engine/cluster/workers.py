@@ -16,9 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster, find_cluster
-from engine.cluster.meeting import lost
+from engine.cluster.rendezvous import lost
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost
-from engine.mistakes import CONNECTION_ERRORS
+from engine.user_errors import CONNECTION_ERRORS
 
 # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
 CHUNK = 2**24

@@ -9,8 +9,8 @@ preparation   calls task.prepare_example, for whole batches where possible
 sets          what task.load_examples returns for a split: one set, several, or none
 batches       the batches of a set, the same for any number of replicas
 splits        the batches of every split, which have to go together
-feed          brings several batches at a time to the replicas
-specs         the types of examples, as JSON and by name
+stacks        brings several batches at a time to the replicas
+element_spec  the types of examples, as JSON and by name
 """
 
 from engine.data.batches import Batches

@@ -16,10 +16,10 @@ import tensorflow as tf
 
 from engine.data import padding
 from engine.data.examples import Examples, bytes_of, input_options, is_static
-from engine.data.feed import Feed, on_replicas, stack_sizes, stacked
 from engine.data.preparation import Preparation
 from engine.data.records import RecordExamples, Records, examples_of
 from engine.data.sets import hook_of
+from engine.data.stacks import StackIterator, on_replicas, stack_sizes, stacked
 from engine.errors import BadInput
 from engine.tracing import Traced
 
@@ -118,7 +118,7 @@ class Batches:
         example_spec = self._examples.element_spec
         bytes_read = self.size * bytes_of(example_spec) if is_static(example_spec) else 0
         self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, self._bytes_of_batch)))
-        self._feed: Feed | None = None
+        self._feed: StackIterator | None = None
 
     def _load(self, pipelines: int) -> list[Examples]:
         """Returns all examples of the split, or those of each process if it loads files of its own."""
@@ -178,8 +178,8 @@ class Batches:
         processes = 1 if streamed else self.size // self._own_size
         return self._examples.shuffled(streamed=streamed, processes=processes)
 
-    def feed(self, epoch: int = 0, first_step: int = 0) -> Feed:
-        """Returns a Feed of the global batches of an epoch, from batch number `first_step` on, and of later epochs.
+    def feed(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
+        """Returns an iterator over the global batches of an epoch, from number `first_step` on, and of later epochs.
 
         In evaluation all epochs have the same batches.
         """
@@ -190,7 +190,7 @@ class Batches:
         return self._feed
 
     def one_by_one(self, epoch: int = 0, first_step: int = 0) -> Iterator[Any]:
-        """Yields the global batches of an epoch one by one, to look at; training takes them from a Feed."""
+        """Yields the global batches of an epoch one by one, to look at; training takes them from a StackIterator."""
         pick = tf.function(self.pick, autograph=False)
         feed = self._new_feed(*self._place(epoch, first_step))
         for stack, first, count in feed.take(self.steps_of_epoch - first_step):
@@ -247,10 +247,10 @@ class Batches:
 
     # --- The pipeline -------------------------------------------------------------------------------------------------
 
-    def _new_feed(self, first_pass: int, first_step: int) -> Feed:
+    def _new_feed(self, first_pass: int, first_step: int) -> StackIterator:
         sizes = stack_sizes(self.steps, first_step, self._bytes_of_batch)
         stacks = on_replicas(self._strategy, iter(self._stacks(first_pass, first_step, sizes)))
-        return Feed(stacks, sizes, first_pass, first_step, refusal=self._refusal)
+        return StackIterator(stacks, sizes, first_pass, first_step, refusal=self._refusal)
 
     def _refusal(self, problem: tf.errors.OpError, number: int, step: int) -> BadInput:
         """Returns what to raise if some of the examples in the batches from `step` of a pass on cannot be had."""

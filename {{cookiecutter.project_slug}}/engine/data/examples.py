@@ -10,10 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from engine.data.element_spec import leaf_text
 from engine.data.memory import bytes_in_buffer, bytes_of_content, is_exact, measured_bytes
-from engine.data.specs import leaf_text
 from engine.errors import BadInput
-from engine.mistakes import first_line, is_users, where_raised
+from engine.user_errors import first_line, is_users, where_raised
 
 # A set of examples up to this size is read once and kept.
 BYTES_IN_MEMORY = 2**29

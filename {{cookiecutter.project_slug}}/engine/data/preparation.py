@@ -11,8 +11,8 @@ from engine.data.examples import PARALLEL_CALLS, Examples, as_text, is_static
 from engine.data.padding import LENGTHS, are_sequences, padded
 from engine.data.sets import hook_of
 from engine.errors import BadInput
-from engine.mistakes import first_line, where_raised
 from engine.tracing import Traced, converted, look_at
+from engine.user_errors import first_line, where_raised
 
 
 class Preparation:

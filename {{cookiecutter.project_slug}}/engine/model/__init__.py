@@ -3,7 +3,7 @@
 objects       builds what the hooks return, and names every variable
 metrics       builds and reads the metrics, and names their results
 finish        builds, checks and gathers all of it
-refusals      refuses what would train wrongly without an error
+rejections    refuses what would train wrongly without an error
 gradients     micro-batches, the sum over replicas, clipping, the update
 averages      the moving average of the weights
 replicas      what differs between replicas: seeds and statistics

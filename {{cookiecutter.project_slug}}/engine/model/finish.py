@@ -18,8 +18,8 @@ from engine.model import objects
 from engine.model.averages import MovingAverage
 from engine.model.gradients import check_loss_scale, watch_norms
 from engine.model.hidden_state import HiddenState
-from engine.model.metrics import Names, build_metrics, metric_results, split_of
-from engine.model.refusals import (
+from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of
+from engine.model.rejections import (
     check_hooks,
     check_loss_objects,
     check_monitor,
@@ -39,7 +39,7 @@ class TaskObjects:
     optimizer: Any
     """The optimizer, or a dict of them under the models' names."""
     metrics: objects.Metrics
-    names: Names
+    names: ResultNames
     """The names of the metrics' results."""
     weights: dict[str, tf.Variable]
     """Every variable of the models."""
@@ -125,7 +125,7 @@ def set_up(task: ModuleType, settings: Any) -> None:
     tf.config.run_functions_eagerly(settings.eager)
     # The input's are graphs still, in which task.prepare_example runs in Python.
     warnings.filterwarnings("ignore", "Even though the `tf.config.experimental_run_functions_eagerly`")
-    # Names and random numbers start anew, so that one process can build the same objects twice.
+    # ResultNames and random numbers start anew, so that one process can build the same objects twice.
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(settings.seed)
     keras.config.set_dtype_policy(settings.precision)
@@ -161,7 +161,7 @@ def finish_objects(
     task.optimizer = objects.build_optimizers(task.optimizer, task.model, settings.precision)
     check_weight_decay(task.optimizer, task.model)
     build_metrics(task, strategy, batch_specs, made)
-    names = Names(task.metrics, batch_specs)
+    names = ResultNames(task.metrics, batch_specs)
     check_monitor(names, settings.monitor)
     weights = objects.model_variables(task.model)
     spread_seeds(strategy, [variable for name, variable in weights.items() if is_seed(name)])

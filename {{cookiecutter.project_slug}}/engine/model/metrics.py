@@ -108,7 +108,7 @@ def _over_replicas(variable: tf.Variable, split: str, metric: str) -> tf.Tensor:
     return tf.convert_to_tensor(variable)
 
 
-class Names:
+class ResultNames:
     """The names of the numbers that the metrics of some sets come to.
 
     Attributes:

@@ -13,9 +13,9 @@ import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.mistakes import first_line
 from engine.model import replicas
 from engine.model.gradients import prepare_optimizer
+from engine.user_errors import first_line
 
 # metrics as task.py keeps them: split -> name -> metric.
 Metrics = dict[str, dict[str, keras.metrics.Metric]]

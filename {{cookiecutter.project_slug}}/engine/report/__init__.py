@@ -1,7 +1,7 @@
 """What a run shows of itself. metrics.csv is the source; the console, TensorBoard and curves.png show the same numbers.
 
 report      takes each row, and gives it to the others
-rows        metrics.csv, validations.csv and evaluations.csv
+tables      metrics.csv, validations.csv and evaluations.csv
 summaries   TensorBoard
 steps       steps.csv, about a row a second
 curves      curves.png

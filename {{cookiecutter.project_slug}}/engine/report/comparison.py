@@ -16,7 +16,7 @@ from engine.errors import BadInput
 from engine.files import read_json, write_whole
 from engine.report.curves import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, best_point, falls_far, grid, over_epochs
 from engine.report.curves import plot as plot_curve
-from engine.report.rows import is_metric, read_rows
+from engine.report.tables import is_metric, read_rows
 from engine.settings import CONFIG, recorded_settings
 
 COMPARISON = "comparison.png"

@@ -12,8 +12,8 @@ import matplotlib.lines
 import matplotlib.ticker
 
 from engine.files import write_whole
-from engine.model.metrics import Names
-from engine.report.rows import is_metric
+from engine.model.metrics import ResultNames
+from engine.report.tables import is_metric
 
 CURVES = "curves.png"
 # Okabe and Ito's colours, which colour-blind people can tell apart.
@@ -29,7 +29,7 @@ MOST_MARKERS = 40
 Points = list[tuple[float, float]]
 
 
-def draw_curves(run_dir: Path, names: Names, rows: list[dict[str, Any]], **more: Any) -> None:
+def draw_curves(run_dir: Path, names: ResultNames, rows: list[dict[str, Any]], **more: Any) -> None:
     """Draws `figure_of_run` to curves.png. Raises CannotWrite."""
     figure = figure_of_run(run_dir.name, names, rows, **more)
     write_whole(run_dir / CURVES, functools.partial(figure.savefig, format="png"))
@@ -37,7 +37,7 @@ def draw_curves(run_dir: Path, names: Names, rows: list[dict[str, Any]], **more:
 
 def figure_of_run(
     title: str,
-    names: Names,
+    names: ResultNames,
     rows: list[dict[str, Any]],
     *,
     validations: Sequence[Mapping[str, Any]] = (),
@@ -100,7 +100,7 @@ def figure_of_run(
 
 
 def panels_of(
-    names: Names, rows: Iterable[Mapping[str, Any]], monitor: str, most: int | None = MOST_PANELS
+    names: ResultNames, rows: Iterable[Mapping[str, Any]], monitor: str, most: int | None = MOST_PANELS
 ) -> dict[str, list[str]]:
     """Returns the columns of each panel, by its title: the monitored metric's first, the rate and the speed last."""
     columns = dict.fromkeys(name for row in rows for name in row)

@@ -13,12 +13,12 @@ import numpy as np
 import tensorflow as tf
 
 from engine.console import Lines, console
-from engine.mistakes import first_line, where_raised
-from engine.model.metrics import Names
+from engine.model.metrics import ResultNames
 from engine.report.curves import draw_curves
-from engine.report.rows import is_metric, read_rows, write_rows
 from engine.report.steps import STEPS, Steps
 from engine.report.summaries import TENSORBOARD, Summaries
+from engine.report.tables import is_metric, read_rows, write_rows
+from engine.user_errors import first_line, where_raised
 
 # curves.png is drawn at the end of a run and, in between, at most this often: TensorBoard is the live view.
 SECONDS_BETWEEN_CURVES = 30.0
@@ -31,7 +31,13 @@ class Report:
     """One row per epoch, to everywhere; and one per validation between the ends of epochs, to validations.csv."""
 
     def __init__(
-        self, run_dir: Path, names: Names, *, epochs: int, monitor: str = "validation/loss", direction: str = "min"
+        self,
+        run_dir: Path,
+        names: ResultNames,
+        *,
+        epochs: int,
+        monitor: str = "validation/loss",
+        direction: str = "min",
     ) -> None:
         """Reads and writes nothing; `open` does.
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.files import writing
-from engine.report.rows import write_rows
+from engine.report.tables import write_rows
 
 STEPS = "steps.csv"
 # Chunks of steps may be far shorter.

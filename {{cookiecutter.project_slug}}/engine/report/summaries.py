@@ -10,7 +10,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.hparams import api as hparams
 
 from engine.files import write_whole, writing
-from engine.model.metrics import Names, split_of
+from engine.model.metrics import ResultNames, split_of
 
 TENSORBOARD = "tensorboard"
 
@@ -18,7 +18,7 @@ TENSORBOARD = "tensorboard"
 class Summaries:
     """The summaries of one folder, and of a folder in it for each set."""
 
-    def __init__(self, folder: Path, names: Names) -> None:
+    def __init__(self, folder: Path, names: ResultNames) -> None:
         """Writes nothing yet: before the first values there may be no run, whose directory has to be empty."""
         self._folder = folder
         self._names = names

@@ -1,8 +1,8 @@
 """The state of a run on disk: save, restore, keep the newest.
 
 One checkpoint is one directory, `step-00000135/`: every variable under its name, in TensorFlow's own format
-(`state.index`, `state.data-*`, for tf.train.load_checkpoint), the counts and scores (`record.json`), and `SHA256SUMS`.
-It is written under a temporary name, synced to disk and renamed, and never overwritten: the same step saved again is
+(`state.index`, `state.data-*`, for tf.train.load_checkpoint), counts and scores (`progress.json`), and `SHA256SUMS`. It
+is written under a temporary name, synced to disk and renamed, and never overwritten: the same step saved again is
 `step-00000135.1`. So every checkpoint was complete when it got its name; later damage is found by checksum, before any
 variable is changed.
 """
@@ -23,11 +23,11 @@ import tensorflow as tf
 from engine.console import console
 from engine.errors import BadInput, Damaged, Diverged
 from engine.files import as_text, file_sha256, read_json, sync, writing
-from engine.mistakes import first_line
 from engine.run.progress import Progress
 from engine.run.state import State, Values
+from engine.user_errors import first_line
 
-RECORD = "record.json"
+RECORD = "progress.json"
 INDEX = "state.index"
 CHECKSUMS = "SHA256SUMS"
 

@@ -11,15 +11,15 @@ from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.console import console, in_short, print_facts
 from engine.errors import BadInput, Damaged
-from engine.model.metrics import Names, split_of
-from engine.report.rows import read_rows, write_rows
+from engine.model.metrics import ResultNames, split_of
 from engine.report.summaries import TENSORBOARD, Summaries
-from engine.run.beginning import initialize
+from engine.report.tables import read_rows, write_rows
 from engine.run.checkpoints import find_best, step_of
 from engine.run.directory import RESULT, RunDirectory
 from engine.run.program import Program
 from engine.run.run import Run
 from engine.run.signals import signals
+from engine.run.start import initialize
 from engine.settings import CONFIG
 
 # Between two looks at the run's directory.
@@ -143,7 +143,7 @@ def _appears(path: Path, seconds: float) -> bool:
 class Evaluations:
     """The validations of --evaluate-continuously: evaluations.csv, TensorBoard, and a line each."""
 
-    def __init__(self, run_dir: Path, names: Names) -> None:
+    def __init__(self, run_dir: Path, names: ResultNames) -> None:
         """Continues what is there, of a run that still has the same checkpoints."""
         self._names = names
         self._path = run_dir / "evaluations.csv"

@@ -20,12 +20,12 @@ import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
 from engine.errors import BadInput, Damaged
-from engine.mistakes import first_line
 from engine.model.objects import by_name, model_variables
 from engine.model.replicas import is_seed
 from engine.run.checkpoints import RECORD, checkpoint_paths, plain_name, read_checkpoint
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import Variables, one_of_replicas
+from engine.user_errors import first_line
 
 FORMS = "a run directory, a checkpoint in one, a .weights.h5 or .keras file, or the prefix of a tf.train.Checkpoint"
 KERAS_FILES = (".weights.h5", ".keras")

@@ -19,7 +19,6 @@ from engine.console import LiveLine, console, print_result
 from engine.data.batches import Batches
 from engine.errors import BadInput, Damaged, Diverged, InterruptedStep, Stopped
 from engine.files import write_json
-from engine.mistakes import mistakes_named
 from engine.model.finish import TaskObjects
 from engine.model.metrics import split_of
 from engine.report.report import Report
@@ -31,6 +30,7 @@ from engine.run.profile import Profile
 from engine.run.progress import Progress
 from engine.run.signals import signals
 from engine.run.state import State
+from engine.user_errors import user_errors_named
 
 Scores = dict[str, float]
 
@@ -251,7 +251,7 @@ class Run:
         if self.report:  # On all workers, or on none.
             self.workers.from_chief(lambda: write(self.report))
 
-    # --- The end; how a run begins is in beginning.py -----------------------------------------------------------------
+    # --- The end; how a run begins is in start.py -----------------------------------------------------------------
 
     def save(self) -> Path:
         """Saves the state as a checkpoint; returns where."""
@@ -329,7 +329,7 @@ class Run:
     def steps_named(self) -> Iterator[None]:
         """Turns what the user's code raises into BadInput, which names the place and the steps."""
         try:
-            with mistakes_named(lambda: str(self._chunk or "")), self.live.shown():
+            with user_errors_named(lambda: str(self._chunk or "")), self.live.shown():
                 yield
         except InterruptedStep as problem:
             name = self._chunk.name if self._chunk else "train"

@@ -25,15 +25,15 @@ from engine.cluster.workers import Workers
 from engine.console import print_facts
 from engine.data.records import Records
 from engine.data.sets import named
-from engine.errors import BadInput, Ending
+from engine.errors import BadInput, ProgramExit
 from engine.files import sync, writing
-from engine.mistakes import first_line, mistakes_named
 from engine.model.finish import set_up
 from engine.model.objects import build_models, by_name, model_variables
 from engine.model.replicas import is_seed
 from engine.tracing import converted
 from engine.trained.loading import NO_TENSORS, load_trained, with_lengths
 from engine.trained.saved_model import Endpoint, write_saved_model
+from engine.user_errors import first_line, user_errors_named
 
 EXPORT = "export"  # In a run's directory.
 # How far an output may be from the model's, relative to the largest one.
@@ -57,7 +57,7 @@ def export(task: ModuleType, settings: Any, workers: Workers) -> None:
     """
 
     def write() -> None:
-        with mistakes_named():  # Here, so that the other workers hear of them.
+        with user_errors_named():  # Here, so that the other workers hear of them.
             _Export(task, settings).write()
 
     workers.from_chief(write)
@@ -113,7 +113,7 @@ class _Export:
                     model.save(file)
                 loaded[name], options = _load(file)
                 self._facts[file.name] = f"for keras.models.load_model{options}"
-            except Ending:
+            except ProgramExit:
                 raise
             except Exception as problem:  # noqa: BLE001 - A layer of the user's own may raise anything.
                 file.unlink(missing_ok=True)
@@ -268,7 +268,7 @@ def _failing_as(what: str) -> Iterator[None]:
     """Turns any error that is no ending of its own into BadInput, which says `what` and why."""
     try:
         yield
-    except Ending:
+    except ProgramExit:
         raise
     except Exception as problem:
         raise BadInput(f"--export: {what} ({first_line(problem)})") from problem

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from engine.data.element_spec import leaves
 from engine.data.examples import as_text
-from engine.data.specs import leaves
 from engine.errors import BadInput
-from engine.mistakes import first_line
+from engine.user_errors import first_line
 
 IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 TRUE, FALSE = ("1", "true"), ("0", "false")

@@ -13,10 +13,10 @@ from typing import Any
 import tensorflow as tf
 
 from engine.data.batches import evaluation_seed
+from engine.data.element_spec import batched, decode
 from engine.data.examples import as_text, stand_in
 from engine.data.padding import of_largest_length
 from engine.data.preparation import Preparation
-from engine.data.specs import batched, decode
 from engine.errors import BadInput, Damaged
 from engine.files import read_json
 from engine.model.finish import set_up

@@ -12,9 +12,9 @@ import tensorflow as tf
 from engine.console import console
 from engine.errors import BadInput
 from engine.files import write_whole
-from engine.mistakes import first_line, where_raised
 from engine.trained.inputs import Batch, batches_in_memory, read_batches
 from engine.trained.loading import NO_TENSORS, Trained
+from engine.user_errors import first_line, where_raised
 
 Predictions = dict[str, np.ndarray]
 

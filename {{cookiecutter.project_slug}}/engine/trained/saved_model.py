@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.data.specs import leaf_text, leaves
+from engine.data.element_spec import leaf_text, leaves
 from engine.files import writing
 from engine.tracing import look_at
 from engine.trained.loading import Outputs

@@ -25,7 +25,7 @@ GROWTH = 4
 _feeds: weakref.WeakSet = weakref.WeakSet()
 
 
-class Feed:
+class StackIterator:
     """The batches of a set from some batch of a pass on, pass after pass.
 
     Attributes:

@@ -38,14 +38,14 @@ Hello = dict[str, Any]
 
 
 def join(cluster: Cluster, facts: dict[str, Any], own: dict[str, Any], *, timeout: float) -> dict[str, dict[str, Any]]:
-    """Meets the other tasks, and sets TF_CONFIG for TensorFlow. Returns, and raises BadInput, as `meet` does."""
+    """Meets the other tasks, and sets TF_CONFIG for TensorFlow. Returns, and raises BadInput, as `rendezvous` does."""
     console.print(f"{cluster.name} of {', '.join(f'{task} {address}' for task, address in cluster.tasks().items())}")
-    everyone = meet(cluster, facts, own, timeout=timeout)
+    everyone = rendezvous(cluster, facts, own, timeout=timeout)
     os.environ["TF_CONFIG"] = cluster.tf_config()
     return everyone
 
 
-def meet(
+def rendezvous(
     cluster: Cluster, facts: dict[str, Any], own: dict[str, Any] | None = None, *, timeout: float
 ) -> dict[str, dict[str, Any]]:
     """Waits until every task answers; returns the `own` of each, by task.

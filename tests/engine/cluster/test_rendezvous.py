@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from processes import until
 
-from engine.cluster import meeting as meetings
+from engine.cluster import rendezvous as module
 from engine.cluster.environment import Cluster
-from engine.cluster.meeting import _open, lost, meet
+from engine.cluster.rendezvous import _open, lost, rendezvous
 from engine.cluster.workers import _accused
 from engine.errors import BadInput
 from rendering import PROJECT, run
@@ -43,7 +43,7 @@ def meeting(tasks: list[Cluster], facts: list[dict[str, Any]], *, seconds: float
     def one(number: int) -> Any:
         time.sleep(0.3 * number)
         try:
-            return meet(tasks[number], facts[number], {"index": number}, timeout=seconds)
+            return rendezvous(tasks[number], facts[number], {"index": number}, timeout=seconds)
         except BadInput as refused:
             return str(refused)
 
@@ -94,13 +94,13 @@ def test_task_with_other_settings_or_code_is_named_by_all(monkeypatch: pytest.Mo
         {"--epochs": epochs, "keras": "3.15.1", "code": {"task.py": "1" * 64, "helper.py": helper * 64}}
         for epochs, helper in ((5, "2"), (6, "3"), (5, "2"))
     ]
-    tasks, ask = local(3), meetings._ask
+    tasks, ask = local(3), module._ask
 
     def slow_for_the_chief(address: str) -> dict[str, Any] | None:
         time.sleep(0 if address == tasks[0].tasks()["worker 0"] else 1)  # The other one finds the difference first.
         return ask(address)
 
-    monkeypatch.setattr(meetings, "_ask", slow_for_the_chief)
+    monkeypatch.setattr(module, "_ask", slow_for_the_chief)
     chief, other, third = meeting(tasks, facts, seconds=20)
     assert "worker 1 was started with other settings or code (--epochs 6 there and 5 here, helper.py differs)" in chief
     assert "worker 0 was started with other settings or code (--epochs 5 there and 6 here, helper.py differs)" in other
@@ -122,7 +122,7 @@ def test_address_that_is_in_use_is_refused() -> None:
         socket.create_server(("", port_of(tasks[0])), family=socket.AF_INET6, dualstack_ipv6=True),
         pytest.raises(BadInput, match="where it cannot listen"),
     ):
-        meet(tasks[0], {}, timeout=5)
+        rendezvous(tasks[0], {}, timeout=5)
 
 
 # --- Strangers at the meeting -----------------------------------------------------------------------------------------
@@ -178,14 +178,14 @@ def answering(task: Cluster, line: bytes) -> Iterator[list[int]]:
 def test_something_else_that_answers_at_its_address_is_not_taken_for_a_task(
     role: int, line: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meetings, "LONGEST_HELLO", 2**22)
+    monkeypatch.setattr(module, "LONGEST_HELLO", 2**22)
     tasks = local(2)
     other = tasks[1 - role]
     with (
         answering(other, line if isinstance(line, bytes) else line(other)) as taken,
         pytest.raises(BadInput, match=rf"worker {1 - role} \(.*\) did not join"),
     ):
-        meet(tasks[role], {}, timeout=0.3)
+        rendezvous(tasks[role], {}, timeout=0.3)
     assert taken
     assert max(taken) < 2**24  # A line without end is given up.
 
@@ -193,12 +193,12 @@ def test_something_else_that_answers_at_its_address_is_not_taken_for_a_task(
 def test_strangers_do_not_disturb_the_meeting() -> None:
     tasks = local(2)
     with concurrent.futures.ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as open_connections:
-        first = thread.submit(meet, tasks[0], {}, timeout=20)
+        first = thread.submit(rendezvous, tasks[0], {}, timeout=20)
         for line in (hello(tasks[1], facts={"--epochs": 6}), b"x" * 2**20, *[b""] * 20):  # Most say nothing.
             stranger = open_connections.enter_context(reach(tasks[0]))
             with contextlib.suppress(OSError):
                 stranger.sendall(line)
-        meet(tasks[1], {}, timeout=20)
+        rendezvous(tasks[1], {}, timeout=20)
         assert first.result().keys() == {"worker 0", "worker 1"}
 
 
@@ -218,7 +218,7 @@ def reach(task: Cluster) -> socket.socket:
 def test_task_that_starts_again_during_the_meeting_is_met() -> None:
     tasks = local(3)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        first = thread.submit(meet, tasks[0], {}, timeout=20)
+        first = thread.submit(rendezvous, tasks[0], {}, timeout=20)
         with answering(tasks[1], hello(tasks[1])) as taken:  # Then it ends, as if it had been killed.
             until(lambda: len(taken) > 1)
         assert all(len(everyone) == 3 for everyone in meeting(tasks[1:], [{}, {}], seconds=20))
@@ -262,7 +262,7 @@ def test_task_listens_everywhere_where_the_address_is_not_this_machines(
 def test_start_that_takes_too_long_ends_the_process() -> None:
     program = """
 import time
-from engine.cluster.meeting import ended_after
+from engine.cluster.rendezvous import ended_after
 with ended_after({}, "late"):
     time.sleep(1)
 print("in time")

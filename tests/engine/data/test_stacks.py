@@ -12,8 +12,8 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data.batches import Batches
-from engine.data.feed import BYTES_OF_STACK, Feed, stack_sizes
 from engine.data.preparation import Preparation
+from engine.data.stacks import BYTES_OF_STACK, StackIterator, stack_sizes
 from rendering import PROJECT
 
 
@@ -28,7 +28,7 @@ def counting(split: str, count: int, *, replicas: int = 1, strategy: tf.distribu
     )
 
 
-def take(batches: Batches, feed: Feed, count: int) -> list[float]:
+def take(batches: Batches, feed: StackIterator, count: int) -> list[float]:
     """Returns the first example of each of the next `count` batches."""
     first = tf.function(lambda stack, index: tf.nest.flatten(batches.pick(stack, index), expand_composites=True)[0])
     return [

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import BadInput
 from engine.files import write_whole
-from engine.mistakes import first_line
+from engine.user_errors import first_line
 
 # The columns that are not metrics, in the order of metrics.csv; metrics follow. Of several optimizers each has its
 # learning rate, as "learning_rate/<name>".

@@ -10,7 +10,7 @@ import pytest
 from rendering import PROJECT
 
 ENGINE = PROJECT / "engine"
-GROUND = {"command_line", "console", "errors", "files", "mistakes", "quiet_start", "settings", "tracing", "versions"}
+GROUND = {"command_line", "console", "errors", "files", "user_errors", "quiet_start", "settings", "tracing", "versions"}
 MAY_IMPORT = {
     "ground": {"ground"},
     "cluster": {"ground", "cluster"},

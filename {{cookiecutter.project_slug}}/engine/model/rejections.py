@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.metrics import Names, split_of
+from engine.model.metrics import ResultNames, split_of
 from engine.model.objects import by_name, inner_optimizers, inner_variable, trainable_variables, variable_path
 
 # What train.py uses of task.py.
@@ -76,7 +76,7 @@ def check_weight_decay(optimizer: Any, model: Any) -> None:
                     )
 
 
-def check_monitor(names: Names, monitor: str) -> None:
+def check_monitor(names: ResultNames, monitor: str) -> None:
     """Raises BadInput if `monitor` names no number that is measured in training or validation."""
     if monitor in names.metrics and split_of(monitor) in ("train", "validation"):
         return
@@ -86,7 +86,7 @@ def check_monitor(names: Names, monitor: str) -> None:
     raise BadInput(f"--monitor {monitor} {problem}: use one of {', '.join(names.to_monitor())}")
 
 
-def monitor_direction(names: Names, monitor: str, setting: str) -> str:
+def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
     """Returns "min" or "max": the setting, or with "auto" what Keras knows of the metric.
 
     Raises:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from engine.errors import BadInput, Damaged, Ending, InterruptedStep
+from engine.errors import BadInput, Damaged, InterruptedStep, ProgramExit
 from engine.versions import PROJECT
 
 # What TensorFlow raises when a connection breaks. Hooks raise none of these.
@@ -39,7 +39,7 @@ _SAYS_LITTLE = re.compile(
 
 
 @contextlib.contextmanager
-def mistakes_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
+def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Turns an exception of the user's code into BadInput, which says where and what, and what `during` returns.
 
     Raises:
@@ -60,7 +60,7 @@ def mistakes_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
 def is_users(problem: BaseException) -> bool:
     """Returns whether an exception comes from the user's code or a package that it calls, and not from the engine."""
     # When a step fails on one worker, the others get an exception that says only this.
-    if isinstance(problem, (Ending, Damaged, *CONNECTION_ERRORS)) or "Collective ops is aborted" in str(problem):
+    if isinstance(problem, (ProgramExit, Damaged, *CONNECTION_ERRORS)) or "Collective ops is aborted" in str(problem):
         return False
     owners = [_owner(file) for file, *_ in _places(problem)]
     # Hooks call engine/model as they call a package.

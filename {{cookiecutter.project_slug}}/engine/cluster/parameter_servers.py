@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster
-from engine.cluster.meeting import ended_after, is_listening
+from engine.cluster.rendezvous import ended_after, is_listening
 from engine.console import console
 from engine.errors import BadInput, PeerLost
 
@@ -184,7 +184,7 @@ def _wait(coordinator: Any, addresses: list[str]) -> None:
 
 
 class _WorkersFeed:
-    """What engine.data.feed.Feed is to replicas."""
+    """What engine.data.stacks.StackIterator is to replicas."""
 
     seconds_waited = 0.0  # Each worker waits for its own, beside the others.
 

@@ -15,9 +15,9 @@ from engine.report.report import Report
 from engine.run.checkpoints import read_newest
 from engine.run.directory import RESULT, RunDirectory
 from engine.run.initial_weights import load_initial_weights
-from engine.run.plan import describe_examples, describe_records, describe_run, describe_start, print_plan
 from engine.run.run import Run
 from engine.run.state import State, Values
+from engine.run.summary import describe_examples, describe_records, describe_run, describe_start, print_plan
 from engine.settings import CONFIG
 from engine.tracing import draws_in_preparation, draws_in_step, python_in_preparation, python_in_step
 

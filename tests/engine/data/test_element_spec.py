@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from engine.data.specs import decode, encode, leaves
+from engine.data.element_spec import decode, encode, leaves
 
 SPECS = {
     "float32[8, 8, 1]": tf.TensorSpec([8, 8, 1], tf.float32),

@@ -17,7 +17,7 @@ from engine.cluster.devices import describe_arithmetic
 from engine.cluster.strategy import describe_devices, describe_size, describe_strategy
 from engine.cluster.workers import Workers
 from engine.console import print_facts
-from engine.data import specs
+from engine.data import element_spec
 from engine.data.batches import Batches
 from engine.model.objects import by_name
 from engine.versions import PROJECT, versions
@@ -70,7 +70,7 @@ def describe_examples(batches: dict[str, Batches]) -> dict[str, Any]:
     They are those of the last set: of the test, if there is one.
     """
     *_, last = batches.values()
-    return {"example": specs.encode(last.example_spec), "features": specs.encode(last.features_spec)}
+    return {"example": element_spec.encode(last.example_spec), "features": element_spec.encode(last.features_spec)}
 
 
 def describe_records(batches: dict[str, Batches]) -> dict[str, Any]:

@@ -167,7 +167,7 @@ FAULTY_HOOKS = {
     ),
     "growing table": (
         {"create_model": model_with_a_table, "train_step": inserting_step},
-        "task.train_step changes a lookup table, which no checkpoint holds: LookupTableInsertV2 (test_refusals.py:",
+        "task.train_step changes a lookup table, which no checkpoint holds: LookupTableInsertV2 (test_rejections.py:",
     ),
     "unseeded keras.random": (
         {"create_model": noisy_model},

@@ -17,12 +17,12 @@ from streaming import stream
 import task
 import train
 from config import Config
-from engine import mistakes
+from engine import user_errors
 from engine.cluster.strategy import create_strategy
 from engine.data import load_splits
 from engine.errors import BadInput
-from engine.mistakes import first_line, where_raised
 from engine.model.finish import TaskObjects
+from engine.user_errors import first_line, where_raised
 
 TIMES = ("seconds", "examples_per_second")
 FLAGS = ("--epochs=2", "--global-batch-size=60", "--simulated-devices=1")
@@ -348,15 +348,15 @@ SAID = {
 
 @pytest.mark.parametrize("fails", SAID, ids=lambda fails: fails.__name__)
 def test_one_line_says_what_failed_and_where(fails: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mistakes, "PROJECT", Path(__file__).parent)
+    monkeypatch.setattr(user_errors, "PROJECT", Path(__file__).parent)
     said, function = SAID[fails]
     with pytest.raises(Exception) as raised:
         fails()
     assert re.match(said, first_line(raised.value)), first_line(raised.value)
-    place = re.fullmatch(r"test_mistakes\.py:(\d+) (\S+)", where_raised(raised.value))
+    place = re.fullmatch(r"test_user_errors\.py:(\d+) (\S+)", where_raised(raised.value))
     assert place, where_raised(raised.value)
     assert place[2].endswith(function)
-    assert mistakes.is_users(raised.value)
+    assert user_errors.is_users(raised.value)
 
 
 def out_of_memory() -> Exception:
@@ -382,11 +382,11 @@ def test_whose_mistake_an_exception_is(files: list[str], make: Callable[[], Exce
     call: dict[str, Any] = {"problem": problem}
     for number, file in reversed(list(enumerate(files))):
         body = "raise problem" if number == len(files) - 1 else f"step_{number + 1}()"
-        code = compile(f"def step_{number}():\n    {body}", str(mistakes.PROJECT / file), "exec")
+        code = compile(f"def step_{number}():\n    {body}", str(user_errors.PROJECT / file), "exec")
         exec(code, call)  # noqa: S102
     with pytest.raises(type(problem)) as raised:
         call["step_0"]()
-    assert mistakes.is_users(raised.value) is is_users
+    assert user_errors.is_users(raised.value) is is_users
 
 
 # --- From a notebook --------------------------------------------------------------------------------------------------
