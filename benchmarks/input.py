@@ -155,7 +155,7 @@ def taken(folder: Path, name: str, way: str) -> Iterator[Any]:
     """Yields batches, pass after pass."""
     if way == "guide":
         yield from guide(folder, name)
-    feed = batches(folder, name, way).feed()
+    feed = batches(folder, name, way).iterator()
     while True:
         yield from feed.take(1)
 
@@ -184,7 +184,7 @@ def measure_first_batch(folder: Path, name: str, way: str, position: float) -> d
     """Returns what the first batch at a position (0 to 1) of an epoch costs."""
     found = batches(folder, name, way)  # Records are indexed here, once.
     before, started = bytes_read(), time.perf_counter()
-    next(found.feed(first_step=int(position * found.steps)).take(1))
+    next(found.iterator(first_step=int(position * found.steps)).take(1))
     return {"seconds": time.perf_counter() - started, "MB read": (bytes_read() - before) / 1e6}
 
 

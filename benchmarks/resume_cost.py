@@ -37,7 +37,7 @@ def seconds_to_first_batch(count: int, position: float, *, in_memory: bool) -> f
         Config(global_batch_size=BATCH_SIZE, shuffle_megabytes=28),  # About 100,000 of them.
     )
     started = time.perf_counter()
-    feed = batches.feed(first_step=int(position * batches.steps))
+    feed = batches.iterator(first_step=int(position * batches.steps))
     next(feed.take(1))
     seconds = time.perf_counter() - started
     feed.close()

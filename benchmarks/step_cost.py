@@ -93,7 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         build(options.replicas, folder)
     # The largest stack of those that grow.
-    stack, _, count = max(train.batches["train"].feed().take(STEPS), key=lambda taken: taken[2])
+    stack, _, count = max(train.batches["train"].iterator().take(STEPS), key=lambda taken: taken[2])
     steps = variants()
     milliseconds: dict[str, list[float]] = {name: [] for name in steps}
     for function in steps.values():

@@ -61,7 +61,7 @@ def build(settings: Config) -> None:
     # KEEP: All variables are made inside the scope, and before anything is compiled.
     with strategy.scope(), recorded_variables() as made:
         task.model = build_models(task.create_model(), batches["train"].element_spec[0])
-        task.optimizer = task.create_optimizer(total_steps=config.epochs * batches["train"].steps_of_epoch)
+        task.optimizer = task.create_optimizer(total_steps=config.epochs * batches["train"].steps_per_epoch)
         task.loss_objects = task.create_loss_objects()
         task.metrics = {split: task.create_metrics(split) for split in SPLITS}
         element_specs = {name: each.element_spec for name, each in batches.items()}

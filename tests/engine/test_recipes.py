@@ -83,7 +83,7 @@ def test_encoder_and_head_have_rates_of_their_own(apply: Apply, tmp_path: Path) 
     settings = train.read_settings(train.Config, [*FLAGS, "--learning-rate=0.01"])
     train.build(settings)
     before = {each.path: each.numpy() for each in task.model.trainable_variables}
-    for stack, first, count in train.batches["train"].feed().take(1):
+    for stack, first, count in train.batches["train"].iterator().take(1):
         train.run_steps["train"](stack, first, count)
     # The first step of Adam is as long as the rate, and shorter where the gradient is tiny.
     moved = {each.path: np.abs(each.numpy() - before[each.path]).max() for each in task.model.trainable_variables}

@@ -146,7 +146,7 @@ def test_returned_loss_is_the_batch_s() -> None:
     for split in ("validation", "test", "train"):  # Training comes last: it changes the weights.
         features, labels, weights = (part.numpy() for part in next(batches[split].one_by_one()))
         losses = softmax_losses(kernel, bias, features, labels)[1]
-        (loss,) = train.run_steps[split](*next(train.batches[split].feed().take(1))).numpy()
+        (loss,) = train.run_steps[split](*next(train.batches[split].iterator().take(1))).numpy()
         assert loss == pytest.approx((losses * weights).sum() / 12 + L2 * (kernel**2).sum(), rel=1e-5), split
 
 

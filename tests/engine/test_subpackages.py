@@ -10,7 +10,8 @@ import pytest
 from rendering import PROJECT
 
 ENGINE = PROJECT / "engine"
-GROUND = {"command_line", "console", "errors", "files", "user_errors", "quiet_start", "settings", "tracing", "versions"}
+GROUND = {"command_line", "console", "errors", "files", "protocols", "quiet_start", "settings", "tracing"}
+GROUND |= {"user_errors", "versions"}
 MAY_IMPORT = {
     "ground": {"ground"},
     "cluster": {"ground", "cluster"},

@@ -64,7 +64,7 @@ def all_shares(found: Batches, *, first_step: int = 0) -> list[list[np.ndarray]]
     taken = []
     for size in sizes[0]:
         on_replicas = [[part.numpy() for part in stack] for stack in next(stacks)]
-        assert len(on_replicas) == 8 // 2 // found.share
+        assert len(on_replicas) == 8 // 2 // found.per_replica_batch_size
         assert all(len(part) == size for stack in on_replicas for part in stack)
         taken += [[part[number] for part in stack] for number in range(size) for stack in on_replicas]
     return taken
@@ -98,12 +98,12 @@ def test_evaluation_counts_each_example_once() -> None:
             counted.update(features[weights == 1].tolist())
             assert set(weights) <= {0.0, 1.0}
         assert counted == Counter(range(count))
-        assert made.left_out == 0
+        assert made.dropped == 0
 
 
 def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
     made = batches()
-    assert (made.steps, made.left_out) == (4, 5)
+    assert (made.steps, made.dropped) == (4, 5)
     seen = [np.concatenate([batch[0] for batch in whole(made, epoch=epoch)]) for epoch in range(3)]
     for order in seen:
         assert len(set(order.tolist())) == 32
@@ -113,7 +113,7 @@ def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
 
 def test_kept_last_batch_is_padded_with_weight_0() -> None:
     made = batches(keep_last_batch=True)
-    assert (made.steps, made.left_out) == (5, 0)
+    assert (made.steps, made.dropped) == (5, 0)
     found = whole(made)
     kept = np.concatenate([features[weights == 1] for features, _, weights in found])
     assert sorted(kept.tolist()) == list(range(37))
@@ -149,7 +149,7 @@ def test_dataset_is_let_go_once_its_examples_are_kept(is_kept: bool, monkeypatch
         return dataset
 
     made = batches(load_examples=load)
-    made.read()
+    made.cache()
     gc.collect()
     assert (loaded[0]() is None) == is_kept
 
@@ -292,7 +292,7 @@ def test_evaluation_of_files_counts_each_example_once_in_equally_many_steps() ->
     for pipeline in range(2):
         own = batches("validation", load_examples=load_own_files, replicas=2, pipelines=(2, pipeline))
         # Files of 17 and of 22 examples, 4 of a batch from each.
-        assert (own.number_of_examples, own.steps, own.left_out) == (39, 6, 0)
+        assert (own.number_of_examples, own.steps, own.dropped) == (39, 6, 0)
         shares = all_shares(own)
         assert len(shares) == 6
         for features, _, weights in shares:
@@ -308,7 +308,7 @@ def test_training_on_files_takes_equally_many_steps_and_resumes() -> None:
 
     for pipeline, files in enumerate(({*range(10), *range(32, 39)}, set(range(10, 32)))):
         own = batches(load_examples=load_own_files, prepare_example=draw, replicas=2, pipelines=(2, pipeline))
-        assert (own.steps, own.left_out) == (4, 7)
+        assert (own.steps, own.dropped) == (4, 7)
         shares = all_shares(own)
         seen = [int(label) for _, labels, _ in shares for label in labels]
         assert len(seen) == len(set(seen)) == 16

@@ -35,7 +35,7 @@ def features(batches: Batches, epoch: int = 0, first_step: int = 0, count: int |
     pick = tf.function(batches.pick, autograph=False)
     feed = batches._new_feed(*batches._place(epoch, first_step))
     found = []
-    for stack, first, taken in feed.take(count or batches.steps_of_epoch):
+    for stack, first, taken in feed.take(count or batches.steps_per_epoch):
         for index in range(first, first + taken):
             batch = pick(stack, tf.constant(index))
             numbers, weights = (
@@ -123,7 +123,7 @@ def test_evaluation_batches_have_a_size_of_their_own() -> None:
         "test": {"a": numbers(0, 20), "b": numbers(0, 1)},
     }
     batches = load(examples, replicas=2, evaluation_batch_size=20)
-    assert {name: (each.size, each.share, each.steps) for name, each in batches.items()} == {
+    assert {name: (each.size, each.per_replica_batch_size, each.steps) for name, each in batches.items()} == {
         "train": (8, 4, 2),
         "validation": (20, 10, 2),
         "test/a": (20, 10, 1),
@@ -164,7 +164,7 @@ def test_epochs_are_cut_from_the_passes(kind: Any, steps: int, options: dict[str
         assert len(set(order)) == len(order) == (37 if options else 32)
     for replicas in (1, 2):
         train = load(examples, prepare=numbered_texts, replicas=replicas, steps_per_epoch=steps, **options)["train"]
-        assert (train.steps, train.steps_of_epoch) == (by_pass.steps, steps)
+        assert (train.steps, train.steps_per_epoch) == (by_pass.steps, steps)
         assert features(train, count=2 * steps) == stream[: 2 * steps]
         assert features(train, 1, steps - 1, count=1) == stream[2 * steps - 1 : 2 * steps]
         for epoch in range(2):
@@ -175,12 +175,12 @@ def test_feed_goes_on_over_epochs_and_passes() -> None:
     examples = {"train": numbers(0, 37), "validation": numbers(0, 37), "test": None}
     batches = load(examples, steps_per_epoch=3)
     train = batches["train"]
-    feed = train.feed()
+    feed = train.iterator()
     for epoch in range(3):
-        assert train.feed(epoch) is feed
+        assert train.iterator(epoch) is feed
         assert sum(count for *_, count in feed.take(3)) == 3
-    assert train.feed(2) is not feed
-    assert batches["validation"].steps_of_epoch == 5
+    assert train.iterator(2) is not feed
+    assert batches["validation"].steps_per_epoch == 5
 
 
 def test_example_that_fails_is_placed_in_its_epoch() -> None:

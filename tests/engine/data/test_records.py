@@ -133,7 +133,7 @@ def test_training_visits_each_record_of_the_whole_batches_once_and_leaves_out_ot
     files: Records, memory: str
 ) -> None:
     made = batches(files)
-    assert (made.number_of_examples, made.steps, made.left_out) == (COUNT, 18, COUNT % 24)
+    assert (made.number_of_examples, made.steps, made.dropped) == (COUNT, 18, COUNT % 24)
     orders = [np.concatenate([labels for _, labels, _ in whole(made, epoch=epoch)]) for epoch in range(3)]
     for order in orders:
         assert len(set(order.tolist())) == 18 * 24
@@ -417,7 +417,7 @@ def test_compressed_files_are_streamed_and_counted_once(tmp_path: Path, monkeypa
         counted = Counter(np.concatenate([labels[weights == 1] for _, labels, weights in found]))
         assert counted == Counter(range(COUNT))
     why = f"because {tmp_path}/train-0.tfrecord is compressed: unpack it to read from anywhere"
-    assert made.shuffled()[0].endswith(why)
+    assert made.describe_shuffling()[0].endswith(why)
     of_workers = [
         [int(label) for batch in made.endless(0, 0, 2, tf.constant(number, tf.int64)).take(1) for label in batch[1]]
         for number in range(2)

@@ -41,24 +41,24 @@ def take(batches: Batches, feed: StackIterator, count: int) -> list[float]:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_steps_of_any_number_take_the_batches_in_order_pass_after_pass(replicas: int) -> None:
     batches = counting("validation", 400, replicas=replicas)
-    feed = batches.feed()
+    feed = batches.iterator()
     for epoch in range(2):
         taken = [take(batches, feed, count) for count in (1, 2, 30, 1, 66)]
         assert [len(each) for each in taken] == [1, 2, 30, 1, 66]
         np.testing.assert_array_equal(np.concatenate(taken), np.arange(0, 400, 4))
         # It goes on: the same one serves the next pass.
-        assert batches.feed(epoch + 1) is feed
-    assert batches.feed(first_step=3) is not feed
-    assert take(batches, batches.feed(first_step=3), 4) == [12, 16, 20, 24]
+        assert batches.iterator(epoch + 1) is feed
+    assert batches.iterator(first_step=3) is not feed
+    assert take(batches, batches.iterator(first_step=3), 4) == [12, 16, 20, 24]
 
 
 def test_training_feed_is_used_again_only_for_the_epoch_that_it_is_at() -> None:
     batches = counting("train", 40)
-    feed = batches.feed(3)
+    feed = batches.iterator(3)
     order = take(batches, feed, 10)
-    assert batches.feed(5) is not feed
-    assert take(batches, batches.feed(3), 10) == order
-    assert take(batches, batches.feed(4), 10) != order
+    assert batches.iterator(5) is not feed
+    assert take(batches, batches.iterator(3), 10) == order
+    assert take(batches, batches.iterator(4), 10) != order
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -72,14 +72,14 @@ def test_no_thread_tunes_the_input(replicas: int, monkeypatch: pytest.MonkeyPatc
         create(iterator, dataset, **options)
 
     monkeypatch.setattr(OwnedIterator, "__init__", noted)
-    list(counting("train", 40, replicas=replicas).feed().take(10))
+    list(counting("train", 40, replicas=replicas).iterator().take(10))
     assert tuned == [False]
 
 
 def test_stack_of_one_gpu_stays_in_the_memory_of_the_host() -> None:
     batches = counting("validation", 40, strategy=tf.distribute.MirroredStrategy(["CPU:1"]))
     steps = batches.compiled(lambda stack, first, count: batches.pick(stack, first + count - 1)[0])
-    for stack, first, count in batches.feed().take(10):
+    for stack, first, count in batches.iterator().take(10):
         assert all("CPU:0" in part.device for part in stack)
         assert steps(stack, first, count)[0] % 4 == 0
 
@@ -128,7 +128,7 @@ examples.BYTES_IN_MEMORY = 0
 examples.Examples.buffer_size = 10
 config = Config(global_batch_size=4)
 batches = Batches("train", load, Preparation(prepare, training=True), tf.distribute.get_strategy(), config)
-next(batches.feed().take(1))
+next(batches.iterator().take(1))
 print("taken", flush=True)
 """
 

@@ -32,7 +32,7 @@ def values_on_replicas(variable: tf.Variable) -> list[np.ndarray]:
 
 
 def take_steps(count: int) -> None:
-    for stack, first, taken in train.batches["train"].feed().take(count):
+    for stack, first, taken in train.batches["train"].iterator().take(count):
         train.run_steps["train"](stack, first, taken)
 
 

@@ -82,7 +82,7 @@ def normalized_model() -> keras.Model:
 def test_unsynchronized_statistics_are_averaged_before_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "create_model", normalized_model)
     train.build(Config(simulated_devices=3, global_batch_size=36))
-    for stack, first, count in train.batches["train"].feed().take(2):
+    for stack, first, count in train.batches["train"].iterator().take(2):
         train.run_steps["train"](stack, first, count)
     mean = task.model.layers[1].moving_mean.value
     before = [value.numpy() for value in train.strategy.experimental_local_results(mean)]

@@ -24,14 +24,14 @@ class Batches:
     """Batches of one set that are nothing but their numbers."""
 
     def __init__(self, name: str, steps: int = STEPS, unreadable: int | None = None) -> None:
-        self.name, self.split, self.steps_of_epoch = name, name.split("/")[0], steps
+        self.name, self.split, self.steps_per_epoch = name, name.split("/")[0], steps
         self.seconds_waited = 0.0
         self._unreadable = unreadable
 
     def examples_in_epoch(self, epoch: int) -> int:
-        return 10 * self.steps_of_epoch
+        return 10 * self.steps_per_epoch
 
-    def feed(self, epoch: int, first_step: int) -> "Batches":
+    def iterator(self, epoch: int, first_step: int) -> "Batches":
         self._next = first_step
         return self
 
@@ -297,9 +297,9 @@ def test_mistake_after_a_validation_does_not_begin_it_anew(begin: Callable[..., 
     assert run.progress.steps_of_pass == {}
 
 
-@pytest.mark.parametrize(("by_files", "steps_per_epoch"), [(True, None), (True, 7), (False, 7)])
+@pytest.mark.parametrize(("shards_by_file", "steps_per_epoch"), [(True, None), (True, 7), (False, 7)])
 def test_end_of_an_epoch_that_is_no_pass_is_a_position_of_its_number_of_workers(
-    by_files: bool, steps_per_epoch: int | None, monkeypatch: pytest.MonkeyPatch, begin: Callable[..., Run]
+    shards_by_file: bool, steps_per_epoch: int | None, monkeypatch: pytest.MonkeyPatch, begin: Callable[..., Run]
 ) -> None:
     run = begin(epochs=2, steps_per_epoch=steps_per_epoch)
     progress = Progress(epoch=1, step=7, workers=2)
@@ -307,8 +307,8 @@ def test_end_of_an_epoch_that_is_no_pass_is_a_position_of_its_number_of_workers(
     monkeypatch.setattr(start, "read_newest", lambda *_: newest)
     monkeypatch.setattr(start, "_learning_rates", lambda _: {})
     run.objects.optimizers = {}
-    batches = {"train": SimpleNamespace(by_files=by_files, fingerprint=None)}
-    if by_files and steps_per_epoch:
+    batches = {"train": SimpleNamespace(shards_by_file=shards_by_file, fingerprint=None)}
+    if shards_by_file and steps_per_epoch:
         with pytest.raises(BadInput, match=r"middle of a pass on 2 worker\(s\), and there are 1: .*: go on with 2$"):
             start._resume(run, batches)
     else:
@@ -327,7 +327,7 @@ def test_sets_that_are_gone_are_forgotten_at_a_resume(
     monkeypatch.setattr(start, "_learning_rates", lambda _: {})
     run.objects.optimizers, run.objects.reset = {}, reset.append
     names = ("train", "validation/kept", "validation/new")
-    start._resume(run, {name: SimpleNamespace(by_files=False, fingerprint=None) for name in names})
+    start._resume(run, {name: SimpleNamespace(shards_by_file=False, fingerprint=None) for name in names})
     assert reset == ["validation/old"]
     assert run.progress.steps_of_pass == {"train": 10}
     assert run.results("validation") == {"validation/kept/loss": 2.0}

@@ -516,8 +516,8 @@ def test_position_in_an_epoch_by_files_is_of_its_number_of_workers_only(
     assert record["workers"] == 1
     (newest / "progress.json").write_text(json.dumps({**record, "workers": 2}), encoding="utf-8")
     (newest / "SHA256SUMS").write_text(_checksums(newest), encoding="utf-8")
-    with monkeypatch.context() as by_files:
-        by_files.setattr(task, "load_examples", lambda split, input_context=None: load_examples(split))
+    with monkeypatch.context() as shards_by_file:
+        shards_by_file.setattr(task, "load_examples", lambda split, input_context=None: load_examples(split))
         code, line = ended(tmp_path, *flags)
         assert (code, "from the middle of a pass on 2 worker(s), and there are 1" in line) == (2, True)
         # At the beginning of an epoch there is no position yet.

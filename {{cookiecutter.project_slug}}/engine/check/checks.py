@@ -86,7 +86,7 @@ class Findings:
                 raise BadInput(f"task.load_examples({split!r}) {text}")
         self.build(1)
         # Those that training would have; here an epoch is always a pass.
-        self.steps_of_epoch = self.steps_per_epoch or self.program.batches["train"].steps
+        self.steps_per_epoch = self.steps_per_epoch or self.program.batches["train"].steps
         sizes = ", ".join(f"{name} {its.number_of_examples}" for name, its in self.program.batches.items())
         self.ok("task.py load_examples", f"{sizes} examples of one structure, in the same order twice")
         size = self.settings.global_batch_size
@@ -96,9 +96,9 @@ class Findings:
     def preparation(self) -> None:
         """Nothing can be compared if prepare_example draws something else each time."""
         for split, batches in self.program.batches.items():
-            for text in draws_in_preparation(batches.preparation):
+            for text in draws_in_preparation(batches.traced):
                 raise BadInput(f"task.prepare_example: {text}")
-            for text in python_in_preparation(batches.preparation):
+            for text in python_in_preparation(batches.traced):
                 once, again = (tf.nest.flatten(next(batches.one_by_one())) for _ in range(2))
                 if not all(map(np.array_equal, once, again)):
                     raise BadInput(f"task.prepare_example gave other batches of {split!r} the second time: {text}")
@@ -358,7 +358,7 @@ class Findings:
         else:
             text += ": it has to fall; look at --learning-rate, and at what task.create_optimizer makes of it"
             self.fix("task.py create_optimizer", text)
-        seconds = self.steps_of_epoch / steps_per_second
+        seconds = self.steps_per_epoch / steps_per_second
         text = f"about {seconds:.0f} s on one CPU device without input, {steps_per_second:.0f} steps/s"
         self.ok("one epoch", f"{text}{_peak_memory()}")
 

@@ -74,7 +74,7 @@ def measure(program: Program, task: ModuleType, settings: Any, replicas: int) ->
 def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
     """Returns where the batches of the first epoch are: stacks, the first batch's number in each, and how many."""
     batches = program.batches["train"]
-    return list(batches.feed().take(batches.steps))
+    return list(batches.iterator().take(batches.steps))
 
 
 def losses_and_gradients(

@@ -128,14 +128,14 @@ class _WorkersBatches:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
 
-    def read(self) -> None:
+    def cache(self) -> None:
         """Does nothing: each worker reads its own examples."""
 
-    def shuffled(self) -> tuple[str, int]:
+    def describe_shuffling(self) -> tuple[str, int]:
         """Returns how each worker shuffles its examples, and the bytes of its shuffle buffer."""
-        return self._batches.shuffled(streamed=True)
+        return self._batches.describe_shuffling(streamed=True)
 
-    def feed(self, epoch: int = 0, first_step: int = 0) -> "_WorkersFeed":
+    def iterator(self, epoch: int = 0, first_step: int = 0) -> "_WorkersFeed":
         """Returns the workers' own batches, of an epoch from `first_step` on, again and again."""
 
         @tf.autograph.experimental.do_not_convert

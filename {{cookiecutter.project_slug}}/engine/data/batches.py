@@ -44,10 +44,10 @@ class Batches:
         number_of_examples: how many examples it has.
         size: examples in a batch.
         steps: batches in one pass.
-        steps_of_epoch: those that an epoch, or an evaluation, takes: a pass, unless --steps-per-epoch or --limit-steps
+        steps_per_epoch: those that an epoch, or an evaluation, takes: a pass, unless --steps-per-epoch or --limit-steps
             says otherwise.
         left_out: examples that one pass leaves out.
-        by_files: whether each of several processes loads files of its own.
+        shards_by_file: whether each of several processes loads files of its own.
         share: examples of a batch on one replica.
         element_spec: what one replica receives, as tf.TensorSpec: static shapes [share, ...].
     """
@@ -84,9 +84,9 @@ class Batches:
         own = None if self._training else settings.evaluation_batch_size
         self.size = own or settings.global_batch_size
         flag = "--evaluation-batch-size" if own else "--global-batch-size"
-        self.share = per_replica_batch_size(self.size, strategy.num_replicas_in_sync, flag)
+        self.per_replica_batch_size = per_replica_batch_size(self.size, strategy.num_replicas_in_sync, flag)
         self._own_size = self.size // pipelines  # Examples of a batch that this process prepares.
-        self.by_files = "input_context" in inspect.signature(load_examples).parameters
+        self.shards_by_file = "input_context" in inspect.signature(load_examples).parameters
         parts = self._load(pipelines)
         # The part of the split that this process reads, and how many examples of a batch are of it.
         self._part = pipeline if len(parts) > 1 else 0
@@ -100,18 +100,18 @@ class Batches:
         else:
             self.steps = min(lengths) // self._part_size
         self.number_of_examples = sum(lengths)
-        self.left_out = max(0, self.number_of_examples - self.steps * self.size)
+        self.dropped = max(0, self.number_of_examples - self.steps * self.size)
         if not self.steps:
             raise BadInput(
                 f"--global-batch-size {settings.global_batch_size} is larger than the {self.number_of_examples} "
                 f"examples of {hook_of(self.name)}: use a smaller one, or --keep-last-batch"
             )
-        self.steps_of_epoch = (self._training and settings.steps_per_epoch) or self.steps
-        self.steps_of_epoch = min(self.steps_of_epoch, settings.limit_steps or self.steps_of_epoch)
+        self.steps_per_epoch = (self._training and settings.steps_per_epoch) or self.steps
+        self.steps_per_epoch = min(self.steps_per_epoch, settings.limit_steps or self.steps_per_epoch)
 
         batch_spec = preparation.checked_batch_spec(self._examples, self.name)
         self._stack_spec = tf.nest.map_structure(  # Of one of its batches.
-            lambda spec: tf.TensorSpec([self.share, *spec.shape[1:]], spec.dtype), batch_spec
+            lambda spec: tf.TensorSpec([self.per_replica_batch_size, *spec.shape[1:]], spec.dtype), batch_spec
         )
         self.element_spec = self._stack_spec[:3]
         self._bytes_of_batch = strategy.num_replicas_in_sync * bytes_of(self.element_spec)
@@ -124,7 +124,7 @@ class Batches:
         """Returns all examples of the split, or those of each process if it loads files of its own."""
         hook = hook_of(self.name)
         shuffle_bytes = self._settings.shuffle_megabytes * 2**20 if self._training else None
-        if not self.by_files or pipelines == 1:
+        if not self.shards_by_file or pipelines == 1:
             return [examples_of(self._load_examples(self.split), hook, shuffle_bytes)]
         parts = []
         for number in range(pipelines):
@@ -156,29 +156,29 @@ class Batches:
 
     def examples_in_epoch(self, epoch: int) -> int:
         """Returns how many examples, without padding, an epoch is over."""
-        end = (epoch + 1) * self.steps_of_epoch
-        last_batches = end // self.steps - (end - self.steps_of_epoch) // self.steps  # Only those have padding.
+        end = (epoch + 1) * self.steps_per_epoch
+        last_batches = end // self.steps - (end - self.steps_per_epoch) // self.steps  # Only those have padding.
         padding_of_pass = max(0, self.steps * self.size - self.number_of_examples)
-        return self.steps_of_epoch * self.size - last_batches * padding_of_pass
+        return self.steps_per_epoch * self.size - last_batches * padding_of_pass
 
     @property
-    def preparation(self) -> Traced | None:
+    def traced(self) -> Traced | None:
         """What task.prepare_example does; None if that runs in Python, with --eager."""
         return self._preparation.traced
 
-    def read(self) -> None:
+    def cache(self) -> None:
         """Reads the examples that this process keeps in memory. Raises BadInput if they cannot be read."""
         self._examples.keep()
 
-    def shuffled(self, *, streamed: bool = False) -> tuple[str, int]:
+    def describe_shuffling(self, *, streamed: bool = False) -> tuple[str, int]:
         """Returns how this process shuffles its training examples, as one line, and the bytes of its shuffle buffer.
 
         With `streamed`, those that would fit into memory are streamed too.
         """
         processes = 1 if streamed else self.size // self._own_size
-        return self._examples.shuffled(streamed=streamed, processes=processes)
+        return self._examples.describe_shuffling(streamed=streamed, processes=processes)
 
-    def feed(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
+    def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
         """Returns an iterator over the global batches of an epoch, from number `first_step` on, and of later epochs.
 
         In evaluation all epochs have the same batches.
@@ -193,14 +193,14 @@ class Batches:
         """Yields the global batches of an epoch one by one, to look at; training takes them from a StackIterator."""
         pick = tf.function(self.pick, autograph=False)
         feed = self._new_feed(*self._place(epoch, first_step))
-        for stack, first, count in feed.take(self.steps_of_epoch - first_step):
+        for stack, first, count in feed.take(self.steps_per_epoch - first_step):
             yield from (pick(stack, tf.constant(first + index)) for index in range(count))
 
     def _place(self, epoch: int, step: int) -> tuple[int, int]:
         """Returns in which pass a step of an epoch is, and which of its batches it takes; both count from 0."""
         if not self._training:
             return epoch, step
-        return divmod(epoch * self.steps_of_epoch + step, self.steps)
+        return divmod(epoch * self.steps_per_epoch + step, self.steps)
 
     # --- In the graph of the steps ------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class Batches:
     def _refusal(self, problem: tf.errors.OpError, number: int, step: int) -> BadInput:
         """Returns what to raise if some of the examples in the batches from `step` of a pass on cannot be had."""
         examples = self._examples
-        epoch, step = divmod(number * self.steps + step, self.steps_of_epoch)
+        epoch, step = divmod(number * self.steps + step, self.steps_per_epoch)
         numbered = examples.in_order(0, examples.length)
         prepared = self._preparation.one_by_one(numbered, examples.length, tf.zeros([2], tf.int64))
         return examples.refusal(problem, prepared, f"in the batches from step {step + 1} of epoch {epoch + 1} on")
@@ -270,7 +270,8 @@ class Batches:
             is_first = number == first_pass
             first = tf.where(is_first, tf.constant(first_step, tf.int64), 0)
             sizes_of_pass = tf.cond(is_first, lambda: sizes_of_first, lambda: sizes_of_others)
-            return stacked(self._prepared(number, first), sizes_of_pass, self._own_size // self.share, self.share)
+            size = self.per_replica_batch_size
+            return stacked(self._prepared(number, first), sizes_of_pass, self._own_size // size, size)
 
         # Endless, so that the next pass's first batches are prepared while this one is validated.
         endless = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(one_pass)
@@ -315,7 +316,7 @@ class Batches:
             numbered = examples.in_order(first, end, seed)
         own = numbered.shard(pipelines, pipeline).repeat()
         prepared = self._preparation.one_by_one(own, examples.length, tf.stack([seed, 0]))
-        batches = prepared.batch(self.share, drop_remainder=True)
+        batches = prepared.batch(self.per_replica_batch_size, drop_remainder=True)
         if self._is_padded:
             cut = tf.autograph.experimental.do_not_convert(padding.cut)
             batches = batches.map(lambda *batch: cut(batch, *self._sequences_and_lengths))

@@ -96,7 +96,7 @@ class Examples:
     def _bytes_in_buffer(self) -> float:
         return bytes_in_buffer(self.element_spec, self._bytes)
 
-    def shuffled(self, *, streamed: bool, processes: int) -> tuple[str, int]:
+    def describe_shuffling(self, *, streamed: bool, processes: int) -> tuple[str, int]:
         """Returns how the examples are shuffled, if they are, and how many bytes that takes in one process.
 
         `processes` is how many share what is held; a shuffle buffer is each process's own.

@@ -164,7 +164,7 @@ class RecordExamples(Examples):
     def keep(self) -> None:
         """Does nothing: what is read often is in the operating system's memory."""
 
-    def shuffled(self, *, streamed: bool, processes: int) -> tuple[str, int]:
+    def describe_shuffling(self, *, streamed: bool, processes: int) -> tuple[str, int]:
         """Returns how the records are shuffled, and how many bytes that takes; see Examples.shuffled."""
         taken = min(self._bytes, self._budget) // processes
         megabytes = f"{max(1, round(taken / 2**20)):,} MB in each process"

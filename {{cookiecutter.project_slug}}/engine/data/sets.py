@@ -54,8 +54,8 @@ def loaders(split: str, load_examples: Callable[..., Any], pipelines: int) -> di
     """
     if split == "train":
         return {split: load_examples}
-    by_files = pipelines > 1 and "input_context" in inspect.signature(load_examples).parameters
-    first = {"input_context": tf.distribute.InputContext(pipelines, 0)} if by_files else {}
+    shards_by_file = pipelines > 1 and "input_context" in inspect.signature(load_examples).parameters
+    first = {"input_context": tf.distribute.InputContext(pipelines, 0)} if shards_by_file else {}
     loaded = {0: named(split, load_examples(split, **first))}
 
     def loader(name: str) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ def load_splits(
             f"--validate-every-steps {settings.validate_every_steps}: task.load_examples('validation') returned None, "
             "so there is no validation: leave it out"
         )
-    _check_micro_batches(settings.micro_batches, batches["train"].share)
+    _check_micro_batches(settings.micro_batches, batches["train"].per_replica_batch_size)
     return batches
 
 
@@ -58,7 +58,7 @@ def check_same_structure(splits: dict[str, Batches]) -> None:
         spec = batches.element_spec[:2]  # Of the size that batches of training have.
         return tf.nest.map_structure(lambda leaf: tf.TensorSpec([share, *leaf.shape[1:]], leaf.dtype), spec)
 
-    share = splits["train"].share
+    share = splits["train"].per_replica_batch_size
     expected = structure(splits["train"])
     for name, batches in splits.items():
         if (found := structure(batches)) != expected:

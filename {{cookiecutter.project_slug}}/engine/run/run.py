@@ -117,14 +117,14 @@ class Run:
             Stopped: a signal has come. What was done so far is in `progress` and in the metrics.
             BadInput: examples cannot be read.
         """
-        name, split, steps, progress = batches.name, batches.split, batches.steps_of_epoch, self.progress
+        name, split, steps, progress = batches.name, batches.split, batches.steps_per_epoch, self.progress
         if split == "train":
             self._examples = batches.examples_in_epoch(epoch)
         if name in progress.metrics and (split != "train" or epoch == progress.epoch):
             return  # It was stopped in an evaluation after this pass.
         done = progress.steps_of_pass.setdefault(name, 0)
         self.live.begin(name, epoch if split == "train" or self.report else None, done, steps)
-        feed = batches.feed(epoch, first_step=done) if done < steps else None
+        feed = batches.iterator(epoch, first_step=done) if done < steps else None
         while done < steps and not (split == "train" and self.validation_is_due(batches)):
             signals.check(self.workers)
             count = self._chunks.next(split, left=steps - done, step=progress.step)
@@ -165,7 +165,7 @@ class Run:
     def validation_is_due(self, batches: Batches) -> bool:
         """Returns whether --validate-every-steps asks for a validation now, before the epoch ends."""
         done = self.progress.steps_of_pass.get("train", 0)
-        is_due = 0 < done < batches.steps_of_epoch and self._is_multiple(self.settings.validate_every_steps)
+        is_due = 0 < done < batches.steps_per_epoch and self._is_multiple(self.settings.validate_every_steps)
         return is_due and self.progress.validated_step != self.progress.step
 
     def results(self, split: str) -> Scores:

@@ -68,7 +68,7 @@ def begin_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
     # 3. Or else the weights that task.create_model has made.
     begins = begins or "with new weights"
     for each in batches.values():
-        each.read()  # Examples that cannot be read are refused before anything is written.
+        each.cache()  # Examples that cannot be read are refused before anything is written.
     monitored = {"monitor": settings.monitor, "direction": run.objects.monitor_direction}
     run.report = Report(settings.run_dir, run.objects.names, epochs=settings.epochs, **monitored)
     from_chief(lambda: _begin_writing(run, directory, batches, fresh))
@@ -109,9 +109,9 @@ def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
     if step := hidden.training:
         found += [f"task.train_step: {text}" for text in (*draws_in_step(step), *python_in_step(step))]
     for each in batches.values():
-        if not each.preparation:  # With --eager.
+        if not each.traced:  # With --eager.
             continue
-        texts = (*draws_in_preparation(each.preparation), *python_in_preparation(each.preparation))
+        texts = (*draws_in_preparation(each.traced), *python_in_preparation(each.traced))
         found += [f"task.prepare_example: {text}" for text in texts]
     for text in dict.fromkeys(found):
         console.print(text)
@@ -139,7 +139,7 @@ def _resume(run: Run, batches: dict[str, Batches]) -> str | None:
             f"--epochs {settings.epochs}: the run was stopped in epoch {progress.epochs_begun()}: ask for that many"
         )
     is_within_pass = any(progress.steps_of_pass.values()) or settings.steps_per_epoch
-    if progress.workers != workers and is_within_pass and batches["train"].by_files:
+    if progress.workers != workers and is_within_pass and batches["train"].shards_by_file:
         later = "" if settings.steps_per_epoch else ", and change the number after an epoch"
         raise BadInput(
             f"{path} is from the middle of a pass on {progress.workers} worker(s), and there are {workers}: to each "

@@ -84,14 +84,14 @@ def print_plan(
     """Prints what is about to happen; `begins` is how: "resumed from ...", "with new weights"."""
     train = batches["train"]
     steps = f"{train.steps} steps"
-    if train.steps_of_epoch != train.steps:
-        steps = f"{train.steps_of_epoch} steps; a pass over the examples has {train.steps}"
+    if train.steps_per_epoch != train.steps:
+        steps = f"{train.steps_per_epoch} steps; a pass over the examples has {train.steps}"
     limited = {}
     if settings.limit_steps:
         text = f"to {settings.limit_steps} steps of each set (--limit-steps), so the metrics are of a part of the data"
         limited = {"limited": text}
-    shuffled, taken = train.shuffled()
-    left_out = f", {train.left_out} examples left out of each (--keep-last-batch keeps them)" if train.left_out else ""
+    shuffled, taken = train.describe_shuffling()
+    left_out = f", {train.dropped} examples left out of each (--keep-last-batch keeps them)" if train.dropped else ""
     splits = {each.split for each in batches.values()}
     examples = [f"{name} {each.number_of_examples}" for name, each in batches.items()]
     examples += [f"no {split}" for split in ("validation", "test") if split not in splits]
@@ -102,7 +102,7 @@ def print_plan(
         "devices": describe_devices(strategy, settings.simulated_devices),
         **({"all-reduce": all_reduce} if all_reduce else {}),
         "arithmetic": describe_arithmetic(settings.precision, settings.simulated_devices),
-        "batch": f"{train.size} examples, {train.share} on each replica{to_evaluate}",
+        "batch": f"{train.size} examples, {train.per_replica_batch_size} on each replica{to_evaluate}",
         "examples": ", ".join(examples),
         "shuffled": f"train {shuffled}",
         **_too_much_memory(taken, Workers(strategy).on_one_machine),

@@ -17,7 +17,7 @@ from distance import Distance
 def test_a_step_updates_every_weight_of_both_models(settings: Config) -> None:
     train.build(dataclasses.replace(settings, simulated_devices=2))
     before = {name: [each.numpy() for each in model.trainable_variables] for name, model in task.model.items()}
-    stack, first, _ = next(train.batches["train"].feed().take(1))
+    stack, first, _ = next(train.batches["train"].iterator().take(1))
     train.run_steps["train"](stack, first, 1)
     for name, model in task.model.items():
         for variable, value in zip(model.trainable_variables, before[name], strict=True):
