@@ -262,7 +262,7 @@ class Batches:
 
     def _stacks(self, first_pass: int, first_step: int, sizes: tuple[list[int], list[int]]) -> tf.data.Dataset:
         """Returns this process's stacks of a pass and of later ones: tuples of one for each replica."""
-        self.read()
+        self.cache()
         sizes_of_first, sizes_of_others = (tf.constant(each, tf.int64) for each in sizes)
 
         @tf.autograph.experimental.do_not_convert
