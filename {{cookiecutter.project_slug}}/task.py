@@ -160,16 +160,6 @@ def evaluation_step(split: str, batch) -> tf.Tensor:
     return loss
 
 
-def validation_step(batch) -> tf.Tensor:
-    """Runs evaluation_step on this replica's share of a validation batch."""
-    return evaluation_step("validation", batch)
-
-
-def test_step(batch) -> tf.Tensor:
-    """Runs evaluation_step on this replica's share of a test batch."""
-    return evaluation_step("test", batch)
-
-
 def predict_step(features: tf.Tensor) -> dict[str, tf.Tensor]:
     """Returns what the model says of prepared features, [n, ...] each; --export and predict.py use it."""
     logits = model(features, training=False)

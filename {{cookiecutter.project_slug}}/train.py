@@ -26,7 +26,15 @@ from engine.cluster.workers import Workers, peers_named
 from engine.command_line import read_settings
 from engine.data import Batches, load_splits
 from engine.errors import exit_codes
-from engine.model import build_models, finish_objects, in_micro_batches, recorded_variables, set_up
+from engine.model import (
+    HiddenState,
+    TaskObjects,
+    build_models,
+    finish_objects,
+    in_micro_batches,
+    recorded_variables,
+    set_up,
+)
 from engine.report import compare
 from engine.run import Run, RunDirectory, begin_run, evaluate, evaluate_continuously, lock_and_find_result, signals
 from engine.trained import export
@@ -39,6 +47,7 @@ SPLITS = ("train", "validation", "test")
 config: Config
 strategy: tf.distribute.Strategy
 batches: dict[str, Batches]  # "train", "validation" or "validation/<set>", "test" or "test/<set>" -> its batches
+objects: TaskObjects  # what the steps use and change: those of task.py, built and checked
 run_steps: dict[str, Callable[..., tf.Tensor]]  # split -> takes steps on a stack of batches, in the graph
 run: Run  # how far the run has come, and what it keeps on disk
 
@@ -49,7 +58,7 @@ def build(settings: Config) -> None:
     Raises:
         BadInput: the settings, the hooks of task.py and this machine do not go together.
     """
-    global config, strategy, batches, run_steps, run
+    global config, strategy, batches, objects, run_steps, run
     config = task.config = settings
     strategy = create_strategy(config)
     set_up(task, config)
@@ -59,17 +68,18 @@ def build(settings: Config) -> None:
     batches = per_worker_batches(batches, strategy)
 
     # KEEP: All variables are made inside the scope, and before anything is compiled.
-    with strategy.scope(), recorded_variables() as made:
+    with strategy.scope(), recorded_variables() as recorded:
         task.model = build_models(task.create_model(), batches["train"].element_spec[0])
         task.optimizer = task.create_optimizer(total_steps=config.epochs * batches["train"].steps_per_epoch)
         task.loss_objects = task.create_loss_objects()
         task.metrics = {split: task.create_metrics(split) for split in SPLITS}
         element_specs = {name: each.element_spec for name, each in batches.items()}
-        objects = finish_objects(task, config, element_specs, made, graph)
-    run = Run(config, strategy, objects)
+        objects = finish_objects(task, config, element_specs, recorded)
     # Compiled anew with every build: a compiled function keeps using the objects it was first called with.
     steps = {"train": distributed_train_step, "validation": distributed_validation_step, "test": distributed_test_step}
     run_steps = {split: compile_steps(split, step) for split, step in steps.items() if sets(split)}
+    listed = {**objects.mirrored(), **objects.per_replica()}
+    run = Run(config, strategy, objects, HiddenState(strategy, recorded, listed.values(), graph))
 
 
 def sets(split: str) -> list[str]:
@@ -83,20 +93,20 @@ def sets(split: str) -> list[str]:
 def distributed_train_step(batch) -> tf.Tensor:
     """Runs task.train_step on every replica; returns the batch's loss (scalar)."""
     per_replica_losses = strategy.run(in_micro_batches(task.train_step, config), args=(batch,))
-    run.objects.update_average()  # Of the weights, with --ema-decay.
+    objects.update_average()  # Of the weights, with --ema-decay.
     # KEEP: SUM, because every replica's loss is already divided by the global batch.
     return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
 
 
 def distributed_validation_step(batch) -> tf.Tensor:
-    """Runs task.validation_step on every replica; returns the batch's loss (scalar)."""
-    per_replica_losses = strategy.run(task.validation_step, args=(batch,))
+    """Runs task.evaluation_step on every replica; returns the batch's loss (scalar)."""
+    per_replica_losses = strategy.run(task.evaluation_step, args=("validation", batch))
     return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
 
 
 def distributed_test_step(batch) -> tf.Tensor:
-    """Runs task.test_step on every replica; returns the batch's loss (scalar)."""
-    per_replica_losses = strategy.run(task.test_step, args=(batch,))
+    """Runs task.evaluation_step on every replica; returns the batch's loss (scalar)."""
+    per_replica_losses = strategy.run(task.evaluation_step, args=("test", batch))
     return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
 
 

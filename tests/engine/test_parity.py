@@ -15,7 +15,7 @@ import train
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data import load_splits
-from engine.model.objects import model_variables
+from engine.model.variables import model_variables
 
 EPOCHS = 2
 

@@ -13,7 +13,7 @@ import train
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data import Batches, load_splits
-from engine.model.objects import model_variables
+from engine.model.variables import model_variables
 from engine.run.checkpoints import weights_sha256
 
 EPOCHS = 3

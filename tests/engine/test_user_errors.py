@@ -21,7 +21,7 @@ from engine import user_errors
 from engine.cluster.strategy import create_strategy
 from engine.data import load_splits
 from engine.errors import BadInput
-from engine.model.finish import TaskObjects
+from engine.model.build import TaskObjects
 from engine.user_errors import first_line, where_raised
 
 TIMES = ("seconds", "examples_per_second")

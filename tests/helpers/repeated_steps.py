@@ -12,7 +12,7 @@ import task
 import train
 from config import Config
 from engine.command_line import read_settings
-from engine.model.objects import model_variables
+from engine.model.variables import model_variables
 from engine.run.checkpoints import weights_sha256
 
 train.build(read_settings(Config, ["--simulated-devices=2"]))

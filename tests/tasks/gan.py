@@ -87,11 +87,3 @@ def evaluation_step(split, batch):
     generator_loss, discriminator_loss = losses(features, training=False)
     metrics[split]["loss"].update_state(generator_loss + discriminator_loss, sample_weight=weights)
     return average(generator_loss + discriminator_loss, weights)
-
-
-def validation_step(batch):
-    return evaluation_step("validation", batch)
-
-
-def test_step(batch):
-    return evaluation_step("test", batch)

@@ -83,11 +83,3 @@ def evaluation_step(split, batch):
     metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
     metrics[split]["error"].update_state(labels, predictions, sample_weight=weights)
     return loss
-
-
-def validation_step(batch):
-    return evaluation_step("validation", batch)
-
-
-def test_step(batch):
-    return evaluation_step("test", batch)

@@ -106,13 +106,5 @@ def evaluation_step(split, batch):
     return loss
 
 
-def validation_step(batch):
-    return evaluation_step("validation", batch)
-
-
-def test_step(batch):
-    return evaluation_step("test", batch)
-
-
 def predict_step(features):
     return {"tags": tf.argmax(model(features, training=False), axis=-1)}

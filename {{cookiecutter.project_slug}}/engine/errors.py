@@ -1,4 +1,4 @@
-"""How a run ends that does not finish: one line and an exit code. Imports no TensorFlow."""
+"""How a program ends before its work is done: one line and an exit code. Imports no TensorFlow."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-# Set it to see where an ending comes from, too.
+# An environment variable: if it is set, the traceback is printed, too.
 TRACEBACK = "TRAINING_TRACEBACK"
 
 
@@ -18,35 +18,35 @@ class ProgramExit(Exception):
 
 
 class BadInput(ProgramExit):
-    """Something the user gave cannot be used. The text says which, its value, the rule, and what to do."""
+    """Something that the user gave cannot be used. The text says which, its value, the rule, and what to do."""
 
     exit_code = 2
 
 
 class InterruptedStep(BadInput):
-    """A step that was running has failed. It may have changed a part of the state, which cannot be saved."""
+    """A running step failed. It may have changed a part of the state, so the state cannot be saved."""
 
 
 class Diverged(ProgramExit):
-    """The loss stopped being a finite number. The text names the step; nothing after it was saved."""
+    """The loss is not a finite number any more. The text names the step; nothing after it was saved."""
 
     exit_code = 3
 
 
 class Stopped(ProgramExit):
-    """A signal asked the run to stop, and its state is saved. The same command goes on with it."""
+    """A signal asked the run to stop, and its state is saved. The same command resumes it."""
 
     exit_code = 42
 
 
 class CannotWrite(ProgramExit):
-    """The disk is full, or the run's directory is gone. The text names the file; older files are complete."""
+    """The disk is full, or the run directory is gone. The text names the file; older files are complete."""
 
     exit_code = 1
 
 
 class PeerLost(ProgramExit):
-    """Another process of the cluster is gone, so this one cannot go on. The text names it."""
+    """Another process of the cluster is gone, so this one cannot continue. The text names it."""
 
     exit_code = 1
 
@@ -56,13 +56,13 @@ class Damaged(Exception):
 
 
 def end_at_signals() -> None:
-    """Lets SIGTERM and Ctrl-C end the program with a line and an exit code, until a run listens to them itself.
+    """Lets SIGTERM and Ctrl-C end the program with a line and an exit code, until a run handles them itself.
 
-    Nothing is lost: whatever changes a run's directory either listens or writes complete files.
+    Nothing is lost: all code that changes a run directory either handles signals or writes complete files.
     """
     endings = {
         signal.SIGTERM: (Stopped.exit_code, "stopped by SIGTERM; nothing was lost: start the same command again"),
-        signal.SIGINT: (130, "Stopped by Ctrl-C. What was saved before is complete."),
+        signal.SIGINT: (130, "Stopped by Ctrl-C. Everything saved before is complete."),
     }
 
     def end(number: int, _: object) -> None:
@@ -70,7 +70,7 @@ def end_at_signals() -> None:
         with contextlib.suppress(OSError, RuntimeError):  # Nobody reads it, or another line was being printed.
             print(line, file=sys.stderr, flush=True)
             sys.stdout.flush()
-        # An exception could be caught by a library that is being imported.
+        # A library that is being imported could catch an exception.
         os._exit(code)
 
     for number in endings:
@@ -79,17 +79,17 @@ def end_at_signals() -> None:
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turns an ProgramExit that is raised inside into its line on stderr and its exit code."""
+    """Turns a ProgramExit that is raised inside into its line on stderr and its exit code."""
     try:
         yield
-    except ProgramExit as ending:
-        line = " ".join(str(ending).split())  # A value may hold line breaks.
-        if isinstance(ending, Stopped):
-            line = f"{line}; the same command, without --fresh, goes on"
+    except ProgramExit as problem:
+        line = " ".join(str(problem).split())  # A value may contain line breaks.
+        if isinstance(problem, Stopped):
+            line = f"{line}; the same command, without --fresh, resumes it"
         else:
             line = f"ERROR: {line}"
-        with contextlib.suppress(OSError):  # Nobody may be reading it.
+        with contextlib.suppress(OSError):  # Perhaps nobody reads it.
             if os.environ.get(TRACEBACK):
-                traceback.print_exception(ending)
+                traceback.print_exception(problem)
             print(line, file=sys.stderr, flush=True)
-        sys.exit(ending.exit_code)
+        sys.exit(problem.exit_code)

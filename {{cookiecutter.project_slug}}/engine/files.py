@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all."""
+"""Files that are written completely or not at all, and JSON."""
 
 import concurrent.futures
 import contextlib
@@ -16,7 +16,7 @@ from engine.errors import BadInput, CannotWrite
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns an error of the disk into CannotWrite, which names `path`."""
-    import tensorflow as tf  # Here, because files are read before it is imported, which takes seconds.
+    import tensorflow as tf  # Here, because JSON is read before it is imported, which takes seconds.
 
     try:
         yield
@@ -28,7 +28,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from problem
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Calls `write` with a temporary path, and renames that to `path`, so that nobody reads half a file.
 
     Raises:
@@ -82,7 +82,7 @@ def file_sha256(path: Path) -> str:
 
 def sync(*paths: Path) -> None:
     """Returns when the contents of files, and the names in directories, would survive a loss of power."""
-    # In threads, because a file system combines the requests that it gets at the same time.
+    # In threads, because a file system combines requests that arrive at the same time.
     with concurrent.futures.ThreadPoolExecutor(len(paths)) as threads:
         list(threads.map(_sync, paths))
 

@@ -1,6 +1,6 @@
-"""Mistakes in the user's code: what the hooks, their data and the packages they call raise, as one line with the place.
+"""User errors: exceptions of the hooks, their data and the packages they call, as one line with the place.
 
-What the engine itself raises is a bug, and keeps its traceback.
+An exception of the engine itself is a bug, and keeps its traceback.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import tensorflow as tf
 from engine.errors import BadInput, Damaged, InterruptedStep, ProgramExit
 from engine.versions import PROJECT
 
-# What TensorFlow raises when a connection breaks. Hooks raise none of these.
+# TensorFlow raises these when a connection breaks. Hooks raise none of them.
 CONNECTION_ERRORS = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -23,7 +23,7 @@ CONNECTION_ERRORS = (
     tf.errors.UnavailableError,
 )
 LONGEST_SENTENCE = 300
-# Parts of a message that say nothing, or what `where_raised` says shorter.
+# Parts of a message that say nothing, or that `where_raised` says in fewer words.
 _NOISE = re.compile(
     r'\x1b\[[\d;]*m|^( *)File ".*\n(?:\1 +\S.*\n)*|^ *\(\d+\) [A-Z_]+: +'
     r"|\[\[.*?\]\](?=\s|$)|\{\{.*?\}\}|\[Op:\w+\](?: name: *)?|, node name: \S+"
@@ -33,18 +33,18 @@ _NOISE = re.compile(
 _SAYS_LITTLE = re.compile(
     r"Graph execution error:|Detected at node |in user code:|Traceback |Stack trace for op|\^+$|• "
     r"|\d+ (root error|successful operations|derived errors)"
-    # What Keras puts around an exception of a layer.
+    # Keras puts these lines around an exception of a layer.
     r"|Exception encountered when calling |.*Error encountered:$|Arguments received by "
 )
 
 
 @contextlib.contextmanager
 def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Turns an exception of the user's code into BadInput, which says where and what, and what `during` returns.
+    """Turns an exception of the user's code into BadInput: where it was raised, its text, and the text of `during`.
 
     Raises:
-        InterruptedStep: something has run before the failure: it was an operation, or hooks run in Python. Otherwise a
-            hook was being traced, and nothing has run.
+        InterruptedStep: something had run before the failure, as it was an operation, or hooks run in Python. Otherwise
+            a hook was being traced, and nothing had run.
     """
     try:
         yield
@@ -52,9 +52,9 @@ def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
         if not is_users(problem):
             raise
         has_run = isinstance(problem, tf.errors.OpError) or tf.config.functions_run_eagerly()
-        ending = InterruptedStep if has_run else BadInput
+        kind = InterruptedStep if has_run else BadInput
         steps = f" ({text})" if (text := during()) else ""
-        raise ending(f"{where_raised(problem)}: {first_line(problem)}{steps}") from problem
+        raise kind(f"{where_raised(problem)}: {first_line(problem)}{steps}") from problem
 
 
 def is_users(problem: BaseException) -> bool:
@@ -93,17 +93,18 @@ def first_line(problem: BaseException) -> str:
 
 def _places(problem: BaseException) -> list[tuple[Path, int, str]]:
     """Returns file, line and function of every place that an exception has passed, the innermost one last."""
-    places = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(problem.__traceback__)]
-    if isinstance(problem, SyntaxError) and problem.filename:  # It was read, and did not run.
-        places.append((problem.filename, problem.lineno or 0, "<module>"))
+    frames = traceback.extract_tb(problem.__traceback__)
+    places = [(frame.filename, str(frame.lineno), frame.name) for frame in frames]
+    if isinstance(problem, SyntaxError) and problem.filename:  # The file was read, and did not run.
+        places.append((problem.filename, str(problem.lineno or 0), "<module>"))
     # When a graph fails, the text says where the operation was defined.
     places += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(problem))
     return [(Path(file), int(line), function) for file, line, function in places]
 
 
 def _owner(file: Path) -> str:
-    """Returns whose a file is: "user", "package", or the part of the project that the user does not write."""
-    # An environment may be in the project's folder.
+    """Returns whose file it is: "user", "package", or the part of the project that the user does not write."""
+    # The project's folder may contain an environment.
     if not file.is_relative_to(PROJECT) or "site-packages" in file.parts:
         return "package"
     first, *more = file.relative_to(PROJECT).parts

@@ -1,4 +1,4 @@
-"""What the numbers of a run may depend on: the project's code, and the versions of the packages."""
+"""The code and the versions of packages, on which the results of a run may depend."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions by name; "template" only if pyproject.toml has it."""
+    """Returns the versions by name; "template" only if pyproject.toml names it."""
     return _versions_of_packages() | _version_of_template()
 
 
@@ -35,21 +35,21 @@ def _version_of_template() -> dict[str, str]:
         project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
         return {"template": project["tool"]["tf-dist-template"]["version"]}
     except (OSError, ValueError, LookupError, TypeError):
-        return {}  # A project works without the file, which is yours to change.
+        return {}  # A project works without the file, which the user may change.
 
 
 def shared_facts() -> dict[str, Any]:
-    """Returns what has to be the same in all processes of a cluster."""
-    # Patch releases of Python may differ. The template's version says nothing that the code does not.
+    """Returns the versions and the code, which must be the same in all processes of a cluster."""
+    # Patch releases of Python may differ. The template's version adds nothing to the code.
     return {"code": code_sha256(), **_versions_of_packages(), "python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def code_sha256() -> dict[str, str]:
-    """Returns the SHA-256 of each imported file of the project, by its path. What a hook imports later is not there."""
+    """Returns the SHA-256 of each imported file of the project, by its path; not of files that a hook imports later."""
     found = {}
     for module in list(sys.modules.values()):
         try:
-            # With getattr, a module that is to be loaded on its first use would be loaded.
+            # getattr would load a module that is loaded lazily.
             file = object.__getattribute__(module, "__dict__").get("__file__")
         except AttributeError:
             continue
@@ -61,7 +61,7 @@ def code_sha256() -> dict[str, str]:
 
 
 def changes_since(recorded: dict[str, Any]) -> list[str]:
-    """Returns what has changed since a run wrote `recorded`, its config.json. Compares the files on disk."""
+    """Returns the changes since a run wrote `recorded`, its config.json. Compares the files on disk."""
     changes = []
     for name, sha256 in recorded.get("code_sha256", {}).items():
         now = _sha256(PROJECT / name)
@@ -75,7 +75,7 @@ def changes_since(recorded: dict[str, Any]) -> list[str]:
 
 
 def _is_of_project(path: Path) -> bool:
-    """Returns whether a file is in the project's folder, and in no environment inside of it."""
+    """Returns whether a file is in the project's folder, but not in an environment inside it."""
     if not path.is_relative_to(PROJECT):
         return False
     environments = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]

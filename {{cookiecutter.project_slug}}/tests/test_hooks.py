@@ -34,7 +34,6 @@ def test_every_variable_is_in_the_state(settings: Config) -> None:
     train.build(settings)
     used = train.run_steps["train"].get_concrete_function().graph.variables
     known = {variable.ref() for variable in train.run.checkpoints.state.variables()}
-    known |= {variable.ref() for variable in train.run.objects.norm_variables.values()}  # For reports only.
     assert not [variable.name for variable in used if variable.ref() not in known]
 
 

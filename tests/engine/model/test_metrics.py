@@ -141,7 +141,7 @@ def test_results_are_named_and_sorted_by_where_they_are_shown() -> None:
     ]
     check_monitor(names, "validation/a/per_class_loss/2")
     assert monitor_direction(names, "validation/a/per_class_loss/2", "auto") == "min"
-    with pytest.raises(BadInput, match="whether lower or higher is better is not known"):
+    with pytest.raises(BadInput, match="whether lower or higher is better is unknown"):
         monitor_direction(names, "validation/a/scores/recall", "auto")
     with pytest.raises(BadInput) as refused:
         check_monitor(names, "validation/per_class_loss/2")
@@ -159,7 +159,7 @@ def test_results_are_named_and_sorted_by_where_they_are_shown() -> None:
     [
         (np.zeros([100, 101]), "returned 'one', whose result has 10,100 numbers: each is a column of metrics.csv, and"),
         ({"a": np.zeros(6000), "b": np.zeros(6000)}, "whose result has 12,000 numbers"),
-        ("text", "returned 'one', whose result cannot be read (of type str): it has to be a number, an array"),
+        ("text", "returned 'one', whose result cannot be read (of type str): it must be a number, an array"),
         (None, "whose result cannot be read (of type NoneType)"),
         ({"a": {"b": tf.constant("text")}}, "whose result cannot be read (of type EagerTensor)"),
         ({"a/b": 1.0, "a": {"b": 2.0}}, "returned two results called one/a/b: rename the metric 'one'"),

@@ -13,9 +13,10 @@ import task
 import train
 from config import Config
 from engine.errors import BadInput
+from engine.model.build import build_optimizers, learning_rates
 from engine.model.metrics import ResultNames
-from engine.model.objects import build_optimizers, learning_rates, model_variables
 from engine.model.rejections import monitor_direction
+from engine.model.variables import model_variables
 
 LOAD_EXAMPLES = task.load_examples
 
@@ -245,5 +246,5 @@ def test_direction_is_the_one_that_keras_knows(name: str, metric: type, directio
     if direction:
         assert monitor_direction(names, monitor, "auto") == direction
         return
-    with pytest.raises(BadInput, match=r"--monitor validation/wer: .* use --monitor-direction min or max"):
+    with pytest.raises(BadInput, match=r"--monitor validation/wer: .* pass --monitor-direction min or max"):
         monitor_direction(names, monitor, "auto")

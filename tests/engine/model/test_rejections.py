@@ -41,7 +41,10 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         (("--micro-batches=3",), "--micro-batches 3 does not divide the 32 examples of a replica's share: use one of"),
         (("--strategy=one_device", "--simulated-devices=2"), "--simulated-devices 2 with --strategy one_device"),
         (("--strategy=mirrored",), "--strategy mirrored needs GPUs and this machine shows none"),
-        (("--monitor=validation/f1",), "--monitor validation/f1 names no metric: use one of train/loss, train/acc"),
+        (
+            ("--monitor=validation/f1",),
+            "--monitor validation/f1 is not the name of a metric: use one of train/loss, train/acc",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -163,11 +166,11 @@ def noisy_model():
 FAULTY_HOOKS = {
     "variable of the module": (
         {"train_step": counting_step},
-        "task.train_step changes the variable steps_seen:0, which no checkpoint holds",
+        "task.train_step changes the variable steps_seen:0, which no checkpoint contains",
     ),
     "growing table": (
         {"create_model": model_with_a_table, "train_step": inserting_step},
-        "task.train_step changes a lookup table, which no checkpoint holds: LookupTableInsertV2 (test_rejections.py:",
+        "a lookup table, which no checkpoint contains: LookupTableInsertV2 (test_rejections.py:",
     ),
     "unseeded keras.random": (
         {"create_model": noisy_model},
@@ -208,7 +211,7 @@ FAULTY_HOOKS = {
     "list of losses": ({"create_loss_objects": list}, "task.create_loss_objects returned []: return a dict"),
     "list of metrics": ({"create_metrics": lambda split: []}, "task.create_metrics returned []"),
     "no optimizer": ({"create_optimizer": lambda total_steps: None}, "task.create_optimizer returned None"),
-    "no test step": ({"test_step": None}, "task.py has no function test_step"),
+    "no evaluation step": ({"evaluation_step": None}, "task.py has no function evaluation_step"),
     "report hook of two": (
         {"on_report": lambda row, run_dir: None},
         "task.on_report: too many positional arguments: it takes (row, run_dir, settings)",
@@ -219,11 +222,11 @@ FAULTY_HOOKS = {
     ),
     "decay of biases or betas": (
         {"create_optimizer": lambda total_steps: biases_decayed(total_steps, "(beta|bias)$")},
-        "exclude_from_weight_decay(var_names=['(beta|bias)$']) leaves out nothing",
+        "exclude_from_weight_decay(var_names=['(beta|bias)$']) excludes nothing",
     ),
     "decay of biases": (
         {"create_optimizer": biases_decayed},
-        "exclude_from_weight_decay(var_names=['bias$']) leaves out nothing",
+        "exclude_from_weight_decay(var_names=['bias$']) excludes nothing",
     ),
     "metric of too many numbers": (
         {"create_metrics": lambda split: {"loss": keras.metrics.Mean(), "f1": PerExample()}},
@@ -245,7 +248,7 @@ def test_monitor_without_a_known_direction_is_refused(refused: Refused, monkeypa
     create_metrics = task.create_metrics
     monkeypatch.setattr(task, "create_metrics", lambda split: {**create_metrics(split), "wer": keras.metrics.Mean()})
     line = refused("--monitor=validation/wer")
-    assert "--monitor validation/wer: whether lower or higher is better is not known: use --monitor-direction" in line
+    assert "--monitor validation/wer: whether lower or higher is better is unknown: pass --monitor-direction" in line
 
 
 @pytest.mark.parametrize("fault", FAULTY_HOOKS)

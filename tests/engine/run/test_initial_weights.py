@@ -15,7 +15,7 @@ import task
 import train
 from config import Config
 from engine.errors import BadInput
-from engine.model.objects import model_variables
+from engine.model.variables import model_variables
 from engine.run.initial_weights import load_initial_weights
 from engine.run.start import initialize
 

@@ -49,14 +49,14 @@ class Objects:
 
     def __init__(self) -> None:
         self.weight = tf.Variable(0.0)
-        self.weights, self.average, self.monitor_direction, self.hidden = {"weight": self.weight}, None, "min", self
+        self.weights, self.average, self.monitor_direction = {"weight": self.weight}, None, "min"
         self.averaged, self.on_report = 0, None
         self.scores: Iterator[float] = iter(())
 
-    def alike(self) -> dict[str, tf.Variable]:
+    def mirrored(self) -> dict[str, tf.Variable]:
         return self.weights
 
-    own = changed = used_in_validation = lambda self: {}
+    per_replica = changed = used_in_evaluation = lambda self: {}
     check_loss_scales = reset = lambda self, _: None
 
     def average_statistics(self) -> None:
@@ -77,7 +77,8 @@ def begin(tmp_path: Path) -> Callable[..., Run]:
     def begin(**settings: Any) -> Run:
         (tmp_path / "run").mkdir(exist_ok=True)
         config = Config(run_dir=tmp_path / "run", **settings)
-        return Run(config, tf.distribute.get_strategy(), Objects())
+        objects = Objects()
+        return Run(config, tf.distribute.get_strategy(), objects, objects)
 
     return begin
 

@@ -22,8 +22,8 @@ import task
 import train
 from config import Config
 from engine.errors import Stopped, end_at_signals
+from engine.model.build import learning_rates
 from engine.model.metrics import ResultNames
-from engine.model.objects import learning_rates
 from engine.report.report import Report
 from engine.report.tables import COLUMNS
 from engine.run.checkpoints import _checksums, read_checkpoint

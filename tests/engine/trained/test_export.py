@@ -361,12 +361,12 @@ def test_file_that_is_another_model_is_an_error_and_leaves_the_earlier_export(
 def test_variable_that_keras_does_not_list_is_exported_by_tensorflow_only(
     exported: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    validation_step = task.validation_step
+    evaluation_step = task.evaluation_step
 
-    def with_all(batch: Any) -> tf.Tensor:
-        return validation_step(batch) + 0.0 * tf.add_n(task.model.layers[-1].steps)
+    def with_all(split: str, batch: Any) -> tf.Tensor:
+        return evaluation_step(split, batch) + 0.0 * tf.add_n(task.model.layers[-1].steps)
 
-    printed = exported(create_model=lambda: small_model(Hidden()), validation_step=with_all)
+    printed = exported(create_model=lambda: small_model(Hidden()), evaluation_step=with_all)
     assert "Keras's files   left out: they cannot hold Variable#1, made without add_weight" in printed
     assert [each.name for each in (tmp_path / "run/export").iterdir()] == ["saved_model"]
     trained = load_trained(task, Config(run_dir=tmp_path / "run"), "test")

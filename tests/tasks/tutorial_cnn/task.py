@@ -89,11 +89,3 @@ def evaluation_step(split, batch):
     loss, per_example_loss = compute_loss(labels, predictions, weights)
     update_metrics(split, labels, predictions, per_example_loss, weights)
     return loss
-
-
-def validation_step(batch):
-    return evaluation_step("validation", batch)
-
-
-def test_step(batch):
-    return evaluation_step("test", batch)

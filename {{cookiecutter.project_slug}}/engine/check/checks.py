@@ -36,8 +36,8 @@ from engine.check.measure import (
 from engine.cluster.strategy import create_strategy
 from engine.data.sets import each_set, hook_of
 from engine.errors import BadInput
-from engine.model.objects import by_name, model_variables
 from engine.model.replicas import is_seed
+from engine.model.variables import by_name, model_variables
 from engine.run.program import Program
 from engine.tracing import draws_in_preparation, draws_in_step, python_in_preparation, python_in_step
 
@@ -183,7 +183,7 @@ class Findings:
 
     def randomness(self, one: Measured) -> None:
         """Nothing can be compared of what is drawn anew each time."""
-        step = self.program.run.objects.hidden.training
+        step = self.program.run.hidden.training
         for text in draws_in_step(step):
             raise BadInput(f"task.train_step: {text}")
         for text in python_in_step(step):
@@ -233,7 +233,7 @@ class Findings:
     def why_losses_differ(self, one: float, two: float) -> tuple[str, str]:
         """Returns the hook to look at, and what the losses of one and two replicas say about how they came about."""
         weights, activities = self.losses_of_model()
-        hidden = ", ".join(name.removeprefix("hidden/") for name in self.program.run.objects.hidden.changed())
+        hidden = ", ".join(name.removeprefix("hidden/") for name in self.program.run.hidden.changed())
         shape = self.shape_of_losses()
         if len(shape) != 1:  # The metrics differ for the same reason.
             raise BadInput(

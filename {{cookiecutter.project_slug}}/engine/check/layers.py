@@ -6,8 +6,8 @@ from types import ModuleType
 
 import keras
 
-from engine.model.objects import by_name
 from engine.model.replicas import layers_of
+from engine.model.variables import by_name
 from engine.run.program import Program
 
 # Attributes of Keras layers that hold the strength of their randomness.
@@ -45,7 +45,7 @@ def make_comparable(program: Program, task: ModuleType) -> Layers:
             layer.synchronized = True
             unsynchronized.append(layer.name)
 
-    changed = program.run.objects.hidden.training.changed  # This traces the training step.
+    changed = program.run.hidden.training.changed  # This traces the training step.
 
     def draws(generator: keras.random.SeedGenerator) -> bool:
         states = program.strategy.experimental_local_results(generator.state.value)

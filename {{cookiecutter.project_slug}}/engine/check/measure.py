@@ -13,7 +13,7 @@ import numpy as np
 from engine.check.layers import Layers, make_comparable
 from engine.data.sets import each_set
 from engine.errors import BadInput
-from engine.model.objects import by_name, trainable_variables
+from engine.model.variables import by_name, trainable_variables
 from engine.run.program import Program
 
 Arrays = dict[str, np.ndarray]
@@ -54,7 +54,7 @@ def measure(program: Program, task: ModuleType, settings: Any, replicas: int) ->
     """
     program.build(dataclasses.replace(settings, simulated_devices=replicas))
     layers = make_comparable(program, task)
-    program.run.objects.hidden.check(program.run.checkpoints.state.variables())
+    program.run.hidden.check(program.run.checkpoints.state.variables())
     stacks = first_stacks(program)
     losses, gradients = losses_and_gradients(program, task, stacks)
     _check_finite(losses, gradients)

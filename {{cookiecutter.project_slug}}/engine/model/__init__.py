@@ -1,21 +1,22 @@
-"""What a step uses and changes: models, optimizers, metrics and their variables. Imports nothing of the other rooms.
+"""What a step uses and changes: models, optimizers, metrics and their variables. Imports no other subpackage.
 
-objects       builds what the hooks return, and names every variable
+build         builds and checks the objects that the hooks return, in order
+rejections    rejects objects that would train wrongly without an error
+variables     the variables of the objects by name
 metrics       builds and reads the metrics, and names their results
-finish        builds, checks and gathers all of it
-rejections    refuses what would train wrongly without an error
 gradients     micro-batches, the sum over replicas, clipping, the update
 averages      the moving average of the weights
 replicas      what differs between replicas: seeds and statistics
 hidden_state  the variables that Keras does not list
 """
 
-from engine.model.finish import finish_objects, set_up
+from engine.model.build import TaskObjects, build_models, finish_objects, set_up
 from engine.model.gradients import apply_gradients, in_micro_batches
-from engine.model.hidden_state import recorded_variables
-from engine.model.objects import build_models
+from engine.model.hidden_state import HiddenState, recorded_variables
 
 __all__ = [
+    "HiddenState",
+    "TaskObjects",
     "apply_gradients",
     "build_models",
     "finish_objects",

@@ -10,13 +10,13 @@ class MovingAverage:
     """average <- decay * average + (1 - decay) * variable, for some variables."""
 
     def __init__(self, variables: dict[str, tf.Variable], decay: float) -> None:
-        """Begins with the variables' values. Make it inside the strategy's scope."""
+        """Starts with the variables' values. Make it inside the strategy's scope."""
         self._strategy = tf.distribute.get_strategy()
         self._variables, self._decay = variables, decay
         self.averages = {name: tf.Variable(variable, trainable=False) for name, variable in variables.items()}
 
-    def start_anew(self) -> None:
-        """Begins again with the variables' values."""
+    def start_over(self) -> None:
+        """Starts again with the variables' values."""
         for name, variable in self._variables.items():
             self.averages[name].assign(tf.identity(variable))
 
@@ -30,7 +30,7 @@ class MovingAverage:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Puts the averages in the variables' place for a while."""
+        """Puts the averages in the place of the variables' values for a while."""
         trained = {name: tf.identity(variable) for name, variable in self._variables.items()}
         for name, variable in self._variables.items():
             variable.assign(tf.identity(self.averages[name]))

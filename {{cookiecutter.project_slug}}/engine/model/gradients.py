@@ -1,27 +1,26 @@
-"""What lies between the tape and the changed weights: micro-batches, the sum over replicas, clipping, the update.
+"""From the tape to the changed weights: micro-batches, the sum over replicas, clipping, the update.
 
-Each of these is easy to get wrong on several replicas, without an error. Keras clips each replica's gradients before
-the sum (tensorflow#33929), counts an accumulated gradient once per replica, and looks for an overflow on the first
-replica only. So it is done here, and an optimizer that would do any of it is refused.
+Each of these is easy to get wrong on several replicas without an error. Keras clips each replica's gradients before the
+sum (tensorflow#33929), counts an accumulated gradient once per replica, and looks for an overflow on the first replica
+only. Therefore they are done here, and an optimizer that would do any of them is rejected.
 """
 
 import contextlib
 import dataclasses
-import functools
 import math
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from engine.errors import BadInput, Diverged
+from engine.settings import Settings
 from engine.tracing import converted
 
 # Arguments of a Keras optimizer that are wrong on several replicas, and the setting that is right.
-REFUSED_ARGUMENTS = {
+REJECTED_ARGUMENTS = {
     "clipnorm": "--global-clipnorm",
     "global_clipnorm": "--global-clipnorm",
     "clipvalue": "--global-clipnorm",
@@ -29,7 +28,7 @@ REFUSED_ARGUMENTS = {
     "use_ema": "--ema-decay",
     "loss_scale_factor": "--precision mixed_float16",
 }
-# The loss scale begins at 2**15. A gradient that overflows float16 at this one is beyond any that a step could use.
+# The loss scale starts at 2**15. A gradient that overflows float16 at this scale is larger than any step could use.
 LOWEST_LOSS_SCALE = 2.0**-10
 
 Gradients = list[tf.Tensor | tf.IndexedSlices | None]
@@ -37,7 +36,7 @@ Gradients = list[tf.Tensor | tf.IndexedSlices | None]
 
 @dataclasses.dataclass
 class _Step(threading.local):
-    """Settings and gradient sums of the step being traced in this thread (one thread per replica)."""
+    """The step that is being traced in this thread, which is one replica's."""
 
     global_clipnorm: float | None = None
     jit: bool = False
@@ -48,59 +47,54 @@ class _Step(threading.local):
     sums: list[Gradients] = dataclasses.field(default_factory=list)
     """For each of these calls, the sum of the gradients of the micro-batches so far."""
     operations: int = 0
-    """How many operations the graph had at the first of these calls."""
-    over_replicas: list[tf.Tensor] = dataclasses.field(default_factory=list)
-    """What Keras's sums over the replicas came to, in the update under way."""
+    """The number of operations in the graph at the first of these calls."""
 
 
 _step = _Step()
-# Optimizer -> the variable that gets half the square of its latest gradients' norm, of those that are watched.
-_norms: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, tf.Variable] = weakref.WeakKeyDictionary()
 
 
 @tf.autograph.experimental.do_not_convert
-def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Any) -> Callable[[Any], tf.Tensor]:
-    """Returns a step that runs `train_step` on equal parts of its batch, one after the other, and updates once.
+def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings) -> Callable[[Any], tf.Tensor]:
+    """Returns a step that runs `train_step` on equal micro-batches, one after the other, and updates once.
 
-    Only one part's activations are in memory at a time. Micro-batch m holds every n-th example from the m-th on, so
-    that the replicas' m-th parts together hold the same examples for any number of replicas. The losses of the parts
-    are summed, so each has to be divided by the size of the whole global batch.
+    Only the activations of one micro-batch are in memory at a time. With n micro-batches, number m contains every n-th
+    example from the m-th on, so that the m-th ones of all replicas together contain the same examples for any number of
+    replicas. The losses of the micro-batches are summed, so each must be divided by the global batch size.
 
-    Args:
-        train_step: takes one replica's (features, labels, weights), and updates by `apply_gradients`.
-        settings: has micro_batches, global_clipnorm and jit.
+    `train_step` takes one replica's (features, labels, sample_weights), and updates by `apply_gradients`.
     """
     step, count = converted(train_step), settings.micro_batches
 
     @tf.autograph.experimental.do_not_convert
-    def whole_step(batch: Any) -> tf.Tensor:
+    def complete_step(batch: Any) -> tf.Tensor:
         _step.global_clipnorm, _step.jit = settings.global_clipnorm, settings.jit
         try:
             loss = None
             for number in range(count):
                 _step.is_last, _step.calls = number == count - 1, 0
-                part = batch if count == 1 else _part(batch, number, count, after=loss)
+                micro_batch = batch if count == 1 else _micro_batch(batch, number, count, after=loss)
                 with _xla(True):
-                    loss = step(part) if loss is None else loss + step(part)
+                    loss = step(micro_batch) if loss is None else loss + step(micro_batch)
             if count > 1 and not _step.sums:
                 raise BadInput("--micro-batches needs task.train_step to update by engine.model.apply_gradients")
             return loss
         finally:
-            _step.__init__()  # Nothing of this step is left to whatever is traced next.
+            # Nothing of this step remains for the next one that is traced in this thread.
+            _step.global_clipnorm, _step.jit, _step.is_last, _step.sums = None, False, True, []
 
-    return whole_step
+    return complete_step
 
 
-def _part(batch: Any, number: int, count: int, after: tf.Tensor | None) -> Any:
-    """Returns every `count`-th example of a batch from `number` on, when the part before it is done."""
-    # Its memory is free then.
+def _micro_batch(batch: Any, number: int, count: int, after: tf.Tensor | None) -> Any:
+    """Returns every `count`-th example of a batch from `number` on, once the loss `after` has been computed."""
+    # By then the memory of the micro-batch before is free.
     before = [each for gradients in _step.sums for each in gradients if each is not None]
     with tf.control_dependencies([*before, *([] if after is None else [after])]):
         return tf.nest.map_structure(lambda tensor: tf.identity(tensor[number::count]), batch)
 
 
 def _xla(compiles: bool) -> contextlib.AbstractContextManager[None]:
-    """Marks operations for XLA, or not, with --jit. Those that XLA cannot compile run as they do without it."""
+    """Marks operations for XLA, or not, with --jit. Operations that XLA cannot compile run as they do without it."""
     if _step.jit and not tf.executing_eagerly():
         return tf.xla.experimental.jit_scope(compile_ops=compiles)
     return contextlib.nullcontext()
@@ -124,12 +118,13 @@ def apply_gradients(
         optimizer: built for these variables.
         tape: recorded the loss.
         loss: this replica's part of the batch's loss (scalar).
-        variables: what to update. A variable that the loss does not use stays.
-        gradients: what to apply in place of the tape's gradient, one for each variable: this replica's part as well.
+        variables: what to update. A variable that the loss does not use stays as it is.
+        gradients: this replica's gradients, one for each variable, to apply instead of the tape's.
 
     Returns:
-        The global norm of the sum (float32, scalar) before clipping, equal on all replicas. Not finite where
-        mixed_float16 skips the update; 0 in every micro-batch but the last.
+        The global norm of the sum before clipping (float32, scalar), equal on all replicas; 0 in every micro-batch but
+        the last, and not finite where mixed_float16 skips the update. It is computed with --global-clipnorm or
+        mixed_float16 only, and NaN without them.
 
     Raises:
         BadInput: with micro-batches, the loss was computed after another update of the same step.
@@ -171,43 +166,34 @@ def _check_order(loss: tf.Tensor, call: int) -> None:
         _step.operations = len(operations)
     elif loss.op not in operations[: _step.operations]:
         raise BadInput(
-            "--micro-batches: task.train_step computes a loss after an update, and updates wait for the last "
-            "micro-batch: compute all losses before the first apply_gradients, or leave --micro-batches out"
+            "--micro-batches: task.train_step computes a loss after an update, but updates wait for the last "
+            "micro-batch: compute all losses before the first apply_gradients, or remove --micro-batches"
         )
 
 
 def _update(
-    optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: Sequence[keras.Variable], scale: Any
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Gradients,
+    variables: Sequence[keras.Variable],
+    scale: tf.Tensor | None,
 ) -> tf.Tensor:
-    """Updates with the sum of all replicas' gradients; `scale` is the loss scale, if there is one. Returns its norm."""
+    """Updates with the sum of all replicas' gradients; `scale` is the loss scale, if any. Returns the sum's norm."""
     variables = [variable for variable, each in zip(variables, gradients, strict=True) if each is not None]
-    # Whole tensors, also of an embedding: Adam squares the slices of a token that occurs twice one by one.
+    # An embedding's gradient becomes a dense tensor: Adam would square the slices of a repeated token one by one.
     gradients = [tf.convert_to_tensor(each) for each in gradients if each is not None]
-    norm = None
+    norm = tf.constant(math.nan)
     if scale is not None or _step.global_clipnorm is not None:
         replica = tf.distribute.get_replica_context()
-        # Summed here, so that every replica clips, or finds an overflow, in the same gradients.
+        # Summed here, so that every replica clips, or finds an overflow in, the same gradients.
         gradients = replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
         norm = tf.linalg.global_norm(gradients)
         if _step.global_clipnorm is not None:
             limit = _step.global_clipnorm if scale is None else _step.global_clipnorm * tf.cast(scale, tf.float32)
             gradients, _ = tf.clip_by_global_norm(gradients, limit, use_norm=norm)
-        # Keras sums over the replicas once more, now of equal values.
+        # Keras sums over the replicas once more, now equal values.
         gradients = [each / replica.num_replicas_in_sync for each in gradients]
-    _step.over_replicas = []
     optimizer.apply_gradients(zip(gradients, variables, strict=True))
-    if norm is None:
-        _keep_norm(optimizer, [tf.cast(tf.nn.l2_loss(each), tf.float32) for each in _step.over_replicas])
-        return tf.linalg.global_norm(_step.over_replicas or [0.0])
-    norm = norm if scale is None else norm / tf.cast(scale, tf.float32)
-    _keep_norm(optimizer, [tf.nn.l2_loss(norm)])
-    return norm
-
-
-def _keep_norm(optimizer: keras.optimizers.Optimizer, half_squares: list[tf.Tensor]) -> None:
-    """Keeps half the square of a norm, as a sum. The norm itself would make the steps of a small model 3 % slower."""
-    if half_squares and (latest := _norms.get(optimizer)) is not None:
-        latest.assign(tf.raw_ops.AddN(inputs=half_squares))
+    return norm if scale is None else norm / tf.cast(scale, tf.float32)
 
 
 def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> keras.optimizers.Optimizer:
@@ -221,50 +207,24 @@ def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> 
             "task.create_optimizer returned a LossScaleOptimizer: return the optimizer inside it and use "
             "--precision mixed_float16"
         )
-    for argument, setting in REFUSED_ARGUMENTS.items():
+    for argument, setting in REJECTED_ARGUMENTS.items():
         if value := getattr(optimizer, argument, None):
             raise BadInput(
                 f"task.create_optimizer returned an optimizer with {argument}={value}, which is wrong on several "
-                f"replicas: leave it out and use {setting}"
+                f"replicas: remove it and use {setting}"
             )
-    _keep_sums(optimizer)
     return keras.optimizers.LossScaleOptimizer(optimizer) if precision == "mixed_float16" else optimizer
 
 
-def _keep_sums(optimizer: keras.optimizers.Optimizer) -> None:
-    """Lets `_update` see what Keras's own sum over the replicas comes to, because a second one would take long."""
-    sum_gradients = optimizer._all_reduce_sum_gradients
-
-    @functools.wraps(sum_gradients)
-    def kept(gradients_and_variables: Any) -> Any:
-        summed = sum_gradients(gradients_and_variables)
-        _step.over_replicas += [gradient for gradient, _ in summed if gradient is not None]
-        return summed
-
-    optimizer._all_reduce_sum_gradients = kept
-
-
-def watch_norms(optimizers: Mapping[str, keras.optimizers.Optimizer]) -> dict[str, tf.Variable]:
-    """Lets `apply_gradients` keep half the square of its latest norm; returns the variables. Call it in the scope.
-
-    They are for reports only: no checkpoint holds them, and a step never reads them.
-    """
-    for optimizer in optimizers.values():
-        _norms[optimizer] = tf.Variable(
-            math.nan,
-            trainable=False,
-            synchronization=tf.VariableSynchronization.ON_READ,  # Written by every replica, without a sum.
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-            name="half_square_of_gradient_norm",
-        )
-    return {name: _norms[optimizer] for name, optimizer in optimizers.items()}
+def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers that one such as keras.optimizers.MultiOptimizer hands its variables to; usually none."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # Inside a LossScaleOptimizer.
+    return list(getattr(optimizer, "optimizers", []))
 
 
 def check_loss_scale(optimizer: keras.optimizers.Optimizer, step: int) -> None:
-    """Raises Diverged if the loss scale of mixed_float16 has fallen so far that every step was skipped for long."""
+    """Raises Diverged if the loss scale of mixed_float16 is so low that every step was skipped for long."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         scale = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
         if scale < LOWEST_LOSS_SCALE:
-            raise Diverged(
-                f"at step {step} the loss scale is down to {scale:g}, as no scale makes the gradients finite"
-            )
+            raise Diverged(f"the loss scale at step {step} is down to {scale:g}: no scale makes the gradients finite")

@@ -1,6 +1,7 @@
-"""Variables that Keras does not list: a layer's own tf.Variable, a tf.random.Generator's, a recurrent layer's state.
+"""Unlisted variables, which Keras does not know: a layer's own tf.Variable, a tf.random.Generator's, a stateful RNN's.
 
-The steps use them all the same, so they are saved and restored with the rest. What no checkpoint can hold is refused.
+The steps use them all the same, so they are saved and restored with the rest. State that no checkpoint can contain is
+rejected.
 """
 
 import collections
@@ -16,7 +17,7 @@ from engine.errors import BadInput
 from engine.model.replicas import is_seed
 from engine.tracing import Traced, look_at
 
-# On several replicas such a generator fails, because Keras makes one in each replica's thread.
+# On several replicas an unseeded generator fails, because Keras makes one in each replica's thread.
 UNSEEDED = (
     "task.train_step draws from keras.random without a seed, which fails on several replicas: give a layer a "
     "keras.random.SeedGenerator and pass it as seed"
@@ -25,20 +26,20 @@ UNSEEDED = (
 
 @contextlib.contextmanager
 def recorded_variables() -> Iterator[list[weakref.ref]]:
-    """Yields a list that gets every variable that is made inside; one that is dropped again is not kept alive."""
-    made: list[weakref.ref] = []
+    """Yields a list that gets every variable that is made inside; a variable that is dropped is not kept alive."""
+    recorded: list[weakref.ref] = []
 
-    def note(next_creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
+    def record(next_creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
         variable = next_creator(**options)
-        made.append(weakref.ref(variable))
+        recorded.append(weakref.ref(variable))
         return variable
 
-    with tf.variable_creator_scope(note):
-        yield made
+    with tf.variable_creator_scope(record):
+        yield recorded
 
 
 class HiddenState:
-    """The variables that the steps use and Keras does not list. The steps are traced when that is first asked for.
+    """The unlisted variables that the steps use. The steps are traced when this is asked for first.
 
     Attributes:
         unlisted: those that the hooks made, whether a step uses them or not, under unique names.
@@ -47,24 +48,25 @@ class HiddenState:
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        made: Iterable[weakref.ref],
+        recorded: Iterable[weakref.ref],
         listed: Iterable[tf.Variable],
         graph: Callable[[str], tf.Graph | None],
-        unsaved: Iterable[tf.Variable] = (),
     ) -> None:
-        """`made` are all variables that the hooks made in the strategy's scope, `listed` those that Keras lists.
+        """Traces nothing yet.
 
-        `graph` returns the graph of a split's steps, or None if other processes run them, or none does. A step may
-        change the `unsaved`, which are for reports only.
+        Args:
+            strategy: in whose scope the hooks ran.
+            recorded: all variables that the hooks made, from `recorded_variables`.
+            listed: the variables that Keras lists.
+            graph: returns the graph of a split's steps; None if other processes run them, or there are none.
         """
         self._local_results = strategy.experimental_local_results
         self._graph = graph
-        self._unsaved = self._handles(unsaved)
-        known = self._handles(listed) | self._unsaved
+        known = self._handles(listed)
         # Numbered over all of them, so that a name does not depend on which ones a graph uses.
         self.unlisted: dict[str, tf.Variable] = {}
         times: collections.Counter[str] = collections.Counter()
-        for each in made:
+        for each in recorded:
             if (variable := each()) is None or self._handles([variable]) & known:
                 continue
             name = f"hidden/{variable.name.removesuffix(':0')}"
@@ -83,24 +85,25 @@ class HiddenState:
         return None if graph is None else look_at(graph)
 
     @functools.cached_property
-    def validation(self) -> Traced | None:
-        """What the validation steps do; traces them. Without a validation those of the test, if there is one."""
+    def evaluation(self) -> Traced | None:
+        """What the validation steps do, or the test steps if there is no validation; traces them."""
         graphs = (self._graph(split) for split in ("validation", "test"))
         return next((look_at(graph) for graph in graphs if graph is not None), None)
 
     def changed(self) -> dict[str, tf.Variable]:
-        """Returns those that a step changes: the checkpoints hold them."""
-        return self._among({handle for each in (self.training, self.validation) if each for handle in each.changed})
+        """Returns those that a step changes: the checkpoints contain them."""
+        traced = [each for each in (self.training, self.evaluation) if each]
+        return self._among({handle for each in traced for handle in each.changed})
 
-    def used_in_validation(self) -> dict[str, tf.Variable]:
-        """Returns those that the validation uses: they are kept with the best weights. Without one, the training's."""
-        traced = self.validation or self.training
+    def used_in_evaluation(self) -> dict[str, tf.Variable]:
+        """Returns those that an evaluation uses, or training if there is none: they belong to the best weights."""
+        traced = self.evaluation or self.training
         return self._among(traced.used if traced else ())
 
     def check(self, saved: Iterable[tf.Variable]) -> None:
-        """Raises BadInput if a step changes something besides the variables that a checkpoint holds."""
-        kept = self._handles(saved) | self._unsaved
-        for step, traced in (("train_step", self.training), ("validation_step", self.validation)):
+        """Raises BadInput if a step changes anything besides the variables that a checkpoint contains."""
+        kept = self._handles(saved)
+        for step, traced in (("train_step", self.training), ("evaluation_step", self.evaluation)):
             if traced is None:
                 continue
             for key, name in traced.changed.items():
@@ -109,13 +112,13 @@ class HiddenState:
                 if is_seed(name.removesuffix(":0")):
                     raise BadInput(UNSEEDED)
                 raise BadInput(
-                    f"task.{step} changes the variable {name}, which no checkpoint holds, because it was made outside "
-                    "the create_* hooks: make it in one of them"
+                    f"task.{step} changes the variable {name}, which no checkpoint contains, because it was made "
+                    "outside the create_* hooks: make it in one of them"
                 )
             if traced.table_changes:
                 raise BadInput(
-                    f"task.{step} changes a lookup table, which no checkpoint holds: {traced.table_changes[0]}: fill "
-                    "it in a create_* hook, or keep a tf.Variable instead"
+                    f"task.{step} changes a lookup table, which no checkpoint contains: {traced.table_changes[0]}: "
+                    "fill it in a create_* hook, or use a tf.Variable instead"
                 )
 
     def _handles(self, variables: Iterable[tf.Variable]) -> set[int]:

@@ -1,13 +1,13 @@
 """The metrics of a task: built, read, and the names of their results.
 
-A result is one number, an array, or a dictionary of these. Each number has a name of its own: "validation/loss", an
-array's "validation/confusion/1/2", a dictionary's "validation/scores/recall"; of several sets
-"validation/<set>/loss".
+A result is a number, an array, or a dictionary of these. Each number has a name of its own: "validation/loss",
+"validation/confusion/1/2" in an array, "validation/scores/recall" in a dictionary; with several datasets
+"validation/<dataset>/loss".
 """
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
 import keras
@@ -15,31 +15,33 @@ import numpy as np
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.objects import Metrics, inner_variable, zeros
+from engine.model.variables import inner_variable
+from engine.protocols import Metrics, Task
 
 # Each number is a column of metrics.csv.
 LARGEST_RESULT = 10_000
-# An array of more numbers is not shown in TensorBoard.
+# TensorBoard does not show larger arrays.
 LARGEST_SHOWN = 32
 
 
 def build_metrics(
-    task: ModuleType, strategy: tf.distribute.Strategy, batch_specs: Mapping[str, Any], made: Iterable[weakref.ref]
+    task: Task, strategy: tf.distribute.Strategy, batch_specs: Mapping[str, Any], recorded: Iterable[weakref.ref]
 ) -> None:
-    """Makes the variables of metrics that would make them with their first update, such as F1Score.
+    """Makes the variables of metrics that make them with their first update, such as F1Score.
 
-    In a compiled step that fails on several replicas. So such a split's step runs once before, on zeros, and what it
-    did to the variables that the hooks have `made` is undone. `batch_specs`: see `finish_objects`.
+    In a compiled step that fails on several replicas. So the step of such a split runs once before, on zeros, and its
+    changes to the `recorded` variables of the hooks are undone. `batch_specs`: see `finish_objects`.
     """
-    steps = {"train": task.train_step, "validation": task.validation_step, "test": task.test_step}
     for split, batch_spec in {split_of(name): spec for name, spec in batch_specs.items()}.items():
-        # Keras notes it as `_built`, because some, such as R2Score, have one of their variables from the start.
+        # Keras sets `_built`, because some metrics, such as R2Score, have one of their variables from the start.
         if all(metric.variables and getattr(metric, "_built", True) for metric in task.metrics[split].values()):
             continue
-        changed = [variable for each in list(made) if (variable := each()) is not None]
-        local = [each for variable in changed for each in strategy.experimental_local_results(variable)]
+        variables = [variable for each in list(recorded) if (variable := each()) is not None]
+        local = [each for variable in variables for each in strategy.experimental_local_results(variable)]
         before = [tf.identity(each) for each in local]
-        strategy.run(steps[split], args=(zeros(batch_spec),))
+        step = task.train_step if split == "train" else functools.partial(task.evaluation_step, split)
+        zeros = tf.nest.map_structure(lambda leaf: tf.zeros(leaf.shape, leaf.dtype), batch_spec)
+        strategy.run(step, args=(zeros,))
         for each, value in zip(local, before, strict=True):
             each.assign(value)
         for metric in task.metrics[split].values():
@@ -47,23 +49,23 @@ def build_metrics(
 
 
 def split_of(name: str) -> str:
-    """Returns the split of a set: "validation/easy" -> "validation"."""
+    """Returns the split of a dataset: "validation/easy" -> "validation"."""
     return name.split("/")[0]
 
 
 def metric_results(metrics: Metrics, name: str) -> dict[str, float]:
-    """Returns the results of the metrics of a set's split, each number as "<name>/<metric>".
+    """Returns the results of the metrics of a dataset's split, each number as "<name>/<metric>".
 
     Raises:
-        BadInput: a result is no number, array or dictionary of these, or has too many of them.
+        BadInput: a result is not a number, an array or a dictionary of these, or has too many numbers.
     """
     return {f"{name}/{path}": number for _, path, _, number in _numbers(metrics, split_of(name))}
 
 
 def _numbers(metrics: Metrics, split: str) -> Iterator[tuple[str, str, str, float]]:
-    """Yields each number of the results of a split's metrics: the metric, its name, that of its array, and itself.
+    """Yields each number of the results of a split's metrics: the metric, its name, its array's name, and itself.
 
-    The last two names are the same if it is in no array.
+    The two names are the same for a number outside an array.
     """
     for metric_name, metric in metrics[split].items():
         arrays = list(_arrays(metric_name, metric.result(), split, metric_name))
@@ -93,33 +95,33 @@ def _arrays(name: str, result: Any, split: str, metric_name: str) -> Iterator[tu
         yield name, array.astype(np.float64)
     except (TypeError, ValueError) as problem:
         raise BadInput(
-            f"task.create_metrics({split!r}) returned {metric_name!r}, whose result cannot be read ({problem}): it has "
-            "to be a number, an array of numbers, or a dict of these"
+            f"task.create_metrics({split!r}) returned {metric_name!r}, whose result cannot be read ({problem}): it "
+            "must be a number, an array of numbers, or a dict of these"
         ) from problem
 
 
 def _over_replicas(variable: tf.Variable, split: str, metric: str) -> tf.Tensor:
-    """Returns what the replicas' values of a metric's variable come to together."""
+    """Returns a metric's variable as one value for all replicas."""
     if isinstance(variable, tf.distribute.DistributedValues) and variable.aggregation == tf.VariableAggregation.NONE:
         raise BadInput(
-            f"task.create_metrics({split!r}) returned {metric!r}, whose variable {variable.name} does not say what the "
-            "replicas' values come to together: make it with self.add_variable(shape=..., initializer=...), which sums"
+            f"task.create_metrics({split!r}) returned {metric!r}, whose variable {variable.name} does not say how the "
+            "replicas' values are combined: make it with self.add_variable(shape=..., initializer=...), which sums"
         )
     return tf.convert_to_tensor(variable)
 
 
 class ResultNames:
-    """The names of the numbers that the metrics of some sets come to.
+    """Names of all scalar metric results, per dataset.
 
     Attributes:
-        sets: those of the sets: "train", "validation" or "validation/<set>", ...
-        metrics: number -> the metric in task.metrics, and what it is of: "f1", or "scores/recall" of a dictionary.
+        sets: "train", "validation" or "validation/<name>", ...
+        metrics: number -> the metric in task.metrics, and the name there: "f1", or "scores/recall" in a dictionary.
         arrays: number in an array -> the array: "validation/f1/3" -> "validation/f1".
     """
 
-    def __init__(self, metrics: Metrics, sets: Iterable[str]) -> None:
-        """Raises BadInput for what `metric_results` refuses, or if two numbers have one name."""
-        self.sets = tuple(sets)
+    def __init__(self, metrics: Metrics, datasets: Iterable[str]) -> None:
+        """Raises BadInput for results that `metric_results` rejects, or if two numbers have one name."""
+        self.sets = tuple(datasets)
         self.metrics: dict[str, tuple[keras.metrics.Metric, str]] = {}
         self.arrays: dict[str, str] = {}
         for name in self.sets:
@@ -136,23 +138,21 @@ class ResultNames:
                     self.arrays[number] = f"{name}/{array}"
 
     def to_monitor(self) -> list[str]:
-        """Returns what --monitor may name; of each array one element."""
+        """Returns the names that --monitor may have; one element of each array."""
         found = {self.arrays.get(number, number): number for number in self.metrics}
         return [number for number in found.values() if split_of(number) in ("train", "validation")]
 
     def lines(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what of a report fits on lines and curves: all but the elements of arrays."""
+        """Returns the values for the console's lines and for curves: all but the elements of arrays."""
         return {name: value for name, value in values.items() if name not in self.arrays}
 
     def scalars(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what TensorBoard shows: all but the elements of large arrays."""
-        sizes: dict[str, int] = {}
-        for array in self.arrays.values():
-            sizes[array] = sizes.get(array, 0) + 1
-        return {name: value for name, value in values.items() if sizes.get(self.arrays.get(name), 0) <= LARGEST_SHOWN}
+        """Returns the values for TensorBoard: all but the elements of large arrays."""
+        sizes = collections.Counter(self.arrays.values())
+        return {name: value for name, value in values.items() if sizes[self.arrays.get(name, "")] <= LARGEST_SHOWN}
 
     def metric(self, name: str) -> str:
-        """Returns a number's name without that of the set: "validation/easy/loss" -> "loss"."""
+        """Returns a number's name without the dataset: "validation/easy/loss" -> "loss"."""
         for each in self.sets:
             if name.startswith(f"{each}/"):
                 return name.removeprefix(f"{each}/")

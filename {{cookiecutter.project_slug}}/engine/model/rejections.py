@@ -1,29 +1,37 @@
-"""Refuses hooks whose objects would train wrongly without an error."""
+"""Rejects hooks whose objects would train wrongly without an error."""
 
 import inspect
 import re
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
+from engine.model.gradients import inner_optimizers
 from engine.model.metrics import ResultNames, split_of
-from engine.model.objects import by_name, inner_optimizers, inner_variable, trainable_variables, variable_path
+from engine.model.variables import by_name, inner_variable, trainable_variables, variable_path
+from engine.protocols import Task
 
-# What train.py uses of task.py.
-HOOKS = ("load_examples", "prepare_example", "create_model", "create_optimizer", "create_loss_objects")
-HOOKS += ("create_metrics", "train_step", "validation_step", "test_step")
+HOOKS = (
+    "load_examples",
+    "prepare_example",
+    "create_model",
+    "create_optimizer",
+    "create_loss_objects",
+    "create_metrics",
+    "train_step",
+    "evaluation_step",
+)
 
 
-def check_hooks(task: ModuleType, *, export: bool) -> None:
+def check_hooks(task: Task, *, export: bool) -> None:
     """Raises BadInput if task.py lacks a hook, or one has other parameters; an export needs one more."""
     needed = (*HOOKS, "predict_step") if export else HOOKS
     missing = [name for name in needed if not callable(getattr(task, name, None))]
     if missing:
-        raise BadInput(f"task.py has no function {', '.join(missing)}: it needs every one of {', '.join(needed)}")
+        raise BadInput(f"task.py has no function {', '.join(missing)}: it needs {', '.join(needed)}")
     if on_report := getattr(task, "on_report", None):
         try:
             inspect.signature(on_report).bind("row", "run_dir", "settings")
@@ -60,44 +68,44 @@ def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
 
 
 def check_weight_decay(optimizer: Any, model: Any) -> None:
-    """Raises BadInput if names of variables without weight decay are those of none: Keras says nothing."""
+    """Raises BadInput if variables are to be excluded from weight decay by names that match none of them."""
     names = [variable.name for variable in trainable_variables(model).values()]
     for each in by_name(optimizer, "optimizer").values():
         for one in inner_optimizers(each) or [getattr(each, "inner_optimizer", each)]:
             pattern = getattr(getattr(one, "_exclude_from_weight_decay_pattern", None), "pattern", "")
-            # Of names for many models some may be of no variable here; one with an end is meant for this model.
+            # A list of names for many models may match only in part; a name with "$" is meant for this model.
             parts = [] if "(" in pattern else [part for part in pattern.split("|") if part.endswith("$")]
             for part in parts or [pattern]:
                 if part and not any(re.search(part, name) for name in names):
                     raise BadInput(
-                        f"task.create_optimizer: exclude_from_weight_decay(var_names=[{part!r}]) leaves out nothing, "
-                        f"because Keras compares it with TensorFlow's names, such as {names[0]!r}: give the variables "
+                        f"task.create_optimizer: exclude_from_weight_decay(var_names=[{part!r}]) excludes nothing, "
+                        f"because Keras compares it with TensorFlow's names, such as {names[0]!r}: pass the variables "
                         "themselves, as var_list"
                     )
 
 
 def check_monitor(names: ResultNames, monitor: str) -> None:
-    """Raises BadInput if `monitor` names no number that is measured in training or validation."""
+    """Raises BadInput if `monitor` is not the name of a number that is measured in training or validation."""
     if monitor in names.metrics and split_of(monitor) in ("train", "validation"):
         return
-    problem = "names no metric"
+    problem = "is not the name of a metric"
     if split_of(monitor) == "validation" and not any(split_of(each) == "validation" for each in names.sets):
         problem = "is not measured, because task.load_examples('validation') returned None"
     raise BadInput(f"--monitor {monitor} {problem}: use one of {', '.join(names.to_monitor())}")
 
 
 def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
-    """Returns "min" or "max": the setting, or with "auto" what Keras knows of the metric.
+    """Returns "min" or "max": the setting, or with "auto" the metric's direction as Keras knows it.
 
     Raises:
-        BadInput: the setting is "auto", and Keras knows no direction of the metric, nor is it called a loss.
+        BadInput: the setting is "auto", Keras knows no direction of the metric, and it is not called a loss.
     """
     if setting != "auto":
         return setting
     metric, name = names.metrics[monitor]
-    known = {"up": "max", "down": "min"}.get(getattr(metric, "_direction", None))
+    known = {"up": "max", "down": "min"}.get(getattr(metric, "_direction", ""))
     if known is None and not name.endswith("loss"):
         raise BadInput(
-            f"--monitor {monitor}: whether lower or higher is better is not known: use --monitor-direction min or max"
+            f"--monitor {monitor}: whether lower or higher is better is unknown: pass --monitor-direction min or max"
         )
     return known or "min"

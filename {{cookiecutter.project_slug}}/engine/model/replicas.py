@@ -1,4 +1,4 @@
-"""What differs between replicas: the seeds of dropout, and what an unsynchronized BatchNormalization measures."""
+"""What differs between replicas: the seeds of dropout, and the statistics of an unsynchronized BatchNormalization."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +15,8 @@ def is_seed(path: str) -> bool:
     return path.rsplit("/", 1)[-1].startswith("seed_generator_state")
 
 
-def own_variables(models: dict[str, keras.Model]) -> Iterator[keras.Variable]:
-    """Yields the variables that may differ between replicas: seeds, and what unsynchronized layers measure."""
+def per_replica_variables(models: dict[str, keras.Model]) -> Iterator[keras.Variable]:
+    """Yields the variables that may differ between replicas: seeds, and the statistics of unsynchronized layers."""
     for model in models.values():
         yield from (variable for variable in model.variables if is_seed(variable.path))
         yield from _statistics(model)
@@ -25,7 +25,7 @@ def own_variables(models: dict[str, keras.Model]) -> Iterator[keras.Variable]:
 def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable]) -> None:
     """Gives every replica but the first other seeds, so that dropout does not drop the same units on all.
 
-    From then on all replicas count alike.
+    From then on all replicas count in the same way.
     """
     if strategy.num_replicas_in_sync == 1 or not seeds:
         return
@@ -40,9 +40,9 @@ def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable])
 
 
 def compile_averaging(strategy: tf.distribute.Strategy, models: dict[str, keras.Model]) -> Callable[[], None]:
-    """Returns a function that gives every replica the mean of what each has measured of its own shares.
+    """Returns a function that gives every replica the mean of the statistics of all replicas.
 
-    Call it before every validation, save and export, because a checkpoint holds the values of the first replica.
+    Call it before every validation, save and export, because a checkpoint contains the values of the first replica.
     """
     measured = [variable for model in models.values() for variable in _statistics(model)]
     statistics = [variable for variable in measured if variable.dtype.startswith(("float", "bfloat"))]
@@ -58,12 +58,12 @@ def compile_averaging(strategy: tf.distribute.Strategy, models: dict[str, keras.
 
 
 def _statistics(model: keras.Model) -> Iterator[keras.Variable]:
-    """Yields what the layers that are not synchronized measure."""
+    """Yields the statistics of the layers that are not synchronized."""
     for layer in layers_of(model):
         if not getattr(layer, "synchronized", False):
             yield from layer._non_trainable_variables
 
 
 def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """Yields every layer of a model, however deeply nested; `model.layers` holds the outermost ones only."""
+    """Yields every layer of a model, however deeply nested; `model.layers` has the outermost ones only."""
     yield from model._flatten_layers(include_self=True, recursive=True)

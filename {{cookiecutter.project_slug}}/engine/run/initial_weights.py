@@ -20,8 +20,8 @@ import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
 from engine.errors import BadInput, Damaged
-from engine.model.objects import by_name, model_variables
 from engine.model.replicas import is_seed
+from engine.model.variables import by_name, model_variables
 from engine.run.checkpoints import RECORD, checkpoint_paths, plain_name, read_checkpoint
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import Variables, one_of_replicas

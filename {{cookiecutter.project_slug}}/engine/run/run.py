@@ -19,7 +19,8 @@ from engine.console import LiveLine, console, print_result
 from engine.data.batches import Batches
 from engine.errors import BadInput, Damaged, Diverged, InterruptedStep, Stopped
 from engine.files import write_json
-from engine.model.finish import TaskObjects
+from engine.model.build import TaskObjects
+from engine.model.hidden_state import HiddenState
 from engine.model.metrics import split_of
 from engine.report.report import Report
 from engine.report.summaries import TENSORBOARD
@@ -73,6 +74,7 @@ class Run:
         progress: its counts and scores.
         strategy: what the steps are distributed by.
         objects: the task's objects, which the steps use and change.
+        hidden: the variables of the steps that Keras does not list.
         workers: the processes that train together: usually one, this one.
         checkpoints: the whole state, at the end of each epoch and every --checkpoint-every-steps.
         best: the weights that --monitor says are the best.
@@ -80,20 +82,21 @@ class Run:
         live: the console's line of the pass that is under way.
     """
 
-    def __init__(self, settings: Any, strategy: tf.distribute.Strategy, objects: TaskObjects) -> None:
+    def __init__(
+        self, settings: Any, strategy: tf.distribute.Strategy, objects: TaskObjects, hidden: HiddenState
+    ) -> None:
         """Writes nothing."""
         self.settings = settings
         self.strategy = strategy
-        self.objects = objects
+        self.objects, self.hidden = objects, hidden
         self.workers = Workers(strategy)
         self.progress = Progress()
         self.report: Report | None = None
         self.profile = Profile(
             settings.run_dir / TENSORBOARD if settings.profile else None, records=self.workers.is_chief
         )
-        hidden = objects.hidden
-        state = State(strategy, objects.alike(), objects.own(), hidden.changed)
-        weights = State(strategy, objects.weights, hidden=hidden.used_in_validation)
+        state = State(strategy, objects.mirrored(), objects.per_replica(), hidden.changed)
+        weights = State(strategy, objects.weights, hidden=hidden.used_in_evaluation)
         writer, keep = Writer(in_thread=settings.async_checkpoints), settings.keep_checkpoints
         self.checkpoints = Checkpoints(settings.run_dir / CHECKPOINTS, state, keep=keep, writer=writer)
         # One more than there are checkpoints, because each of them may name another one as the best.
@@ -146,17 +149,13 @@ class Run:
             self.live.took(losses)
             self._chunks.took(split, count, seconds)
             if split == "train" and self.report and self.workers.is_chief:
-                self.report.steps(progress.step, epoch + 1, losses, seconds, self._latest)
+                self.report.steps(progress.step, epoch + 1, losses, seconds, self.objects.learning_rates)
             self.objects.check_loss_scales(progress.step)
             if split == "train" and done < steps and self._is_multiple(self.settings.checkpoint_every_steps):
                 self.save()
         if done >= steps:
             progress.end_pass(name, self.objects.results(name))
             self._chunk = None
-
-    def _latest(self) -> dict[str, float]:
-        """Returns the learning rates and the gradients' norms, which take a moment to read."""
-        return {**self.objects.learning_rates(), **self.objects.gradient_norms(self.strategy)}
 
     def note(self, losses: Any) -> None:
         """Records the losses ([count]) of the steps just taken."""

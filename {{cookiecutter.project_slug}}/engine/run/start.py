@@ -103,7 +103,7 @@ def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
     Raises:
         BadInput: a step changes what no checkpoint can hold.
     """
-    hidden = run.objects.hidden
+    hidden = run.hidden
     hidden.check(run.checkpoints.state.variables())
     found = []
     if step := hidden.training:
@@ -180,7 +180,7 @@ def initialize(run: Run) -> str:
     report, values = run.workers.from_chief(load)
     weights.assign(values)
     if objects.average:
-        objects.average.start_anew()
+        objects.average.start_over()
     return report
 
 

@@ -19,7 +19,7 @@ from engine.cluster.workers import Workers
 from engine.console import print_facts
 from engine.data import element_spec
 from engine.data.batches import Batches
-from engine.model.objects import by_name
+from engine.model.variables import by_name
 from engine.versions import PROJECT, versions
 
 # A repository may be large, or on a slow disk.

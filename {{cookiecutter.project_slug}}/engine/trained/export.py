@@ -27,9 +27,9 @@ from engine.data.records import Records
 from engine.data.sets import named
 from engine.errors import BadInput, ProgramExit
 from engine.files import sync, writing
-from engine.model.finish import set_up
-from engine.model.objects import build_models, by_name, model_variables
+from engine.model.build import build_models, set_up
 from engine.model.replicas import is_seed
+from engine.model.variables import by_name, model_variables
 from engine.tracing import converted
 from engine.trained.loading import NO_TENSORS, load_trained, with_lengths
 from engine.trained.saved_model import Endpoint, write_saved_model

@@ -19,9 +19,9 @@ from engine.data.padding import of_largest_length
 from engine.data.preparation import Preparation
 from engine.errors import BadInput, Damaged
 from engine.files import read_json
-from engine.model.finish import set_up
+from engine.model.build import build_models, set_up
 from engine.model.hidden_state import HiddenState, recorded_variables
-from engine.model.objects import build_models, model_variables
+from engine.model.variables import model_variables
 from engine.run.checkpoints import Checkpoints, find_best, read_checkpoint
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
@@ -87,7 +87,7 @@ def load_trained(task: ModuleType, settings: Any, purpose: str) -> Trained:
         settings=settings,
         model=task.model,
         weights=_restore_best(settings.run_dir, task.model, hidden, purpose),
-        hidden=[name.removeprefix("hidden/") for name in hidden.used_in_validation()],
+        hidden=[name.removeprefix("hidden/") for name in hidden.used_in_evaluation()],
         features_spec=features_spec,
         predict=predict,
     )
@@ -163,7 +163,7 @@ def _restore_best(run_dir: Path, model: Any, hidden: HiddenState, purpose: str) 
     except (BadInput, Damaged) as problem:
         what_to_do = ": bring it back from a copy" if isinstance(problem, Damaged) else ""
         raise BadInput(f"{purpose}: {problem}{what_to_do}") from problem
-    if missing := hidden.used_in_validation().keys() - values.keys():
+    if missing := hidden.used_in_evaluation().keys() - values.keys():
         raise BadInput(
             f"{purpose}: {path} does not hold {min(missing)}, a variable of task.predict_step: use it in "
             "task.validation_step too, or make it with add_weight"

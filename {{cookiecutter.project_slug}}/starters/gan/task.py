@@ -172,16 +172,6 @@ def evaluation_step(split: str, batch) -> tf.Tensor:
     return losses["generator"] + losses["discriminator"]
 
 
-def validation_step(batch) -> tf.Tensor:
-    """Runs evaluation_step on this replica's share of a validation batch."""
-    return evaluation_step("validation", batch)
-
-
-def test_step(batch) -> tf.Tensor:
-    """Runs evaluation_step on this replica's share of a test batch."""
-    return evaluation_step("test", batch)
-
-
 def on_report(row: dict[str, Any], run_dir: Path, settings: Config) -> None:
     """Draws the same digits from the same noise after every epoch, into samples/ and TensorBoard."""
     rows = 6

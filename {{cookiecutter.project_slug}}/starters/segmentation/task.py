@@ -168,16 +168,6 @@ def evaluation_step(split: str, batch) -> tf.Tensor:
     return loss
 
 
-def validation_step(batch) -> tf.Tensor:
-    """Runs evaluation_step on this replica's share of a validation batch."""
-    return evaluation_step("validation", batch)
-
-
-def test_step(batch) -> tf.Tensor:
-    """Runs evaluation_step on this replica's share of a test batch."""
-    return evaluation_step("test", batch)
-
-
 def on_report(row: dict[str, Any], run_dir: Path, settings: Config) -> None:
     """Shows TensorBoard some validation images after every epoch, each above its mask and the predicted one."""
     examples = load_examples("validation").take(8).map(lambda *each: prepare_example(*each, training=False, seed=None))

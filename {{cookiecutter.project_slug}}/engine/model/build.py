@@ -1,0 +1,237 @@
+"""Builds and checks the objects that the hooks of task.py return, in the order in which train.build() needs it."""
+
+import contextlib
+import dataclasses
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import engine
+from engine.errors import BadInput
+from engine.model import replicas
+from engine.model.averages import MovingAverage
+from engine.model.gradients import check_loss_scale, inner_optimizers, prepare_optimizer
+from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of
+from engine.model.rejections import (
+    check_hooks,
+    check_loss_objects,
+    check_monitor,
+    check_scope,
+    check_weight_decay,
+    monitor_direction,
+)
+from engine.model.variables import (
+    by_name,
+    metric_variables,
+    model_variables,
+    optimizer_variables,
+    per_replica_variables,
+    trainable_variables,
+)
+from engine.protocols import Metrics, Task
+from engine.settings import Settings
+from engine.user_errors import first_line
+
+
+def set_up(task: Task, settings: Settings) -> None:
+    """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
+    check_hooks(task, export=settings.export)
+    if gc.get_threshold()[0] == engine.WHILE_IMPORTING:
+        gc.freeze()
+        gc.set_threshold(10_000)
+    if settings.deterministic:
+        tf.config.experimental.enable_op_determinism()
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+    tf.config.run_functions_eagerly(settings.eager)
+    # The input pipeline stays a graph, in which task.prepare_example runs in Python.
+    warnings.filterwarnings("ignore", "Even though the `tf.config.experimental_run_functions_eagerly`")
+    # Names and random numbers start over, so that one process can build the same objects twice.
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(settings.seed)
+    keras.config.set_dtype_policy(settings.precision)
+
+
+def build_models(model: Any, features_spec: Any) -> Any:
+    """Returns the model, or the dict of models, with all variables made, also those of layers used in training only.
+
+    Raises:
+        BadInput: the model does not accept such features, or is not a keras.Model.
+    """
+    for name, each in by_name(model, "model").items():
+        if not isinstance(each, keras.Model):
+            raise BadInput(f"task.create_model returned {each!r} as {name!r}: return a keras.Model, or a dict of them")
+        if each.built and isinstance(model, Mapping):
+            continue  # One of several models may take the outputs of another.
+        try:
+            with warnings.catch_warnings():
+                # The warning is about layers that the next call builds; one that is never called does no harm.
+                warnings.filterwarnings("ignore", message=r"`build\(\)` was called on layer")
+                each(zeros(features_spec), training=False)
+                if not all(layer.built for layer in replicas.layers_of(each)):
+                    # A symbolic call makes variables and assigns to none: seeds and statistics stay.
+                    symbols = tf.nest.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype.name), features_spec)
+                    each(symbols, training=True)
+        except Exception as problem:
+            raise BadInput(
+                f"task.create_model returned {name!r}, which does not accept features of the shapes "
+                f"{tf.nest.map_structure(lambda spec: spec.shape.as_list(), features_spec)} ({first_line(problem)}): "
+                "let its first layer take what task.prepare_example returns"
+            ) from problem
+    return model
+
+
+def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
+    """Returns the optimizer or optimizers with all variables made; each trains the model of its name, or all models.
+
+    Variables first made inside a compiled step fail on several replicas (keras#23085), so none may be missing.
+
+    Raises:
+        BadInput: an optimizer is for no model, or clips, accumulates, averages or scales by itself.
+    """
+    models = by_name(model, "model")
+    built = {}
+    for name, each in by_name(optimizer, "optimizer").items():
+        if isinstance(optimizer, Mapping) and name not in models:
+            raise BadInput(
+                f"task.create_optimizer returned an optimizer {name!r}, and task.create_model the models "
+                f"{sorted(models)}: name each optimizer after the model it trains"
+            )
+        trained = [models[name]] if isinstance(optimizer, Mapping) else models.values()
+        built[name] = prepare_optimizer(each, precision)
+        built[name].build([variable for one in trained for variable in one.trainable_variables])
+        for inner in inner_optimizers(built[name]):
+            prepare_optimizer(inner, "float32")  # Rejects the same arguments.
+    return built if isinstance(optimizer, Mapping) else built["optimizer"]
+
+
+def zeros(spec: Any) -> Any:
+    """Returns tensors of zeros of the shapes and dtypes of an element spec."""
+    return tf.nest.map_structure(lambda leaf: tf.zeros(leaf.shape, leaf.dtype), spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskObjects:
+    """What the steps use and change. Made by `finish_objects`."""
+
+    model: Any
+    """The model, or a dict of models by name."""
+    optimizer: Any
+    """The optimizer, or a dict of them under the models' names."""
+    metrics: Metrics
+    names: ResultNames
+    """The names of the metrics' results."""
+    weights: dict[str, tf.Variable]
+    """Every variable of the models."""
+    average: MovingAverage | None
+    """The moving average of the weights, with --ema-decay."""
+    average_statistics: Callable[[], None]
+    """Gives all replicas the mean of the statistics that each has measured."""
+    monitor_direction: str
+    """"min" or "max": which --monitor is better."""
+    on_report: Callable[..., None] | None
+    """task.on_report, if there is one."""
+
+    @property
+    def optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
+        return by_name(self.optimizer, "optimizer")
+
+    @tf.autograph.experimental.do_not_convert
+    def update_average(self) -> None:
+        """Moves the moving average of the weights by one step; outside the replicas, in the graph."""
+        if self.average:
+            self.average.update()
+
+    def average_in_place(self) -> contextlib.AbstractContextManager[None]:
+        """Puts the moving average of the weights in their place for a while, with --ema-decay."""
+        return self.average.in_place() if self.average else contextlib.nullcontext()
+
+    def mirrored(self) -> dict[str, tf.Variable]:
+        """Returns the variables that have one value on all replicas."""
+        per_replica = per_replica_variables(self.model)
+        weights = {name: each for name, each in self.weights.items() if name not in per_replica}
+        averages = self.average.averages if self.average else {}
+        averages = {f"average/{name}": each for name, each in averages.items()}
+        return weights | optimizer_variables(self.optimizer) | averages
+
+    def per_replica(self) -> dict[str, tf.Variable]:
+        """Returns the variables of which each replica has a value of its own."""
+        return per_replica_variables(self.model) | metric_variables(self.metrics)
+
+    def results(self, name: str) -> dict[str, float]:
+        """Returns the metrics of a dataset as "<name>/<metric>", and resets them: datasets of a split share them."""
+        results = metric_results(self.metrics, name)
+        self.reset(name)
+        return results
+
+    def reset(self, name: str) -> None:
+        """Resets the metrics of a dataset's split."""
+        for metric in self.metrics[split_of(name)].values():
+            metric.reset_state()
+
+    def learning_rates(self) -> dict[str, float]:
+        """Returns the learning rates of the next update, as columns of metrics.csv."""
+        return learning_rates(self.optimizer)
+
+    def check_loss_scales(self, step: int) -> None:
+        """Raises Diverged if the loss scale of an optimizer is too low for any step."""
+        for optimizer in self.optimizers.values():
+            check_loss_scale(optimizer, step)
+
+
+def learning_rates(optimizer: Any) -> dict[str, float]:
+    """Returns {"learning_rate": ...} for one optimizer, "learning_rate/<name>" for each of several."""
+    rates = {}
+    for name, each in by_name(optimizer, "").items():
+        for inner_name, inner in ({one.name: one for one in inner_optimizers(each)} or {"": each}).items():
+            # A task's own optimizer may have no learning rate, and say so by any exception.
+            with contextlib.suppress(Exception):
+                rate = float(keras.ops.convert_to_numpy(inner.learning_rate))
+                rates["/".join(filter(None, ["learning_rate", name, inner_name]))] = rate
+    return rates
+
+
+def finish_objects(
+    task: Task, settings: Settings, batch_specs: dict[str, Any], recorded: list[weakref.ref]
+) -> TaskObjects:
+    """Builds and checks the objects that the hooks have made. Call it inside the strategy's scope.
+
+    Args:
+        task: the module task.py, with model, optimizer, loss_objects and metrics.
+        settings: those of the run.
+        batch_specs: dataset ("train", "validation" or "validation/<name>", ...) -> the tf.TensorSpecs of what one
+            replica receives of it.
+        recorded: the variables that the hooks made, from `recorded_variables`.
+
+    Raises:
+        BadInput: the objects cannot give the same results on any number of replicas.
+    """
+    strategy = tf.distribute.get_strategy()
+    check_scope(strategy, task.model, "task.create_model")
+    check_scope(strategy, task.optimizer, "task.create_optimizer")
+    for each in task.metrics.values():
+        check_scope(strategy, each, "task.create_metrics")
+    check_loss_objects(task.loss_objects)
+    task.optimizer = build_optimizers(task.optimizer, task.model, settings.precision)
+    check_weight_decay(task.optimizer, task.model)
+    build_metrics(task, strategy, batch_specs, recorded)
+    names = ResultNames(task.metrics, batch_specs)
+    check_monitor(names, settings.monitor)
+    weights = model_variables(task.model)
+    replicas.spread_seeds(strategy, [variable for name, variable in weights.items() if replicas.is_seed(name)])
+    decay = settings.ema_decay
+    return TaskObjects(
+        model=task.model,
+        optimizer=task.optimizer,
+        metrics=task.metrics,
+        names=names,
+        weights=weights,
+        average=MovingAverage(trainable_variables(task.model), decay) if decay else None,
+        average_statistics=replicas.compile_averaging(strategy, by_name(task.model, "model")),
+        monitor_direction=monitor_direction(names, settings.monitor, settings.monitor_direction),
+        on_report=getattr(task, "on_report", None),
+    )
