@@ -5,6 +5,7 @@ A result is a number, an array, or a dictionary of these. Each number has a name
 "validation/<dataset>/loss".
 """
 
+import collections
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
