@@ -71,7 +71,7 @@ metrics: dict[str, dict[str, keras.metrics.Metric]]  # split -> name -> metric
 def create_model() -> keras.Model:
     """Returns the model, or a dict of models by name. Its predictions here are logits [batch, 10].
 
-    Weights that --init-from cannot match are loaded here: encoder.load_weights("encoder.weights.h5").
+    Weights of a part of it are loaded here: encoder.load_weights("encoder.weights.h5").
     """
     # TODO(you): Build your model.
     return keras.Sequential(

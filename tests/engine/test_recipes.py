@@ -111,6 +111,28 @@ def test_frozen_encoder_stays_until_a_second_run_trains_it(
         assert not np.array_equal(variable.numpy(), value)
 
 
+@pytest.mark.parametrize("file", ["encoder.keras", "encoder.weights.h5", "encoder"])
+def test_part_of_the_model_starts_with_the_weights_of_a_file(file: str, apply: Apply, tmp_path: Path) -> None:
+    """Two blocks of the encoder are alike, and 8 of the model's 10 variables are in the file."""
+    apply("Weights for a part of the model")
+    train.build(config.Config(simulated_devices=1))
+    trained = task.model.layers[0]
+    trained.set_weights([np.random.default_rng(1).normal(size=each.shape) for each in trained.get_weights()])
+    expected = trained.get_weights()
+    trained.save(tmp_path / "encoder.keras")
+    trained.save_weights(tmp_path / "encoder.weights.h5")
+    tf.train.Checkpoint(encoder=trained, step=tf.Variable(3)).write(str(tmp_path / "encoder"))
+    for replicas in (1, 2):
+        train.build(config.Config(simulated_devices=replicas, encoder_weights=tmp_path / file))
+        assert (len(task.model.layers[0].weights), len(task.model.weights)) == (8, 10)
+        for value, wanted in zip(task.model.layers[0].get_weights(), expected, strict=True):
+            np.testing.assert_array_equal(value, wanted)
+    run(tmp_path / "run", f"--encoder-weights={tmp_path / file}")
+    for path in tmp_path.glob("encoder*"):
+        path.unlink()
+    train.main([f"--run-dir={tmp_path / 'run'}", "--simulated-devices=1", "--evaluate-only"])
+
+
 def test_several_outputs_are_learnt_and_agree_on_one_replica(apply: Apply, tmp_path: Path) -> None:
     apply("Several outputs, each with its loss")
     two, _ = run(tmp_path / "two", "--epochs=5", "--simulated-devices=2")

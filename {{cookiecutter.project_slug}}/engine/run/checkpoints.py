@@ -27,7 +27,7 @@ from engine.run.progress import Progress
 from engine.run.state import State, Values
 from engine.user_errors import first_line
 
-RECORD = "progress.json"
+PROGRESS = "progress.json"
 INDEX = "state.index"
 CHECKSUMS = "SHA256SUMS"
 
@@ -164,7 +164,7 @@ class Checkpoints:
                     shape_and_slices=[""] * len(values),
                     tensors=list(values.values()),
                 )
-                (temporary / RECORD).write_text(as_text(record), encoding="utf-8")
+                (temporary / PROGRESS).write_text(as_text(record), encoding="utf-8")
                 (temporary / CHECKSUMS).write_text(_checksums(temporary), encoding="utf-8")
                 sync(*temporary.iterdir(), temporary)
                 temporary.rename(path)
@@ -241,7 +241,7 @@ def _progress(path: Path, record: dict[str, Any]) -> Progress:
     try:
         return Progress(**record)
     except TypeError as problem:
-        raise Damaged(f"{path} is damaged ({RECORD} is not of a run: {problem})") from None
+        raise Damaged(f"{path} is damaged ({PROGRESS} is not of a run: {problem})") from None
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
@@ -275,8 +275,8 @@ def read_record(path: Path) -> dict[str, Any]:
     """Returns the record of the checkpoint at `path`. Raises Damaged unless its small files are as written."""
     try:
         if (path / CHECKSUMS).read_text(encoding="utf-8") != _checksums(path):
-            raise Damaged(f"{path} is damaged ({RECORD} or {INDEX} is not the one that was written)")
-        return read_json(path / RECORD)
+            raise Damaged(f"{path} is damaged ({PROGRESS} or {INDEX} is not the one that was written)")
+        return read_json(path / PROGRESS)
     except (BadInput, OSError, ValueError) as problem:
         raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
 
@@ -299,7 +299,7 @@ def plain_name(prefix: Path) -> Iterator[str]:
 
 def _checksums(path: Path) -> str:
     """Returns the checksums of the small files, as sha256sum writes them; those of the tensors are in the index."""
-    return "".join(f"{file_sha256(path / name)}  {name}\n" for name in (RECORD, INDEX))
+    return "".join(f"{file_sha256(path / name)}  {name}\n" for name in (PROGRESS, INDEX))
 
 
 def weights_sha256(variables: dict[str, tf.Variable]) -> str:

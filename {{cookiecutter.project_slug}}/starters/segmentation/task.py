@@ -67,7 +67,7 @@ def convolutions(hidden, filters: int):
 def create_model() -> keras.Model:
     """Returns the model, or a dict of models by name. Its predictions here are logits [batch, SIZE, SIZE, classes].
 
-    Weights that --init-from cannot match are loaded here: encoder.load_weights("encoder.weights.h5").
+    Weights of a part of it are loaded here: encoder.load_weights("encoder.weights.h5").
     """
     # TODO(you): Build your model.
     inputs = keras.Input((SIZE, SIZE, 3))

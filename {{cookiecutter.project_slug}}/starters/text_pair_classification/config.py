@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine.command_line import check_command_line
 from engine.errors import BadInput
-from engine.settings import Settings
+from engine.settings import InitOnly, Settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,9 @@ class Config(Settings):
     preset: str | None = None
     """Take sizes and weights of the encoder from a preset of keras-hub, such as bert_base_en_uncased (from the
     network), or from a folder that save_to_preset wrote. Otherwise it has the next three settings' sizes."""
+    encoder_weights: InitOnly[Path | None] = None
+    """Start with the encoder's weights in this file: the .weights.h5 of a BertBackbone of the same sizes, or the prefix
+    of a tf.train.Checkpoint(encoder=...) of one."""
     layers: int = 2
     """Layers of the encoder; BERT: 12."""
     width: int = 64

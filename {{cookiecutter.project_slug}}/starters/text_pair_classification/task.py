@@ -64,12 +64,14 @@ metrics: dict[str, dict[str, keras.metrics.Metric]]  # split -> name -> metric
 
 
 def create_model() -> keras.Model:
-    """Returns the model, or a dict of models by name. Its predictions here are logits [batch, classes].
-
-    Weights that --init-from cannot match are loaded here: encoder.load_weights("encoder.weights.h5").
-    """
+    """Returns the model, or a dict of models by name. Its predictions here are logits [batch, classes]."""
     # TODO(you): Build your model.
     encoder = create_encoder()
+    if path := config.encoder_weights:
+        if path.name.endswith(".weights.h5"):
+            encoder.load_weights(path)
+        else:
+            tf.train.Checkpoint(encoder=encoder).read(str(path)).assert_existing_objects_matched()
     features = {name: keras.Input((config.sequence_length,), dtype="int32", name=name) for name in encoder.input}
     pooled = keras.layers.Dropout(config.dropout)(encoder(features)["pooled_output"])
     initializer = keras.initializers.TruncatedNormal(stddev=0.02)
