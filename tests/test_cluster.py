@@ -346,7 +346,7 @@ def test_refusal_that_only_the_chief_can_see_ends_all_alike_for_good(
     refusals = [line.partition("] ")[2] for line in launcher.text.splitlines() if "] ERROR: " in line]
     assert len(refusals) == 2
     assert refusals[0] == refusals[1]
-    assert "holds files and no run" in refusals[0]
+    assert "is not empty and contains no run" in refusals[0]
     assert "starting again" not in launcher.text
 
 

@@ -36,7 +36,16 @@ from engine.model import (
     set_up,
 )
 from engine.report import compare
-from engine.run import Run, RunDirectory, begin_run, evaluate, evaluate_continuously, lock_and_find_result, signals
+from engine.run import (
+    Run,
+    RunDirectory,
+    evaluate,
+    evaluate_continuously,
+    lock_and_find_result,
+    saving_on_exit,
+    signals,
+    start_run,
+)
 from engine.trained import export
 from engine.user_errors import user_errors_named
 
@@ -46,8 +55,8 @@ SPLITS = ("train", "validation", "test")
 
 config: Config
 strategy: tf.distribute.Strategy
-batches: dict[str, Batches]  # "train", "validation" or "validation/<set>", "test" or "test/<set>" -> its batches
-objects: TaskObjects  # what the steps use and change: those of task.py, built and checked
+batches: dict[str, Batches]  # "train", "validation" or "validation/<name>", "test" or "test/<name>" -> its batches
+objects: TaskObjects  # what the steps use and change: the objects of task.py, built and checked
 run_steps: dict[str, Callable[..., tf.Tensor]]  # split -> takes steps on a stack of batches, in the graph
 run: Run  # how far the run has come, and what it keeps on disk
 
@@ -75,16 +84,16 @@ def build(settings: Config) -> None:
         task.metrics = {split: task.create_metrics(split) for split in SPLITS}
         element_specs = {name: each.element_spec for name, each in batches.items()}
         objects = finish_objects(task, config, element_specs, recorded)
-    # Compiled anew with every build: a compiled function keeps using the objects it was first called with.
+    # Compiled again by every build: a compiled function keeps using the objects of its first call.
     steps = {"train": distributed_train_step, "validation": distributed_validation_step, "test": distributed_test_step}
-    run_steps = {split: compile_steps(split, step) for split, step in steps.items() if sets(split)}
+    run_steps = {split: compile_steps(split, step) for split, step in steps.items() if datasets(split)}
     listed = {**objects.mirrored(), **objects.per_replica()}
-    run = Run(config, strategy, objects, HiddenState(strategy, recorded, listed.values(), graph))
+    run = Run(config, strategy, workers, objects, HiddenState(strategy, recorded, listed.values(), graph))
 
 
-def sets(split: str) -> list[str]:
-    """Returns the names in `batches` of a split's sets: of one, of several, or of none."""
-    return [name for name, each in batches.items() if each.split == split]
+def datasets(split: str) -> list[Batches]:
+    """Returns the batches of a split's datasets: of one, of several, or of none."""
+    return [each for each in batches.values() if each.split == split]
 
 
 # --- One batch on all replicas ----------------------------------------------------------------------------------------
@@ -94,7 +103,7 @@ def distributed_train_step(batch) -> tf.Tensor:
     """Runs task.train_step on every replica; returns the batch's loss (scalar)."""
     per_replica_losses = strategy.run(in_micro_batches(task.train_step, config), args=(batch,))
     objects.update_average()  # Of the weights, with --ema-decay.
-    # KEEP: SUM, because every replica's loss is already divided by the global batch.
+    # KEEP: SUM, because every replica's loss is already divided by the global batch size.
     return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
 
 
@@ -114,12 +123,13 @@ def distributed_test_step(batch) -> tf.Tensor:
 
 
 def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-    """Returns a compiled function that takes steps on some of a stack of batches; it returns their losses ([count]).
+    """Returns a compiled function that takes steps on some batches of a stack; it returns their losses ([count]).
 
-    A stack is several batches in one, [batches, share, ...] on each replica. All sets of a split share the function.
+    A stack is several batches in one tensor, [batches, per_replica_batch_size, ...] on each replica. All datasets of a
+    split share the function.
     """
-    first_set = batches[sets(split)[0]]
-    pick = first_set.pick
+    first_dataset = datasets(split)[0]
+    pick = first_dataset.pick
 
     def steps(stack, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         losses = tf.TensorArray(tf.float32, count, element_shape=())
@@ -128,60 +138,69 @@ def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> Cal
             losses = losses.write(index, distributed_step(pick(stack, first + index)))
         return losses.stack()
 
-    return first_set.compiled(steps)
+    return first_dataset.compiled(steps)
 
 
 def graph(split: str) -> tf.Graph | None:
     """Returns the graph of a split's steps, to look at; None if there is none in this process."""
-    return batches[sets(split)[0]].graph(run_steps[split]) if sets(split) and not config.eager else None
-
-
-def take_steps(name: str, epoch: int = 0) -> None:
-    """Takes the steps of a pass over a set that are left; in training, up to where a validation is due."""
-    take = run_steps[batches[name].split]
-    # Python has its turn about once a second: the run then saves what is due, or stops.
-    for stack, first, count in run.chunks(batches[name], epoch):
-        run.note(take(stack, first, count))
+    return datasets(split)[0].graph(run_steps[split]) if datasets(split) and not config.eager else None
 
 
 # --- Epochs -----------------------------------------------------------------------------------------------------------
 
 
 def train_epoch(epoch: int = 0) -> dict[str, float]:
-    """Trains on the batches of an epoch, counted from 0, that are left; returns the training metrics of all."""
-    take_steps("train", epoch)
-    while run.validation_is_due(batches["train"]):  # With --validate-every-steps.
-        with run.weights_to_keep():
-            metrics = validate(epoch)
-            run.keep_if_best(metrics)
-        run.end_validation(metrics)
-        take_steps("train", epoch)
-    return run.results("train")
+    """Trains on the batches that are left of an epoch, counted from 0; returns the training metrics of all."""
+    training = run.start_pass(batches["train"], epoch)
+    while training.steps_left:
+        # About a second of steps, at most up to the next checkpoint or validation.
+        losses = [run_steps["train"](stack, first, count) for stack, first, count in training.next_execution()]
+        run.record_losses(training, losses)
+        if run.save_is_due(training):  # With --checkpoint-every-steps.
+            run.save()
+        if run.validation_is_due(training):  # With --validate-every-steps.
+            run.end_validation(validate_and_keep_best(epoch))
+        run.stop_if_asked()  # By a signal.
+    return run.end_pass(training)
+
+
+def evaluate_split(split: str, epoch: int = 0) -> dict[str, float]:
+    """Returns the metrics of a split's datasets for the weights as they are; {} without datasets."""
+    for dataset in datasets(split):
+        evaluation = run.start_pass(dataset, epoch)
+        while evaluation.steps_left:
+            losses = [run_steps[split](stack, first, count) for stack, first, count in evaluation.next_execution()]
+            run.record_losses(evaluation, losses)
+            run.stop_if_asked()
+        run.end_pass(evaluation)
+    return run.results(split)
 
 
 def validate(epoch: int = 0) -> dict[str, float]:
-    """Returns the validation metrics of the weights as they are, after an epoch counted from 0; none without sets."""
-    for name in sets("validation"):
-        take_steps(name, epoch)
-    return run.results("validation")
+    """Returns the validation metrics of the weights as they are, after an epoch counted from 0."""
+    return evaluate_split("validation", epoch)
 
 
 def test() -> dict[str, float]:
-    """Returns the test metrics of the weights as they are; none without sets."""
-    for name in sets("test"):
-        take_steps(name)
-    return run.results("test")
+    """Returns the test metrics of the weights as they are."""
+    return evaluate_split("test")
+
+
+def validate_and_keep_best(epoch: int) -> dict[str, float]:
+    """Returns the validation metrics; saves the weights if --monitor has never been better."""
+    with run.evaluation_weights():  # With --ema-decay the averaged ones.
+        metrics = validate(epoch)
+        run.save_if_best(metrics)
+    return metrics
 
 
 def run_epochs() -> None:
-    """Trains, validates, reports and saves until all epochs are done, or none was better for --patience of them."""
-    while run.goes_on():
+    """Trains, validates, reports and saves until all epochs are done, or --patience is used up."""
+    while run.should_continue():
         # TODO(you): Change what happens in an epoch, and between epochs.
-        metrics = train_epoch(run.epoch)
-        with run.weights_to_keep():
-            metrics |= validate(run.epoch)
-            run.keep_if_best(metrics)
+        metrics = train_epoch(run.epoch) | validate_and_keep_best(run.epoch)
         run.end_epoch(metrics)
+        run.save()
 
 
 # --- The program ------------------------------------------------------------------------------------------------------
@@ -191,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any] | bool | None
     """Runs the program; `arguments` replaces the command line. Exit codes: see engine/errors.py.
 
     Returns:
-        What result.json holds; with --evaluate-only the metrics, with --check whether all findings hold.
+        The contents of result.json; with --evaluate-only the metrics, with --check whether all checks passed.
     """
     with exit_codes(), user_errors_named(), peers_named():
         settings = read_settings(Config, arguments)
@@ -208,15 +227,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any] | bool | None
 
 
 def train(settings: Config) -> dict[str, Any]:
-    """Begins a run, or goes on with the one in the directory; returns its result, with the test of its best weights."""
+    """Starts a run, or resumes the one in the directory; returns its result, with the test of its best weights."""
     workers = Workers(create_strategy(settings))
     with RunDirectory(settings.run_dir) as directory:
         with signals.listening():
             result = lock_and_find_result(directory, settings, workers)
             if not result:
                 build(settings)
-                begin_run(run, directory, batches)  # From the newest checkpoint, or else --init-from, or else anew.
-                with run.under_way():
+                start_run(run, directory, batches)  # From a checkpoint, or else --init-from, or else new weights.
+                with saving_on_exit(run):
                     run_epochs()
                 result = run.finish(test)
         if settings.export:  # A signal ends it at once.

@@ -254,7 +254,7 @@ def test_two_models_with_two_optimizers_agree(monkeypatch: pytest.MonkeyPatch) -
     def trained(**settings: Any) -> tuple[dict, dict]:
         train.build(Config(ema_decay=0.9, **settings))
         metrics = train.train_epoch(0)
-        with train.run.weights_to_keep():
+        with train.run.evaluation_weights():
             metrics |= train.validate()
         return {name: variable.numpy() for name, variable in model_variables(gan.model).items()}, metrics
 

@@ -130,7 +130,7 @@ def test_training_equals_numpy(case: str) -> None:
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), kernel, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(task.model.layers[0].bias.numpy(), bias, rtol=1e-5, atol=1e-6)
-    with train.run.weights_to_keep():
+    with train.run.evaluation_weights():
         np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), evaluated[0], rtol=1e-5, atol=1e-6)
         for results, split in ((train.validate(), "validation"), (train.test(), "test")):
             for name, value in expected[split].items():

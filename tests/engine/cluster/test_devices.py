@@ -20,7 +20,7 @@ from engine.cluster.environment import Cluster
 from engine.cluster.nvidia import gpus_of_machine, identify_gpus, visible_gpus
 from engine.errors import BadInput
 from engine.run.run import Run
-from engine.run.summary import describe_devices, describe_run, print_plan
+from engine.run.summary import describe_devices, describe_run, print_summary
 
 A100 = {"device_name": "NVIDIA A100", "compute_capability": (8, 0)}
 T4 = {"device_name": "Tesla T4", "compute_capability": (7, 5)}
@@ -189,7 +189,7 @@ def test_plan_and_config_name_the_devices(machine: Machine, monkeypatch: pytest.
     settings = Config(simulated_devices=2)
     train.build(settings)
     monkeypatch.setattr(devices, "_count_cores", lambda: 8)
-    print_plan(settings, train.strategy, train.batches, task, "with new weights")
+    print_summary(settings, train.strategy, train.batches, task, "with new weights")
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
     assert lines["devices"] == "2 simulated on 8 CPU cores"
     assert lines["all-reduce"] == "one_device"

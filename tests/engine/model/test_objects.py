@@ -121,7 +121,7 @@ def test_metrics_of_every_kind_agree_on_one_replica_and_on_two(monkeypatch: pyte
     # Each example's probabilities add up to one, and there are 45 of them.
     totals = {name: results[1][f"validation/{name}"] for name in ("variable", "tensorflow", "half_late", "constant")}
     assert totals == pytest.approx({"variable": 45, "tensorflow": 45, "half_late": 45, "constant": 0.25}, rel=1e-5)
-    own = train.run.checkpoints.state.own
+    own = train.run.checkpoints.state.per_replica
     assert {"metrics/train/half_late/half_late/of_class", "metrics/train/r2/r2_score/sum"} <= set(own)
     assert any(name.startswith("metrics/train/tensorflow/total") for name in own)
 
@@ -168,7 +168,7 @@ def test_layers_called_in_training_only_are_trained(replicas: int, monkeypatch: 
     values = {name: variable.numpy() for name, variable in model_variables(task.model).items()}
     helpers = [name for name in values if "/sequential/" in name]
     assert len(helpers) == 4
-    assert set(helpers) <= set(train.run.checkpoints.state.alike)
+    assert set(helpers) <= set(train.run.checkpoints.state.mirrored)
     # To build them drew nothing and measured nothing.
     (seed,) = [name for name in values if "seed_generator_state" in name]
     np.testing.assert_array_equal(values[seed], made[0])
@@ -222,7 +222,7 @@ def test_several_optimizers_in_one_train_and_are_reported(tmp_path: Path, monkey
         (row,) = csv.DictReader(lines)
     assert (row["learning_rate/weights"], row["learning_rate/bias"]) == ("0.25", "0.5")
     assert "learning_rate" not in row
-    assert {"optimizer/bias/iteration", "optimizer/weights/iteration"} <= set(train.run.checkpoints.state.alike)
+    assert {"optimizer/bias/iteration", "optimizer/weights/iteration"} <= set(train.run.checkpoints.state.mirrored)
 
 
 def test_optimizer_that_clips_is_refused_inside_another() -> None:

@@ -94,7 +94,7 @@ def test_unsynchronized_statistics_are_averaged_before_evaluation(monkeypatch: p
     np.testing.assert_array_equal(task.model.layers[2].kernel.numpy(), frozen)
 
     train.train_epoch(0)
-    with train.run.weights_to_keep():
+    with train.run.evaluation_weights():
         pass
     first, *others = train.strategy.experimental_local_results(mean)
     for other in others:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from config import Config
 from engine.cluster.strategy import create_strategy
+from engine.cluster.workers import Workers
 from engine.errors import BadInput, CannotWrite, Diverged
 from engine.run import checkpoints
 from engine.run.checkpoints import Checkpoints, Damaged, Writer, read_newest, weights_sha256
@@ -23,8 +24,13 @@ def variables(**shapes: tuple[int, ...]) -> dict[str, tf.Variable]:
     return {name.replace("_", "/"): tf.Variable(tf.zeros(shape)) for name, shape in shapes.items()}
 
 
+def state_of(named: dict[str, tf.Variable]) -> State:
+    strategy = tf.distribute.get_strategy()
+    return State(strategy, Workers(strategy), named)
+
+
 def make_checkpoints(directory: Path, named: dict[str, tf.Variable], **options) -> Checkpoints:
-    return Checkpoints(directory, State(tf.distribute.get_strategy(), named), **{"keep": 1, **options})
+    return Checkpoints(directory, state_of(named), **{"keep": 1, **options})
 
 
 def test_restored_variables_and_record_are_those_saved(tmp_path: Path) -> None:
@@ -53,7 +59,7 @@ def test_directory_of_any_name_is_read_again(name: str, tmp_path: Path) -> None:
     path = make_checkpoints(tmp_path / name, saved).save(1, {})
     other = make_checkpoints(tmp_path / name, variables(a=(2,)) | {"b": tf.Variable(0)})
     other.restore(path)
-    np.testing.assert_array_equal(other.state.alike["a"].numpy(), [1.5, 2.5])
+    np.testing.assert_array_equal(other.state.mirrored["a"].numpy(), [1.5, 2.5])
     assert sorted(file.name for file in tmp_path.iterdir()) == [name]
 
 
@@ -79,7 +85,7 @@ def test_files_are_on_the_disk_before_they_have_their_names(tmp_path: Path, monk
 
 def test_values_stay_what_they_were_when_the_variables_change() -> None:
     variable = tf.Variable([1.0, 2.0])
-    values = State(tf.distribute.get_strategy(), {"a": variable}).values()
+    values = state_of({"a": variable}).values()
     variable.assign_add([1.0, 1.0])
     np.testing.assert_array_equal(values["a"], [1.0, 2.0])
 
@@ -99,23 +105,23 @@ def test_save_takes_no_memory_for_copies_of_the_variables(tmp_path: Path) -> Non
 
 
 def on(replicas: int, **values: list[float]) -> State:
-    """Returns a state on some replicas: "alike", "seed" and "mean" variables, and what a metric sums up."""
+    """Returns a state on some replicas: "mirrored", "seed" and "mean" variables, and what a metric sums up."""
     strategy = create_strategy(Config(simulated_devices=replicas))
     summed = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
     with strategy.scope():
-        alike = {"alike": tf.Variable([0.0, 0.0])}
-        own = {
+        mirrored = {"mirrored": tf.Variable([0.0, 0.0])}
+        per_replica = {
             "layer/seed_generator_state": tf.Variable([0, 0], dtype=tf.uint32),
             "mean": tf.Variable(0.0),
             "total": tf.Variable(0.0, **summed),
         }
-    return State(strategy, alike, own)
+    return State(strategy, Workers(strategy), mirrored, per_replica)
 
 
 def test_every_replica_gets_back_its_own(tmp_path: Path) -> None:
     state = on(3)
     values = {
-        "alike": np.array([0.1, 0.2], "float32"),
+        "mirrored": np.array([0.1, 0.2], "float32"),
         "layer/seed_generator_state": np.array([[1, 2], [3, 4], [5, 6]], "uint32"),
         "mean": np.array([0.1, 0.2, 0.3], "float32"),
         "total": np.array([1.1, 2.2, 3.3], "float32"),
@@ -133,7 +139,7 @@ def test_another_number_of_replicas_restores_what_it_means(first: int, second: i
     state = on(first)
     state.assign(
         {
-            "alike": np.array([0.1, 0.2], "float32"),
+            "mirrored": np.array([0.1, 0.2], "float32"),
             "layer/seed_generator_state": np.array([[7 + replica, 2] for replica in range(first)], "uint32"),
             "mean": np.arange(first, dtype="float32"),
             "total": np.arange(1, first + 1, dtype="float32"),
@@ -143,10 +149,10 @@ def test_another_number_of_replicas_restores_what_it_means(first: int, second: i
     other = on(second)
     Checkpoints(tmp_path, other, keep=1).restore(path)
     found = other.values()
-    for value in other.strategy.experimental_local_results(other.alike["alike"]):
+    for value in other.strategy.experimental_local_results(other.mirrored["mirrored"]):
         np.testing.assert_array_equal(value.numpy(), np.array([0.1, 0.2], "float32"))
     np.testing.assert_array_equal(found["mean"], [(first - 1) / 2] * second)
-    assert found["total"].sum() == first * (first + 1) / 2 == other.own["total"].numpy()
+    assert found["total"].sum() == first * (first + 1) / 2 == other.per_replica["total"].numpy()
     seeds = found["layer/seed_generator_state"]
     np.testing.assert_array_equal(seeds[0], [7, 2])
     assert len(np.unique(seeds, axis=0)) == second
@@ -284,7 +290,7 @@ def test_other_variables_are_refused_by_name(tmp_path: Path) -> None:
 def test_what_was_infinite_from_the_start_is_saved(tmp_path: Path) -> None:
     checkpoints = make_checkpoints(tmp_path, {"mask": tf.Variable([0.0, float("-inf")])})
     checkpoints.save(1, {})
-    checkpoints.state.alike["mask"].assign([0.0, float("nan")])
+    checkpoints.state.mirrored["mask"].assign([0.0, float("nan")])
     with pytest.raises(Diverged, match="mask is not finite"):
         checkpoints.save(2, {})
 
@@ -333,12 +339,12 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(file: str, how: str, 
     assert (state["a"].numpy() == 0).all()
     path, values, progress = read_newest(checkpoints, best)
     assert (path.name, progress.step, values["a"][0]) == ("step-00000001", 1, 1.0)
-    assert "step-00000002 is left out" in capsys.readouterr().out
+    assert "step-00000002 is skipped" in capsys.readouterr().out
 
     # A checkpoint whose best weights are damaged is of no use either.
     damage(tmp_path / "best" / "step-00000001" / file, how)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(BadInput, match="holds no checkpoint to go on from"):
+    with pytest.raises(BadInput, match="has no usable checkpoint"):
         read_newest(checkpoints, best)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -347,7 +353,7 @@ def test_record_of_something_else_is_damage(tmp_path: Path) -> None:
     state = variables(a=(2,))
     checkpoints = make_checkpoints(tmp_path, state)
     checkpoints.save(1, {**Progress(step=1).record(), "colour": "red"})
-    with pytest.raises(BadInput, match="is not of a run"):
+    with pytest.raises(BadInput, match="is not a run's"):
         read_newest(checkpoints, make_checkpoints(tmp_path / "best", state))
 
 

@@ -22,7 +22,7 @@ def refused(path: Path, *, fresh: bool = False) -> str:
     with pytest.raises(BadInput) as problem, RunDirectory(path) as directory:
         if not fresh:
             directory.check_same_run(Config(run_dir=path))
-        directory.hold()
+        directory.lock()
         directory.open(fresh=fresh)
     return str(problem.value)
 
@@ -53,22 +53,22 @@ def test_directory_of_other_files_is_refused(fresh: bool, tmp_path: Path) -> Non
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".part").touch()
     with RunDirectory(tmp_path / "run") as directory:
-        directory.hold()
+        directory.lock()
         directory.open(fresh=False)  # With hidden files only, it is of a run that was killed at its beginning.
     (tmp_path / "run" / "thesis.tex").write_text("mine")
-    assert "holds files and no run (no config.json)" in refused(tmp_path / "run", fresh=fresh)
+    assert "is not empty and contains no run (config.json is missing)" in refused(tmp_path / "run", fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_directory_in_use_is_refused_until_it_is_not(tmp_path: Path) -> None:
     path = begun(tmp_path / "run")
     with RunDirectory(path) as holding:
-        holding.hold()
+        holding.lock()
         for fresh in (False, True):
             assert "is in use by another run" in refused(path, fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     with RunDirectory(path) as directory:
-        directory.hold()
+        directory.lock()
 
 
 def test_run_with_other_settings_is_refused(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_run_with_other_settings_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(BadInput) as problem:
             RunDirectory(tmp_path / "run").check_same_run(dataclasses.replace(settings, **more))
-        assert str(problem.value).endswith(f"holds a run with other settings (--seed 0 there and 1 now): {advice}")
+        assert str(problem.value).endswith(f"contains a run with other settings (--seed 0 there and 1 now): {advice}")
 
 
 def test_fresh_moves_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_fresh_moves_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
     begun(tmp_path / "link.1")
     (tmp_path / "link").symlink_to("real")
     with RunDirectory(tmp_path / "link") as directory:
-        directory.hold()
+        directory.lock()
         directory.open(fresh=True)
     assert (tmp_path / "link.2").is_symlink()
     assert (tmp_path / "real" / "config.json").exists()
@@ -97,7 +97,7 @@ def test_fresh_moves_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
 
 def test_fresh_in_the_current_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(begun(tmp_path / "run"))
-    assert "--fresh cannot move --run-dir ., in which it was started" in refused(Path("."), fresh=True)
+    assert "--fresh cannot move --run-dir ., the current folder: start it elsewhere" in refused(Path("."), fresh=True)
 
 
 def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -134,7 +134,7 @@ def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: p
     directory.check_same_run(settings)
     changes = f"helper.py has changed, mine/losses.py is gone, keras 3.0.0 has become {keras.__version__}"
     assert capsys.readouterr().out == (
-        f"Since the run in {tmp_path / 'run'} began, {changes}. It goes on with the present ones; --fresh trains anew\n"
+        f"Since the run in {tmp_path / 'run'} started, {changes}. It is used as it is now; --fresh starts over\n"
     )
     # It is the beginning that is remembered.
     assert directory.code_sha256() == facts["code"]

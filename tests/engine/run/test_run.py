@@ -1,4 +1,4 @@
-"""What a run decides, with batches and losses that are made up: no model, no graph, no training."""
+"""What a run decides in the loops of train.py, with made-up batches and losses: no model, no graph, no training."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import train
 from config import Config
+from engine.cluster.workers import Workers
 from engine.errors import BadInput, Diverged, InterruptedStep, Stopped
 from engine.run import start
 from engine.run.progress import Progress
 from engine.run.run import Run
+from engine.run.saving import saving_on_exit
 from engine.run.signals import signals
 
 STEPS = 20
@@ -77,54 +80,57 @@ def begin(tmp_path: Path) -> Callable[..., Run]:
     def begin(**settings: Any) -> Run:
         (tmp_path / "run").mkdir(exist_ok=True)
         config = Config(run_dir=tmp_path / "run", **settings)
-        objects = Objects()
-        return Run(config, tf.distribute.get_strategy(), objects, objects)
+        objects, strategy = Objects(), tf.distribute.get_strategy()
+        return Run(config, strategy, Workers(strategy), objects, objects)
 
     return begin
 
 
-def take(run: Run, batches: Batches, epoch: int = 0, losses: Callable[[int], float] = lambda step: 0.0) -> list[int]:
-    """Takes the steps of a pass; returns how many there were in each chunk."""
-    chunks = []
-    for _, first, count in run.chunks(batches, epoch):
-        if not run._chunk.losses:
-            chunks.append(0)
-        chunks[-1] += count
-        run.objects.weight.assign_add(count if batches.split == "train" else 0)
-        run.note(np.array([losses(step) for step in range(first, first + count)], np.float32))
-    return chunks
+def put_into_train_py(
+    run: Run, *batches: Batches, losses: Callable[[int], float] = lambda step: 0.0
+) -> list[tuple[str, int, int]]:
+    """Makes a run and its batches the global objects of train.py, whose loops then use them.
+
+    Returns a list that gets, for each call of a compiled function, its split, the first step, and how many it takes.
+    """
+    calls: list[tuple[str, int, int]] = []
+
+    def steps_of(split: str) -> Callable[..., np.ndarray]:
+        def steps(stack: str, first: int, count: int) -> np.ndarray:
+            calls.append((split, first, count))
+            run.objects.weight.assign_add(count if split == "train" else 0)
+            return np.array([losses(step) for step in range(first, first + count)], np.float32)
+
+        return steps
+
+    train.run, train.batches = run, {each.name: each for each in batches}
+    train.run_steps = {split: steps_of(split) for split in train.SPLITS}
+    return calls
 
 
-def train(
-    run: Run,
-    scores: list[float],
-    *,
-    sets: tuple[str, ...] = ("validation",),
-    interrupted: Callable[[], None] = lambda: None,
-) -> None:
-    """Runs epochs as train.py does, with the validation scores given, one of each set in turn."""
+def executions(run: Run, batches: Batches, epoch: int = 0) -> list[int]:
+    """Takes the steps that are left of a pass, as train.py does; returns how many there were in each execution."""
+    calls, counts = put_into_train_py(run, batches), []
+    record = run.record_losses
+
+    def recorded(steps: Any, losses: Any) -> None:
+        counts.append(sum(count for *_, count in calls))
+        calls.clear()
+        record(steps, losses)
+
+    run.record_losses = recorded
+    try:
+        train.train_epoch(epoch) if batches.split == "train" else train.evaluate_split(batches.split, epoch)
+    finally:
+        del run.record_losses
+    return counts
+
+
+def run_epochs(run: Run, scores: list[float], *, names: tuple[str, ...] = ("validation",)) -> None:
+    """Runs the epochs with the validation scores given, one of each dataset in turn."""
     run.objects.scores = iter(scores)
-    batches, validation = Batches("train"), [Batches(name, 4) for name in sets]
-
-    def validate() -> dict[str, float]:
-        for each in validation:
-            take(run, each, run.epoch)
-        return run.results("validation")
-
-    while run.goes_on():
-        take(run, batches, run.epoch)
-        while run.validation_is_due(batches):
-            with run.weights_to_keep():
-                metrics = validate()
-                run.keep_if_best(metrics)
-            run.end_validation(metrics)
-            take(run, batches, run.epoch)
-        metrics = run.results("train")
-        with run.weights_to_keep():
-            metrics |= validate()
-            run.keep_if_best(metrics)
-        run.end_epoch(metrics)
-        interrupted()
+    put_into_train_py(run, Batches("train"), *(Batches(name, 4) for name in names))
+    train.run_epochs()
 
 
 def saved(run: Run) -> list[str]:
@@ -134,23 +140,35 @@ def saved(run: Run) -> list[str]:
 @pytest.mark.parametrize("chunk", [1, 5, 100])
 def test_saves_are_at_multiples_and_ends_of_epochs_whatever_the_chunks(chunk: int, begin: Callable[..., Run]) -> None:
     run = begin(epochs=3, checkpoint_every_steps=7, steps_per_execution=chunk, keep_checkpoints=20)
-    train(run, [3.0, 2.0, 1.0])
+    run_epochs(run, [3.0, 2.0, 1.0])
     assert saved(run) == [f"step-{step:08d}" for step in (7, 14, 20, 21, 28, 35, 40, 42, 49, 56, 60)]
     for path in run.checkpoints.paths():
         values, record = run.checkpoints.read(path)
         assert float(values["weight"]) == record["step"] == int(path.name[-8:])
 
 
-def test_chunks_end_at_multiples_and_go_on_from_a_position(begin: Callable[..., Run]) -> None:
+def test_executions_end_at_multiples_and_continue_from_a_position(begin: Callable[..., Run]) -> None:
     run = begin(checkpoint_every_steps=8, steps_per_execution=5)
-    assert take(run, Batches("train")) == [5, 3, 5, 3, 4]
-    assert run.results("train") == {"train/loss": 0.0}
+    assert executions(run, Batches("train")) == [5, 3, 5, 3, 4]
+    assert run.progress.metrics["train"] == {"train/loss": 0.0}
     assert run.progress.step == STEPS
-    assert list(run.chunks(Batches("train"), 0)) == []  # This epoch has been trained.
-    assert take(run, Batches("train"), epoch=1) == [4, 5, 3, 5, 3]
+    assert executions(run, Batches("train")) == []  # This epoch has been trained.
+    assert executions(run, Batches("train"), epoch=1) == [4, 5, 3, 5, 3]
     run = begin(steps_per_execution=5)
     run.progress.steps_of_pass, run.objects.scores = {"validation": 7}, iter([1.0])
-    assert take(run, Batches("validation")) == [5, 5, 3]
+    assert executions(run, Batches("validation")) == [5, 5, 3]
+
+
+def test_run_stopped_inside_a_validation_continues_there_and_saves_nothing_twice(begin: Callable[..., Run]) -> None:
+    """The training must not overtake the validation, and the checkpoint of this step exists already."""
+    run = begin(validate_every_steps=10, checkpoint_every_steps=10, steps_per_execution=5, epochs=1)
+    run.start(Progress(step=10, steps_of_pass={"train": 10, "validation": 2}), None)
+    run.objects.scores = iter([1.0, 2.0])
+    calls = put_into_train_py(run, Batches("train"), Batches("validation", 4))
+    train.run_epochs()
+    assert calls[0] == ("validation", 2, 2)
+    assert next((first, count) for split, first, count in calls if split == "train") == (10, 3)
+    assert saved(run) == ["step-00000010", "step-00000020"]  # The first one with the best weights.
 
 
 @pytest.mark.parametrize(
@@ -165,7 +183,7 @@ def test_chunks_end_at_multiples_and_go_on_from_a_position(begin: Callable[..., 
 )
 def test_patience_and_the_best(patience, scores, epochs, best_epoch, best_score, begin: Callable[..., Run]) -> None:
     run = begin(epochs=4, patience=patience)
-    train(run, scores)
+    run_epochs(run, scores)
     progress = run.progress
     assert (progress.epoch, progress.best_epoch, progress.best_score) == (epochs, best_epoch, best_score)
     run.objects.weight.assign(0.0)
@@ -178,7 +196,7 @@ def test_validations_in_an_epoch_are_at_multiples_and_count_for_the_best_and_for
 ) -> None:
     run = begin(epochs=9, patience=1, validate_every_steps=10, steps_per_execution=100)
     # 5 in the middle and 4 at the end of the first epoch, 3 and 6 in the second, then 6 twice: that one had none.
-    train(run, [5.0, 4.0, 3.0, 6.0, 6.0, 6.0])
+    run_epochs(run, [5.0, 4.0, 3.0, 6.0, 6.0, 6.0])
     progress = run.progress
     assert (progress.epoch, progress.best_epoch, progress.best_step, progress.best_score) == (3, 2, 30, 3.0)
     assert "step-00000030" in saved(run)  # With the best weights, though no checkpoint was due.
@@ -204,10 +222,11 @@ def test_stopped_run_saves_and_goes_on_with_the_same_decisions(
         if next(left, None) is None:
             raise Stopped("stopped")
 
+    run.objects.scores = iter(scores)  # Also if the run is stopped before its epochs.
     with monkeypatch.context() as stopping:
         stopping.setattr(signals, "check", check)
-        with pytest.raises(Stopped, match="the state is in"), run.under_way():
-            train(run, scores, sets=names)
+        with pytest.raises(Stopped, match="the state is in"), saving_on_exit(run):
+            run_epochs(run, scores, names=names)
     done = len(scores) - len(list(run.objects.scores))
     *_, newest = run.checkpoints.paths()
 
@@ -216,7 +235,7 @@ def test_stopped_run_saves_and_goes_on_with_the_same_decisions(
     resumed.checkpoints.state.assign(values)
     del record["step"]
     resumed.progress = type(run.progress)(**record, step=run.progress.step)
-    train(resumed, scores[done:], sets=names)
+    run_epochs(resumed, scores[done:], names=names)
     assert (resumed.progress.step, resumed.progress.best_step, resumed.progress.best_score) == (40, 30, 3.0)
     assert float(resumed.objects.weight) == 40
     # Statistics are averaged once for each validation: the mean of equal numbers may be another number.
@@ -227,28 +246,34 @@ def test_stopped_run_saves_and_goes_on_with_the_same_decisions(
         assert of_sets == [(14.0, 5.0), (13.0, 4.0), (12.0, 3.0), (15.0, 6.0)]
 
 
-def test_evaluation_that_has_ended_is_measured_anew_the_next_time(begin: Callable[..., Run]) -> None:
+def test_evaluation_that_has_ended_starts_over_the_next_time(begin: Callable[..., Run]) -> None:
     run = begin(steps_per_execution=5)
     run.objects.scores = iter([1.0, 2.0, 3.0, 4.0])
+    calls = put_into_train_py(run, Batches("test/a", 7), Batches("test/b", 7))
     for expected in ((1.0, 2.0), (3.0, 4.0)):
-        for name in ("test/a", "test/b"):
-            assert take(run, Batches(name, 7)) == [5, 2]
-        assert run.results("test") == dict(zip(("test/a/loss", "test/b/loss"), expected, strict=True))
+        assert train.test() == dict(zip(("test/a/loss", "test/b/loss"), expected, strict=True))
+    assert sum(count for *_, count in calls) == 4 * 7
     assert (run.results("test"), run.progress.steps_of_pass, run.progress.metrics) == ({}, {}, {})
 
 
 def test_loss_that_is_not_finite_ends_the_run_with_the_step(begin: Callable[..., Run]) -> None:
     run = begin(steps_per_execution=10)
-    with pytest.raises(Diverged, match="loss of train step 14 of epoch 3 is inf; and nothing after"), run.under_way():
-        take(run, Batches("train"), epoch=2, losses=lambda step: np.inf if step == 13 else 0.0)
+    put_into_train_py(run, Batches("train"), losses=lambda step: np.inf if step == 13 else 0.0)
+    with (
+        pytest.raises(Diverged, match=r"loss of train step 14 of epoch 3 is inf\. Nothing was saved\. Start --fresh"),
+        saving_on_exit(run),
+    ):
+        train.train_epoch(2)
     assert run.progress.step == 10
     assert saved(run) == []
 
 
 def test_steps_before_what_cannot_be_read_count(begin: Callable[..., Run]) -> None:
     run = begin(steps_per_execution=10)
-    with pytest.raises(BadInput, match=r"unreadable; the same command, .* goes on from .*step-000000"), run.under_way():
-        take(run, Batches("train", unreadable=17))
+    put_into_train_py(run, Batches("train", unreadable=17))
+    message = r"unreadable; the same command, .* resumes from .*step-000000"
+    with pytest.raises(BadInput, match=message), saving_on_exit(run):
+        train.train_epoch()
     assert (run.progress.step, run.progress.steps_of_pass) == (16, {"train": 16})
     assert float(run.checkpoints.read(run.checkpoints.paths()[-1])[0]["weight"]) == 16
 
@@ -281,20 +306,25 @@ def test_steps_that_were_not_counted_are_not_saved(begin: Callable[..., Run]) ->
             raise BadInput("a mistake beside the steps")
         return 0.0
 
-    with pytest.raises(BadInput, match=r"a mistake .* goes on from .*step-00000010"), run.under_way():
-        take(run, Batches("train"), losses=fail)
+    put_into_train_py(run, Batches("train"), losses=fail)
+    with pytest.raises(BadInput, match=r"a mistake .* resumes from .*step-00000010"), saving_on_exit(run):
+        train.train_epoch()
     assert float(run.objects.weight) > 10
     assert saved(run) == ["step-00000010"]
 
 
-def test_mistake_after_a_validation_does_not_begin_it_anew(begin: Callable[..., Run]) -> None:
+def test_user_error_after_a_validation_does_not_restart_it(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = begin(epochs=2)
 
-    def fail() -> None:
+    def fail(_: Any) -> None:
         raise InterruptedStep("a hook failed")
 
-    with pytest.raises(InterruptedStep), run.under_way():
-        train(run, [1.0, 2.0], interrupted=fail)
+    monkeypatch.setattr(run, "end_epoch", fail)
+
+    with pytest.raises(InterruptedStep), saving_on_exit(run):
+        run_epochs(run, [1.0, 2.0])
     assert run.progress.steps_of_pass == {}
 
 
@@ -306,14 +336,13 @@ def test_end_of_an_epoch_that_is_no_pass_is_a_position_of_its_number_of_workers(
     progress = Progress(epoch=1, step=7, workers=2)
     newest = (Path("step-00000007"), {"weight": np.float32(7.0)}, progress)
     monkeypatch.setattr(start, "read_newest", lambda *_: newest)
-    monkeypatch.setattr(start, "_learning_rates", lambda _: {})
     run.objects.optimizers = {}
     batches = {"train": SimpleNamespace(shards_by_file=shards_by_file, fingerprint=None)}
     if shards_by_file and steps_per_epoch:
-        with pytest.raises(BadInput, match=r"middle of a pass on 2 worker\(s\), and there are 1: .*: go on with 2$"):
+        with pytest.raises(BadInput, match=r"middle of a pass on 2 worker\(s\), and there are 1: .*: resume with 2$"):
             start._resume(run, batches)
     else:
-        assert start._resume(run, batches) == "resumed from step-00000007"
+        assert start._resume(run, batches).message == "resumed from step-00000007"
 
 
 def test_sets_that_are_gone_are_forgotten_at_a_resume(
@@ -325,10 +354,10 @@ def test_sets_that_are_gone_are_forgotten_at_a_resume(
     scores = {"validation/older": {"validation/older/loss": 1.0}, "validation/kept": {"validation/kept/loss": 2.0}}
     newest = (Path("step-00000010"), {"weight": np.float32(10.0)}, Progress(steps_of_pass=steps, metrics=scores))
     monkeypatch.setattr(start, "read_newest", lambda *_: newest)
-    monkeypatch.setattr(start, "_learning_rates", lambda _: {})
     run.objects.optimizers, run.objects.reset = {}, reset.append
     names = ("train", "validation/kept", "validation/new")
-    start._resume(run, {name: SimpleNamespace(shards_by_file=False, fingerprint=None) for name in names})
+    found = start._resume(run, {name: SimpleNamespace(shards_by_file=False, fingerprint=None) for name in names})
+    run.start(found.progress, None)
     assert reset == ["validation/old"]
     assert run.progress.steps_of_pass == {"train": 10}
     assert run.results("validation") == {"validation/kept/loss": 2.0}
@@ -353,5 +382,5 @@ def test_other_examples_than_the_first_process_has_are_refused_in_every_process(
 
 
 def test_run_without_a_best_says_what_is_missing(begin: Callable[..., Run]) -> None:
-    with pytest.raises(BadInput, match=r"--monitor validation/loss was never measured: call run\.keep_if_best"):
+    with pytest.raises(BadInput, match=r"--monitor validation/loss was never measured: call run\.save_if_best"):
         begin().finish(dict)

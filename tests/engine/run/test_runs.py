@@ -29,7 +29,7 @@ from engine.report.tables import COLUMNS
 from engine.run.checkpoints import _checksums, read_checkpoint
 from engine.run.directory import RunDirectory
 from engine.run.signals import Signals
-from engine.run.start import START_ID, _resume, begin_run
+from engine.run.start import START_ID, _resume, start_run
 
 SHORT = ("--global-batch-size=60", "--simulated-devices=1")
 
@@ -132,7 +132,7 @@ def test_every_variable_is_restored_on_other_numbers_of_replicas(tmp_path: Path,
         restored, saved = at_restore[-1], before
         assert not saved or restored.keys() == saved.keys()
         for name, value in saved.items():
-            if name in train.run.checkpoints.state.own:
+            if name in train.run.checkpoints.state.per_replica:
                 # Of the seeds the first replica's stays; all else agrees at the end of an epoch.
                 count = 1 if "seed_generator" in name else len(restored[name])
                 np.testing.assert_array_equal(restored[name][:count], [value[0]] * count, err_msg=name)
@@ -163,7 +163,7 @@ def test_metrics_that_make_their_variables_late_are_in_the_state(
     with monkeypatch.context() as stopping:
         stopping.setattr(Signals, "check", stopped_after(5))
         assert ended(tmp_path / "stopped", *flags)[0] == 42
-    assert "metrics/train/f1/f1_score/true_positives" in train.run.checkpoints.state.own
+    assert "metrics/train/f1/f1_score/true_positives" in train.run.checkpoints.state.per_replica
     found = run(tmp_path / "stopped", *flags)
     assert (found["weights_sha256"], found["test/f1"]) == (expected["weights_sha256"], expected["test/f1"])
     assert rows(tmp_path / "stopped")[0]["train/f1"] == rows(tmp_path / "whole")[0]["train/f1"]
@@ -289,7 +289,7 @@ def test_without_a_whole_checkpoint_nothing_is_deleted(tmp_path: Path, ended: Ca
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     code, line = ended(tmp_path, "--epochs=3")
     assert code == 2
-    assert "holds no checkpoint to go on from" in line
+    assert "has no usable checkpoint" in line
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -403,21 +403,21 @@ def test_run_goes_on_with_another_learning_rate_on_purpose(
 
     monkeypatch.setattr(train, "validate", validate_and_halve)
 
-    def changes(run_dir: Path) -> list[dict[str, Any]]:
-        return json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["learning_rate_changes"]
+    def starts(run_dir: Path) -> list[tuple[int, float]]:
+        recorded = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["starts"]
+        return [(start["step"], start["learning_rate"]) for start in recorded]
 
     flags = ("--epochs=4", "--steps-per-execution=5", "--learning-rate=0.01")
     with monkeypatch.context() as stopping:
         stopping.setattr(Signals, "check", stopped_after(4 + 2 + 2))
         assert ended(tmp_path / "run", *flags, "--learning-rate=0.1")[0] == 42  # In the middle of the second epoch.
-    assert changes(tmp_path / "run") == []
+    assert starts(tmp_path / "run") == [(0, 0.1)]
     shutil.copytree(tmp_path / "run", tmp_path / "killed")
     capsys.readouterr()
     expected = run(tmp_path / "run", *flags)
-    (step,) = [each["step"] for each in changes(tmp_path / "run")]
-    assert 20 < step < 40
-    assert f"--learning-rate 0.1 -> 0.01 from step {step} on" in capsys.readouterr().out
-    assert changes(tmp_path / "run") == [{"step": step, "--learning-rate": [0.1, 0.01]}]
+    _, (step, rate) = starts(tmp_path / "run")
+    assert (20 < step < 40, rate) == (True, 0.01)
+    assert f"resumed from step-{step:08d}; --learning-rate 0.1 -> 0.01\n" in capsys.readouterr().out
     used = [float(row["learning_rate"]) for row in rows(tmp_path / "run")]
     np.testing.assert_allclose(used, [0.05, 0.005, 0.0025, 0.00125], rtol=1e-6)
 
@@ -428,11 +428,11 @@ def test_run_goes_on_with_another_learning_rate_on_purpose(
             run(tmp_path / "killed", *flags)
     found = run(tmp_path / "killed", *flags)
     assert {**found, "seconds": 0} == {**expected, "seconds": 0}
-    assert changes(tmp_path / "killed") == changes(tmp_path / "run")
+    assert starts(tmp_path / "killed")[-1][1] == 0.01
     assert [float(row["learning_rate"]) for row in rows(tmp_path / "killed")] == used
 
 
-def test_learning_rate_that_no_hook_uses_is_printed_and_schedules_and_several_optimizers_take_theirs(
+def test_changed_learning_rate_is_printed_and_every_optimizer_takes_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     def cosine(total_steps: int) -> keras.optimizers.Optimizer:
@@ -448,26 +448,23 @@ def test_learning_rate_that_no_hook_uses_is_printed_and_schedules_and_several_op
 
     monkeypatch.setattr(task, "train_step", train_step)
     for create_optimizer, printed, rate in (
-        (lambda total_steps: keras.optimizers.SGD(0.5), "0.003 -> 0.001 changes nothing, because task.create_op", 0.5),
-        (cosine, "; --learning-rate 0.003 -> 0.001 from step 20 on", None),
+        (lambda total_steps: keras.optimizers.SGD(0.5), "; --learning-rate 0.003 -> 0.001", 0.5),
+        (cosine, "; --learning-rate 0.003 -> 0.001", None),
         (
             lambda total_steps: {"model": keras.optimizers.SGD(2 * task.config.learning_rate)},
-            "; --learning-rate 0.003 -> 0.001, learning rate of 'model' 0.006 -> 0.002 from step 20 on",
+            "; --learning-rate 0.003 -> 0.001; learning rate of 'model' 0.006 -> 0.002",
             0.002,
         ),
     ):
         monkeypatch.setattr(task, "create_optimizer", create_optimizer)
         train.build(Config(run_dir=tmp_path, fresh=True))
         with RunDirectory(tmp_path) as directory:
-            begin_run(train.run, directory, train.batches)
+            start_run(train.run, directory, train.batches)
         train.run.progress.step = 20
         train.run.save()
         for value, expected in ((0.001, printed), (0.003, "")):
             train.build(Config(run_dir=tmp_path, learning_rate=value))
-            begins = _resume(train.run, train.batches)
-            assert begins.startswith("resumed from step-00000020")
-            assert expected in begins
-            assert expected or begins == "resumed from step-00000020"
+            assert _resume(train.run, train.batches).message == f"resumed from step-00000020{expected}"
             if rate and value == 0.001:
                 assert list(learning_rates(task.optimizer).values()) == [pytest.approx(rate)]
 

@@ -65,7 +65,7 @@ def measure(program: Program, task: ModuleType, settings: Any, replicas: int) ->
     for optimizer in optimizers:
         optimizer.learning_rate.assign(0.0)  # All metrics are of the same weights.
     metrics = program.train_epoch(1)  # Its batches are being prepared already.
-    with program.run.weights_to_keep():
+    with program.run.evaluation_weights():
         metrics |= {**program.validate(), **program.test()}
     without_gradient = [each.path for model in models for each in model.trainable_variables if each.path not in updated]
     return Measured(losses, gradients, rounding, metrics, without_gradient, layers)

@@ -1,8 +1,8 @@
 """The state of a run on disk: save, restore, keep the newest.
 
-One checkpoint is one directory, `step-00000135/`: every variable under its name, in TensorFlow's own format
-(`state.index`, `state.data-*`, for tf.train.load_checkpoint), counts and scores (`progress.json`), and `SHA256SUMS`. It
-is written under a temporary name, synced to disk and renamed, and never overwritten: the same step saved again is
+A checkpoint is a directory, `step-00000135/`: every variable under its name in TensorFlow's own format (`state.index`,
+`state.data-*`, for tf.train.load_checkpoint), counts and scores (`progress.json`), and `SHA256SUMS`. It is written
+under a temporary name, synced to disk and renamed, and never overwritten: the same step saved again is
 `step-00000135.1`. So every checkpoint was complete when it got its name; later damage is found by checksum, before any
 variable is changed.
 """
@@ -33,7 +33,7 @@ CHECKSUMS = "SHA256SUMS"
 
 
 class Writer:
-    """Writes files in order: at once, or in a thread while training goes on."""
+    """Writes files in order: at once, or in a thread while training continues."""
 
     def __init__(self, *, in_thread: bool = False) -> None:
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1) if in_thread else None
@@ -53,12 +53,12 @@ class Writer:
         self._pending.append(self._thread.submit(write_after, list(self._pending)))
 
     def wait_for_room(self) -> None:
-        """Returns when so little is pending that memory holds one more. Raises CannotWrite as `wait` does."""
+        """Returns when there is memory for one more. Raises CannotWrite as `wait` does."""
         if len(self._pending) > 1:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when all is written. Raises CannotWrite, once, if something could not be."""
+        """Returns when everything is written. Raises CannotWrite, once, if something could not be."""
         pending, self._pending = self._pending, []
         for each in pending:
             each.result()
@@ -73,12 +73,12 @@ class Checkpoints:
         self.state = state
         self.keep = keep
         self.writer = writer or Writer()
-        self._newest: Path | None = None  # What was saved last. It may still be pending.
-        # A mask may be infinite from the start; a weight that becomes so has diverged.
-        self._infinite = {name for name, variable in state.alike.items() if not _all_finite(variable.numpy())}
+        self._newest: Path | None = None  # The last one that was saved. It may still be pending.
+        # A mask may be infinite from the start; a weight that becomes infinite has diverged.
+        self._infinite = {name for name, variable in state.mirrored.items() if not _all_finite(variable.numpy())}
 
     def paths(self) -> list[Path]:
-        """Returns the checkpoints there are, oldest first."""
+        """Returns the paths of the checkpoints, oldest first."""
         return checkpoint_paths(self.directory)
 
     def path(self, step: int) -> Path:
@@ -86,18 +86,18 @@ class Checkpoints:
         return max(self._same_step(step), key=_place, default=self.directory / f"step-{step:08d}")
 
     def _same_step(self, step: int) -> list[Path]:
-        """Returns the checkpoints of `step`; one may still have to be written."""
+        """Returns the checkpoints of `step`; the newest may still be pending."""
         saved = [*self.paths(), *([self._newest] if self._newest else [])]
         return [path for path in saved if step_of(path) == step]
 
     def save(self, step: int, record: dict[str, Any]) -> Path:
         """Writes the state and `record` (JSON values) as a checkpoint of `step`; returns where. Removes the oldest.
 
-        Every worker has to call it; the chief writes. Checkpoints of later steps are removed too: they are of a run
-        that was resumed from an earlier one.
+        Every worker must call it; the chief writes. Checkpoints of later steps are removed too: they are left from
+        before the run was resumed at an earlier one.
 
         Raises:
-            Diverged: a variable is not finite any more; nothing is written.
+            Diverged: a variable is no longer finite; nothing is written.
             CannotWrite: a write failed; older checkpoints are untouched. With a thread, a later call raises it.
         """
         from_chief = self.state.workers.from_chief
@@ -118,19 +118,19 @@ class Checkpoints:
 
         Raises:
             Damaged: a file is missing, cut short or changed.
-            BadInput: it is whole, and of other variables.
+            BadInput: it is intact, but its variables are others.
         """
         values, record = read_checkpoint(path)
         if differences := self.state.differences(values):
             raise BadInput(
-                f"{path} is of another model or optimizer ({len(differences)} variables differ: "
-                f"{', '.join(differences[:3])}): restore the hooks it was made with, or use another --run-dir, "
+                f"{path} belongs to another model or optimizer ({len(differences)} variables differ: "
+                f"{', '.join(differences[:3])}): restore the hooks that it was trained with, or use another --run-dir, "
                 "or --fresh"
             )
         return values, record
 
     def restore(self, path: Path) -> dict[str, Any]:
-        """Sets the state, on all workers, to that of the checkpoint at `path`, which only the chief has to see.
+        """Sets the state, on all workers, from the checkpoint at `path`, which only the chief needs to see.
 
         Returns its record, and raises what `read` raises.
         """
@@ -153,7 +153,7 @@ class Checkpoints:
     def _write(self, path: Path, values: Values, record: dict[str, Any]) -> None:
         temporary = self.directory / f".{path.name}.part"
         with writing(path):
-            # Without its parents: if the run's directory is gone, somebody deleted it.
+            # Without its parents: if the run directory is gone, somebody deleted it.
             self.directory.mkdir(exist_ok=True)
             self.clear()
             temporary.mkdir()
@@ -170,16 +170,16 @@ class Checkpoints:
                 temporary.rename(path)
                 sync(self.directory)
             except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)  # A full disk needs the room.
+                shutil.rmtree(temporary, ignore_errors=True)  # A full disk needs the space.
                 raise
-        paths = self.paths()  # Without this one, if somebody moved the directory meanwhile: the next write says so.
+        paths = self.paths()  # Without this one if somebody moved the directory meanwhile: the next write says so.
         later = [each for each in paths if _place(each) > _place(path)]
         earlier = paths[: len(paths) - len(later)]
         for each in [*later, *earlier[: max(0, len(earlier) - self.keep)]]:
             _remove(each)
 
     def clear(self) -> None:
-        """Removes what a killed process left half-written, or half-removed."""
+        """Removes checkpoints that a killed process left half-written or half-removed."""
         with writing(self.directory):
             for leftover in self.directory.glob(".step-*"):
                 shutil.rmtree(leftover)
@@ -192,48 +192,48 @@ class Checkpoints:
 
 
 def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Values, Progress] | None:
-    """Reads the newest checkpoint that is whole, and whose best weights are; names the damaged ones.
+    """Reads the newest checkpoint that is intact and whose best weights are; names the damaged ones.
 
     Returns:
-        The checkpoint, its values and what it records, or None if there is none.
+        The checkpoint, its values and its progress, or None if there is none.
 
     Raises:
-        BadInput: there are checkpoints, and none is whole or it is of other variables. Nothing is deleted.
+        BadInput: none of the checkpoints is intact, or its variables are others. Nothing is deleted.
     """
-    problems, whole = [], None
+    problems, intact = [], None
     for path in reversed(checkpoints.paths()):
         try:
             values, record = checkpoints.read(path)
-            progress, whole = _progress(path, record), whole or path
+            progress, intact = _progress(path, record), intact or path
             if progress.best_step is not None:
                 best.read(best.path(progress.best_step))
         except Damaged as problem:
             problems.append(problem)
-            console.print(f"{path.name} is left out: {problem}")
+            console.print(f"{path.name} is skipped: {problem}")
             continue
         return path, values, progress
     if problems:
         raise BadInput(
-            f"{checkpoints.directory} holds no checkpoint to go on from ({problems[0]}): bring its files back from a "
-            f"copy, {f'begin a new --run-dir with --init-from {whole}, ' if whole else ''}or use --fresh, which moves "
-            "the run aside"
+            f"{checkpoints.directory} has no usable checkpoint ({problems[0]}): restore the files from a backup, "
+            f"{f'start a new --run-dir with --init-from {intact}, ' if intact else ''}or use --fresh, which moves the "
+            "run aside"
         )
     return None
 
 
 def find_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
-    """Returns where the weights are that the newest of a run's checkpoints says are the best.
+    """Returns the path of the best weights, as the newest of a run's checkpoints names them.
 
     Raises:
         BadInput: there are none yet.
-        Damaged: the newest checkpoint's record cannot be read.
+        Damaged: the newest checkpoint's progress cannot be read.
     """
     paths = checkpoints.paths()
     if not paths:
         raise BadInput(f"{checkpoints.directory} is empty: train first")
     step = read_record(paths[-1]).get("best_step")
     if step is None:
-        raise BadInput(f"{paths[-1]} is from before the first validation: train on first")
+        raise BadInput(f"{paths[-1]} was saved before the first validation: continue the training first")
     return best.path(step)
 
 
@@ -241,7 +241,7 @@ def _progress(path: Path, record: dict[str, Any]) -> Progress:
     try:
         return Progress(**record)
     except TypeError as problem:
-        raise Damaged(f"{path} is damaged ({PROGRESS} is not of a run: {problem})") from None
+        raise Damaged(f"{path} is damaged ({PROGRESS} is not a run's: {problem})") from None
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
@@ -251,7 +251,7 @@ def checkpoint_paths(directory: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Returns the step that a checkpoint is of."""
+    """Returns the step of a checkpoint."""
     return _place(path)[0]
 
 
@@ -275,17 +275,17 @@ def read_record(path: Path) -> dict[str, Any]:
     """Returns the record of the checkpoint at `path`. Raises Damaged unless its small files are as written."""
     try:
         if (path / CHECKSUMS).read_text(encoding="utf-8") != _checksums(path):
-            raise Damaged(f"{path} is damaged ({PROGRESS} or {INDEX} is not the one that was written)")
-        return read_json(path / PROGRESS)
+            raise Damaged(f"{path} is damaged ({PROGRESS} or {INDEX} has changed)")
+        return read_json(path / PROGRESS) or {}
     except (BadInput, OSError, ValueError) as problem:
         raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
 
 
 @contextlib.contextmanager
 def plain_name(prefix: Path) -> Iterator[str]:
-    """Yields a prefix of the same files by which TensorFlow can read them: to write, it can use any.
+    """Yields a prefix by which TensorFlow can read the same files.
 
-    To read it takes a name for a pattern, so that it finds nothing in "exp[1]" or "a\\b" (tensorflow#34290).
+    It writes under any name, but reads a name as a pattern, and finds nothing in "exp[1]" or "a\\b" (tensorflow#34290).
     """
     if not re.search(r"[][\\*?]", str(prefix)):
         yield str(prefix)
@@ -298,7 +298,7 @@ def plain_name(prefix: Path) -> Iterator[str]:
 
 
 def _checksums(path: Path) -> str:
-    """Returns the checksums of the small files, as sha256sum writes them; those of the tensors are in the index."""
+    """Returns the checksums of the small files, as sha256sum writes them; the index has those of the tensors."""
     return "".join(f"{file_sha256(path / name)}  {name}\n" for name in (PROGRESS, INDEX))
 
 
@@ -313,13 +313,13 @@ def weights_sha256(variables: dict[str, tf.Variable]) -> str:
 
 
 def _all_finite(value: np.ndarray | tf.Tensor) -> bool:
-    """Returns whether no number is infinite or NaN; whole numbers and texts are neither."""
+    """Returns whether no number is infinite or NaN; integers and texts are neither."""
     return not tf.as_dtype(value.dtype).is_floating or bool(np.isfinite(value).all())
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint; it loses its name first, so that half of it is never taken for one."""
+    """Removes a checkpoint; it loses its name first, so that half of it is never taken for a checkpoint."""
     try:
         shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
     except OSError as problem:
-        console.print(f"{path} is not needed any more, and cannot be removed ({problem.strerror})")
+        console.print(f"{path} is no longer needed, but cannot be removed ({problem.strerror})")

@@ -21,7 +21,7 @@ BEST = "best"
 
 
 class RunDirectory:
-    """The directory of a run. Used with `with`, which keeps other programs out from `hold` or `open` to its end."""
+    """The directory of a run. As a context it keeps other programs out, from `lock` or `open` to its end."""
 
     def __init__(self, path: Path) -> None:
         """Changes nothing; the directory need not exist."""
@@ -35,39 +35,40 @@ class RunDirectory:
         self._lock.release(force=True)
 
     def check_same_run(self, settings: Settings) -> None:
-        """Raises BadInput if the directory holds a run with other settings. Changes nothing.
+        """Raises BadInput if the directory contains a run with other settings. Changes nothing.
 
         Prints a line if the code or versions have changed. Only the author knows whether it is still the same task.
         """
         if not self._exists():
             return
-        if differences := settings.differences(recorded_settings(self.path)):
+        if differences := settings.differences(recorded_settings(self.path) or {}):
             what_to_do = "use the run's" if settings.evaluates else "use the same ones, another --run-dir, or --fresh"
             raise BadInput(
-                f"--run-dir {self.path} holds a run with other settings ({', '.join(differences)}): {what_to_do}"
+                f"--run-dir {self.path} contains a run with other settings ({', '.join(differences)}): {what_to_do}"
             )
-        if changes := changes_since(read_json(self.path / CONFIG)):
-            goes_on = "The present ones are used" if settings.evaluates else "It goes on with the present ones"
-            anew = "" if settings.evaluates else "; --fresh trains anew"
-            console.print(f"Since the run in {self.path} began, {', '.join(changes)}. {goes_on}{anew}")
+        if changes := changes_since(read_json(self.path / CONFIG) or {}):
+            start_over = "" if settings.evaluates else "; --fresh starts over"
+            console.print(
+                f"Since the run in {self.path} started, {', '.join(changes)}. It is used as it is now{start_over}"
+            )
 
     def code_sha256(self) -> dict[str, str]:
-        """Returns the fingerprints of the code with which the run here was begun, or is about to be."""
+        """Returns the fingerprints of the code with which the run here started, or is about to start."""
         recorded = read_json(self.path / CONFIG) or {}
         return {**code_sha256(), **recorded.get("code_sha256", {})}
 
-    def hold(self) -> None:
+    def lock(self) -> None:
         """Keeps other programs out of the directory, if it exists. Raises BadInput if it cannot be used."""
         if self._exists():
-            self._hold()
+            self._acquire()
 
     def open(self, *, fresh: bool) -> None:
-        """Makes the directory; with `fresh`, moves what is there to the first free of run.1, run.2, ..."""
+        """Makes the directory; with `fresh`, moves an existing run to the first free name of run.1, run.2, ..."""
         with self._usable():
             if fresh and self._exists():
                 self._move_aside()
             self.path.mkdir(parents=True, exist_ok=True)
-        self._hold()
+        self._acquire()
 
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:
@@ -80,7 +81,7 @@ class RunDirectory:
             ) from None
 
     def _exists(self) -> bool:
-        """Returns whether there is a run in the directory. Raises BadInput if none can be."""
+        """Returns whether the directory contains a run. Raises BadInput if it cannot."""
         with self._usable():
             try:
                 names = [each.name for each in self.path.iterdir()]
@@ -89,25 +90,28 @@ class RunDirectory:
                 if not os.access(parent, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, f"{parent} is not writable") from None
                 return False
-        # With hidden files only it may be of a run that was killed before it wrote config.json.
+        # A run that was killed before it wrote config.json may have left hidden files.
         if CONFIG not in names and not all(name.startswith(".") for name in names):
-            raise BadInput(f"--run-dir {self.path} holds files and no run (no {CONFIG}): choose another directory")
+            raise BadInput(
+                f"--run-dir {self.path} is not empty and contains no run ({CONFIG} is missing): choose another "
+                "directory"
+            )
         return CONFIG in names
 
-    def _hold(self) -> None:
+    def _acquire(self) -> None:
         with self._usable():
             try:
                 self._lock.acquire(timeout=0)
             except filelock.Timeout:
                 raise BadInput(
-                    f"--run-dir {self.path} is in use by another run: wait for its end, or use another --run-dir"
+                    f"--run-dir {self.path} is in use by another run: wait until it ends, or use another --run-dir"
                 ) from None
             except NotImplementedError:
                 console.print(f"{self.path} is on a file system without locks: let only one run use it")
 
     def _move_aside(self) -> None:
         if Path.cwd().is_relative_to(self.path.resolve()):
-            raise BadInput(f"--fresh cannot move --run-dir {self.path}, in which it was started: start it elsewhere")
+            raise BadInput(f"--fresh cannot move --run-dir {self.path}, the current folder: start it elsewhere")
         path = self.path.absolute()  # If it is a link, the link is moved.
         number = 1
         while (aside := path.with_name(f"{path.name}.{number}")).exists():

@@ -11,34 +11,31 @@ class Progress:
     """Counts and scores of a run, all of them JSON values."""
 
     epoch: int = 0
-    """Whole epochs done."""
+    """Complete epochs."""
     step: int = 0
-    """Training steps done."""
+    """Training steps."""
     steps_of_pass: dict[str, int] = dataclasses.field(default_factory=dict)
-    """set -> steps done of a pass over it that has not ended: of an epoch of "train", of an evaluation of the others.
-    """
+    """dataset -> steps done of a pass that has not ended: of an epoch of "train", of an evaluation of the others."""
     metrics: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
-    """set -> the metrics of a pass that has ended, while the epoch or the evaluation that it belongs to has not."""
+    """dataset -> the metrics of a pass that has ended, while the epoch or the evaluation around it has not."""
     seconds_of_epoch: dict[str, float] = dataclasses.field(default_factory=dict)
-    """set -> seconds that the running epoch has taken so far."""
+    """dataset -> seconds of the running epoch so far."""
     seconds_waited: float = 0.0
-    """Those of the running epoch's seconds in training that went into waiting for batches."""
+    """Those of the running epoch's seconds in training in which there were no batches."""
     seconds: float = 0.0
-    """Seconds that all whole epochs took."""
+    """Seconds of all complete epochs."""
     best_epoch: int | None = None
     best_step: int | None = None
     best_score: float | None = None
     validated_step: int | None = None
-    """The step after which --validate-every-steps had the last whole validation."""
+    """The step after which --validate-every-steps had the last complete validation."""
     workers: int = 1
-    """How many processes the run was last in."""
-    learning_rates: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What --learning-rate was last, and what task.create_optimizer made of it, as `learning_rates` returns it."""
-    learning_rate_changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """One for each resume that changed it: {"step": s, "--learning-rate": [before, since], optimizer: ...}."""
+    """The number of processes that the run was last in."""
+    learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The last --learning-rate, and the constant rate that task.create_optimizer gave to each optimizer."""
 
     def add(self, name: str, steps: int, seconds: float, waited: float) -> None:
-        """Counts steps of a pass over a set, the seconds that they took, and those of them without batches."""
+        """Counts steps of a pass over a dataset, the seconds that they took, and those of them without batches."""
         self.seconds_waited += waited if name == "train" else 0.0
         self.step += steps if name == "train" else 0
         self.steps_of_pass[name] = self.steps_of_pass.get(name, 0) + steps
@@ -50,7 +47,7 @@ class Progress:
         self.metrics[name] = metrics
 
     def forget_others(self, names: Collection[str]) -> list[str]:
-        """Forgets sets that are none of `names`; returns those of which a pass was under way."""
+        """Forgets datasets that are none of `names`; returns those of which a pass was under way."""
         under_way = [name for name in self.steps_of_pass if name not in names]
         for counted in (self.steps_of_pass, self.metrics):
             for name in counted.keys() - set(names):
@@ -58,7 +55,7 @@ class Progress:
         return under_way
 
     def is_evaluating(self) -> bool:
-        """Returns whether an evaluation has begun and not ended."""
+        """Returns whether an evaluation is under way."""
         return bool({*self.steps_of_pass, *self.metrics} - {"train"})
 
     def end_epoch(self) -> tuple[float, float, float]:
@@ -74,19 +71,23 @@ class Progress:
         """Returns whether a score is the best so far ("min" or "max"), and remembers it if it is."""
         improved = is_better(score, self.best_score, direction)
         if improved:
-            self.best_epoch, self.best_step, self.best_score = self.epochs_begun(), self.step, score
+            self.best_epoch, self.best_step, self.best_score = self.epochs_started(), self.step, score
         return improved
 
     def epochs_without_improvement(self) -> int:
         """Returns how many epochs have ended since the one with the best score."""
         return self.epoch - (self.best_epoch or 0)
 
-    def epochs_begun(self) -> int:
-        """Returns how many epochs have begun, whole ones included."""
+    def epochs_started(self) -> int:
+        """Returns how many epochs have started, complete ones included."""
         return self.epoch + (any(self.steps_of_pass.values()) or bool(self.metrics))
 
+    def position(self) -> tuple[int, int, list[str]]:
+        """Returns the training steps, the steps of passes that have not ended, and the passes that have."""
+        return self.step, sum(self.steps_of_pass.values()), list(self.metrics)
+
     def record(self) -> dict[str, Any]:
-        """Returns what `Progress(**record)` makes again."""
+        """Returns the values from which `Progress(**record)` is made again."""
         return dataclasses.asdict(self)
 
 

@@ -26,20 +26,20 @@ class Signals:
         self.signal: str | None = None
 
     def check(self, workers: Workers) -> None:
-        """Raises Stopped, on every worker, if any of them got a signal. To be called between chunks of steps."""
+        """Raises Stopped, on every worker, if any of them got a signal. Call it between executions."""
         if stopped := workers.any(self.signal is not None):
             self.signal = self.signal or f"a signal to {', '.join(stopped)}"
             raise Stopped(f"stopped by {self.signal}")
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes the signals until it is left. Python lets only the main thread do so; in another, nothing happens."""
+        """Takes the signals while it is open. Python allows that in the main thread; in another, nothing happens."""
         self.signal = None
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # Python runs a handler only between two operations of the main thread, which may be in a long chunk of steps.
-        # But it writes the signal's number to a pipe at once, and a thread reads that.
+        # Python runs a handler only between two operations of the main thread, which may be in a long execution. But it
+        # writes the signal's number to a pipe at once, and a thread reads that.
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
@@ -51,7 +51,7 @@ class Signals:
         finally:
             signal.set_wakeup_fd(earlier)
             for number, handler in handlers.items():
-                # While the program ends, one more signal would change the exit code. A notebook goes on.
+                # While the program ends, one more signal would change the exit code. A notebook continues.
                 in_notebook = handler in (signal.default_int_handler, signal.SIG_DFL)
                 signal.signal(number, signal.SIG_IGN if self.signal and not in_notebook else handler)
             os.close(writing)
@@ -69,7 +69,7 @@ class Signals:
                 self.signal = self.signal or name
                 console.print(f"{name}: the running steps end, then the state is saved; a second one ends at once")
             elif time.monotonic() > first + SECONDS_AS_ONE:
-                # What is being written still has a temporary name.
+                # The files that are being written still have temporary names.
                 os._exit(128 + numbers[0])
 
 

@@ -1,8 +1,8 @@
 """The variables of a run by name, and their values.
 
-Most variables are alike on all replicas and have one value. Some are each replica's own: what a metric has counted so
-far, the seeds of dropout, the statistics of a BatchNormalization that is not synchronized. Of those every replica's
-value is saved, otherwise a resumed run would differ slightly.
+Most variables are mirrored: they have one value on all replicas. Some are per-replica: what a metric has counted so
+far, the seeds of dropout, the statistics of an unsynchronized BatchNormalization. Of those every replica's value is
+saved, otherwise a resumed run would differ slightly.
 """
 
 import functools
@@ -24,59 +24,59 @@ class State:
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        alike: Variables,
-        own: Variables | None = None,
+        workers: Workers,
+        mirrored: Variables,
+        per_replica: Variables | None = None,
         hidden: Callable[[], Variables] = dict,
     ) -> None:
-        """`alike` have one value on all replicas, `own` each replica's own; no name may be in both.
+        """No name may be both in `mirrored` and in `per_replica`.
 
-        `hidden` returns more of each replica's own; it is called when they are needed for the first time.
+        `hidden` returns more per-replica variables; it is called when they are needed for the first time.
         """
-        self.strategy = strategy
-        self.workers = Workers(strategy)
-        self.alike = alike
-        self._own = own or {}
+        self.strategy, self.workers = strategy, workers
+        self.mirrored = mirrored
+        self._per_replica = per_replica or {}
         self._hidden = hidden
 
     @functools.cached_property
-    def own(self) -> Variables:
+    def per_replica(self) -> Variables:
         """The variables of which each replica has a value of its own."""
-        return {**self._own, **self._hidden()}
+        return {**self._per_replica, **self._hidden()}
 
     def variables(self) -> list[tf.Variable]:
         """Returns all variables."""
-        return [*self.alike.values(), *self.own.values()]
+        return [*self.mirrored.values(), *self.per_replica.values()]
 
     def values(self) -> Values:
-        """Returns the values as they are now: [...] of a variable that is alike, [replicas, ...] of each replica's own.
+        """Returns the values as they are now: [...] of a mirrored variable, [replicas, ...] of a per-replica one.
 
-        They are in host memory. A value that is alike may share the memory of its variable until that is changed, so
-        that large models need no memory for a second copy while they are saved.
+        They are in host memory. A mirrored value may share the memory of its variable until that is changed, so that
+        large models need no memory for a second copy while they are saved.
         """
         local_results = self.strategy.experimental_local_results
-        # Of the first replica's variable, because that of all takes five times as long to read.
-        values = {name: _read(local_results(variable)[0]) for name, variable in self.alike.items()}
+        # The first replica's variable is read, because reading the mirrored one takes five times as long.
+        values = {name: _read(local_results(variable)[0]) for name, variable in self.mirrored.items()}
         with tf.device("CPU:0"):
             # Copies values of GPUs and parameter servers to the host; the others are there already.
             host = tf.constant(0).device
             values = {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
-        own = {
+        per_replica = {
             name: np.stack([_read(each).numpy() for each in local_results(variable)])
-            for name, variable in self.own.items()
+            for name, variable in self.per_replica.items()
         }
-        gathered = self.workers.gather(own)  # [workers, replicas of each, ...]
+        gathered = self.workers.gather(per_replica)  # [workers, replicas of each, ...]
         return values | {name: value.reshape(-1, *value.shape[2:]) for name, value in gathered.items()}
 
     def assign(self, values: Values) -> None:
-        """Sets every variable. What other numbers of replicas had of their own is combined first."""
-        for name, variable in self.alike.items():
+        """Sets every variable. Per-replica values of another number of replicas are combined first."""
+        for name, variable in self.mirrored.items():
             variable.assign(values[name])
         seeds = []
-        for name, variable in self.own.items():
+        for name, variable in self.per_replica.items():
             local, rows = self.strategy.experimental_local_results(variable), values[name]
             replicas = len(local) * self.workers.count
             if len(rows) != replicas:
-                rows = _shared_out(rows, variable, replicas)
+                rows = _for_replicas(rows, variable, replicas)
                 seeds += [variable] if is_seed(name) else []
             first = len(local) * self.workers.index
             for each, row in zip(local, rows[first : first + len(local)], strict=True):
@@ -86,10 +86,11 @@ class State:
     def differences(self, values: Values) -> list[str]:
         """Returns a text for each variable whose name, dtype or shape differs from `values`."""
         expected = {
-            name: _kind(variable.dtype.name, variable.shape) for name, variable in {**self.alike, **self.own}.items()
+            name: _kind(variable.dtype.name, variable.shape)
+            for name, variable in {**self.mirrored, **self.per_replica}.items()
         }
         found = {
-            name: _kind(value.dtype.name, value.shape[1:] if name in self.own else value.shape)
+            name: _kind(value.dtype.name, value.shape[1:] if name in self.per_replica else value.shape)
             for name, value in values.items()
         }
         return [
@@ -100,25 +101,25 @@ class State:
 
 
 def one_of_replicas(rows: np.ndarray) -> np.ndarray:
-    """Returns the one value [...] that stands for the replicas' own ones [replicas, ...]: their mean."""
-    # The mean of equal numbers may be rounded to another number, and whole numbers have none: of seeds it is the first.
+    """Returns one value [...] for the replicas' own ones [replicas, ...]: their mean."""
+    # The mean of equal numbers may be rounded to another number, and seeds have no mean: theirs is the first.
     if rows.dtype.kind in "iu" or (rows == rows[0]).all():
         return rows[0]
     return rows.mean(axis=0, dtype=rows.dtype)
 
 
-def _shared_out(rows: np.ndarray, variable: tf.Variable, replicas: int) -> np.ndarray:
-    """Returns for `replicas` what was of another number of them; what is summed over them stays the same in sum."""
+def _for_replicas(rows: np.ndarray, variable: tf.Variable, replicas: int) -> np.ndarray:
+    """Returns per-replica values for another number of replicas; values that are summed keep their sum."""
     on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
     if on_read and variable.aggregation == tf.VariableAggregation.SUM:
-        shares = np.zeros((replicas, *rows.shape[1:]), rows.dtype)
-        shares[0] = rows.sum(axis=0, dtype=rows.dtype)
-        return shares
+        summed = np.zeros((replicas, *rows.shape[1:]), rows.dtype)
+        summed[0] = rows.sum(axis=0, dtype=rows.dtype)
+        return summed
     return np.stack([one_of_replicas(rows)] * replicas)
 
 
 def _read(variable: tf.Variable) -> tf.Tensor:
-    # What variable.read_value() does, in less time, which a save of many small variables mostly consists of.
+    # Does the same as variable.read_value() in less time, of which a save of many small variables mostly consists.
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a run is: config.json, and the lines at its start."""
+"""The summary of a run: the lines at its start, and its description in config.json."""
 
 import contextlib
 import datetime
@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
@@ -19,15 +18,17 @@ from engine.cluster.workers import Workers
 from engine.console import print_facts
 from engine.data import element_spec
 from engine.data.batches import Batches
+from engine.model.build import TaskObjects
 from engine.model.variables import by_name
+from engine.settings import Settings
 from engine.versions import PROJECT, versions
 
-# A repository may be large, or on a slow disk.
+# A repository may be large, or its disk slow.
 SECONDS_FOR_GIT = 5.0
 
 
-def describe_run(settings: Any, strategy: tf.distribute.Strategy, code_sha256: dict[str, str]) -> dict[str, Any]:
-    """Returns what config.json holds: the settings, and what else the numbers depend on."""
+def describe_run(settings: Settings, strategy: tf.distribute.Strategy, code_sha256: dict[str, str]) -> dict[str, Any]:
+    """Returns the settings, and everything else that results depend on, for config.json."""
     return {
         "settings": settings.as_json(),
         "strategy": describe_strategy(strategy),
@@ -39,10 +40,11 @@ def describe_run(settings: Any, strategy: tf.distribute.Strategy, code_sha256: d
     }
 
 
-def describe_start(step: int) -> dict[str, Any]:
-    """Returns what config.json keeps of each start of a run: after which step, by which command, from which code."""
+def describe_start(step: int, settings: Settings) -> dict[str, Any]:
+    """Returns the entry of config.json for a start after `step`: by which command, from which code."""
     return {
         "step": step,
+        "learning_rate": settings.learning_rate,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "host": platform.node(),
@@ -51,7 +53,7 @@ def describe_start(step: int) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Returns the project's commit, with "and changes" if a file of it has changed since; None without git."""
+    """Returns the project's commit, with "and changes" if a tracked file differs from it; None without git."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(PROJECT), *arguments]
@@ -65,33 +67,33 @@ def _git_commit() -> str | None:
 
 
 def describe_examples(batches: dict[str, Batches]) -> dict[str, Any]:
-    """Returns the types of an example and of its features for config.json: --export and predict.py have no data.
+    """Returns the specs of an example and of its features for config.json: --export and predict.py have no data.
 
-    They are those of the last set: of the test, if there is one.
+    They are taken from the last dataset: the test's, if there is one.
     """
     *_, last = batches.values()
     return {"example": element_spec.encode(last.example_spec), "features": element_spec.encode(last.features_spec)}
 
 
 def describe_records(batches: dict[str, Batches]) -> dict[str, Any]:
-    """Returns the record files of every split that has some, for config.json: a resume needs the same ones."""
-    return {split: each.fingerprint for split, each in batches.items() if each.fingerprint}
+    """Returns the record files of every dataset that has some, for config.json: a resume needs the same ones."""
+    return {name: each.fingerprint for name, each in batches.items() if each.fingerprint}
 
 
-def print_plan(
-    settings: Any, strategy: tf.distribute.Strategy, batches: dict[str, Batches], task: ModuleType, begins: str
+def print_summary(
+    settings: Settings, strategy: tf.distribute.Strategy, batches: dict[str, Batches], objects: TaskObjects, start: str
 ) -> None:
-    """Prints what is about to happen; `begins` is how: "resumed from ...", "with new weights"."""
+    """Prints the run summary; `start` is how it starts: "resumed from ...", "with new weights"."""
     train = batches["train"]
     steps = f"{train.steps} steps"
     if train.steps_per_epoch != train.steps:
         steps = f"{train.steps_per_epoch} steps; a pass over the examples has {train.steps}"
     limited = {}
     if settings.limit_steps:
-        text = f"to {settings.limit_steps} steps of each set (--limit-steps), so the metrics are of a part of the data"
+        text = f"to {settings.limit_steps} steps of each dataset (--limit-steps): metrics are of a part of the data"
         limited = {"limited": text}
     shuffled, taken = train.describe_shuffling()
-    left_out = f", {train.dropped} examples left out of each (--keep-last-batch keeps them)" if train.dropped else ""
+    dropped = f", each drops {train.dropped} examples (--keep-last-batch keeps them)" if train.dropped else ""
     splits = {each.split for each in batches.values()}
     examples = [f"{name} {each.number_of_examples}" for name, each in batches.items()]
     examples += [f"no {split}" for split in ("validation", "test") if split not in splits]
@@ -106,10 +108,10 @@ def print_plan(
         "examples": ", ".join(examples),
         "shuffled": f"train {shuffled}",
         **_too_much_memory(taken, Workers(strategy).on_one_machine),
-        "epochs": f"{settings.epochs}, each of {steps}{left_out}",
+        "epochs": f"{settings.epochs}, each of {steps}{dropped}",
         **limited,
-        "parameters": f"{sum(model.count_params() for model in by_name(task.model, 'model').values()):,}",
-        "begins": begins,
+        "parameters": f"{sum(model.count_params() for model in by_name(objects.model, 'model').values()):,}",
+        "starts": start,
         "run directory": str(settings.run_dir),
         **({"export": f"to {settings.run_dir / 'export'}, after the training"} if settings.export else {}),
     }
@@ -117,7 +119,7 @@ def print_plan(
 
 
 def _too_much_memory(taken: int, processes: int) -> dict[str, str]:
-    """Returns a line more if the processes of one machine, each with so many bytes, take over half of its memory."""
+    """Returns another line if processes that take `taken` bytes each need over half of their machine's memory."""
     if not hasattr(os, "sysconf"):  # On Windows.
         return {}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

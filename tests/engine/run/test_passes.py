@@ -1,0 +1,66 @@
+"""How many steps one execution runs."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from config import Config
+from engine.run.passes import Executions
+
+
+def executions(agree: Callable[[int], int] = lambda value: value, **settings: Any) -> Executions:
+    """Returns those of a process whose own numbers are the chief's, unless `agree` says otherwise."""
+    return Executions(Config(**settings), tf.distribute.get_strategy(), SimpleNamespace(agree=agree, is_chief=True))
+
+
+def lengths(ran: Executions, split: str, calls: int, seconds_of_step: float) -> list[int]:
+    """Returns how many steps each of `calls` executions ran, if the first one took 10 seconds more, to compile."""
+    counts = []
+    for call in range(calls):
+        count = ran.length(split, left=10**6, step=0)
+        ran.took(split, count, count * seconds_of_step + (0 if call else 10))
+        counts.append(count)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("seconds_of_step", "expected"),
+    [(0.0001, [1, 1, 2, 4, 8, 16, 32, 64]), (0.18, [1, 1, 2, 4, 5, 5, 5, 5]), (3, [1] * 8)],
+)
+def test_automatic_length_doubles_to_a_second_s_worth(seconds_of_step: float, expected: list[int]) -> None:
+    ran = executions(steps_per_execution="auto")
+    assert lengths(ran, "train", 8, seconds_of_step) == expected
+    # Each split has its own.
+    assert lengths(ran, "validation", 8, 0.1) == [1, 1, 2, 4, 8, 10, 10, 10]
+
+
+def test_given_length_stays() -> None:
+    ran = executions(steps_per_execution=7)
+    assert lengths(ran, "train", 3, 0.001) == [7, 7, 7]
+    assert ran.length("train", left=2, step=0) == 2
+
+
+def test_shorter_execution_does_not_change_the_length() -> None:
+    ran = executions(steps_per_execution="auto")
+    lengths(ran, "train", 4, 0.0001)
+    ran.took("train", 2, 100)
+    assert ran.length("train", left=100, step=0) == 8
+
+
+def test_executions_of_training_end_at_multiples() -> None:
+    ran = executions(steps_per_execution=20, checkpoint_every_steps=30, validate_every_steps=12)
+    ends = [0]
+    while ends[-1] < 60:
+        ends.append(ends[-1] + ran.length("train", left=100, step=ends[-1]))
+    assert ends == [0, 12, 24, 30, 36, 48, 60]
+    assert ran.length("validation", left=100, step=11) == 20
+
+
+def test_length_is_the_chief_s_on_every_worker() -> None:
+    ran = executions(lambda value: 3, steps_per_execution="auto")
+    assert ran.length("train", left=100, step=0) == 1
+    ran.took("train", 1, 0.001)
+    assert ran.length("train", left=100, step=0) == 3

@@ -1,0 +1,167 @@
+"""The steps of a pass over a dataset, and how they are cut into executions: --steps-per-execution, --profile."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from engine.cluster.devices import long_sums_reported
+from engine.cluster.workers import Workers
+from engine.console import console
+from engine.data.batches import Batches
+from engine.errors import BadInput, Diverged
+from engine.report.summaries import TENSORBOARD
+from engine.run.progress import Progress
+from engine.settings import Settings
+
+# The fourth execution of training steps is profiled: the first ones compile, or are short.
+PROFILED, PROFILED_STEPS = 3, 30
+
+
+class Executions:
+    """How many steps the next call of a compiled function runs, for each split; about a second's worth.
+
+    Attributes:
+        trained: the executions of training steps so far.
+    """
+
+    def __init__(self, settings: Settings, strategy: tf.distribute.Strategy, workers: Workers) -> None:
+        self._settings, self._strategy, self.workers = settings, strategy, workers
+        self._is_measured = settings.steps_per_execution == "auto" and not settings.eager
+        self._every = [each for each in (settings.checkpoint_every_steps, settings.validate_every_steps) if each]
+        self._lengths: dict[str, int] = {}
+        self.trained = 0
+
+    def length(self, split: str, *, left: int, step: int) -> int:
+        """Returns how many steps to run now, if so many are `left` of the pass, after training `step` in all."""
+        chosen = self._settings.steps_per_execution
+        count = min(self._lengths.setdefault(split, 1 if chosen == "auto" else chosen), left)
+        if split == "train":
+            # Up to the next multiple, counted from the first epoch, so that a resume does not move it.
+            count = min([count, *(every - step % every for every in self._every)])
+            count = min(count, PROFILED_STEPS) if self._profiles_next else count
+        return count
+
+    @contextlib.contextmanager
+    def watched(self, split: str) -> Iterator[None]:
+        """Warns if an execution does not end, and profiles it if it is the one to profile."""
+        with long_sums_reported(self._strategy), contextlib.ExitStack() as profile:
+            if split == "train" and self._profiles_next and self.workers.is_chief:
+                folder = self._settings.run_dir / TENSORBOARD
+                profile.callback(console.print, f"Profiled: pip install xprof, then xprof --logdir {folder}")
+                tf.profiler.experimental.start(str(folder))
+                profile.callback(tf.profiler.experimental.stop)
+            yield
+        self.trained += split == "train"
+
+    @property
+    def _profiles_next(self) -> bool:
+        return self._settings.profile and self.trained == PROFILED
+
+    def took(self, split: str, count: int, seconds: float) -> None:
+        """Adjusts the length to the time that an execution took; every worker must call it."""
+        if self._is_measured and count == self._lengths[split]:
+            # A second's worth, reached by doubling: the first call compiles, and so looks slow.
+            self._lengths[split] = self.workers.agree(max(1, min(2 * count, int(count / seconds))))
+
+    def report_missing_profile(self) -> None:
+        """Prints a line if --profile was given and the run was too short for one."""
+        if self._settings.profile and self.trained <= PROFILED:
+            console.print(f"--profile: the run had {self.trained} executions of training steps, and a profile needs 4")
+
+
+class Pass:
+    """The steps of one pass over a dataset: an epoch of training, or an evaluation.
+
+    Attributes:
+        name: the dataset's: "train", "validation" or "validation/<name>", ...
+        split: "train", "validation" or "test".
+        epoch: counted from 0; None where there are no epochs.
+        steps: how many the pass has.
+        done: how many of them are taken and counted.
+        uncounted: steps that are taken and not counted yet.
+        has_ended: whether its metrics have been read.
+        waits: whether the next execution is empty, because a validation is due first.
+    """
+
+    def __init__(
+        self, batches: Batches, epoch: int, progress: Progress, executions: Executions, *, has_epochs: bool
+    ) -> None:
+        """Continues at the position in `progress`."""
+        self.name, self.split, self.steps = batches.name, batches.split, batches.steps_per_epoch
+        self.epoch = epoch if has_epochs else None
+        # A pass that ended before a stop keeps its metrics until the evaluation or the epoch ends.
+        self.has_ended = self.name in progress.metrics and (self.split != "train" or epoch == progress.epoch)
+        self.done = self.steps if self.has_ended else progress.steps_of_pass.setdefault(self.name, 0)
+        self.uncounted, self.waits = 0, False
+        self._progress, self._executions = progress, executions
+        self._iterator = batches.iterator(epoch, first_step=self.done) if self.steps_left else None
+        self._count = 0  # Steps of the execution that is under way.
+        self._watch = contextlib.ExitStack()
+
+    @property
+    def steps_left(self) -> int:
+        return self.steps - self.done
+
+    def next_execution(self) -> Iterator[tuple[Any, int, int]]:
+        """Yields where the batches of the next execution are: a stack, the first one's number in it, how many.
+
+        Take all of them, and pass the losses to `Run.record_losses`, which counts the steps. It yields nothing if a
+        validation is due first.
+
+        Raises:
+            BadInput: examples cannot be read. In a single process the steps before them are taken and counted first.
+        """
+        if self.waits or self._iterator is None:
+            self.waits = False
+            return
+        self._count = self._executions.length(self.split, left=self.steps_left, step=self._progress.step)
+        self._started, self._waited = time.monotonic(), self._iterator.seconds_waited
+        self._watch.enter_context(self._executions.watched(self.split))
+        try:
+            for stack, first, count in self._iterator.take(self._count):
+                yield stack, first, count
+                self.uncounted += count
+        except BadInput:
+            # With several processes the others wait in a step, so this one must end at once.
+            if not self.uncounted or self._executions.workers.count > 1:
+                raise
+
+    def record(self, losses: Sequence[Any]) -> tuple[np.ndarray, float, float]:
+        """Counts the steps of an execution by their losses, one tensor ([count]) for each stack.
+
+        Returns the losses ([steps]), the seconds that the steps took, and those of them without batches.
+
+        Raises:
+            Diverged: a loss is not finite.
+        """
+        # Read when all steps are under way, so that a GPU continues meanwhile.
+        values = np.concatenate([np.asarray(each) for each in losses])
+        self._watch.close()
+        infinite = np.flatnonzero(~np.isfinite(values))
+        if len(infinite):
+            step = f"{self.name} step {self.done + infinite[0] + 1}{self._epoch_text}"
+            raise Diverged(f"the loss of {step} is {values[infinite[0]]}")
+        seconds = time.monotonic() - self._started
+        self._executions.took(self.split, len(values), seconds)
+        self.done, self.uncounted, self._count = self.done + len(values), 0, 0
+        return values, seconds, self._iterator.seconds_waited - self._waited if self._iterator else 0.0
+
+    def close(self) -> None:
+        """Ends an execution that failed."""
+        self._watch.close()
+
+    def __str__(self) -> str:
+        """Returns which steps are under way, for messages: "in train steps 3 to 5 of epoch 1"; "" if none are."""
+        if not self._count:
+            return ""
+        first, last = self.done + 1, self.done + self._count
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        return f"in {self.name} {steps}{self._epoch_text}"
+
+    @property
+    def _epoch_text(self) -> str:
+        return "" if self.epoch is None else f" of epoch {self.epoch + 1}"
