@@ -12,7 +12,7 @@ import contextlib
 import gc
 import importlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from engine.data.sets import named
 from engine.errors import BadInput, ProgramExit
 from engine.files import sync, writing
 from engine.model.finish import set_up
-from engine.model.objects import build_models, by_name, model_variables
+from engine.model.objects import by_name, model_variables
 from engine.model.replicas import is_seed
 from engine.protocols import Task
 from engine.settings import Settings
-from engine.trained.loading import NO_TENSORS, Trained, compiled_predict_step, load_trained, with_lengths
+from engine.trained.loading import NO_TENSORS, Trained, compiled_predict_step, load_trained, new_model
 from engine.trained.saved_model import Endpoint, write_saved_model
 from engine.user_errors import first_line, user_errors_named
 
@@ -43,8 +43,7 @@ SHARE_OF_TIES = 1e-3
 EXAMPLES, UNKNOWN_SIZE = 3, 8
 SUFFIXES = {"litert": ".tflite", "onnx": ".onnx"}
 
-Facts = dict[str, Any]
-"""What to print about each file."""
+Facts = dict[str, Any]  # The text to print for each file.
 
 
 @user_errors_named()  # Here, because the other workers hear of BadInput and CannotWrite only.
@@ -64,10 +63,9 @@ def export(task: Task, settings: Settings) -> None:
         if unlisted := ", ".join(trained.unlisted):
             facts["Keras's files"] = f"skipped: they cannot contain {unlisted}, made without add_weight"
         else:
-            facts |= _write_for_keras(folder, ".keras", keras.Model.save, _load_model, task, trained)
-            gc.collect()  # Frees the copies that were compared.
-            load_weights = _weights_loader(task, trained)
-            facts |= _write_for_keras(folder, ".weights.h5", keras.Model.save_weights, load_weights, task, trained)
+            for write in (_write_models, _write_weights):
+                facts |= write(folder, task, trained)
+                gc.collect()  # Frees the copies that were compared.
         facts |= _write_saved_model(folder / "saved_model", task, trained)
         if settings.export_format:
             problem = _write_format(folder, settings.export_format, trained, facts)
@@ -78,7 +76,7 @@ def export(task: Task, settings: Settings) -> None:
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    """Yields a new folder that takes the place of the one at `path`; after an exception nothing has changed there."""
+    """Yields a new folder, which replaces the one at `path` at the end; after an exception `path` is unchanged."""
     part, earlier = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "earlier"))
     try:
         with writing(path):
@@ -98,23 +96,30 @@ def _replaced(path: Path) -> Iterator[Path]:
     shutil.rmtree(earlier, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def _failing_as(text: str) -> Iterator[None]:
+    """Turns any exception but a ProgramExit into BadInput with `text` and the reason."""
+    try:
+        yield
+    except ProgramExit:
+        raise
+    except Exception as problem:
+        raise BadInput(f"--export: {text} ({first_line(problem)})") from problem
+
+
 # --- Files for Keras --------------------------------------------------------------------------------------------------
 
-Load = Callable[[str, Path], tuple[keras.Model, str]]
-"""Returns the model of a name from a file, and how a user loads it."""
 
-
-def _write_for_keras(folder: Path, kind: str, save: Callable, load: Load, task: Task, trained: Trained) -> Facts:
-    """Writes a file of each model. Raises BadInput unless a loaded model has the same weights and outputs."""
+def _write_models(folder: Path, task: Task, trained: Trained) -> Facts:
     facts: Facts = {}
-    models = by_name(trained.model, "model")
-    loaded = dict(models)
-    for name, model in models.items():
-        file = folder / f"{name}{kind}"
+    loaded = by_name(trained.model, "model")
+    for name, model in by_name(trained.model, "model").items():
+        file = folder / f"{name}.keras"
         try:
             with writing(file):
-                save(model, file)
-            loaded[name], facts[file.name] = load(name, file)
+                model.save(file)
+            loaded[name], options = _load(file)
+            facts[file.name] = f"for keras.models.load_model{options}"
         except ProgramExit:
             raise
         except Exception as problem:  # noqa: BLE001 - A layer of the user's own may raise anything.
@@ -123,44 +128,48 @@ def _write_for_keras(folder: Path, kind: str, save: Callable, load: Load, task: 
                 f"skipped: Keras cannot save and load this model ({first_line(problem)}): layers of your own need "
                 "@keras.saving.register_keras_serializable() and get_config"
             )
+    note = _compare_models(".keras", loaded, task, trained)
+    return {name: text + note for name, text in facts.items()}
+
+
+def _load(file: Path) -> tuple[keras.Model, str]:
+    """Returns the model in a file, and the options that load_model needs."""
+    with contextlib.suppress(Exception):
+        return keras.models.load_model(file, compile=False), ""
+    return keras.models.load_model(file, compile=False, safe_mode=False), "(..., safe_mode=False)"
+
+
+def _write_weights(folder: Path, task: Task, trained: Trained) -> Facts:
+    set_up(task, trained.settings)  # Starts the names of layers over, so that the new models have the same.
+    loaded = by_name(new_model(task, trained.settings, trained.serve.spec), "model")
+    for name, model in by_name(trained.model, "model").items():
+        file = folder / f"{name}.weights.h5"
+        with _failing_as(f"{file.name} cannot be written and loaded"):
+            with writing(file):
+                model.save_weights(file)
+            loaded[name].load_weights(file)
+    note = _compare_models(".weights.h5", loaded, task, trained)
+    return {f"{name}.weights.h5": f"for load_weights and --init-from{note}" for name in loaded}
+
+
+def _compare_models(kind: str, loaded: dict[str, keras.Model], task: Task, trained: Trained) -> str:
+    """Returns a note as `_compare` does. Raises BadInput unless loaded models have the same weights and outputs."""
+    for name, model in by_name(trained.model, "model").items():
         values, found = (
             [value.numpy() for path, value in model_variables(each).items() if not is_seed(path)]
             for each in (model, loaded[name])
         )
         if len(values) != len(found) or not all(map(np.array_equal, values, found)):
             raise BadInput(
-                f"--export: {file.name} has other weights than the model once it is loaded: create the weights of "
+                f"--export: {name}{kind} has other weights than the model once it is loaded: create the weights of "
                 "your own layers with add_weight, and return every argument in get_config"
             )
     task.model = loaded if isinstance(trained.model, dict) else loaded["model"]
     try:
         serve = Endpoint(compiled_predict_step(task, trained.serve.spec), trained.serve.spec)
-        note = _compare(", ".join(facts), trained.serve, serve, task, trained)
+        return _compare(", ".join(f"{name}{kind}" for name in loaded), trained.serve, serve, task, trained)
     finally:
         task.model = trained.model
-    return {name: text + note for name, text in facts.items()}
-
-
-def _load_model(_: str, file: Path) -> tuple[keras.Model, str]:
-    with contextlib.suppress(Exception):
-        return keras.models.load_model(file, compile=False), "for keras.models.load_model"
-    loaded = keras.models.load_model(file, compile=False, safe_mode=False)
-    return loaded, "for keras.models.load_model(..., safe_mode=False)"
-
-
-def _weights_loader(task: Task, trained: Trained) -> Load:
-    """Returns a function that loads a file of weights into a new model."""
-    set_up(task, trained.settings)  # Starts the names of layers over, so that the new model has the same.
-    spec = tf.nest.map_structure(
-        lambda leaf: tf.TensorSpec([EXAMPLES, *leaf.shape[1:]], leaf.dtype), trained.serve.spec
-    )
-    models = by_name(build_models(task.create_model(), with_lengths(spec, trained.settings)), "model")
-
-    def load(name: str, file: Path) -> tuple[keras.Model, str]:
-        models[name].load_weights(file)
-        return models[name], "for load_weights and --init-from"
-
-    return load
 
 
 def _write_format(folder: Path, kind: str, trained: Trained, facts: Facts) -> BadInput | None:
@@ -193,12 +202,8 @@ def _write_saved_model(folder: Path, task: Task, trained: Trained) -> Facts:
         endpoints["serve_examples"] = trained.serve_examples
     else:
         facts["serve_examples"] = f"skipped: {NO_TENSORS}"
-    try:
+    with _failing_as("the SavedModel cannot be written and loaded"):
         loaded, skipped = write_saved_model(folder, endpoints)
-    except ProgramExit:
-        raise
-    except Exception as problem:
-        raise BadInput(f"--export: the SavedModel cannot be written and loaded ({first_line(problem)})") from problem
     facts |= {name: f"skipped: {reason}" for name, reason in skipped.items()}
     for name, endpoint in loaded.items():
         note = _compare(name, endpoints[name], endpoint, task, trained)
@@ -236,7 +241,7 @@ def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Task, traine
 def _few_features(endpoint: Endpoint, task: Task, trained: Trained) -> Iterator[Any]:
     """Yields features of a few examples: made-up ones and those of the data."""
     leaves = tf.nest.flatten(endpoint.spec)
-    # The data come first if they have text, which may be records. Otherwise they need not be loaded.
+    # Text may be records, so the data come first; other data are loaded only if needed.
     have_text = any(leaf.dtype == tf.string for leaf in leaves)
     for from_data in (have_text, not have_text):
         if not from_data:
@@ -247,7 +252,7 @@ def _few_features(endpoint: Endpoint, task: Task, trained: Trained) -> Iterator[
                 found = (named(split, task.load_examples(split)) for split in ("test", "validation", "train"))
                 examples = next(each for datasets in found for each in datasets.values())
                 examples = examples.dataset() if isinstance(examples, Records) else examples
-                # An example that is not a tuple has no labels.
+                # Labels, if there are any, follow the features in a tuple.
                 yield next(iter(examples.map(lambda *example: example[0]).batch(count)))
 
 

@@ -1,5 +1,6 @@
 """A trained model: the best weights of a run in the task's model, without the run's data and devices."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -34,28 +35,19 @@ class Trained:
     """The best weights of a run in the task's model, and its predictions as functions."""
 
     settings: Settings
-    """The run's settings."""
-    model: Any
-    """The Keras model, or a dict of models by name."""
-    weights: Path
-    """The checkpoint of the weights."""
-    unlisted: list[str]
-    """The names of the variables that task.predict_step uses and Keras does not list."""
-    outputs: dict[str, tf.TensorSpec]
-    """The element spec of each output of task.predict_step, [None, ...]."""
+    model: Any  # A keras.Model, or a dict of them by name.
+    weights: Path  # The checkpoint of the weights.
+    unlisted: list[str]  # The names of the variables that task.predict_step uses and Keras does not list.
+    outputs: dict[str, tf.TensorSpec]  # The element spec of each output of task.predict_step, [None, ...].
     serve: Endpoint
-    """task.predict_step: takes prepared features."""
+    """Takes prepared features: task.predict_step."""
     serve_examples: Endpoint | None
-    """Takes the features of examples as task.load_examples returns them, and, if it is not 0, the number of the first
-    one; prepares them as an evaluation does. None if they are not tensors."""
+    """Takes the features of examples as task.load_examples returns them, and optionally the number of the first one;
+    they are prepared as in an evaluation. None if they are not tensors."""
 
 
 def load_trained(task: Task, settings: Settings) -> Trained:
     """Builds the task's model with the best weights of the run in --run-dir; sets task.config and task.model.
-
-    Args:
-        task: the module task.py.
-        settings: the run's settings; those about devices do not matter.
 
     Raises:
         BadInput: there is no such run, it has no best weights yet, its files are damaged, or task.py does not fit it.
@@ -64,19 +56,25 @@ def load_trained(task: Task, settings: Settings) -> Trained:
     task.config = settings
     set_up(task, settings)
     with recorded_variables() as made:
-        task.model = build_models(task.create_model(), with_lengths(batched(features_spec, size=2), settings))
-    serve = Endpoint(compiled_predict_step(task, batched(features_spec)), batched(features_spec))
-    graph = serve.function.get_concrete_function().graph
-    outputs = graph.structured_outputs
+        task.model = new_model(task, settings, features_spec)
+    serve = Endpoint(compiled_predict_step(task, features_spec), features_spec)
+    traced = serve.function.get_concrete_function()
+    outputs, listed = traced.structured_outputs, model_variables(task.model).values()
     _check_outputs(outputs)
-    hidden = HiddenState(tf.distribute.get_strategy(), made, model_variables(task.model).values(), lambda _: graph)
+    hidden = HiddenState(tf.distribute.get_strategy(), made, listed, lambda _: traced.graph)
     weights = _restore_best(settings.run_dir, task.model, hidden)
     unlisted = [name.removeprefix("hidden/") for name in hidden.used_in_validation()]
     serve_examples = None if example_spec is None else _with_preparation(task, settings, serve, example_spec)
     return Trained(settings, task.model, weights, unlisted, outputs, serve, serve_examples)
 
 
-def with_lengths(spec: Any, settings: Settings) -> Any:
+def new_model(task: Task, settings: Settings, features_spec: Any) -> Any:
+    """Returns the model, or the dict of models, that task.create_model makes for prepared features, built."""
+    two = tf.nest.map_structure(lambda leaf: tf.TensorSpec([2, *leaf.shape[1:]], leaf.dtype), features_spec)
+    return build_models(task.create_model(), _with_lengths(two, settings))
+
+
+def _with_lengths(spec: Any, settings: Settings) -> Any:
     """Returns the element spec of batches whose sequences are as long as the largest --pad-to."""
     return of_largest_length(spec, settings.pad_to) if settings.pad_to else spec
 
@@ -92,7 +90,7 @@ def compiled_predict_step(task: Task, features_spec: Any) -> tf.types.experiment
 def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_spec: Any) -> Endpoint:
     """Returns Trained.serve_examples."""
     prepared_spec, prepare = _preparation(task, settings, example_spec)
-    if prepared_spec != with_lengths(serve.spec, settings):
+    if prepared_spec != _with_lengths(serve.spec, settings):
         raise BadInput(
             f"task.prepare_example returns features of {as_text(prepared_spec)}, and the run in {settings.run_dir} has "
             f"{as_text(serve.spec)}: restore the hook that it was trained with"
@@ -114,10 +112,7 @@ def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_s
 
 
 def _preparation(task: Task, settings: Settings, example_spec: Any) -> tuple[Any, Callable[[tf.Tensor, Any], Any]]:
-    """Returns the element spec of prepared features, [None, ...], and a function that prepares them in a graph.
-
-    The function takes the numbers of examples (int64, [n]) and the examples ([n, ...]).
-    """
+    """Returns the element spec of prepared features, [None, ...], and a function from numbers and examples to them."""
     preparation = Preparation(task.prepare_example, training=False, pad_to=settings.pad_to)
     examples, seed = stand_in(example_spec), evaluation_seed(settings.seed)
     spec = preparation.batch_spec(examples)[0]
@@ -125,17 +120,14 @@ def _preparation(task: Task, settings: Settings, example_spec: Any) -> tuple[Any
 
 
 def _recorded_specs(run_dir: Path) -> tuple[Any, Any]:
-    """Returns the element specs of an example (None if it is not of tensors) and of its prepared features."""
+    """Returns the element specs of an example (None if it is not of tensors), and of prepared features, [None, ...]."""
     recorded = read_json(run_dir / CONFIG) or {}
-    try:
-        example_spec = decode(recorded["example"])
-    except ValueError:
-        example_spec = None
-    return example_spec, decode(recorded["features"])
+    with contextlib.suppress(ValueError):
+        return decode(recorded["example"]), batched(decode(recorded["features"]))
+    return None, batched(decode(recorded["features"]))
 
 
 def _check_outputs(outputs: Any) -> None:
-    """Raises BadInput unless task.predict_step returned a dict of tensors [n, ...]."""
     if not isinstance(outputs, dict) or not outputs or not all(isinstance(name, str) for name in outputs):
         raise BadInput(f"task.predict_step returned {outputs!r}: return a dict of tensors by name, [n, ...] each")
     for name, output in outputs.items():

@@ -17,11 +17,9 @@ from engine.files import write_whole
 from engine.trained.loading import NO_TENSORS, Trained
 from engine.user_errors import first_line, where_raised
 
-Arrays = dict[str, np.ndarray]
-"""Features by the names of their tensors, or outputs by name."""
-Name = int | str
+Arrays = dict[str, np.ndarray]  # Features or outputs, by name.
+Name = int | str  # The name of an example: its number, for instance, or its file.
 Batch = tuple[Sequence[Name], Arrays]
-"""The names of n examples, and their features [n, ...]."""
 
 EXAMPLE = "example"  # Heads the first column of a .csv file, and precedes a name in messages.
 RESERVED = (EXAMPLE, "file")  # np.savez has a parameter called "file".
@@ -33,9 +31,7 @@ COLUMNS = (rich.progress.TextColumn("{task.completed:,} {task.description}"), ri
 class Predictor:
     """Predicts examples as task.load_examples returns them; task.prepare_example runs as in an evaluation.
 
-    Attributes:
-        model: the Keras model with the run's best weights, or a dict of models by name.
-        settings: the run's settings.
+    `model` is the Keras model with the run's best weights, or a dict of models by name; `settings` are the run's.
     """
 
     def __init__(self, trained: Trained) -> None:
@@ -46,11 +42,7 @@ class Predictor:
         self.model, self.settings = trained.model, trained.settings
 
     def __call__(self, examples: Any, batch_size: int = 128) -> Arrays:
-        """Returns the outputs of task.predict_step, [n, ...] each.
-
-        Args:
-            examples: the features of n examples, an array [n, ...] or a dict of arrays.
-            batch_size: the number of examples in a call.
+        """Returns the outputs of task.predict_step, [n, ...] each, for features [n, ...]: an array or a dict of arrays.
 
         Raises:
             BadInput: these are not examples of the run, or one of them cannot be prepared.
@@ -65,10 +57,10 @@ class Predictor:
         return self._predict(batches)[1]
 
     def predict(self, examples: Iterable[tuple[Name, Any]], batch_size: int) -> tuple[list[Name], Arrays]:
-        """Returns the names and the predictions of examples; each is a pair of its name and its features.
+        """Returns the names and the outputs of examples, which are pairs of a name and features.
 
         Raises:
-            BadInput: one is not an example of the run, or cannot be prepared. The text names it.
+            BadInput: one of them is not an example of the run, or cannot be prepared. The text names it.
         """
         return self._predict(_batches(examples, batch_size))
 
@@ -121,12 +113,10 @@ def _batches(examples: Iterable[tuple[Name, Any]], size: int) -> Iterator[Batch]
             raise BadInput(f"task.read_inputs yields {type(example).__name__}: yield pairs of a name and features")
         return example[0], {name: _as_array(each) for name, each in leaves(example[1]).items()}
 
-    def shapes(row: tuple[Name, Arrays]) -> dict[str, tuple[int, ...]]:
-        return {name: array.shape for name, array in row[1].items()}
-
-    for _, group in itertools.groupby(map(row, examples), shapes):
-        while rows := list(itertools.islice(group, size)):
-            names, features = zip(*rows, strict=True)
+    rows = map(row, examples)
+    for _, group in itertools.groupby(rows, lambda row: {name: array.shape for name, array in row[1].items()}):
+        while batch := list(itertools.islice(group, size)):
+            names, features = zip(*batch, strict=True)
             yield names, {name: np.stack([each[name] for each in features]) for name in features[0]}
 
 
@@ -167,10 +157,7 @@ def _from_tensor(output: tf.Tensor) -> np.ndarray:
 def write_predictions(path: Path, names: Sequence[Name], predictions: Arrays) -> None:
     """Writes an .npz file with an array for each output, or a .csv file with a row for each example.
 
-    In a .csv file an output [n, k] has the columns "name/0", "name/1" and so on.
-
-    Raises:
-        CannotWrite: the disk is full, or the folder is read-only.
+    An output [n, k] has the columns "name/0", "name/1" and so on. Raises CannotWrite.
     """
 
     def write(temporary: Path) -> None:

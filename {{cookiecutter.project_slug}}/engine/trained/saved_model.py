@@ -20,8 +20,7 @@ Outputs = dict[str, tf.Tensor]
 class Endpoint:
     """A function of features [n, ...] in the structure of an element spec; a SavedModel takes them by name."""
 
-    function: Any
-    """Returns outputs by name, [n, ...] each."""
+    function: Any  # Returns outputs by name, [n, ...] each.
     spec: Any
 
     @property
@@ -68,9 +67,8 @@ def write_saved_model(folder: Path, endpoints: dict[str, Endpoint]) -> tuple[dic
     if not signatures:
         return {}, skipped
     default = {"serving_default": next(iter(signatures.values()))}
-    resources = _resources(signatures.values())
     with writing(folder):
-        tf.saved_model.save(resources, str(folder), {**signatures, **default})
+        tf.saved_model.save(_resources(signatures.values()), str(folder), {**signatures, **default})
     loaded = tf.saved_model.load(str(folder)).signatures
     return {name: endpoints[name].loaded(loaded[name]) for name in signatures}, skipped
 
