@@ -1,4 +1,4 @@
-"""--export: what is in its files, what is left out of them, and what is refused."""
+"""--export: the contents of its files, what is skipped, and what is rejected."""
 
 import json
 import shutil

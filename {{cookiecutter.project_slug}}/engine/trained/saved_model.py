@@ -74,7 +74,7 @@ def write_saved_model(folder: Path, endpoints: dict[str, Endpoint]) -> tuple[dic
 
 
 def _resources(signatures: Iterable[Any]) -> tf.Module:
-    """Returns a module with the variables and lookup tables that signatures use, whoever made them: they are saved."""
+    """Returns a module of the variables and lookup tables that signatures use, so that the file contains them."""
     graphs = [each.graph for each in signatures]
     handles = {id(handle) for graph in graphs for handle, _ in graph.captures}
     gc.unfreeze()  # Otherwise gc.get_objects() does not return objects that the imports have made.
