@@ -128,8 +128,8 @@ def test_mistakes_end_predict_before_tensorflow_is_imported(default_bake: Bake) 
     without = "import sys; sys.modules['tensorflow'] = None; import predict; predict.main(sys.argv[1:])"
     for arguments, code, text in (
         (("--help",), 0, "usage: "),
-        (("runs/none", "task.py"), 2, "ERROR: runs/none holds no run"),
-        (("runs/none", "task.py", "--batch-size", "0"), 2, "ERROR: --batch-size 0 has to be at least 1"),
+        (("runs/none", "task.py"), 2, "ERROR: runs/none contains no run"),
+        (("runs/none", "task.py", "--batch-size", "0"), 2, "ERROR: --batch-size 0 must be at least 1"),
         (("runs/none",), 2, "Required options"),
     ):
         done = run(sys.executable, "-c", without, *arguments, folder=default_bake.folder)

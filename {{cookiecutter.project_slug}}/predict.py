@@ -1,7 +1,7 @@
 """Predictions from the best weights of a run, on whatever devices this machine has.
 
-    python predict.py runs/default digits.npy                        writes predictions.csv
-    python predict.py runs/default images/ --output predictions.npz  if the task's examples are images of uint8
+    python predict.py runs/default digits.npy                           writes predictions.csv
+    python predict.py runs/default digits.npy --output predictions.npz  for outputs that do not fit into a table
     python predict.py --help
 
 In a notebook:
@@ -9,7 +9,7 @@ In a notebook:
     import predict
 
     predictor = predict.load("runs/default")
-    predictor(examples)                       what task.predict_step returns, as arrays
+    predictor(examples)                       the outputs of task.predict_step, as arrays
     predictor.model, predictor.settings       the Keras model with the best weights; the run's settings
 """
 
@@ -39,35 +39,36 @@ class Options:
     run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_DIR")]
     """Directory of the run."""
     input: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="INPUT")]
-    """Examples as task.load_examples gives them, without labels: .npy, .npz, .csv with a header, .tfrecord, or a folder
-    of images."""
+    """File or folder of examples, which task.read_inputs reads."""
     output: Path = Path("predictions.csv")
     """A .csv file, with a row for each example, or an .npz file, with an array for each output."""
     batch_size: int = 128
-    """Examples that are prepared and predicted at a time."""
+    """Number of examples to prepare and predict at a time."""
 
     def __post_init__(self) -> None:
         """Raises BadInput for the first value that breaks its rule."""
         for name, path in (("INPUT", self.input), ("--output", self.output)):
             check_is_local(name, path)
         if not self.input.exists():
-            raise BadInput(f"INPUT {self.input} does not exist: give a file or a folder of examples")
+            raise BadInput(f"INPUT {self.input} does not exist: pass a file or a folder of examples")
         if self.output.suffix not in (".csv", ".npz"):
-            raise BadInput(f"--output {self.output} has to end in .csv or .npz")
+            raise BadInput(f"--output {self.output} must end in .csv or .npz")
         if not self.output.absolute().parent.is_dir():
-            raise BadInput(f"--output {self.output}: there is no folder {self.output.parent}: make it first")
+            raise BadInput(f"--output {self.output}: the folder {self.output.parent} does not exist: create it first")
+        if self.output.exists() and self.output.samefile(self.input):
+            raise BadInput(f"--output {self.output} is the input, which would be overwritten: pass another path")
         if self.batch_size < 1:
-            raise BadInput(f"--batch-size {self.batch_size} has to be at least 1")
+            raise BadInput(f"--batch-size {self.batch_size} must be at least 1")
 
 
 def load(run_dir: str | Path) -> "Predictor":
-    """Returns the predictions of a run's best weights, as a function of examples; it needs none of the run's data.
+    """Returns a function that predicts examples with a run's best weights; it needs none of the run's data.
 
-    It sets task.config and task.model, clears Keras's session, seeds the random numbers anew, and sets Keras's dtype
-    policy to the run's --precision.
+    It sets task.config and task.model, clears Keras's session, seeds the random numbers, and sets Keras's dtype policy
+    to the run's --precision.
 
     Raises:
-        BadInput: there is no run, or it does not go with the hooks of task.py.
+        BadInput: there is no run, or the hooks of task.py do not fit it.
     """
     settings = settings_of_run(Config, Path(run_dir))
     import task
@@ -78,7 +79,7 @@ def load(run_dir: str | Path) -> "Predictor":
 
     let_gpu_memory_grow()
     RunDirectory(settings.run_dir).check_same_run(settings)
-    return Predictor(load_trained(task, settings, "predict.py"))
+    return Predictor(load_trained(task, settings))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -88,14 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings_of_run(Config, options.run_dir)
 
         from engine.console import console
-        from engine.trained.predictions import FILE, ROW, report_infinite, write_predictions
+        from engine.trained.predictions import report_infinite, write_predictions
         from engine.user_errors import user_errors_named
 
         with user_errors_named():
+            import task
+
+            if not hasattr(task, "read_inputs"):
+                raise BadInput("task.py has no function read_inputs(path): add one that yields names and features")
             predictor = load(options.run_dir)
             predictor.check_output(options.output)
-            names, predictions = predictor.predict_file(options.input, options.batch_size)
-            write_predictions(options.output, FILE if options.input.is_dir() else ROW, names, predictions)
+            names, predictions = predictor.predict(task.read_inputs(options.input), options.batch_size)
+            write_predictions(options.output, names, predictions)
         report_infinite(names, predictions)
         console.print(f"{len(names):,} predictions ({', '.join(predictions)}) in {options.output}")
 

@@ -4,6 +4,9 @@ Lines marked TODO(you) are yours to replace; everything works as it stands. Line
 together.
 """
 
+from collections.abc import Iterable
+from pathlib import Path
+
 from config import Config
 
 import keras
@@ -57,6 +60,14 @@ def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, training: bool, s
         # Shifted by at most one pixel.
         features = tf.image.stateless_random_crop(tf.pad(features, [[1, 1], [1, 1], [0, 0]]), features.shape, seed)
     return features, labels
+
+
+def read_inputs(path: Path) -> Iterable[tuple[int | str, np.ndarray]]:
+    """Yields a name and the features of each example at `path`, as load_examples returns them; predict.py calls it.
+
+    Change it together with load_examples. Here `path` is an .npy file of images, which are named by their numbers.
+    """
+    return enumerate(np.load(path, mmap_mode="r"))
 
 
 # --- Objects: made once by train.build(), inside strategy.scope(); the steps below use them ---------------------------

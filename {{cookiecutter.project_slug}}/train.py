@@ -239,7 +239,7 @@ def train(settings: Config) -> dict[str, Any]:
                     run_epochs()
                 result = run.finish(test)
         if settings.export:  # A signal ends it at once.
-            export(task, settings, workers)
+            workers.from_chief(lambda: export(task, settings))
         return result
 
 

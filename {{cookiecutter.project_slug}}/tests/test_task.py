@@ -1,5 +1,7 @@
 """What is special to this task; write your own in its place."""
 
+from pathlib import Path
+
 from config import Config
 
 import numpy as np
@@ -29,3 +31,12 @@ def test_predictions_are_probabilities_and_the_likeliest_class(settings: Config)
     predicted = {name: each.numpy() for name, each in task.predict_step(features).items()}
     np.testing.assert_allclose(predicted["probabilities"].sum(axis=-1), 1.0, rtol=1e-5)
     np.testing.assert_array_equal(predicted["label"], task.model(features, training=False).numpy().argmax(axis=-1))
+
+
+def test_inputs_are_read_as_load_examples_returns_them(settings: Config, tmp_path: Path) -> None:
+    task.config = settings
+    images = np.stack([features for features, _ in task.load_examples("test").as_numpy_iterator()])
+    np.save(tmp_path / "images.npy", images)
+    names, features = zip(*task.read_inputs(tmp_path / "images.npy"), strict=True)
+    assert names == tuple(range(len(images)))
+    np.testing.assert_array_equal(features, images)

@@ -1,4 +1,4 @@
-"""--export: what is in its files, what is left out of them, and what is refused."""
+"""--export: the contents of its files, what is skipped, and what is rejected."""
 
 import json
 import shutil
@@ -16,7 +16,6 @@ from small import small_model
 import task
 import train
 from config import Config
-from engine.cluster.workers import Workers
 from engine.errors import BadInput
 from engine.trained.export import _are_close, export
 from engine.trained.loading import load_trained
@@ -219,11 +218,11 @@ def test_python_code_of_a_hook_leaves_its_endpoint_out(exported: Callable[..., s
         return tf.ensure_shape(features, (8, 8, 1)), labels
 
     printed = exported(trained=True, prepare_example=prepare_example)
-    assert "serve_examples    left out: no file can hold the Python function of PyFunc (test_export.py:" in printed
+    assert "serve_examples    skipped: no file can contain the Python function of PyFunc (test_export.py:" in printed
     assert set(tf.saved_model.load(str(tmp_path / "run/export/saved_model")).signatures) == {"serve", "serving_default"}
     # In this project they can be predicted.
-    trained = load_trained(task, Config(run_dir=tmp_path / "run"), "test")
-    found = trained.predict_examples(IMAGES, tf.constant(0, tf.int64))["probabilities"]
+    trained = load_trained(task, Config(run_dir=tmp_path / "run"))
+    found = trained.serve_examples.function(IMAGES)["probabilities"]
     np.testing.assert_allclose(
         found, serving(tmp_path / "run", "serve", features=IMAGES / 16)["probabilities"], rtol=1e-5
     )
@@ -333,9 +332,9 @@ class Hidden(keras.layers.Layer):
 
 def test_model_that_keras_cannot_load_is_left_out_with_the_reason(exported: Callable[..., str], tmp_path: Path) -> None:
     printed = exported(trained=True, create_model=lambda: small_model(Unnamed(2.0)))
-    assert "model.keras       left out: Keras cannot save and load this model (FileNotFoundError: vocab" in printed
+    assert "model.keras       skipped: Keras cannot save and load this model (FileNotFoundError: vocab" in printed
     assert {each.name for each in (tmp_path / "run/export").iterdir()} == {"model.weights.h5", "saved_model"}
-    trained = load_trained(task, Config(run_dir=tmp_path / "run"), "test")
+    trained = load_trained(task, Config(run_dir=tmp_path / "run"))
     expected = tf.nn.softmax(trained.model(IMAGES / 16))
     np.testing.assert_allclose(
         serving(tmp_path / "run", "serve", features=IMAGES / 16)["probabilities"], expected, rtol=1e-5
@@ -351,7 +350,7 @@ def test_file_that_is_another_model_is_an_error_and_leaves_the_earlier_export(
         exported(trained=True, create_model=lambda: small_model(Forgetful(2.0)))
     assert ending.value.code == 2
     assert (
-        "ERROR: --export: model.keras, once loaded, gives another 'probabilities' than the model, by more than 1e-05"
+        "ERROR: --export: model.keras, once loaded, returns another 'probabilities' than the model, by more than 1e-05"
         in capsys.readouterr().err
     )
     assert {each: each.read_bytes() for each in earlier} == earlier
@@ -367,18 +366,18 @@ def test_variable_that_keras_does_not_list_is_exported_by_tensorflow_only(
         return evaluation_step(split, batch) + 0.0 * tf.add_n(task.model.layers[-1].steps)
 
     printed = exported(create_model=lambda: small_model(Hidden()), evaluation_step=with_all)
-    assert "Keras's files   left out: they cannot hold Variable#1, made without add_weight" in printed
+    assert "Keras's files   skipped: they cannot contain Variable#1, made without add_weight" in printed
     assert [each.name for each in (tmp_path / "run/export").iterdir()] == ["saved_model"]
-    trained = load_trained(task, Config(run_dir=tmp_path / "run"), "test")
+    trained = load_trained(task, Config(run_dir=tmp_path / "run"))
     assert [float(each) for each in trained.model.layers[-1].steps] == [2.0, 102.0]
     np.testing.assert_allclose(
         serving(tmp_path / "run", "serve", features=IMAGES)["probabilities"],
-        trained.predict(IMAGES)["probabilities"],
+        trained.serve.function(IMAGES)["probabilities"],
         rtol=1e-5,
     )
     monkeypatch.setattr(task, "create_model", lambda: small_model(Hidden(3)))
-    with pytest.raises(BadInput, match=r"does not hold hidden/Variable#2, a variable of task\.predict_step: use it in"):
-        load_trained(task, Config(run_dir=tmp_path / "run"), "test")
+    with pytest.raises(BadInput, match=r"does not contain hidden/Variable#2, a variable of task\.predict_step: use"):
+        load_trained(task, Config(run_dir=tmp_path / "run"))
 
 
 @keras.saving.register_keras_serializable()
@@ -413,7 +412,7 @@ def two_models(exported: Callable[..., str]) -> Callable[..., str]:
             task.metrics["validation"]["loss"].update_state([1.0])
             return tf.reduce_sum(predict_step(batch[0])["scores"]) * 0.0
 
-        steps = {f"{split}_step": step for split in ("train", "validation", "test")}
+        steps = {"train_step": step, "evaluation_step": lambda split, batch: step(batch)}
         return exported(
             create_model=create_model, create_optimizer=create_optimizer, predict_step=predict_step, **steps
         )
@@ -488,12 +487,10 @@ def test_run_that_cannot_be_loaded_is_refused_in_one_line(
 
     def refusal() -> str:
         with pytest.raises(BadInput) as ending:
-            export(task, Config(run_dir=tmp_path / "run"), Workers(tf.distribute.get_strategy()))
+            export(task, Config(run_dir=tmp_path / "run"))
         return str(ending.value)
 
     path = shutil.copytree(run_dir, tmp_path / "run")
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-
     monkeypatch.setattr(task, "create_model", lambda: small_model(without_last=True))
     assert "is of another model (2 variables differ: model/sequential/dense_1/bias float32[10] there" in refusal()
     monkeypatch.setattr(task, "create_model", small_model)
@@ -501,18 +498,14 @@ def test_run_that_cannot_be_loaded_is_refused_in_one_line(
         patching.setattr(task, "predict_step", lambda features: tf.reduce_mean(task.model(features)))
         assert "task.predict_step returned" in refusal()
         patching.setattr(task, "predict_step", lambda features: {"mean": tf.reduce_mean(task.model(features))})
-        assert "task.predict_step returned 'mean' of shape () for any number n of examples" in refusal()
+        assert "task.predict_step returned 'mean' of shape (): return [n, ...], a row per example" in refusal()
         patching.delattr(task, "predict_step")
         assert "task.py has no function predict_step" in refusal()
         patching.undo()
     with monkeypatch.context() as patching:
         patching.setattr(task, "prepare_example", lambda features, labels: (tf.squeeze(features), labels))
-        assert "gives features of float32[None, 8, 8], and the run in" in refusal()
+        assert "returns features of float32[None, 8, 8], and the run in" in refusal()
 
-    earlier = {name: value for name, value in config.items() if name not in ("example", "features")}
-    (path / "config.json").write_text(json.dumps(earlier), encoding="utf-8")
-    assert "does not say what an example is" in refusal()
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (data,) = max((path / "best").iterdir()).glob("state.data*")
     data.write_bytes(data.read_bytes()[:-10])
     assert "is damaged" in refusal()

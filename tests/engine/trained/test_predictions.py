@@ -2,8 +2,9 @@
 
 import csv
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import predict
 import task
 import train
 from engine.errors import BadInput
+from engine.trained.predictions import _as_tensors, _batches
 
 FLAGS = ("--global-batch-size=60", "--simulated-devices=2", "--epochs=2", "--ema-decay=0.9", "--seed=3")
 
@@ -73,7 +75,7 @@ def test_predictions_are_those_of_the_test(run_dir: Path, held_out: Any, tmp_pat
     predict.main([str(run_dir), str(tmp_path / "test.npy"), "--output", str(tmp_path / "p.csv"), "--batch-size", "100"])
     with (tmp_path / "p.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [row["row"] for row in rows] == [str(number) for number in range(len(labels))]
+    assert [row["example"] for row in rows] == [str(number) for number in range(len(labels))]
     result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
     right = [int(row["label"]) == label for row, label in zip(rows, labels, strict=True)]
     assert np.mean(right) == pytest.approx(result["test/accuracy"], abs=1e-7)
@@ -125,9 +127,14 @@ def test_texts_and_files_of_any_size_are_named_in_the_first_column(
     monkeypatch.setattr(
         task, "predict_step", lambda features: {"text": tf.strings.as_string(features[:, 0, 0, 0] * 16)}
     )
+
+    def read_inputs(path: Path) -> Any:
+        return ((file.name, tf.io.decode_image(file.read_bytes(), 1)) for file in sorted(path.iterdir()))
+
+    monkeypatch.setattr(task, "read_inputs", read_inputs)
     for name in ("p.csv", "p.npz"):
         predict.main([str(run_dir), str(folder), "--output", str(tmp_path / name)])
-    assert (tmp_path / "p.csv").read_text(encoding="utf-8") == "file,text\nrow 1.png,3.000000\nz.png,9.000000\n"
+    assert (tmp_path / "p.csv").read_text(encoding="utf-8") == "example,text\nrow 1.png,3.000000\nz.png,9.000000\n"
     with np.load(tmp_path / "p.npz") as arrays:  # Without pickled objects, which np.load refuses.
         assert arrays["text"].tolist() == ["3.000000", "9.000000"]
 
@@ -146,9 +153,9 @@ def test_example_that_cannot_be_prepared_is_named_and_nothing_is_written(
     output = tmp_path / "predictions.csv"
     output.write_text("earlier")
     line = refused(run_dir, tmp_path / "images.npy", "--output", output, "--batch-size", 4)
-    assert line.startswith("ERROR: row 6: ")
+    assert line.startswith("ERROR: example 6: ")
     assert "too bright" in line
-    assert line.endswith(" (labels are made up when predicting)")
+    assert line.endswith(" (its labels are placeholders)")
     assert output.read_text() == "earlier"
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -176,9 +183,9 @@ def test_what_cannot_be_written_as_csv_is_refused_at_once(
     assert "--output" in line
     assert "'mask' is of shape (None, 8, 8, 1)" in line
     with monkeypatch.context() as patching:
-        patching.setattr(task, "predict_step", lambda features: {"file": features})
+        patching.setattr(task, "predict_step", lambda features: {"example": features})
         line = refused(run_dir, tmp_path / "images.npy", "--output", tmp_path / "p.npz")
-        assert "task.predict_step returns 'file', which names the rows: rename it" in line
+        assert "task.predict_step returns 'example', which is a reserved name: rename it" in line
         # As many columns as the brightest pixel of a batch.
         patching.setattr(
             task,
@@ -186,12 +193,86 @@ def test_what_cannot_be_written_as_csv_is_refused_at_once(
             lambda features: {"a": features[:, : tf.cast(tf.reduce_max(features) * 16, tf.int32), 0, 0]},
         )
         images = np.stack([np.full((8, 8, 1), value, "float32") for value in (2, 3)])
-        with pytest.raises(BadInput, match=r"returned 'a' of different sizes \(\[\(2,\), \(3,\)\]\)"):
+        with pytest.raises(BadInput, match=r"returned 'a' of several sizes \(\[\(2,\), \(3,\)\]\)"):
             predict.load(run_dir)(images, batch_size=1)
     predict.main([str(run_dir), str(tmp_path / "images.npy"), "--output", str(tmp_path / "p.npz")])
     with np.load(tmp_path / "p.npz") as arrays:
         assert arrays["mask"].shape == (3, 8, 8, 1)
         assert arrays["mask"].all()
+
+
+def test_input_is_never_overwritten(run_dir: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    path, link = tmp_path / "images.npz", tmp_path / "predictions.npz"
+    np.savez(path, np.zeros((2, 8, 8, 1), "float32"))
+    link.symlink_to(path)
+    before = path.read_bytes()
+    for output in (path, link):
+        assert f"--output {output} is the input, which would be overwritten" in refused(
+            run_dir, path, "--output", output
+        )
+    assert path.read_bytes() == before
+
+
+def test_hook_that_reads_inputs_wrongly_is_named(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    path = tmp_path / "images.npy"
+    np.save(path, np.zeros((2, 8, 8, 1), "float32"))
+    monkeypatch.setattr(task, "read_inputs", np.load)
+    assert refused(run_dir, path) == "ERROR: task.read_inputs yields ndarray: yield pairs of a name and features"
+    monkeypatch.undo()
+    path.write_text("no array")
+    line = refused(run_dir, path)
+    assert re.match(r"ERROR: task\.py:\d+ read_inputs: ValueError: .*pickle", line)
+    monkeypatch.delattr(task, "read_inputs")
+    assert "task.py has no function read_inputs(path): add one" in refused(run_dir, path)
+
+
+IMAGE = tf.TensorSpec([None, 2, 3, 1], tf.uint8)
+TEXT = tf.TensorSpec([None], tf.string)
+MIXED = {"a": tf.TensorSpec([None, 2], tf.float32), "b": (TEXT, tf.TensorSpec([None], tf.bool))}
+PIXELS = np.arange(30).reshape(5, 2, 3, 1)
+
+
+def tensors(examples: Iterable[Any], spec: Any, size: int = 2) -> list[tuple[tuple[Any, ...], Any]]:
+    """Returns the batches of examples as predict.py makes them, as arrays."""
+    batches = [(names, _as_tensors(names, arrays, spec)) for names, arrays in _batches(examples, size)]
+    return [(names, tf.nest.map_structure(lambda each: each.numpy(), features)) for names, features in batches]
+
+
+def test_examples_become_batches_of_one_shape_and_of_the_run_s_dtypes() -> None:
+    batches = tensors(enumerate(PIXELS), IMAGE)
+    assert [names for names, _ in batches] == [(0, 1), (2, 3), (4,)]
+    features = np.concatenate([features for _, features in batches])
+    np.testing.assert_array_equal(features, PIXELS)
+    assert features.dtype == np.uint8
+    sizes = [("x", PIXELS[0]), ("y", PIXELS[1]), ("z", PIXELS[2, :1]), ("x", PIXELS[3])]
+    batches = tensors(sizes, tf.TensorSpec([None, None, 3, 1], tf.uint8), size=9)
+    assert [names for names, _ in batches] == [("x", "y"), ("z",), ("x",)]
+    ((_, features),) = tensors([(7, {"b": ("é", 1), "a": [1, 2.5]}), (8, {"a": [0, 1e-50], "b": ("", False)})], MIXED)
+    np.testing.assert_array_equal(features["a"], np.array([[1, 2.5], [0, 0]], "float32"))
+    assert [each.decode() for each in features["b"][0]] == ["é", ""]
+    assert features["b"][1].tolist() == [True, False]
+    records = [b"a\0", tf.constant(b"\xff\0\0")]  # Their ends are kept.
+    assert tensors(enumerate(records), TEXT)[0][1].tolist() == [b"a\0", b"\xff\0\0"]
+
+
+UNFITTING = {
+    "shape": (enumerate(PIXELS[:, 0]), IMAGE, "example 0: features is int64[3, 1] and must be uint8[2, 3, 1], as in"),
+    "large": (enumerate(PIXELS * 9), IMAGE, "example 4: features has a value that does not fit into uint8"),
+    "fraction": (enumerate(PIXELS / 20), IMAGE, "example 0: features has a value that does not fit into uint8"),
+    "NaN": (enumerate(PIXELS * np.nan), IMAGE, "example 0: features has a value that does not fit into uint8"),
+    "text": ([("p", "1")], tf.TensorSpec([None], tf.int32), "example p: features is <U1[] and must be int32[], as"),
+    "number": ([("p", 1)], TEXT, "example p: features is int64[] and must be string[], as in task.load_examples"),
+    "names": ([("p", {"a": [1, 2]})], MIXED, "example p has the features a and must have a, b/0, b/1"),
+}
+
+
+@pytest.mark.parametrize("case", UNFITTING)
+def test_example_that_does_not_fit_the_run_is_named(case: str) -> None:
+    examples, spec, message = UNFITTING[case]
+    with pytest.raises(BadInput, match=f"^{re.escape(message)}"):
+        tensors(examples, spec)
 
 
 def test_mistakes_are_one_line(
@@ -200,20 +281,27 @@ def test_mistakes_are_one_line(
     np.save(tmp_path / "images.npy", np.zeros((2, 8, 8)))
     path = tmp_path / "images.npy"
     for arguments, message in (
-        ((path, path), f"{path} is no directory: give the directory of a run"),
-        ((tmp_path, path), f"{tmp_path} holds no run (no config.json): give the directory of one"),
+        ((path, path), f"{path} is not a directory: pass the directory of a run"),
+        ((tmp_path, path), f"{tmp_path} contains no run (config.json is missing): pass the directory of a run"),
         ((run_dir, tmp_path / "none"), f"INPUT {tmp_path / 'none'} does not exist"),
-        ((run_dir, path, "--output", tmp_path / "p.txt"), "has to end in .csv or .npz"),
-        ((run_dir, path, "--output", tmp_path / "no/p.csv"), f"there is no folder {tmp_path / 'no'}: make it first"),
-        ((run_dir, path, "--batch-size", 0), "--batch-size 0 has to be at least 1"),
-        ((run_dir, path, "--output", tmp_path / "p.csv"), "features is of shape [2, 8, 8]: it has to be"),
+        ((run_dir, path, "--output", tmp_path / "p.txt"), "must end in .csv or .npz"),
+        ((run_dir, path, "--output", tmp_path / "no/p.csv"), f"the folder {tmp_path / 'no'} does not exist: create it"),
+        ((run_dir, path, "--batch-size", 0), "--batch-size 0 must be at least 1"),
+        (
+            (run_dir, path, "--output", tmp_path / "p.csv"),
+            "ERROR: example 0: features is float64[8, 8] and must be float32[8, 8, 1], as in task.load_examples",
+        ),
     ):
         assert message in refused(*arguments)
+    predictor = predict.load(run_dir)
     with pytest.raises(BadInput, match="there are no examples"):
-        predict.load(run_dir)(np.zeros((0, 8, 8, 1), "float32"))
+        predictor(np.zeros((0, 8, 8, 1), "float32"))
+    for examples in (3.0, {"a": [1, 2], "b": [1]}):
+        with pytest.raises(BadInput, match=r"must be arrays \[n, \.\.\.\] of the same number n of examples"):
+            predictor(examples)
     assert "--gone 3 there and no setting now" in refused(with_config(run_dir, tmp_path / "gone", gone=3), path)
     ragged = with_config(run_dir, tmp_path / "ragged", example=["RaggedTensorSpec", "int32[]"])
-    assert "task.load_examples gives something other than plain tensors" in refused(ragged, path)
+    assert "task.load_examples returns something other than plain tensors" in refused(ragged, path)
 
 
 def test_records_in_a_list_are_whole_and_damaged_ones_are_named(
@@ -231,7 +319,7 @@ def test_records_in_a_list_are_whole_and_damaged_ones_are_named(
     predictor = predict.load(with_config(run_dir, tmp_path / "run", ["string[]", "int32[]"]))
     found = predictor(records)
     np.testing.assert_allclose(found["probabilities"], expected["probabilities"], rtol=1e-5)
-    with pytest.raises(BadInput, match=r"^row 1: "):
+    with pytest.raises(BadInput, match=r"^example 1: "):
         predictor([records[0], b"\xdc\xff" * 100, records[2]])
 
 
@@ -240,4 +328,4 @@ def test_what_is_not_finite_is_said(run_dir: Path, held_out: Any, tmp_path: Path
     images[2:4] = np.nan
     np.save(tmp_path / "images.npy", images)
     predict.main([str(run_dir), str(tmp_path / "images.npy"), "--output", str(tmp_path / "p.csv")])
-    assert "'probabilities' is not finite for 2 of the examples, row 2 first" in capsys.readouterr().out
+    assert "'probabilities' is not finite for 2 of the examples, example 2 first" in capsys.readouterr().out

@@ -1,7 +1,8 @@
 """Predictions of a trained model: from examples to arrays, and to a file."""
 
 import csv
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,148 +11,178 @@ import rich.progress
 import tensorflow as tf
 
 from engine.console import console
+from engine.data.element_spec import leaf_text, leaves
 from engine.errors import BadInput
 from engine.files import write_whole
-from engine.trained.inputs import Batch, batches_in_memory, read_batches
 from engine.trained.loading import NO_TENSORS, Trained
 from engine.user_errors import first_line, where_raised
 
-Predictions = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]  # Features or outputs, by name.
+Name = int | str  # The name of an example: its number, for instance, or its file.
+Batch = tuple[Sequence[Name], Arrays]
+
+EXAMPLE = "example"  # Heads the first column of a .csv file, and precedes a name in messages.
+RESERVED = (EXAMPLE, "file")  # np.savez has a parameter called "file".
+# UnicodeDecodeError is raised where TensorFlow's message quotes bytes that are not text.
+FAILURES = (tf.errors.OpError, UnicodeDecodeError)
+COLUMNS = (rich.progress.TextColumn("{task.completed:,} {task.description}"), rich.progress.TimeElapsedColumn())
 
 
 class Predictor:
-    """Gives predictions for examples as task.load_examples gives them; task.prepare_example runs as in an evaluation.
+    """Predicts examples as task.load_examples returns them; task.prepare_example runs as in an evaluation.
 
-    Attributes:
-        model: the Keras model with the run's best weights, or a dict of models by name.
-        settings: the run's.
+    `model` is the Keras model with the run's best weights, or a dict of models by name; `settings` are the run's.
     """
 
     def __init__(self, trained: Trained) -> None:
-        """Raises BadInput if the task's examples are no tensors."""
-        if trained.predict_examples is None:
-            raise BadInput(f"predict.py: {NO_TENSORS}: give predict_step its features")
-        self._trained = trained
-        self._spec = tf.nest.map_structure(
-            lambda leaf: tf.TensorSpec(leaf.shape[1:], leaf.dtype), trained.examples_spec
-        )
+        """Raises BadInput if the task's examples are not tensors."""
+        if trained.serve_examples is None:
+            raise BadInput(f"{NO_TENSORS}: call task.predict_step with prepared features instead")
+        self._serve, self._outputs = trained.serve_examples, trained.outputs
         self.model, self.settings = trained.model, trained.settings
 
-    def __call__(self, examples: Any, batch_size: int = 128) -> Predictions:
-        """Returns what task.predict_step returns, [n, ...] each.
-
-        Args:
-            examples: the features of n examples, an array [n, ...] or a dict of arrays.
-            batch_size: how many to take at a time.
+    def __call__(self, examples: Any, batch_size: int = 128) -> Arrays:
+        """Returns the outputs of task.predict_step, [n, ...] each, for features [n, ...]: an array or a dict of arrays.
 
         Raises:
-            BadInput: they are no such examples, or one of them cannot be prepared.
+            BadInput: these are not examples of the run, or one of them cannot be prepared.
         """
-        return self._predict_batches(batches_in_memory(examples, self._spec, batch_size))[1]
+        arrays = {name: _as_array(each) for name, each in leaves(examples).items()}
+        lengths = {array.shape[:1] for array in arrays.values()}
+        if len(lengths) != 1 or lengths == {()}:
+            raise BadInput(f"{', '.join(arrays)} must be arrays [n, ...] of the same number n of examples")
+        ((length,),) = lengths
+        numbers = (range(length)[first : first + batch_size] for first in range(0, length, batch_size))
+        batches = ((part, {name: array[part.start : part.stop] for name, array in arrays.items()}) for part in numbers)
+        return self._predict(batches)[1]
 
-    def predict_file(self, path: Path, batch_size: int) -> tuple[list[str], Predictions]:
-        """Returns the names and the predictions of the examples in a file or folder. Raises BadInput."""
-        return self._predict_batches(read_batches(path, self._spec, batch_size))
+    def predict(self, examples: Iterable[tuple[Name, Any]], batch_size: int) -> tuple[list[Name], Arrays]:
+        """Returns the names and the outputs of examples, which are pairs of a name and features.
+
+        Raises:
+            BadInput: one of them is not an example of the run, or cannot be prepared. The text names it.
+        """
+        return self._predict(_batches(examples, batch_size))
 
     def check_output(self, path: Path) -> None:
-        """Raises BadInput if a file of this kind cannot hold what task.predict_step returns."""
-        for name, output in self._trained.predict.get_concrete_function().structured_outputs.items():
-            if name in TITLES:
-                raise BadInput(f"--output {path}: task.predict_step returns {name!r}, which names the rows: rename it")
+        """Raises BadInput if a file of this kind cannot contain the outputs of task.predict_step."""
+        for name, output in self._outputs.items():
+            if name in RESERVED:
+                raise BadInput(f"task.predict_step returns {name!r}, which is a reserved name: rename it")
             if path.suffix == ".csv" and output.shape.rank not in (1, 2):
-                raise BadInput(f"--output {path}: {name!r} is of shape {output.shape}: give an .npz file")
+                raise BadInput(f"--output {path}: {name!r} is of shape {output.shape}: pass an .npz file")
 
-    def _predict_batches(self, batches: Iterable[Batch]) -> tuple[list[str], Predictions]:
-        names: list[str] = []
-        parts: list[Predictions] = []
-        shown = rich.progress.Progress(*COLUMNS, console=console, transient=True, disable=not console.is_terminal)
-        with shown:
-            bar = shown.add_task("predictions", total=None)
-            for batch_names, features in batches:
+    def _predict(self, batches: Iterable[Batch]) -> tuple[list[Name], Arrays]:
+        names: list[Name] = []
+        parts: list[Arrays] = []
+        options: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
+        with rich.progress.Progress(*COLUMNS, **options) as progress:
+            bar = progress.add_task("predictions", total=None)
+            for batch_names, arrays in batches:
+                features = _as_tensors(batch_names, arrays, self._serve.spec)
                 parts.append(self._predict_batch(batch_names, features, first=len(names)))
                 names += batch_names
-                shown.update(bar, completed=len(names))
+                progress.update(bar, completed=len(names))
         if not parts:
             raise BadInput("there are no examples to predict")
         for name in parts[0]:
             if len(shapes := {part[name].shape[1:] for part in parts}) > 1:
-                raise BadInput(
-                    f"task.predict_step returned {name!r} of different sizes ({sorted(shapes)}): return one size, or "
-                    "predict the examples of each size apart"
-                )
+                raise BadInput(f"task.predict_step returned {name!r} of several sizes ({sorted(shapes)}): return one")
         return names, {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-    def _predict_batch(self, names: list[str], features: Any, first: int) -> Predictions:
-        predict = self._trained.predict_examples
+    def _predict_batch(self, names: Sequence[Name], features: Any, first: int) -> Arrays:
         try:
-            outputs = predict(features, tf.constant(first, tf.int64))
+            outputs = self._serve.function(features, first)
         except FAILURES:
             for number, name in enumerate(names):
                 one = tf.nest.map_structure(lambda part, number=number: part[number : number + 1], features)
                 try:
-                    predict(one, tf.constant(first + number, tf.int64))
+                    self._serve.function(one, first + number)
                 except FAILURES as problem:
                     reason = f"{where_raised(problem)}: {first_line(problem)}"
-                    raise BadInput(f"{name}: {reason} (labels are made up when predicting)") from problem
+                    raise BadInput(f"{EXAMPLE} {name}: {reason} (its labels are placeholders)") from problem
             raise
-        return {name: _as_array(output) for name, output in outputs.items()}
+        return {name: _from_tensor(output) for name, output in outputs.items()}
 
 
-# The second one where TensorFlow's message quotes bytes that are no text.
-FAILURES = (tf.errors.OpError, UnicodeDecodeError)
-# Of the first column of a .csv file.
-TITLES = ROW, FILE = "row", "file"
-COLUMNS = (rich.progress.TextColumn("{task.completed:,} {task.description}"), rich.progress.TimeElapsedColumn())
+def _batches(examples: Iterable[tuple[Name, Any]], size: int) -> Iterator[Batch]:
+    """Yields batches of examples of the same shapes that follow each other."""
+
+    def row(example: tuple[Name, Any]) -> tuple[Name, Arrays]:
+        if not isinstance(example, tuple) or len(example) != 2:
+            raise BadInput(f"task.read_inputs yields {type(example).__name__}: yield pairs of a name and features")
+        return example[0], {name: _as_array(each) for name, each in leaves(example[1]).items()}
+
+    rows = map(row, examples)
+    for _, group in itertools.groupby(rows, lambda row: {name: array.shape for name, array in row[1].items()}):
+        while batch := list(itertools.islice(group, size)):
+            names, features = zip(*batch, strict=True)
+            yield names, {name: np.stack([each[name] for each in features]) for name in features[0]}
 
 
-def write_predictions(path: Path, title: str, names: list[str], predictions: Predictions) -> None:
-    """Writes predictions completely or not at all: an .npz file by the outputs' names, or a .csv file, a row for each.
+def _as_array(values: Any) -> np.ndarray:
+    """Returns values as an array; bytes become objects, because NumPy's own type drops zeros at their end."""
+    some = values if isinstance(values, list | tuple) else [values]
+    return np.asarray(values, dtype=object if any(isinstance(each, bytes) for each in some) else None)
 
-    The first column of a .csv file is the row's number in the input, counted from 0, or the file's name: `title` says
-    which, ROW or FILE. An output [n, k] has the columns "name/0", "name/1" and so on.
 
-    Raises:
-        CannotWrite: the disk is full, or the folder is read-only.
+def _as_tensors(names: Sequence[Name], arrays: Arrays, spec: Any) -> Any:
+    """Returns features as tensors of an element spec. Raises BadInput, naming an example, if they do not fit it."""
+    specs, tensors = leaves(spec), []
+    if arrays.keys() != specs.keys():
+        raise BadInput(f"{EXAMPLE} {names[0]} has the features {', '.join(arrays)} and must have {', '.join(specs)}")
+    for name, leaf in specs.items():
+        array, dtype = arrays[name], leaf.dtype
+        is_text = array.dtype.kind in "OSU"
+        if is_text != (dtype == tf.string) or not leaf.shape.is_compatible_with(array.shape):
+            wanted = leaf_text(tf.TensorSpec(leaf.shape[1:], dtype))
+            given = f"{array.dtype}{list(array.shape[1:])}"
+            raise BadInput(f"{EXAMPLE} {names[0]}: {name} is {given} and must be {wanted}, as in task.load_examples")
+        with np.errstate(all="ignore"):
+            found = array if is_text else array.astype(dtype.as_numpy_dtype)
+        if not is_text and not dtype.is_floating and (changed := found != array).any():
+            row = np.flatnonzero(changed.reshape(len(array), -1).any(axis=1))[0]
+            raise BadInput(f"{EXAMPLE} {names[row]}: {name} has a value that does not fit into {dtype.name}")
+        tensors.append(tf.constant(found))
+    return tf.nest.pack_sequence_as(spec, tensors)
+
+
+def _from_tensor(output: tf.Tensor) -> np.ndarray:
+    """Returns an output as an array that NumPy's files can contain: text instead of bytes, float32 for bfloat16."""
+    if output.dtype == tf.string:
+        return np.vectorize(lambda each: each.decode(errors="replace"), otypes=[str])(output.numpy())
+    return tf.cast(output, tf.float32).numpy() if output.dtype == tf.bfloat16 else output.numpy()
+
+
+def write_predictions(path: Path, names: Sequence[Name], predictions: Arrays) -> None:
+    """Writes an .npz file with an array for each output, or a .csv file with a row for each example.
+
+    An output [n, k] has the columns "name/0", "name/1" and so on. Raises CannotWrite.
     """
-    if path.suffix == ".npz":
-        write_whole(path, lambda temporary: _write_npz(temporary, predictions))
-    else:
-        write_whole(path, lambda temporary: _write_csv(temporary, title, names, predictions))
+
+    def write(temporary: Path) -> None:
+        if path.suffix == ".npz":
+            arrays: dict[str, Any] = {**predictions}
+            with temporary.open("wb") as file:  # np.savez would append .npz to a path.
+                np.savez(file, **arrays)
+            return
+        columns: dict[str, Iterable[Any]] = {EXAMPLE: names}
+        for name, values in predictions.items():
+            several = {f"{name}/{number}": column for number, column in enumerate(values.T)}
+            columns |= several if values.ndim == 2 else {name: values}
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=True))
+
+    write_whole(path, write)
 
 
-def report_infinite(names: list[str], predictions: Predictions) -> None:
-    """Prints which outputs are not finite, as those of an example that holds NaN."""
+def report_infinite(names: Sequence[Name], predictions: Arrays) -> None:
+    """Prints which outputs are not finite, such as those of an example that contains NaN."""
     for name, values in predictions.items():
         if values.dtype.kind == "f":
             places = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
             if len(places):
-                console.print(f"{name!r} is not finite for {len(places):,} of the examples, {names[places[0]]} first")
-
-
-def _write_npz(path: Path, predictions: Predictions) -> None:
-    with path.open("wb") as file:  # A name of another ending would be changed.
-        np.savez(file, **predictions)
-
-
-def _write_csv(path: Path, title: str, names: list[str], predictions: Predictions) -> None:
-    columns = {title: [name.removeprefix("row ") for name in names] if title == ROW else names}
-    for name, values in predictions.items():
-        if values.ndim == 1:
-            columns[name] = _texts(values)
-        else:
-            columns |= {f"{name}/{number}": _texts(values[:, number]) for number in range(values.shape[1])}
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows(zip(*columns.values(), strict=True))
-
-
-def _texts(values: np.ndarray) -> list[str]:
-    return [str(each) for each in values]  # Of a number, the fewest digits that stand for it alone.
-
-
-def _as_array(output: tf.Tensor) -> np.ndarray:
-    """Returns an output as an array that NumPy's files can hold: texts and float32 where it knows no such type."""
-    if output.dtype == tf.string:
-        return np.vectorize(lambda each: each.decode(errors="replace"), otypes=[str])(output.numpy())
-    return tf.cast(output, tf.float32).numpy() if output.dtype == tf.bfloat16 else output.numpy()
+                first = f"{EXAMPLE} {names[places[0]]}"
+                console.print(f"{name!r} is not finite for {len(places):,} of the examples, {first} first")

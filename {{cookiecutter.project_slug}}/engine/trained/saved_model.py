@@ -1,4 +1,4 @@
-"""A SavedModel of functions of features, which runs where there is TensorFlow and neither Keras nor this project."""
+"""A SavedModel of functions of features, for programs that have TensorFlow and neither Keras nor this project."""
 
 import dataclasses
 import gc
@@ -12,19 +12,20 @@ import tensorflow as tf
 from engine.data.element_spec import leaf_text, leaves
 from engine.files import writing
 from engine.tracing import look_at
-from engine.trained.loading import Outputs
+
+Outputs = dict[str, tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """A function of features [n, ...] in a structure; a SavedModel takes them by name."""
+    """A function of features [n, ...] in the structure of an element spec; a SavedModel takes them by name."""
 
-    function: Callable[[Any], Outputs]
+    function: Any  # Returns outputs by name, [n, ...] each.
     spec: Any
 
     @property
     def inputs(self) -> dict[str, tf.TensorSpec]:
-        """The types of the features by names that every server takes: letters, digits and underscores."""
+        """The element specs of the features by names that every server accepts: letters, digits and underscores."""
         found = {re.sub(r"\W", "_", name): leaf for name, leaf in leaves(self.spec).items()}
         return {name if name[0].isalpha() else f"arg_{name}": leaf for name, leaf in found.items()}
 
@@ -32,7 +33,7 @@ class Endpoint:
         return ", ".join(f"{name} {leaf_text(leaf)}" for name, leaf in self.inputs.items())
 
     def signature(self) -> Any:
-        """Returns the function compiled for features by name."""
+        """Returns the function, compiled for features by name."""
 
         def named(**tensors: tf.Tensor) -> Outputs:
             return self.function(tf.nest.pack_sequence_as(self.spec, [tensors[name] for name in self.inputs]))
@@ -41,46 +42,42 @@ class Endpoint:
         return tf.function(named, autograph=False).get_concrete_function(**given)
 
     def loaded(self, signature: Callable[..., Outputs]) -> "Endpoint":
-        """Wraps a loaded signature so that it takes features in their own structure."""
+        """Returns an endpoint that calls a loaded signature."""
         return Endpoint(
             lambda features: signature(**dict(zip(self.inputs, tf.nest.flatten(features), strict=True))), self.spec
         )
 
 
 def write_saved_model(folder: Path, endpoints: dict[str, Endpoint]) -> tuple[dict[str, Endpoint], dict[str, str]]:
-    """Writes what can be written of `endpoints`; the first one is also the one of requests that name none.
+    """Writes the endpoints that a file can contain; the first one is also the default for requests.
 
     Returns:
-        The endpoints that were written, loaded again, and the reasons why others were not.
+        The endpoints that were written, loaded again, and the reasons why the others were skipped.
 
     Raises:
         CannotWrite: the disk is full, or the directory is read-only.
     """
-    signatures, left_out = {}, {}
+    signatures, skipped = {}, {}
     for name, endpoint in endpoints.items():
         signature = endpoint.signature()
         if calls := look_at(signature.graph).python_calls:
-            left_out[name] = f"no file can hold the Python function of {', '.join(calls)}"
+            skipped[name] = f"no file can contain the Python function of {', '.join(calls)}"
         else:
             signatures[name] = signature
     if not signatures:
-        return {}, left_out
+        return {}, skipped
     default = {"serving_default": next(iter(signatures.values()))}
-    resources = _resources(signatures.values())
     with writing(folder):
-        tf.saved_model.save(resources, str(folder), {**signatures, **default})
+        tf.saved_model.save(_resources(signatures.values()), str(folder), {**signatures, **default})
     loaded = tf.saved_model.load(str(folder)).signatures
-    return {name: endpoints[name].loaded(loaded[name]) for name in signatures}, left_out
+    return {name: endpoints[name].loaded(loaded[name]) for name in signatures}, skipped
 
 
 def _resources(signatures: Iterable[Any]) -> tf.Module:
-    """Returns a module that holds the variables and lookup tables which signatures use, so that they are saved too.
-
-    It does not matter who has made them: a model, task.py, a tokenizer of another file.
-    """
+    """Returns a module of the variables and lookup tables that signatures use, so that the file contains them."""
     graphs = [each.graph for each in signatures]
     handles = {id(handle) for graph in graphs for handle, _ in graph.captures}
-    gc.unfreeze()  # Else objects that the imports have made would not be among those found here.
+    gc.unfreeze()  # Otherwise gc.get_objects() does not return objects that the imports have made.
     module = tf.Module()
     module.weights = [variable for graph in graphs for variable in graph.variables]
     module.tables = [

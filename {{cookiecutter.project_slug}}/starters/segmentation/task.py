@@ -4,12 +4,14 @@ A U-Net (Ronneberger et al. 2015, arXiv:1505.04597) gives each pixel of an image
 yours to replace; everything works as it stands. Lines marked KEEP hold the distribution together.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from config import Config
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from engine.model import apply_gradients
@@ -44,6 +46,14 @@ def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, training: bool, s
         features = tf.where(is_flipped, tf.reverse(features, [1]), features)
         labels = tf.where(is_flipped, tf.reverse(labels, [1]), labels)
     return tf.cast(features, tf.float32) / 127.5 - 1.0, tf.cast(labels, tf.int32)
+
+
+def read_inputs(path: Path) -> Iterable[tuple[int | str, np.ndarray]]:
+    """Yields a name and the features of each example at `path`, as load_examples returns them; predict.py calls it.
+
+    Change it together with load_examples. Here `path` is an .npy file of images, which are named by their numbers.
+    """
+    return enumerate(np.load(path, mmap_mode="r"))
 
 
 # --- Objects: made once by train.build(), inside strategy.scope(); the steps below use them ---------------------------

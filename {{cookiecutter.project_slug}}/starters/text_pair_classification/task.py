@@ -4,6 +4,8 @@ Lines marked TODO(you) are yours to replace; everything works as it stands. Line
 together.
 """
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from config import Config
@@ -52,6 +54,14 @@ def prepare_example(record: tf.Tensor):
         "segment_ids": parsed["segment_ids"],
     }
     return features, parsed["label_ids"]
+
+
+def read_inputs(path: Path) -> Iterable[tuple[int | str, bytes]]:
+    """Yields a name and the features of each example at `path`, as load_examples returns them; predict.py calls it.
+
+    Change it together with load_examples. Here `path` is a TFRecord file, whose records are named by their numbers.
+    """
+    yield from enumerate(tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
 
 
 # --- Objects: made once by train.build(), inside strategy.scope(); the steps below use them ---------------------------

@@ -72,3 +72,12 @@ def test_distance_is_that_of_the_kernel_and_counts_weights() -> None:
     distance.reset_state()
     distance.update_state(classes, real, real, weights)
     assert float(distance.result()) == 0.0
+
+
+def test_inputs_are_read_as_load_examples_returns_them(settings: Config, tmp_path: Path) -> None:
+    task.config = settings
+    digits = np.stack([features for features, _ in task.load_examples("test").as_numpy_iterator()])
+    np.save(tmp_path / "digits.npy", digits)
+    names, features = zip(*task.read_inputs(tmp_path / "digits.npy"), strict=True)
+    assert names == tuple(range(len(digits)))
+    np.testing.assert_array_equal(features, digits)

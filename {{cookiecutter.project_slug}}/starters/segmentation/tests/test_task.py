@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 from config import Config
 
@@ -76,3 +77,12 @@ def test_masks_lie_where_the_shapes_do() -> None:
         spread = background - np.median(background, axis=0)
         assert (abs(spread) < 100).all()
         assert spread.std() < 25
+
+
+def test_inputs_are_read_as_load_examples_returns_them(settings: Config, tmp_path: Path) -> None:
+    task.config = settings
+    images = np.stack([features for features, _ in task.load_examples("test").as_numpy_iterator()])
+    np.save(tmp_path / "images.npy", images)
+    names, features = zip(*task.read_inputs(tmp_path / "images.npy"), strict=True)
+    assert names == tuple(range(len(images)))
+    np.testing.assert_array_equal(features, images)

@@ -94,3 +94,10 @@ def test_padding_changes_no_prediction(settings: Config) -> None:
     assert np.any(features["padding_mask"].numpy() == 0)
     np.testing.assert_allclose(task.predict_step(features)["probabilities"].numpy(), before, rtol=1e-5)
     np.testing.assert_allclose(before.sum(axis=-1), 1.0, rtol=1e-5)
+
+
+def test_inputs_are_read_as_load_examples_returns_them(settings: Config) -> None:
+    task.config = settings
+    records = list(task.load_examples("test").as_numpy_iterator())  # Only the first ones, see conftest.py.
+    inputs = list(task.read_inputs(settings.records / "test.tfrecord"))
+    assert inputs[: len(records)] == list(enumerate(records))
