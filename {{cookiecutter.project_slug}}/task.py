@@ -1,7 +1,7 @@
-"""Your task: its data, its objects, and what one replica does with its share of one batch.
+"""Your task: its data, its objects, and the steps of one replica on its part of a batch.
 
-Lines marked TODO(you) are yours to replace; everything works as it stands. Lines marked KEEP hold the distribution
-together.
+Lines marked TODO(you) are yours to replace; everything works as it is. An edit of a line marked KEEP would silently
+break the distribution.
 """
 
 from collections.abc import Iterable
@@ -25,22 +25,22 @@ BRIGHTEST = {"digits": 16.0, "fashion_mnist": 255.0}
 def load_examples(split: str) -> tf.data.Dataset:
     """Returns the examples of "train", "validation" or "test", one by one, always in the same order.
 
-    For "validation" and "test" it may also return None, if there is no such split, or a dict of several sets by name.
+    For "validation" and "test" it may also return None, if there is no such split, or a dict of several datasets.
 
-    Each is (features, labels) or (features, labels, weight). Anything that makes a tf.data.Dataset of known length
-    fits: arrays in memory, paths of files, a generator; or engine.data.Records, for TFRecord files of any size. Do not
-    shuffle, repeat or batch: that is done for you.
+    Each is (features, labels) or (features, labels, weight). Return a tf.data.Dataset of known length, made from arrays
+    in memory, paths of files or a generator; or engine.data.Records, for TFRecord files of any size. For image folders,
+    return file paths and read them in `prepare_example`. Do not shuffle, repeat or batch: the engine does.
     """
     # TODO(you): Load your examples.
     if config.data == "digits":
         images, labels = load_digits(return_X_y=True)
-        # By the last digit of an image's number: seven tenths to train on, one to validate, two to test.
+        # The last digit of an image's number decides: seven tenths train, one validates, two test.
         ends = {"train": (1, 2, 3, 4, 6, 8, 9), "validation": (7,), "test": (0, 5)}[split]
         chosen = np.isin(np.arange(len(images)) % 10, ends)
     else:
         train, test = keras.datasets.fashion_mnist.load_data()
         images, labels = test if split == "test" else train
-        # Of the images to train on, one in ten validates.
+        # One in ten of the training images validates.
         validates = np.arange(len(images)) % 10 == 7
         chosen = {"train": ~validates, "validation": validates, "test": slice(None)}[split]
     images = images[chosen].reshape(-1, *SHAPES[config.data]).astype("float32")
@@ -48,16 +48,16 @@ def load_examples(split: str) -> tf.data.Dataset:
 
 
 def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, training: bool, seed: tf.Tensor):
-    """Decodes, scales and, in training, augments one example. Runs in parallel, and only on what will be used.
+    """Decodes, scales and, in training, augments one example. Runs in parallel, on the examples that will be used.
 
-    `seed` (int, [2]) differs for every example and epoch. Draw from it with the stateless_* functions only, so that a
-    resumed run and any number of replicas see the same draws. Leave the parameter out if nothing is random: then whole
-    batches are prepared in one go, if the operations allow it.
+    `seed` (int64, [2]) differs for every example and epoch. Draw random numbers from it with the stateless_* functions
+    only, so that they are the same in a resumed run and on any number of replicas. Remove the parameter if nothing is
+    random: then complete batches are prepared in one call, if the operations allow it.
     """
     # TODO(you): Prepare one example.
     features = features / BRIGHTEST[config.data]
     if training:
-        # Shifted by at most one pixel.
+        # A shift by at most one pixel.
         features = tf.image.stateless_random_crop(tf.pad(features, [[1, 1], [1, 1], [0, 0]]), features.shape, seed)
     return features, labels
 
@@ -100,78 +100,78 @@ def create_model() -> keras.Model:
 
 
 def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
-    """Returns the optimizer, or a dict of them under the models' names. `total_steps` is that of all epochs."""
+    """Returns the optimizer, or a dict of them under the models' names. All epochs together have `total_steps`."""
     # TODO(you): Choose the optimizer and the learning rate over time.
     warmup_steps = total_steps // 10
     learning_rate = keras.optimizers.schedules.CosineDecay(
         0.0, total_steps - warmup_steps, warmup_target=config.learning_rate, warmup_steps=warmup_steps
     )
-    # With Adam's usual epsilon, 1e-7, rounding decides the direction in which a weight without a gradient moves.
+    # With Adam's default epsilon, 1e-7, rounding decides in which direction a weight without a gradient moves.
     return keras.optimizers.AdamW(learning_rate, weight_decay=1e-4, epsilon=1e-5)
 
 
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
     """Returns one loss per term of compute_loss, by name."""
     # TODO(you): Choose the losses.
-    # KEEP: reduction="none" gives one value per example; any other divides by the number of replicas a second time.
+    # KEEP: reduction="none" gives a value per example; any other divides by the number of replicas a second time.
     return {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")}
 
 
 def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
     """Returns the metrics of "train", "validation" or "test", by name; each split has its own.
 
-    A result is a number, an array or a dict of these; each number gets a column of metrics.csv.
+    A result is a number, an array or a dict of these; each number is a column of metrics.csv.
     """
     # TODO(you): Choose the metrics; update_metrics feeds them.
     return {"loss": keras.metrics.Mean(), "accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
 
-# --- Steps: one replica, its share of one batch -----------------------------------------------------------------------
+# --- Steps: what one replica does with its part of a batch ------------------------------------------------------------
 
 
-def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns this replica's part of the batch's loss (scalar) and the loss of each example ([share])."""
+def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns this replica's part of the batch's loss (scalar) and the loss of each example ([batch])."""
     # TODO(you): Combine your loss terms.
     per_example_loss = loss_objects["label"](labels, predictions)
-    # KEEP: One value per example; [share, share] or a mean would train without an error, and wrongly.
-    per_example_loss = tf.ensure_shape(per_example_loss, weights.shape)
-    # KEEP: Divided by the global batch, because the gradients of all replicas are summed.
+    # KEEP: One value per example; a mean, or [batch, batch], would train without an error but wrongly.
+    per_example_loss = tf.ensure_shape(per_example_loss, sample_weights.shape)
+    # KEEP: Divided by the global batch size, because the gradients of all replicas are summed.
     loss = tf.nn.compute_average_loss(
-        per_example_loss, sample_weight=weights, global_batch_size=config.global_batch_size
+        per_example_loss, sample_weight=sample_weights, global_batch_size=config.global_batch_size
     )
     # KEEP: Divided by the numbers of replicas and of micro-batches, because each adds the same regularization loss.
     return loss + tf.nn.scale_regularization_loss(model.losses) / config.micro_batches, per_example_loss
 
 
-def update_metrics(split: str, labels: tf.Tensor, predictions: tf.Tensor, per_example_loss, weights) -> None:
-    """Adds one share to the metrics of a split: unscaled values per example, and their weights."""
-    metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
-    metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=weights)
+def update_metrics(split: str, labels: tf.Tensor, predictions: tf.Tensor, per_example_loss, sample_weights) -> None:
+    """Updates the metrics of a split with unscaled values per example and their sample weights."""
+    metrics[split]["loss"].update_state(per_example_loss, sample_weight=sample_weights)
+    metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=sample_weights)
 
 
 def train_step(batch) -> tf.Tensor:
-    """Updates the model from this replica's share of a batch; returns its part of the loss (scalar)."""
+    """Updates the model from this replica's part of a batch; returns its part of the loss (scalar)."""
     # TODO(you): Change the step, and evaluation_step and predict_step with it.
-    features, labels, weights = batch
+    features, labels, sample_weights = batch
     with tf.GradientTape() as tape:
         predictions = model(features, training=True)
-        loss, per_example_loss = compute_loss(labels, predictions, weights)
+        loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
     # KEEP: Sums the gradients over the replicas, then clips, then updates; add no sum or clipping of your own.
     apply_gradients(optimizer, tape, loss, model.trainable_variables)
-    update_metrics("train", labels, predictions, per_example_loss, weights)
+    update_metrics("train", labels, predictions, per_example_loss, sample_weights)
     return loss
 
 
 def evaluation_step(split: str, batch) -> tf.Tensor:
-    """Measures the model on this replica's share of a batch; returns its part of the loss (scalar)."""
-    features, labels, weights = batch
+    """Measures the model on this replica's part of a batch; returns its part of the loss (scalar)."""
+    features, labels, sample_weights = batch
     predictions = model(features, training=False)
-    loss, per_example_loss = compute_loss(labels, predictions, weights)
-    update_metrics(split, labels, predictions, per_example_loss, weights)
+    loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
+    update_metrics(split, labels, predictions, per_example_loss, sample_weights)
     return loss
 
 
 def predict_step(features: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Returns what the model says of prepared features, [n, ...] each; --export and predict.py use it."""
+    """Returns the predictions for prepared features, [n, ...] each, by name; --export and predict.py use it."""
     logits = model(features, training=False)
     return {"label": tf.argmax(logits, axis=-1), "probabilities": tf.nn.softmax(logits)}

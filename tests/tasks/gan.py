@@ -55,9 +55,9 @@ def create_metrics(split):
     return {"loss": keras.metrics.Mean()}
 
 
-def average(per_example_loss, weights):
+def average(per_example_loss, sample_weights):
     return tf.nn.compute_average_loss(
-        per_example_loss, sample_weight=weights, global_batch_size=config.global_batch_size
+        per_example_loss, sample_weight=sample_weights, global_batch_size=config.global_batch_size
     )
 
 
@@ -72,18 +72,21 @@ def losses(features, training):
 
 
 def train_step(batch):
-    features, _, weights = batch
+    features, _, sample_weights = batch
     with tf.GradientTape(persistent=True) as tape:
         generator_loss, discriminator_loss = losses(features, training=True)
-        parts = {"generator": average(generator_loss, weights), "discriminator": average(discriminator_loss, weights)}
+        parts = {
+            "generator": average(generator_loss, sample_weights),
+            "discriminator": average(discriminator_loss, sample_weights),
+        }
     for name, each in model.items():
         apply_gradients(optimizer[name], tape, parts[name], each.trainable_variables)
-    metrics["train"]["loss"].update_state(generator_loss + discriminator_loss, sample_weight=weights)
+    metrics["train"]["loss"].update_state(generator_loss + discriminator_loss, sample_weight=sample_weights)
     return parts["generator"] + parts["discriminator"]
 
 
 def evaluation_step(split, batch):
-    features, _, weights = batch
+    features, _, sample_weights = batch
     generator_loss, discriminator_loss = losses(features, training=False)
-    metrics[split]["loss"].update_state(generator_loss + discriminator_loss, sample_weight=weights)
-    return average(generator_loss + discriminator_loss, weights)
+    metrics[split]["loss"].update_state(generator_loss + discriminator_loss, sample_weight=sample_weights)
+    return average(generator_loss + discriminator_loss, sample_weights)

@@ -57,29 +57,29 @@ def create_metrics(split):
     return {"loss": keras.metrics.Mean(), "error": keras.metrics.MeanSquaredError()}
 
 
-def compute_loss(labels, predictions, weights):
+def compute_loss(labels, predictions, sample_weights):
     per_example_loss = loss_objects["label"](labels, predictions)
     loss = tf.nn.compute_average_loss(
-        per_example_loss, sample_weight=weights, global_batch_size=config.global_batch_size
+        per_example_loss, sample_weight=sample_weights, global_batch_size=config.global_batch_size
     )
     return loss + tf.nn.scale_regularization_loss(model.losses), per_example_loss
 
 
 def train_step(batch):
-    features, labels, weights = batch
+    features, labels, sample_weights = batch
     with tf.GradientTape() as tape:
         predictions = model(features, training=True)
-        loss, per_example_loss = compute_loss(labels, predictions, weights)
+        loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
     optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
-    metrics["train"]["loss"].update_state(per_example_loss, sample_weight=weights)
-    metrics["train"]["error"].update_state(labels, predictions, sample_weight=weights)
+    metrics["train"]["loss"].update_state(per_example_loss, sample_weight=sample_weights)
+    metrics["train"]["error"].update_state(labels, predictions, sample_weight=sample_weights)
     return loss
 
 
 def evaluation_step(split, batch):
-    features, labels, weights = batch
+    features, labels, sample_weights = batch
     predictions = model(features, training=False)
-    loss, per_example_loss = compute_loss(labels, predictions, weights)
-    metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
-    metrics[split]["error"].update_state(labels, predictions, sample_weight=weights)
+    loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
+    metrics[split]["loss"].update_state(per_example_loss, sample_weight=sample_weights)
+    metrics[split]["error"].update_state(labels, predictions, sample_weight=sample_weights)
     return loss

@@ -68,41 +68,41 @@ def create_metrics(split):
     return {"loss": keras.metrics.Mean(), "accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
 
-def compute_loss(tokens, labels, predictions, weights):
+def compute_loss(tokens, labels, predictions, sample_weights):
     is_token = tf.cast(tokens != 0, tf.float32)
     per_token = loss_objects["tag"](labels, predictions) * is_token
     per_example_loss = tf.reduce_sum(per_token, axis=1) / tf.maximum(tf.reduce_sum(is_token, axis=1), 1.0)
-    per_example_loss = tf.ensure_shape(per_example_loss, weights.shape)
+    per_example_loss = tf.ensure_shape(per_example_loss, sample_weights.shape)
     loss = tf.nn.compute_average_loss(
-        per_example_loss, sample_weight=weights, global_batch_size=config.global_batch_size
+        per_example_loss, sample_weight=sample_weights, global_batch_size=config.global_batch_size
     )
     return loss, per_example_loss
 
 
-def update_metrics(split, features, labels, predictions, per_example_loss, weights):
-    metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
+def update_metrics(split, features, labels, predictions, per_example_loss, sample_weights):
+    metrics[split]["loss"].update_state(per_example_loss, sample_weight=sample_weights)
     # Token by token, because Keras takes the mean over an axis, of which padding is a part.
     is_token = tf.cast(features["tokens"] != 0, tf.float32)
     labels, predictions = tf.reshape(labels, [-1]), tf.reshape(predictions, [-1, TAGS])
-    token_weights = tf.reshape(is_token * weights[:, None], [-1])
+    token_weights = tf.reshape(is_token * sample_weights[:, None], [-1])
     metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=token_weights)
 
 
 def train_step(batch):
-    features, labels, weights = batch
+    features, labels, sample_weights = batch
     with tf.GradientTape() as tape:
         predictions = model(features, training=True)
-        loss, per_example_loss = compute_loss(features["tokens"], labels, predictions, weights)
+        loss, per_example_loss = compute_loss(features["tokens"], labels, predictions, sample_weights)
     apply_gradients(optimizer, tape, loss, model.trainable_variables)
-    update_metrics("train", features, labels, predictions, per_example_loss, weights)
+    update_metrics("train", features, labels, predictions, per_example_loss, sample_weights)
     return loss
 
 
 def evaluation_step(split, batch):
-    features, labels, weights = batch
+    features, labels, sample_weights = batch
     predictions = model(features, training=False)
-    loss, per_example_loss = compute_loss(features["tokens"], labels, predictions, weights)
-    update_metrics(split, features, labels, predictions, per_example_loss, weights)
+    loss, per_example_loss = compute_loss(features["tokens"], labels, predictions, sample_weights)
+    update_metrics(split, features, labels, predictions, per_example_loss, sample_weights)
     return loss
 
 

@@ -59,33 +59,33 @@ def create_metrics(split):
     return {"loss": keras.metrics.Mean(), "accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
 
-def compute_loss(labels, predictions, weights):
+def compute_loss(labels, predictions, sample_weights):
     per_example_loss = loss_objects["label"](labels, predictions)
     size = config.global_batch_size
     if config.divide_by == "examples":
-        size = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.reduce_sum(weights))
-    loss = tf.reduce_sum(per_example_loss * weights) / size
+        size = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.reduce_sum(sample_weights))
+    loss = tf.reduce_sum(per_example_loss * sample_weights) / size
     return loss + tf.nn.scale_regularization_loss(model.losses) / config.micro_batches, per_example_loss
 
 
-def update_metrics(split, labels, predictions, per_example_loss, weights):
-    metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
-    metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=weights)
+def update_metrics(split, labels, predictions, per_example_loss, sample_weights):
+    metrics[split]["loss"].update_state(per_example_loss, sample_weight=sample_weights)
+    metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=sample_weights)
 
 
 def train_step(batch):
-    features, labels, weights = batch
+    features, labels, sample_weights = batch
     with tf.GradientTape() as tape:
         predictions = model(features, training=True)
-        loss, per_example_loss = compute_loss(labels, predictions, weights)
+        loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
     apply_gradients(optimizer, tape, loss, model.trainable_variables)
-    update_metrics("train", labels, predictions, per_example_loss, weights)
+    update_metrics("train", labels, predictions, per_example_loss, sample_weights)
     return loss
 
 
 def evaluation_step(split, batch):
-    features, labels, weights = batch
+    features, labels, sample_weights = batch
     predictions = model(features, training=False)
-    loss, per_example_loss = compute_loss(labels, predictions, weights)
-    update_metrics(split, labels, predictions, per_example_loss, weights)
+    loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
+    update_metrics(split, labels, predictions, per_example_loss, sample_weights)
     return loss

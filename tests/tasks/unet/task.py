@@ -68,35 +68,35 @@ def create_metrics(split):
     return {"loss": keras.metrics.Mean(), "accuracy": keras.metrics.SparseCategoricalAccuracy(), "mean_iou": mean_iou}
 
 
-def compute_loss(labels, predictions, weights):
+def compute_loss(labels, predictions, sample_weights):
     # [share, height, width] -> [share].
     per_example_loss = tf.reduce_mean(loss_objects["pixel"](labels, predictions), axis=[1, 2])
     loss = tf.nn.compute_average_loss(
-        per_example_loss, sample_weight=weights, global_batch_size=config.global_batch_size
+        per_example_loss, sample_weight=sample_weights, global_batch_size=config.global_batch_size
     )
     return loss, per_example_loss
 
 
-def update_metrics(split, labels, predictions, per_example_loss, weights):
-    metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
-    pixel_weights = tf.ones_like(predictions[..., 0]) * weights[:, None, None]
+def update_metrics(split, labels, predictions, per_example_loss, sample_weights):
+    metrics[split]["loss"].update_state(per_example_loss, sample_weight=sample_weights)
+    pixel_weights = tf.ones_like(predictions[..., 0]) * sample_weights[:, None, None]
     metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=pixel_weights)
     metrics[split]["mean_iou"].update_state(labels, predictions, sample_weight=pixel_weights)
 
 
 def train_step(batch):
-    features, labels, weights = batch
+    features, labels, sample_weights = batch
     with tf.GradientTape() as tape:
         predictions = model(features, training=True)
-        loss, per_example_loss = compute_loss(labels, predictions, weights)
+        loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
     apply_gradients(optimizer, tape, loss, model.trainable_variables)
-    update_metrics("train", labels, predictions, per_example_loss, weights)
+    update_metrics("train", labels, predictions, per_example_loss, sample_weights)
     return loss
 
 
 def evaluation_step(split, batch):
-    features, labels, weights = batch
+    features, labels, sample_weights = batch
     predictions = model(features, training=False)
-    loss, per_example_loss = compute_loss(labels, predictions, weights)
-    update_metrics(split, labels, predictions, per_example_loss, weights)
+    loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
+    update_metrics(split, labels, predictions, per_example_loss, sample_weights)
     return loss

@@ -25,11 +25,11 @@ class Distance(keras.metrics.Metric):
         angles = tf.reshape(images, [-1, self._frequencies.shape[0]]) @ self._frequencies
         return tf.concat([tf.cos(angles), tf.sin(angles)], axis=1) / self._frequencies.shape[1] ** 0.5
 
-    def update_state(self, classes: tf.Tensor, real: tf.Tensor, made: tf.Tensor, weights: tf.Tensor) -> None:
+    def update_state(self, classes: tf.Tensor, real: tf.Tensor, made: tf.Tensor, sample_weights: tf.Tensor) -> None:
         """Adds classes (one-hot, [n, classes]), real and made images of these ([n, ...]), and their weights ([n])."""
         difference = self._features(real) - self._features(made)
-        self._sum.assign_add(tf.matmul(classes * weights[:, tf.newaxis], difference, transpose_a=True))
-        self._weight.assign_add(tf.reduce_sum(weights))
+        self._sum.assign_add(tf.matmul(classes * sample_weights[:, tf.newaxis], difference, transpose_a=True))
+        self._weight.assign_add(tf.reduce_sum(sample_weights))
 
     def result(self) -> tf.Tensor:
         return tf.math.divide_no_nan(tf.norm(self._sum), self._weight.value)

@@ -1,8 +1,8 @@
-"""Your task: its data, its objects, and what one replica does with its share of one batch.
+"""Your task: its data, its objects, and the steps of one replica on its part of a batch.
 
 A generator draws digits, and a discriminator learns to tell them from real ones (Goodfellow et al. 2014,
-arXiv:1406.2661). Lines marked TODO(you) are yours to replace; everything works as it stands. Lines marked KEEP hold the
-distribution together.
+arXiv:1406.2661). Lines marked TODO(you) are yours to replace; everything works as it is. An edit of a line marked KEEP
+would silently break the distribution.
 """
 
 from collections.abc import Iterable
@@ -25,13 +25,13 @@ from engine.model import apply_gradients
 def load_examples(split: str) -> tf.data.Dataset:
     """Returns the examples of "train", "validation" or "test", one by one, always in the same order.
 
-    Each is (features, labels) or (features, labels, weight). Anything that makes a tf.data.Dataset of known length
-    fits: arrays in memory, TFRecord files, a generator. Do not shuffle, repeat or batch: that is done for you.
-    Here the features are what is to be drawn, and the labels are a real image of it.
+    Each is (features, labels) or (features, labels, weight). Return a tf.data.Dataset of known length, made from arrays
+    in memory or a generator, or engine.data.Records. Do not shuffle, repeat or batch: the engine does. Here the
+    features are the digit to draw, and the labels a real image of it.
     """
     # TODO(you): Load your examples.
     images, digits = load_digits(return_X_y=True)  # [1797, 64], 0 to 16; [1797], 0 to 9
-    # By the last digit of an image's number: seven tenths to train on, one to validate, two to test.
+    # The last digit of an image's number decides: seven tenths train, one validates, two test.
     ends = {"train": (1, 2, 3, 4, 6, 8, 9), "validation": (7,), "test": (0, 5)}[split]
     chosen = np.isin(np.arange(len(images)) % 10, ends)
     images = images[chosen].reshape(-1, 8, 8, 1).astype("float32")
@@ -39,10 +39,11 @@ def load_examples(split: str) -> tf.data.Dataset:
 
 
 def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, seed: tf.Tensor):
-    """Decodes, scales and, in training, augments one example. Runs in parallel, and only on what will be used.
+    """Decodes, scales and, in training, augments one example. Runs in parallel, on the examples that will be used.
 
-    `seed` (int, [2]) differs for every example and epoch. Draw from it with the stateless_* functions only, so that a
-    resumed run and any number of replicas see the same draws. The generator's noise is drawn here for that reason.
+    `seed` (int64, [2]) differs for every example and epoch. Draw random numbers from it with the stateless_* functions
+    only, so that they are the same in a resumed run and on any number of replicas. Therefore the generator's noise is
+    drawn here.
     """
     # TODO(you): Prepare one example.
     noise = tf.random.stateless_normal([config.noise_size], seed)
@@ -69,8 +70,8 @@ metrics: dict[str, dict[str, keras.metrics.Metric]]  # split -> name -> metric
 def create_model() -> dict[str, keras.Model]:
     """Returns the model, or a dict of models by name.
 
-    The generator makes images [batch, 8, 8, 1] from -1 to 1 of the features. The discriminator takes images, with the
-    digits that they are to show, and gives logits [batch, 1]: high for a real image.
+    The generator makes images [batch, 8, 8, 1], from -1 to 1, of the features. The discriminator takes images and the
+    digits that they should show, and gives logits [batch, 1], which are high for a real image.
     """
     # TODO(you): Build your model.
     digit, noise = keras.Input((10,), name="digit"), keras.Input((config.noise_size,), name="noise")
@@ -86,16 +87,16 @@ def create_model() -> dict[str, keras.Model]:
     hidden = keras.layers.Conv2D(64, 4, strides=2, padding="same", activation="gelu")(hidden)
     hidden = keras.layers.Flatten()(hidden)
     hidden = keras.layers.Dense(64, activation="gelu")(hidden)
-    # One score for each digit; that of the digit in question counts (Miyato and Koyama 2018, arXiv:1802.05637).
+    # One score for each digit, of which the given digit's counts (Miyato and Koyama 2018, arXiv:1802.05637).
     scores = keras.layers.Dense(10, dtype="float32")(hidden)
     score = keras.layers.Dot(axes=1, dtype="float32")([scores, digit])
     return {"generator": generator, "discriminator": keras.Model({"digit": digit, "image": image}, score)}
 
 
 def create_optimizer(total_steps: int) -> dict[str, keras.optimizers.Optimizer]:
-    """Returns the optimizer, or a dict of them under the models' names. `total_steps` is that of all epochs."""
+    """Returns the optimizer, or a dict of them under the models' names. All epochs together have `total_steps`."""
     # TODO(you): Choose the optimizer and the learning rate over time.
-    # With Adam's usual epsilon, 1e-7, rounding decides the direction in which a weight without a gradient moves.
+    # With Adam's default epsilon, 1e-7, rounding decides in which direction a weight without a gradient moves.
     return {
         name: keras.optimizers.Adam(config.learning_rate, beta_1=config.beta_1, beta_2=0.99, epsilon=1e-5)
         for name in ("generator", "discriminator")
@@ -105,7 +106,7 @@ def create_optimizer(total_steps: int) -> dict[str, keras.optimizers.Optimizer]:
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
     """Returns one loss per term of compute_loss, by name."""
     # TODO(you): Choose the losses.
-    # KEEP: reduction="none" gives one value per example; any other divides by the number of replicas a second time.
+    # KEEP: reduction="none" gives a value per example; any other divides by the number of replicas a second time.
     return {"is_real": keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")}
 
 
@@ -116,11 +117,11 @@ def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
     return {**losses, "distance": Distance(classes=10, size=8 * 8)}
 
 
-# --- Steps: one replica, its share of one batch -----------------------------------------------------------------------
+# --- Steps: what one replica does with its part of a batch ------------------------------------------------------------
 
 
-def compute_loss(features: dict[str, tf.Tensor], labels: tf.Tensor, predictions: tf.Tensor, weights: tf.Tensor):
-    """Returns, by model, this replica's part of the batch's loss (scalar) and the loss of each example ([share]).
+def compute_loss(features: dict[str, tf.Tensor], labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.Tensor):
+    """Returns, by model, this replica's part of the batch's loss (scalar) and the loss of each example ([batch]).
 
     Each model has a loss of its own: the generator's falls as the discriminator's rises.
     """
@@ -140,49 +141,49 @@ def compute_loss(features: dict[str, tf.Tensor], labels: tf.Tensor, predictions:
     }
     losses = {}
     for name, per_example_loss in per_example_losses.items():
-        # KEEP: One value per example; [share, share] or a mean would train without an error, and wrongly.
-        per_example_loss = tf.ensure_shape(per_example_loss, weights.shape)
-        # KEEP: Divided by the global batch, because the gradients of all replicas are summed.
+        # KEEP: One value per example; a mean, or [batch, batch], would train without an error but wrongly.
+        per_example_loss = tf.ensure_shape(per_example_loss, sample_weights.shape)
+        # KEEP: Divided by the global batch size, because the gradients of all replicas are summed.
         loss = tf.nn.compute_average_loss(
-            per_example_loss, sample_weight=weights, global_batch_size=config.global_batch_size
+            per_example_loss, sample_weight=sample_weights, global_batch_size=config.global_batch_size
         )
         # KEEP: Divided by the numbers of replicas and of micro-batches, because each adds the same regularization loss.
         losses[name] = loss + tf.nn.scale_regularization_loss(model[name].losses) / config.micro_batches
     return losses, per_example_losses
 
 
-def update_metrics(split: str, features, labels, predictions, per_example_losses, weights) -> None:
-    """Adds one share to the metrics of a split: unscaled values per example, and their weights."""
+def update_metrics(split: str, features, labels, predictions, per_example_losses, sample_weights) -> None:
+    """Updates the metrics of a split with unscaled values per example and their sample weights."""
     for name, per_example_loss in per_example_losses.items():
-        metrics[split][f"{name}_loss"].update_state(per_example_loss, sample_weight=weights)
-    metrics[split]["distance"].update_state(features["digit"], labels, predictions, weights)
+        metrics[split][f"{name}_loss"].update_state(per_example_loss, sample_weight=sample_weights)
+    metrics[split]["distance"].update_state(features["digit"], labels, predictions, sample_weights)
 
 
 def train_step(batch) -> tf.Tensor:
-    """Updates both models from this replica's share of a batch; returns its part of their losses' sum (scalar)."""
+    """Updates both models from this replica's part of a batch; returns its part of their losses' sum (scalar)."""
     # TODO(you): Change the step, and evaluation_step and predict_step with it.
-    features, labels, weights = batch
+    features, labels, sample_weights = batch
     with tf.GradientTape(persistent=True) as tape:
         predictions = model["generator"](features, training=True)
-        losses, per_example_losses = compute_loss(features, labels, predictions, weights)
+        losses, per_example_losses = compute_loss(features, labels, predictions, sample_weights)
     for name in ("discriminator", "generator"):
         # KEEP: Sums the gradients over the replicas, then clips, then updates; add no sum or clipping of your own.
         apply_gradients(optimizer[name], tape, losses[name], model[name].trainable_variables)
-    update_metrics("train", features, labels, predictions, per_example_losses, weights)
+    update_metrics("train", features, labels, predictions, per_example_losses, sample_weights)
     return losses["generator"] + losses["discriminator"]
 
 
 def evaluation_step(split: str, batch) -> tf.Tensor:
-    """Measures both models on this replica's share of a batch; returns its part of their losses' sum (scalar)."""
-    features, labels, weights = batch
+    """Measures both models on this replica's part of a batch; returns its part of their losses' sum (scalar)."""
+    features, labels, sample_weights = batch
     predictions = model["generator"](features, training=False)
-    losses, per_example_losses = compute_loss(features, labels, predictions, weights)
-    update_metrics(split, features, labels, predictions, per_example_losses, weights)
+    losses, per_example_losses = compute_loss(features, labels, predictions, sample_weights)
+    update_metrics(split, features, labels, predictions, per_example_losses, sample_weights)
     return losses["generator"] + losses["discriminator"]
 
 
 def on_report(row: dict[str, Any], run_dir: Path, settings: Config) -> None:
-    """Draws the same digits from the same noise after every epoch, into samples/ and TensorBoard."""
+    """Draws the same digits from the same noise after every epoch, to samples/ and TensorBoard."""
     rows = 6
     noise = tf.random.stateless_normal([rows * 10, settings.noise_size], seed=[settings.seed, 0])
     images = predict_step({"digit": tf.tile(tf.eye(10), [rows, 1]), "noise": noise})["image"]
@@ -199,8 +200,8 @@ def on_report(row: dict[str, Any], run_dir: Path, settings: Config) -> None:
 
 
 def predict_step(features: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Returns what the model says of prepared features, [n, ...] each; --export and predict.py use it.
+    """Returns the predictions for prepared features, [n, ...] each, by name; --export and predict.py use it.
 
-    Here these are images ([n, 8, 8, 1], 0 to 1) of the digits, from the noise.
+    Here they are images ([n, 8, 8, 1], 0 to 1) of the digits, made from the noise.
     """
     return {"image": model["generator"](features, training=False) / 2.0 + 0.5}

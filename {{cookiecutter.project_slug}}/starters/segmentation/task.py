@@ -1,7 +1,7 @@
-"""Your task: its data, its objects, and what one replica does with its share of one batch.
+"""Your task: its data, its objects, and the steps of one replica on its part of a batch.
 
 A U-Net (Ronneberger et al. 2015, arXiv:1505.04597) gives each pixel of an image a class. Lines marked TODO(you) are
-yours to replace; everything works as it stands. Lines marked KEEP hold the distribution together.
+yours to replace; everything works as it is. An edit of a line marked KEEP would silently break the distribution.
 """
 
 from collections.abc import Iterable
@@ -23,8 +23,8 @@ from shapes import CLASSES, SIZE, draw
 def load_examples(split: str) -> tf.data.Dataset:
     """Returns the examples of "train", "validation" or "test", one by one, always in the same order.
 
-    Each is (features, labels) or (features, labels, weight). Anything that makes a tf.data.Dataset of known length
-    fits: arrays in memory, TFRecord files, a generator. Do not shuffle, repeat or batch: that is done for you.
+    Each is (features, labels) or (features, labels, weight). Return a tf.data.Dataset of known length, made from arrays
+    in memory, paths of files or a generator; or engine.data.Records. Do not shuffle, repeat or batch: the engine does.
     Here the features are an image [SIZE, SIZE, 3], and the labels its mask [SIZE, SIZE]; both uint8.
     """
     # TODO(you): Load your examples.
@@ -33,15 +33,15 @@ def load_examples(split: str) -> tf.data.Dataset:
 
 
 def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, training: bool, seed: tf.Tensor):
-    """Decodes, scales and, in training, augments one example. Runs in parallel, and only on what will be used.
+    """Decodes, scales and, in training, augments one example. Runs in parallel, on the examples that will be used.
 
-    `seed` (int, [2]) differs for every example and epoch. Draw from it with the stateless_* functions only, so that a
-    resumed run and any number of replicas see the same draws. Leave the parameter out if nothing is random: then whole
-    batches are prepared in one go, if the operations allow it.
+    `seed` (int64, [2]) differs for every example and epoch. Draw random numbers from it with the stateless_* functions
+    only, so that they are the same in a resumed run and on any number of replicas. Remove the parameter if nothing is
+    random: then complete batches are prepared in one call, if the operations allow it.
     """
     # TODO(you): Prepare one example.
     if training:
-        # One draw for both, because the mask has to follow its image.
+        # One random number for both, because the mask must follow its image.
         is_flipped = tf.random.stateless_uniform([], seed) < 0.5
         features = tf.where(is_flipped, tf.reverse(features, [1]), features)
         labels = tf.where(is_flipped, tf.reverse(labels, [1]), labels)
@@ -94,20 +94,20 @@ def create_model() -> keras.Model:
 
 
 def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
-    """Returns the optimizer, or a dict of them under the models' names. `total_steps` is that of all epochs."""
+    """Returns the optimizer, or a dict of them under the models' names. All epochs together have `total_steps`."""
     # TODO(you): Choose the optimizer and the learning rate over time.
     warmup_steps = total_steps // 10
     learning_rate = keras.optimizers.schedules.CosineDecay(
         0.0, total_steps - warmup_steps, warmup_target=config.learning_rate, warmup_steps=warmup_steps
     )
-    # With Adam's usual epsilon, 1e-7, rounding decides the direction in which a weight without a gradient moves.
+    # With Adam's default epsilon, 1e-7, rounding decides in which direction a weight without a gradient moves.
     return keras.optimizers.AdamW(learning_rate, weight_decay=1e-4, epsilon=1e-5)
 
 
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
     """Returns one loss per term of compute_loss, by name."""
     # TODO(you): Choose the losses.
-    # KEEP: reduction="none" gives one value per pixel; any other divides by the number of replicas a second time.
+    # KEEP: reduction="none" gives a value per pixel; any other divides by the number of replicas a second time.
     return {"pixel": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")}
 
 
@@ -117,69 +117,69 @@ def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
     return {
         "loss": keras.metrics.Mean(),
         "accuracy": keras.metrics.SparseCategoricalAccuracy(),
-        # Of numbers of pixels in float32, because the default, whole numbers, rounds weights down.
+        # It counts pixels in float32, because the default, integers, would round weights down.
         "mean_iou": keras.metrics.MeanIoU(len(CLASSES), sparse_y_pred=False, dtype="float32"),
     }
 
 
-# --- Steps: one replica, its share of one batch -----------------------------------------------------------------------
+# --- Steps: what one replica does with its part of a batch ------------------------------------------------------------
 
 
-def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns this replica's part of the batch's loss (scalar) and the loss of each example ([share]).
+def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns this replica's part of the batch's loss (scalar) and the loss of each example ([batch]).
 
-    The loss of an example is the sum over its pixels of class weight times cross-entropy, divided by the number of
-    pixels. It is not divided by the sum of the class weights: that is known of a replica's share only, so the parts of
-    several replicas, each divided by another sum, would not add up to the loss of the whole batch.
+    The loss of an example is the mean over its pixels of class weight times cross-entropy. It is not divided by the sum
+    of the class weights: each replica knows that sum for its own examples only, so the parts of several replicas, each
+    divided by another sum, would not add up to the loss of the global batch.
     """
     # TODO(you): Combine your loss terms.
     pixel_weights = tf.gather(tf.constant(config.class_weights), labels)
     per_example_loss = tf.reduce_mean(pixel_weights * loss_objects["pixel"](labels, predictions), axis=[1, 2])
-    # KEEP: One value per example; [share, share] or a mean would train without an error, and wrongly.
-    per_example_loss = tf.ensure_shape(per_example_loss, weights.shape)
-    # KEEP: Divided by the global batch, because the gradients of all replicas are summed.
+    # KEEP: One value per example; a mean, or [batch, batch], would train without an error but wrongly.
+    per_example_loss = tf.ensure_shape(per_example_loss, sample_weights.shape)
+    # KEEP: Divided by the global batch size, because the gradients of all replicas are summed.
     loss = tf.nn.compute_average_loss(
-        per_example_loss, sample_weight=weights, global_batch_size=config.global_batch_size
+        per_example_loss, sample_weight=sample_weights, global_batch_size=config.global_batch_size
     )
     # KEEP: Divided by the numbers of replicas and of micro-batches, because each adds the same regularization loss.
     return loss + tf.nn.scale_regularization_loss(model.losses) / config.micro_batches, per_example_loss
 
 
-def update_metrics(split: str, labels: tf.Tensor, predictions: tf.Tensor, per_example_loss, weights) -> None:
-    """Adds one share to the metrics of a split: unscaled values per example, and their weights.
+def update_metrics(split: str, labels: tf.Tensor, predictions: tf.Tensor, per_example_loss, sample_weights) -> None:
+    """Updates the metrics of a split with unscaled values per example and their sample weights.
 
-    A pixel has the weight of its example, so that padding does not count; class weights are the loss's alone.
+    A pixel has the weight of its example, so that padding does not count; class weights are used in the loss only.
     """
-    metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
-    pixel_weights = tf.broadcast_to(weights[:, tf.newaxis, tf.newaxis], labels.shape)
+    metrics[split]["loss"].update_state(per_example_loss, sample_weight=sample_weights)
+    pixel_weights = tf.broadcast_to(sample_weights[:, tf.newaxis, tf.newaxis], labels.shape)
     for name in ("accuracy", "mean_iou"):
         metrics[split][name].update_state(labels, predictions, sample_weight=pixel_weights)
 
 
 def train_step(batch) -> tf.Tensor:
-    """Updates the model from this replica's share of a batch; returns its part of the loss (scalar)."""
+    """Updates the model from this replica's part of a batch; returns its part of the loss (scalar)."""
     # TODO(you): Change the step, and evaluation_step and predict_step with it.
-    features, labels, weights = batch
+    features, labels, sample_weights = batch
     with tf.GradientTape() as tape:
         predictions = model(features, training=True)
-        loss, per_example_loss = compute_loss(labels, predictions, weights)
+        loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
     # KEEP: Sums the gradients over the replicas, then clips, then updates; add no sum or clipping of your own.
     apply_gradients(optimizer, tape, loss, model.trainable_variables)
-    update_metrics("train", labels, predictions, per_example_loss, weights)
+    update_metrics("train", labels, predictions, per_example_loss, sample_weights)
     return loss
 
 
 def evaluation_step(split: str, batch) -> tf.Tensor:
-    """Measures the model on this replica's share of a batch; returns its part of the loss (scalar)."""
-    features, labels, weights = batch
+    """Measures the model on this replica's part of a batch; returns its part of the loss (scalar)."""
+    features, labels, sample_weights = batch
     predictions = model(features, training=False)
-    loss, per_example_loss = compute_loss(labels, predictions, weights)
-    update_metrics(split, labels, predictions, per_example_loss, weights)
+    loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
+    update_metrics(split, labels, predictions, per_example_loss, sample_weights)
     return loss
 
 
 def on_report(row: dict[str, Any], run_dir: Path, settings: Config) -> None:
-    """Shows TensorBoard some validation images after every epoch, each above its mask and the predicted one."""
+    """Shows validation images in TensorBoard after every epoch, each above its mask and the predicted one."""
     examples = load_examples("validation").take(8).map(lambda *each: prepare_example(*each, training=False, seed=None))
     images, masks = examples.batch(8).get_single_element()
     shades = tf.stack([masks, predict_step(images)["mask"]], axis=1) / (len(CLASSES) - 1)
@@ -189,8 +189,8 @@ def on_report(row: dict[str, Any], run_dir: Path, settings: Config) -> None:
 
 
 def predict_step(features: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Returns what the model says of prepared features, [n, ...] each; --export and predict.py use it.
+    """Returns the predictions for prepared features, [n, ...] each, by name; --export and predict.py use it.
 
-    Here that is the class of each pixel (int32, [n, SIZE, SIZE]).
+    Here it is the class of each pixel (int32, [n, SIZE, SIZE]).
     """
     return {"mask": tf.argmax(model(features, training=False), axis=-1, output_type=tf.int32)}

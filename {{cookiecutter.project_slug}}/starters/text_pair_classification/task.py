@@ -1,7 +1,7 @@
-"""Your task: its data, its objects, and what one replica does with its share of one batch.
+"""Your task: its data, its objects, and the steps of one replica on its part of a batch.
 
-Lines marked TODO(you) are yours to replace; everything works as it stands. Lines marked KEEP hold the distribution
-together.
+Lines marked TODO(you) are yours to replace; everything works as it is. An edit of a line marked KEEP would silently
+break the distribution.
 """
 
 from collections.abc import Iterable
@@ -25,23 +25,22 @@ from prepare_data import Arguments, check_records, load_preset, make_records
 def load_examples(split: str) -> Records:
     """Returns the examples of "train", "validation" or "test": record files, or a tf.data.Dataset of known length.
 
-    A dataset has one example after the other, always in the same order. Do not shuffle, repeat or batch: that is done
-    for you.
+    A dataset yields single examples, always in the same order. Do not shuffle, repeat or batch: the engine does.
     """
     # TODO(you): Load your examples.
     sizes: dict[str, Any] = {"sequence_length": config.sequence_length, "vocabulary_size": config.vocabulary_size}
     if config.records == Config.records and not config.records.exists():
-        make_records(Arguments(**sizes))  # Of the shipped pairs.
+        make_records(Arguments(**sizes))  # From the shipped pairs.
     path = config.records / f"{split}.tfrecord"
     check_records(path, **sizes, classes=config.classes)
     return Records(path)
 
 
 def prepare_example(record: tf.Tensor):
-    """Decodes one record. Runs in parallel, and only on what will be used.
+    """Decodes one record. Runs in parallel, on the examples that will be used.
 
-    record: a tf.train.Example (string, scalar) -> token_ids, padding_mask and segment_ids, int32 [sequence_length];
-    the label, int32.
+    It turns a tf.train.Example (string, scalar) into token_ids, padding_mask and segment_ids, int32 [sequence_length],
+    and the label, int32.
     """
     # TODO(you): Prepare one example.
     tokens = tf.io.FixedLenFeature([config.sequence_length], tf.int64)
@@ -108,11 +107,11 @@ def create_encoder() -> keras_hub.models.BertBackbone:
 
 
 def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
-    """Returns the optimizer, or a dict of them under the models' names. `total_steps` is that of all epochs."""
+    """Returns the optimizer, or a dict of them under the models' names. All epochs together have `total_steps`."""
     # TODO(you): Choose the optimizer and the learning rate over time.
     schedule = WarmUpThenLinear(config.learning_rate, total_steps // 10, total_steps)
     created = keras.optimizers.AdamW(schedule, weight_decay=config.weight_decay, epsilon=1e-6)
-    # By the variables themselves: with names, Keras would compare those of each replica's copies, bias/replica_1:0.
+    # Variables, not names: Keras would compare a name with those of each replica's copies, such as bias/replica_1:0.
     undecayed = [variable for variable in model.trainable_variables if variable.name in ("bias", "gamma", "beta")]
     created.exclude_from_weight_decay(var_list=undecayed)
     return created
@@ -120,7 +119,7 @@ def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
 
 @keras.saving.register_keras_serializable()
 class WarmUpThenLinear(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises in a straight line from 0 to the peak, over the warm-up, then falls in one to 0 at the last step."""
+    """Rises linearly from 0 to the peak during the warm-up, then falls linearly to 0 at the last step."""
 
     def __init__(self, peak: float, warmup_steps: int, total_steps: int) -> None:
         self.peak, self.warmup_steps, self.total_steps = peak, warmup_steps, total_steps
@@ -138,66 +137,68 @@ class WarmUpThenLinear(keras.optimizers.schedules.LearningRateSchedule):
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
     """Returns one loss per term of compute_loss, by name."""
     # TODO(you): Choose the losses.
-    # KEEP: reduction="none" gives one value per example; any other divides by the number of replicas a second time.
+    # KEEP: reduction="none" gives a value per example; any other divides by the number of replicas a second time.
     return {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")}
 
 
 def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
     """Returns the metrics of "train", "validation" or "test", by name; each split has its own."""
     # TODO(you): Choose the metrics; update_metrics feeds them.
-    f1 = keras.metrics.F1Score(average="micro", threshold=0.5)  # Of label 1 against all others.
-    f1.update_state([[0.0]], [[0.0]])  # Makes its variables; otherwise a whole step would run for that.
+    f1 = keras.metrics.F1Score(average="micro", threshold=0.5)  # For label 1 against all others.
+    f1.update_state([[0.0]], [[0.0]])  # Makes its variables; otherwise a complete step would run for that.
     return {"loss": keras.metrics.Mean(), "accuracy": keras.metrics.SparseCategoricalAccuracy(), "f1": f1}
 
 
-# --- Steps: one replica, its share of one batch -----------------------------------------------------------------------
+# --- Steps: what one replica does with its part of a batch ------------------------------------------------------------
 
 
-def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns this replica's part of the batch's loss (scalar) and the loss of each example ([share])."""
+def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns this replica's part of the batch's loss (scalar) and the loss of each example ([batch])."""
     # TODO(you): Combine your loss terms.
     per_example_loss = loss_objects["label"](labels, predictions)
-    # KEEP: One value per example; [share, share] or a mean would train without an error, and wrongly.
-    per_example_loss = tf.ensure_shape(per_example_loss, weights.shape)
-    # KEEP: Divided by the global batch, because the gradients of all replicas are summed.
+    # KEEP: One value per example; a mean, or [batch, batch], would train without an error but wrongly.
+    per_example_loss = tf.ensure_shape(per_example_loss, sample_weights.shape)
+    # KEEP: Divided by the global batch size, because the gradients of all replicas are summed.
     loss = tf.nn.compute_average_loss(
-        per_example_loss, sample_weight=weights, global_batch_size=config.global_batch_size
+        per_example_loss, sample_weight=sample_weights, global_batch_size=config.global_batch_size
     )
     # KEEP: Divided by the numbers of replicas and of micro-batches, because each adds the same regularization loss.
     return loss + tf.nn.scale_regularization_loss(model.losses) / config.micro_batches, per_example_loss
 
 
-def update_metrics(split: str, labels: tf.Tensor, predictions: tf.Tensor, per_example_loss, weights) -> None:
-    """Adds one share to the metrics of a split: unscaled values per example, and their weights."""
-    metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
-    metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=weights)
+def update_metrics(split: str, labels: tf.Tensor, predictions: tf.Tensor, per_example_loss, sample_weights) -> None:
+    """Updates the metrics of a split with unscaled values per example and their sample weights."""
+    metrics[split]["loss"].update_state(per_example_loss, sample_weight=sample_weights)
+    metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=sample_weights)
     is_one, found = tf.equal(labels, 1), tf.equal(tf.argmax(predictions, axis=-1), 1)
-    metrics[split]["f1"].update_state(is_one[:, None], tf.cast(found, tf.float32)[:, None], sample_weight=weights)
+    metrics[split]["f1"].update_state(
+        is_one[:, None], tf.cast(found, tf.float32)[:, None], sample_weight=sample_weights
+    )
 
 
 def train_step(batch) -> tf.Tensor:
-    """Updates the model from this replica's share of a batch; returns its part of the loss (scalar)."""
+    """Updates the model from this replica's part of a batch; returns its part of the loss (scalar)."""
     # TODO(you): Change the step, and evaluation_step and predict_step with it.
-    features, labels, weights = batch
+    features, labels, sample_weights = batch
     with tf.GradientTape() as tape:
         predictions = model(features, training=True)
-        loss, per_example_loss = compute_loss(labels, predictions, weights)
+        loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
     # KEEP: Sums the gradients over the replicas, then clips, then updates; add no sum or clipping of your own.
     apply_gradients(optimizer, tape, loss, model.trainable_variables)
-    update_metrics("train", labels, predictions, per_example_loss, weights)
+    update_metrics("train", labels, predictions, per_example_loss, sample_weights)
     return loss
 
 
 def evaluation_step(split: str, batch) -> tf.Tensor:
-    """Measures the model on this replica's share of a batch; returns its part of the loss (scalar)."""
-    features, labels, weights = batch
+    """Measures the model on this replica's part of a batch; returns its part of the loss (scalar)."""
+    features, labels, sample_weights = batch
     predictions = model(features, training=False)
-    loss, per_example_loss = compute_loss(labels, predictions, weights)
-    update_metrics(split, labels, predictions, per_example_loss, weights)
+    loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
+    update_metrics(split, labels, predictions, per_example_loss, sample_weights)
     return loss
 
 
 def predict_step(features: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Returns what the model says of prepared features, [n, ...] each; --export and predict.py use it."""
+    """Returns the predictions for prepared features, [n, ...] each, by name; --export and predict.py use it."""
     logits = model(features, training=False)
     return {"label": tf.argmax(logits, axis=-1), "probabilities": tf.nn.softmax(logits)}
