@@ -100,7 +100,7 @@ def with_lengths(spec: Any, settings: Any) -> Any:
 
 
 def _with_examples(trained: Trained, task: ModuleType, example_spec: Any) -> Trained:
-    preparation = Preparation(task.prepare_example, training=False, pad_to=trained.settings.pad_to)
+    preparation = Preparation(task.prepare_example, training=False, pad_to=trained.settings.pad_to or ())
     examples = stand_in(example_spec)
     found = preparation.batch_spec(examples)[0]
     if found != with_lengths(trained.features_spec, trained.settings):
