@@ -136,9 +136,12 @@ class ResultNames:
                     self.arrays[number] = f"{name}/{array}"
 
     def to_monitor(self) -> list[str]:
-        """Returns what --monitor may name; of each array one element."""
-        found = {self.arrays.get(number, number): number for number in self.metrics}
-        return [number for number in found.values() if split_of(number) in ("train", "validation")]
+        """Returns the results that --monitor may name: a number, or the first and the last element of an array."""
+        elements: dict[str, list[str]] = {}
+        for number in self.metrics:
+            if split_of(number) in ("train", "validation"):
+                elements.setdefault(self.arrays.get(number, number), []).append(number)
+        return [" … ".join(dict.fromkeys([each[0], each[-1]])) for each in elements.values()]
 
     def lines(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what of a report fits on lines and curves: all but the elements of arrays."""
