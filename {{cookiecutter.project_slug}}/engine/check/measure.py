@@ -43,9 +43,9 @@ class Layers:
     still_random: list[str]
     """The random ones that cannot be switched off."""
     synchronized: list[str]
-    """Layers whose statistics are those of the replicas' batches together, now."""
+    """Layers that now normalize the batches of all replicas together."""
     unsynchronized: list[str]
-    """Those of them that the check has synchronized."""
+    """The synchronized ones that were not before the check."""
 
 
 @dataclasses.dataclass(frozen=True)

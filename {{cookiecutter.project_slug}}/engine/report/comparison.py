@@ -19,14 +19,14 @@ from engine.settings import CONFIG, flag, recorded_settings
 
 COMPARISON = "comparison.png"
 COLOURS = (curves.BLUE, curves.VERMILLION, curves.GREEN, curves.PURPLE, curves.ORANGE, curves.SKY, "black")
-WIDTHS = (20, 12)  # Of a table's first column, and of the column of a run.
+WIDTHS = (20, 12)  # The widths of a table's first column, and of the column of a run.
 # Settings that say where and why a program runs, and nothing about the results of a run.
 NOT_COMPARED = ("run_dir", "fresh", "settings_from", "compare", "check", "evaluate_only", "evaluate_continuously")
 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """What a run's directory contains; `result` is empty until the run has finished."""
+    """The contents of a run's directory; `result` is empty until the run has finished."""
 
     path: Path
     name: str

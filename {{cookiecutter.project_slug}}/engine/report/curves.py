@@ -1,4 +1,4 @@
-"""Panels of curves over the epochs: curves.png, and what comparison.png shares with it."""
+"""Panels of curves over the epochs, for curves.png and for comparison.png."""
 
 import dataclasses
 import functools
@@ -54,8 +54,8 @@ def figure_of_run(
 ) -> matplotlib.figure.Figure:
     """Returns a panel for each metric, with a line for each dataset; then the learning rate and the speed.
 
-    `rows` are those of metrics.csv, at least one, and `validations` lie between epochs. The steps from which the run
-    was `resumed` are marked, and the best score of `monitor`, whose panel comes first; `direction` is "min" or "max".
+    `rows` are the rows of metrics.csv, at least one; `validations` lie between the ends of epochs. The steps from which
+    the run was `resumed` are marked, and the best score ("min" or "max") of `monitor`, whose panel comes first.
     """
     both = sorted([*validations, *rows], key=lambda row: row["step"])
     columns = dict.fromkeys(name for row in both for name in row)

@@ -25,8 +25,8 @@ VALIDATIONS = "validations.csv"
 STEPS = "steps.csv"
 # curves.png is drawn at the end of a run and, in between, at most this often: TensorBoard is the live view.
 SECONDS_BETWEEN_CURVES = 30.0
-SECONDS_PER_ROW = 1.0  # Of steps.csv. An execution may be far shorter.
-# A share of the training time. Above it, and above a second, waiting for batches is reported.
+SECONDS_PER_ROW = 1.0  # A row of steps.csv covers at least this time; an execution may be far shorter.
+# Waiting for batches is reported above this fraction of the training time, and above a second.
 MUCH_WAITING = 0.1
 
 
@@ -51,7 +51,7 @@ class Report:
         self._lines = Lines(names, monitor, rest=f"{run_dir / METRICS}")
         self._summaries = Summaries(run_dir / TENSORBOARD, names)
         self._step_columns: list[str] = []
-        self._losses: list[np.ndarray] = []  # Of the steps since the last row of steps.csv.
+        self._losses: list[np.ndarray] = []  # The losses since the last row of steps.csv.
         self._seconds = 0.0
         self._on_report_failed = False
         self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
@@ -123,7 +123,7 @@ class Report:
     def epoch(self, row: Row, *, is_best: bool, waited: float = 0.0) -> None:
         """Reports an epoch. `row` has the columns COLUMNS and "<split>/<metric>".
 
-        `waited` is the share (0 to 1) of the training time that was spent waiting for batches.
+        `waited` is the fraction of the training time that was spent waiting for batches.
         """
         self.rows.append(row)
         metrics = {name: value for name, value in row.items() if is_metric(name)}
