@@ -25,8 +25,8 @@ def test_notebook_runs_and_finds_the_planted_fault(tmp_path: Path, monkeypatch: 
         output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output
     )
     assert "mirrored 4 replica(s) 4 simulated on" in printed
-    assert printed.count("findings to fix") == 1
-    assert "All 14 hold." in printed
+    assert printed.count("checks failed") == 1
+    assert "All 13 checks passed." in printed
 
 
 def test_notebook_is_stored_without_outputs() -> None:

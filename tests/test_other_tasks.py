@@ -60,7 +60,7 @@ def test_shipped_tests_and_check_fail_when_a_rule_is_broken(rule: str, bake: Cal
     assert tests.returncode == 1, tests.stdout
     check = run("python", "train.py", "--check", folder=project.folder)
     assert check.returncode == 2, check.stdout
-    assert "FIX  task.py " in check.stdout
+    assert "FAIL  task.py " in check.stdout
 
 
 @pytest.mark.long

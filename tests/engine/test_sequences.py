@@ -124,7 +124,7 @@ def test_workers_with_their_own_steps_cut_their_own_batches() -> None:
 
 def test_without_it_a_batch_is_only_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tagging, "padded_to", 64)
-    made = load(pad_to=())["train"]
+    made = load(pad_to=None)["train"]
     picked = tf.function(made.pick, autograph=False, input_signature=made._signature[:2]).get_concrete_function()
     kinds = {operation.type for operation in picked.graph.get_operations()}
     assert kinds <= {"Placeholder", "Const", "GatherV2", "Identity"}
@@ -138,7 +138,7 @@ REFUSED = {
         None,
         r"on example 0, counted from 0, .*a sequence is longer than 16, the largest --pad-to: cut it, .*\] \[56\]",
     ),
-    "no lengths": ({"pad_to": ()}, None, r"int32\[None\]\): each has to be a tensor, .*or use --pad-to 64 128 256"),
+    "no lengths": ({"pad_to": None}, None, r"int32\[None\]\): each has to be a tensor, .*or use --pad-to 64 128 256"),
     "nothing to pad": ({}, 64, r"--pad-to 8 16 64: task.prepare_example .* has no tensor whose first size differs"),
 }
 

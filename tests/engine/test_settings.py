@@ -33,6 +33,7 @@ from rendering import PROJECT
         ("--shuffle-megabytes=0", "--shuffle-megabytes 0 must be from 1 to"),
         ("--pad-to 8 8", "--pad-to 8 8 must be positive integers in increasing order"),
         ("--pad-to 0 8", "--pad-to 0 8 must be positive integers in increasing order"),
+        ("--pad-to", "--pad-to  needs lengths, such as --pad-to 64 128 256"),
         ("--simulated-devices=-2", "--simulated-devices -2 must be from 0 to 1024"),
         ("--simulated-devices=1000000", "--simulated-devices 1000000 must be from 0 to 1024"),
         ("--seed=-1", "--seed -1 must be from 0 to 2147483647"),

@@ -1,7 +1,7 @@
-"""What the console shows: lines of epochs, a live line, tables of facts, and the result.
+"""Console output: lines of epochs, a live line, tables of facts, and the result.
 
-A terminal gets colours, tables, and a live line that vanishes. A pipe, a log file, a notebook or TERM=dumb gets plain
-lines without control characters.
+A terminal gets colours, tables, and a live line that is erased at the end. A pipe, a log file, a notebook or TERM=dumb
+gets plain lines without control characters.
 """
 
 import contextlib
@@ -11,9 +11,9 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import rich.console
@@ -23,11 +23,13 @@ import rich.table
 import tensorflow as tf
 from rich.text import Text
 
-PLAIN_WIDTH = 120  # Of a line, where the output is no terminal and COLUMNS is not set.
-DIGITS = 4  # Of the numbers that people read; files keep all.
-SECONDS_BETWEEN_REFRESHES = 0.2  # Of the live line: a turn of Python may come more often than anybody can read.
-SECONDS_BETWEEN_LINES = 180.0  # Where there is no terminal.
-BETWEEN_SETS = " / "
+from engine.settings import Settings
+
+PLAIN_WIDTH = 120  # Width of a line if the output is not a terminal and COLUMNS is not set.
+DIGITS = 4  # Digits of the numbers that people read; files contain all.
+SECONDS_BETWEEN_REFRESHES = 0.2  # Executions may end more often than anybody can read the live line.
+SECONDS_BETWEEN_LINES = 180.0  # The live line is printed this often if there is no terminal.
+SEPARATOR = " / "
 
 
 class _Console(rich.console.Console):
@@ -40,7 +42,7 @@ class _Console(rich.console.Console):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Goes on without a console; rich would end the program."""
+        """Continues without a console; rich would end the program."""
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
     def show_cursor(self, show: bool = True) -> bool:
@@ -49,7 +51,7 @@ class _Console(rich.console.Console):
 
     @property
     def line_width(self) -> int:
-        """How many characters a line should have at most."""
+        """The largest number of characters that a line should have."""
         return self.width if self.is_terminal or "COLUMNS" in os.environ else PLAIN_WIDTH
 
 
@@ -66,8 +68,8 @@ def digits(value: Any) -> str:
     return f"{value:.{DIGITS}f}" if 1e-3 <= abs(value) < 1 else f"{value:#.{DIGITS}g}".rstrip(".")
 
 
-def columns(rows: list[tuple[Text, ...]]) -> rich.table.Table:
-    """Returns rows as a table for a terminal, whose last column is wrapped."""
+def columns(rows: Sequence[tuple[Text, ...]]) -> rich.table.Table:
+    """Returns rows as a table for a terminal, with the last column wrapped."""
     *others, last = range(len(rows[0]))
     table = rich.table.Table.grid(*(rich.table.Column(no_wrap=True) for _ in others), padding=(0, 2, 0, 0))
     table.add_column(overflow="fold", ratio=1 if last else None)
@@ -91,33 +93,43 @@ def print_facts(title: str, facts: Mapping[str, Any], *, boxed: bool = False) ->
         console.print(columns([(Text(f"  {name}"), Text(str(each))) for name, each in facts.items()]), soft_wrap=False)
 
 
+class Names(Protocol):
+    """The names of results that lines need: engine.model.metrics.ResultNames has them."""
+
+    sets: tuple[str, ...]
+    """The names of the datasets."""
+
+    def lines(self, values: Mapping[str, Any]) -> dict[str, Any]: ...
+    def metric(self, name: str) -> str: ...
+
+
 class Lines:
     """Prints the lines of one run's epochs, all with the same choice of metrics.
 
         Each metric as train / validation
         epoch  1/10  loss  1.985 / 0.9777  accuracy 0.2821 / 0.7318  1.8 s      791 examples/s  best
 
-    A metric that all sets of the line have is shown once; others have their full names. Where the line would be too
-    long, the ends but the first are left out; then the monitored metric and the losses come first.
+    A metric of all datasets of the line is shown once; others have their full names. If the line would be too long,
+    the ends after the first are dropped; then the monitored metric and the losses take precedence.
     """
 
-    def __init__(self, names: Any, monitor: str, rest: str) -> None:
-        """`names` are the metrics', `monitor` is the number that comes first, `rest` is where all numbers are."""
+    def __init__(self, names: Names, monitor: str, rest: str) -> None:
+        """`monitor` is the result that takes precedence, `rest` the file that contains all results."""
         self._names, self._monitor, self._rest = names, monitor, rest
         self._explained = {""}
 
     def print(self, start: str, metrics: Mapping[str, float], *ends: str, is_best: bool) -> None:
-        """Prints the metrics, as "<set>/<metric>", between the start and the ends of a line."""
+        """Prints the metrics, as "<dataset>/<metric>", between the start and the ends of a line."""
         values = self._names.lines(metrics)
         if self._monitor in metrics:  # It may be an element of an array.
             values[self._monitor] = metrics[self._monitor]
-        sets = [name for name in self._names.sets if any(value.startswith(f"{name}/") for value in values)]
+        datasets = [name for name in self._names.sets if any(value.startswith(f"{name}/") for value in values)]
         texts: dict[str, str] = {}
         for name, value in values.items():
             metric = self._names.metric(name)
-            of_sets = [values.get(f"{each}/{metric}") for each in sets]
-            key, shared = (name, [value]) if len(sets) < 2 or None in of_sets else (metric, of_sets)
-            texts[key] = f"{key} {BETWEEN_SETS.join(f'{digits(each):>6}' for each in shared)}"
+            all_values = [values.get(f"{each}/{metric}") for each in datasets]
+            key, shared = (name, [value]) if len(datasets) < 2 or None in all_values else (metric, all_values)
+            texts[key] = f"{key} {SEPARATOR.join(f'{digits(each):>6}' for each in shared)}"
 
         def fits(*groups: str) -> bool:  # Room for "best" is kept on all lines, so that all show the same metrics.
             return len("  ".join([start, *(texts[each] for each in groups), *ends, "best"])) <= console.line_width
@@ -129,7 +141,7 @@ class Lines:
         for each in sorted(texts, key=lambda each: (each not in first, not each.endswith("loss"))):
             shown += [each] * (not shown or fits(*shown, each))
         chosen = [text for each, text in texts.items() if each in shown]  # In the order of task.create_metrics.
-        legend = [f"Each metric as {BETWEEN_SETS.join(sets)}"] * any(BETWEEN_SETS in text for text in chosen)
+        legend = [f"Each metric as {SEPARATOR.join(datasets)}"] * any(SEPARATOR in text for text in chosen)
         legend += [f"{len(texts) - len(chosen)} more in {self._rest}"] * (len(texts) > len(chosen))
         if "; ".join(legend) not in self._explained:
             self._explained.add("; ".join(legend))
@@ -139,25 +151,28 @@ class Lines:
         console.print(line)
 
 
-def in_short(names: Any, metrics: Mapping[str, Any]) -> str:
-    """Returns the metrics as they stand in a line of the console, with their full names."""
+def in_short(names: Names, metrics: Mapping[str, Any]) -> str:
+    """Returns the metrics as a part of a line, with their full names."""
     return "  ".join(f"{name} {digits(value)}" for name, value in names.lines(metrics).items())
 
 
 class LiveLine(rich.progress.Progress):
-    """The line of a pass that is under way, drawn again about once a second; without a terminal printed rarely.
+    """The line of the present pass, redrawn about once a second; without a terminal it is printed rarely.
 
     epoch 3/10  train  41 %  412/1,000 steps  00:42 left  12.3 steps/s  loss 0.4123  GPU 3.2 GB
     """
 
     def __init__(self, epochs: int, *, can_be_drawn: bool = True) -> None:
-        """It cannot be drawn with --eager: a debugger's prompt would wait below it, unseen."""
-        # FORCE_COLOR, as in CI, makes no terminal of a pipe.
+        """With --eager it cannot be drawn: it would hide the prompt of a debugger."""
+        # FORCE_COLOR, as in CI, does not make a pipe a terminal.
         drawn = can_be_drawn and console.is_interactive and bool(getattr(console.file, "isatty", bool)())
-        # What is printed meanwhile goes above the line, but stays out of a file that stderr is sent to.
-        how = {"redirect_stderr": bool(sys.stderr and sys.stderr.isatty()), "auto_refresh": False, "transient": True}
-        super().__init__(console=console, disable=not drawn, **how)
-        self._epochs, self._is_shown, self._compiled = epochs, False, set()
+        # Lines that are printed meanwhile appear above this one, except those to a file as stderr.
+        redirect_stderr = bool(sys.stderr and sys.stderr.isatty())
+        super().__init__(
+            console=console, disable=not drawn, redirect_stderr=redirect_stderr, auto_refresh=False, transient=True
+        )
+        self._epochs, self._is_shown = epochs, False
+        self._compiled: set[str] = set()
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
@@ -170,7 +185,7 @@ class LiveLine(rich.progress.Progress):
             self.end()
 
     def begin(self, name: str, epoch: int | None, done: int, steps: int) -> None:
-        """Begins the line of a pass over the set `name`, of which some of its steps may be done already."""
+        """Starts the line of a pass over the dataset `name`, of which `done` of its `steps` are done already."""
         self.end()
         split = name.split("/")[0]
         title = f"epoch {epoch + 1}/{self._epochs}  {name}" if epoch is not None and split != "test" else name
@@ -205,7 +220,7 @@ class LiveLine(rich.progress.Progress):
             self.live.stop()
 
     def refresh(self) -> None:
-        """Draws the line anew."""
+        """Redraws the line."""
         try:
             super().refresh()
         except OSError:  # The terminal is gone.
@@ -213,35 +228,35 @@ class LiveLine(rich.progress.Progress):
             self.end()
 
     def get_renderable(self) -> Text:
-        """Returns the line as it is now. What was done when the first steps ended, which compiles, is no speed."""
+        """Returns the present line. Its speed does not include the first steps, during which they are compiled."""
         if not self.tasks:
             return Text()
         (task,) = self.tasks
         parts = [task.description, f"{task.percentage:.0f} %", f"{task.completed:,}/{task.total:,} steps"]
-        if task.speed:
+        if task.speed and task.remaining is not None:
             left = datetime.timedelta(seconds=round(task.remaining / task.speed))
             parts += [f"{str(left).removeprefix('0:')} left", f"{digits(task.speed)} steps/s"]
         losses = task.fields["losses"]
         parts += [f"loss {digits(task.fields['sum'] / losses)}" if losses else task.fields["note"], gpu_memory()]
         text = Text("  ".join(filter(None, parts)), style="cyan", no_wrap=True)
-        if not self.disable:  # One column less: a terminal may wrap a full line, which could not be removed.
+        if not self.disable:  # One column less: a terminal may wrap a full line, which could not be erased.
             text.truncate(console.width - 1, overflow="ellipsis")
         return text
 
 
 def gpu_memory() -> str:
     """Returns how much memory this process uses of the GPU on which it uses most: "GPU 3.2 GB", or "" without one."""
-    used: list[Any] = []
+    used: list[int] = []
     for gpu in tf.config.list_logical_devices("GPU"):
-        with contextlib.suppress(ValueError, tf.errors.OpError):  # Of another process, or not counted.
+        with contextlib.suppress(ValueError, tf.errors.OpError):  # It belongs to another process, or is not counted.
             used.append(tf.config.experimental.get_memory_info(gpu.name)["current"])
     return f"GPU {max(used) / 1e9:.1f} GB" if used else ""
 
 
-def print_result(result: dict[str, Any], settings: Any) -> None:
-    """Prints the test, the best epoch, where the files are, and what to type next: in a terminal, in a panel.
+def print_result(result: dict[str, Any], settings: Settings) -> None:
+    """Prints the test, the best epoch, the files, and the commands to type next: in a terminal, in a panel.
 
-    `result` is what result.json holds. The elements of arrays, "test/f1/3", are left to it.
+    `result` is the content of result.json. The elements of arrays, "test/f1/3", are not printed.
     """
     test = {name: value for name, value in result.items() if name.split("/")[0] == "test" and value is not None}
     shown = {name: digits(value) for name, value in test.items() if not name.rsplit("/", 1)[-1].isdecimal()}
@@ -256,12 +271,12 @@ def print_result(result: dict[str, Any], settings: Any) -> None:
     facts["weights_sha256"] = result["weights_sha256"][: 16 if console.is_terminal else None]
     files = ["result.json", "metrics.csv", "curves.png", "best/", "checkpoints/", *["export/"] * settings.export]
     facts["files"] = f"{run_dir}: {', '.join(files)}"
-    # A title of its own for each, so that a line can be copied.
+    # Each command has its own title, so that its line can be copied.
     if not settings.export:
         is_default = run_dir in [each.default for each in dataclasses.fields(settings) if each.name == "run_dir"]
         flag = "" if is_default else f" --run-dir {shlex.quote(str(run_dir))}"
         facts["next: export"] = f"python train.py --export{flag}"
     facts["next: predict"] = f"python predict.py {shlex.quote(str(run_dir))} EXAMPLES"
-    folder = run_dir if run_dir.parent == Path() else run_dir.parent  # Where TensorBoard finds its neighbours too.
+    folder = run_dir if run_dir.parent == Path() else run_dir.parent  # TensorBoard finds its neighbours there, too.
     facts["next: curves"] = f"tensorboard --logdir {shlex.quote(str(folder))}"
     print_facts("Result, of the best weights", facts, boxed=True)

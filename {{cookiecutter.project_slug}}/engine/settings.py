@@ -113,7 +113,7 @@ class Settings:
     """Train on the short last batch of an epoch too, padded with examples of weight 0. By default it is dropped."""
     shuffle_megabytes: int = 512
     """Memory for shuffling training examples that do not fit into memory: in one process; for record files, in all."""
-    pad_to: tuple[int, ...] = ()
+    pad_to: tuple[int, ...] | None = None
     """Lengths for sequences of different lengths: each batch is padded with zeros to the smallest one that fits."""
 
     eager: PerLaunch[bool] = False
@@ -154,8 +154,10 @@ class Settings:
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yields a setting, whether a rule of it holds, and the rule."""
-        increases = list(self.pad_to) == sorted({each for each in self.pad_to if 1 <= each <= LARGEST})
+        lengths = list(self.pad_to or ())
+        increases = lengths == sorted({each for each in lengths if 1 <= each <= LARGEST})
         yield "pad_to", increases, "must be positive integers in increasing order"
+        yield "pad_to", self.pad_to != (), "needs lengths, such as --pad-to 64 128 256"
         yield "ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "must be between 0 and 1"
         for name, value in vars(self).items():
             yield from self._rules_of_value(name, value)

@@ -32,7 +32,7 @@ def linear_model(*extra: keras.layers.Layer, regularizer: Any = None) -> keras.M
 
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
-    """Checks the shipped task with some hooks replaced and a small model; returns whether all holds, and the lines."""
+    """Checks the shipped task with some hooks replaced and a small model; returns whether all pass, and the lines."""
     monkeypatch.setattr(task, "load_examples", few_examples)
     monkeypatch.setattr(task, "create_model", linear_model)
 
@@ -40,9 +40,9 @@ def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         for name, hook in (hooks or {}).items():
             monkeypatch.setattr(train if name == "compile_steps" else task, name, hook)
         capsys.readouterr()
-        holds = check_task(train, task, Config(**settings))
+        passed = check_task(train, task, Config(**settings))
         lines = capsys.readouterr().out.splitlines()
-        return holds, [line for line in lines if line.startswith(("ok ", "FIX"))]
+        return passed, [line for line in lines if line.startswith(("ok ", "FAIL"))]
 
     return run
 
@@ -51,10 +51,10 @@ def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def assert_sound(checked: tuple[bool, list[str]], *, compared: bool = True) -> list[str]:
-    holds, lines = checked
+    passed, lines = checked
     assert any("on one replica and on two" in line for line in lines) == compared, "\n".join(lines)
-    assert holds, "\n".join(lines)
-    assert not [line for line in lines if line.startswith("FIX")]
+    assert passed, "\n".join(lines)
+    assert not [line for line in lines if line.startswith("FAIL")]
     return lines
 
 
@@ -83,6 +83,11 @@ def test_options_an_odd_batch_and_layers_of_many_kinds_are_no_false_alarm(check:
     }
     lines = assert_sound(check({"create_model": model_of_many_layers}, **options))
     assert any("not the same on one replica and two: dropout, gaussian_noise" in line for line in lines)
+
+
+def test_batch_that_two_replicas_cannot_share_is_named_with_the_one_used(check: Check) -> None:
+    (line,) = [line for line in assert_sound(check(global_batch_size=65)) if "--global-batch-size" in line]
+    assert "65 can be shared by 1, 5, 13, 65 replicas; one replica and two are compared with 64" in line
 
 
 def test_layers_that_cannot_be_switched_off_are_not_compared(check: Check) -> None:
@@ -142,7 +147,7 @@ def update_by_class(*, weighted: bool) -> Callable[..., None]:
 SETS = {"load_examples": several_sets, "create_metrics": metrics_by_class}
 
 
-def test_sets_no_test_and_metrics_by_class_are_no_false_alarm(check: Check) -> None:
+def test_datasets_no_test_and_metrics_by_class_are_no_false_alarm(check: Check) -> None:
     hooks = {**SETS, "update_metrics": update_by_class(weighted=True)}
     options = {"evaluation_batch_size": 25, "steps_per_epoch": 50, "validate_every_steps": 20}
     lines = assert_sound(check(hooks, monitor="validation/hard/by_class/3", monitor_direction="max", **options))
@@ -150,26 +155,26 @@ def test_sets_no_test_and_metrics_by_class_are_no_false_alarm(check: Check) -> N
     assert "train 120, validation/easy 50, validation/hard 31 examples of one structure" in text
     (same,) = [line for line in lines if "the same train/loss" in line]
     assert same.endswith("validation/hard/accuracy, train/by_class, validation/easy/by_class, validation/hard/by_class")
-    assert "task.py test_step" not in text
+    assert "test changes nothing" not in text
 
 
-def test_array_that_counts_padding_is_one_finding_of_each_set(check: Check) -> None:
-    holds, lines = check({**SETS, "update_metrics": update_by_class(weighted=False)}, monitor="train/loss")
+def test_array_that_counts_padding_fails_once_for_each_dataset(check: Check) -> None:
+    passed, lines = check({**SETS, "update_metrics": update_by_class(weighted=False)}, monitor="train/loss")
     found = [line for line in lines if "depends on how much padding" in line]
-    assert not holds
+    assert not passed
     assert [re.search(r"(\S+)/\d+ depends", line)[1] for line in found] == [
         *("validation/easy/by_class", "validation/hard/by_class")
     ]
 
 
-def test_set_whose_order_changes_is_named(check: Check) -> None:
+def test_dataset_whose_order_changes_is_named(check: Check) -> None:
     def shuffled(split: str) -> Any:
         found = several_sets(split)
         return {**found, "hard": found["hard"].shuffle(50)} if split == "validation" else found
 
-    holds, lines = check({"load_examples": shuffled}, monitor="train/loss")
-    assert not holds
-    assert "task.load_examples('validation') gave other examples the second time" in lines[-1]
+    passed, lines = check({"load_examples": shuffled}, monitor="train/loss")
+    assert not passed
+    assert "task.load_examples('validation') returned other examples the second time" in lines[-1]
 
 
 def test_labels_that_only_the_loss_understands_are_no_false_alarm(check: Check) -> None:
@@ -289,10 +294,10 @@ def metrics_without_weights(split, labels, predictions, per_example_loss, weight
     task.metrics[split]["accuracy"].update_state(labels, predictions)
 
 
-def validation_in_training_mode(batch):
+def evaluation_in_training_mode(split, batch):
     features, labels, weights = batch
     loss, per_example_loss = task.compute_loss(labels, task.model(features, training=True), weights)
-    task.update_metrics("validation", labels, task.model(features, training=True), per_example_loss, weights)
+    task.update_metrics(split, labels, task.model(features, training=True), per_example_loss, weights)
     return loss
 
 
@@ -441,10 +446,10 @@ FAULTS = {
     "scaled metric": ({"update_metrics": metrics_of_the_scaled_loss}, "task.py update_metrics", "train/loss is"),
     "training in validation": (
         {
-            "validation_step": validation_in_training_mode,
+            "evaluation_step": evaluation_in_training_mode,
             "create_model": lambda: linear_model(keras.layers.Dropout(0.3)),
         },
-        "task.py validation_step",
+        "task.py evaluation_step",
         "training=False",
     ),
     "unweighted metric": ({"update_metrics": metrics_without_weights}, "task.py update_metrics", "padding"),
@@ -481,24 +486,24 @@ FAULTS = {
     "each replica's mean": (
         {"create_model": lambda: linear_model(RunningMean())},
         "task.py create_model",
-        "running_mean/Variable, of which each replica has its own",
+        "running_mean/Variable, which is per-replica",
     ),
     "added loss": (
         {"create_model": lambda: linear_model(AddedLoss())},
         "task.py compute_loss",
-        "add_loss adds up a replica's share",
+        "add_loss adds a sum over one replica's batch",
     ),
     "steps that are traced again": (
         {"compile_steps": compile_without_signature},
         "train.py compile_steps",
         "steps were traced more than once",
     ),
-    "rising loss": ({"create_optimizer": rising_loss}, "task.py create_optimizer", "it has to fall"),
+    "rising loss": ({"create_optimizer": rising_loss}, "task.py create_optimizer", "it must fall"),
     "texts as labels": ({"prepare_example": labels_as_texts}, "task.py prepare_example", "map them to numbers"),
     "prediction of a batch": (
         {"predict_step": lambda features: {"mean": tf.reduce_mean(task.model(features))}},
         "task.py predict_step",
-        "it needs a row for each example",
+        "return a row for each example",
     ),
     "softmax of one number": (
         {"predict_step": lambda features: {"probability": tf.nn.softmax(task.model(features)[:, :1])}},
@@ -525,13 +530,24 @@ def test_planted_fault_is_found_and_the_hook_named(faults: tuple[str, ...], chec
     OUTSIDE.update({split: ORIGINAL["create_metrics"](split) for split in train.SPLITS})
     OUTSIDE["counter"] = tf.Variable(0, name="steps_seen")
     planted = [FAULTS[fault] for fault in faults]
-    holds, lines = check({name: hook for hooks, _, _ in planted for name, hook in hooks.items()})
-    lines = [line for line in lines if line.startswith("FIX")]
-    assert not holds
+    passed, lines = check({name: hook for hooks, _, _ in planted for name, hook in hooks.items()})
+    lines = [line for line in lines if line.startswith("FAIL")]
+    assert not passed
     for _, where, text in planted:
         assert any(line.split("  ")[1] == where and text in line for line in lines), "\n".join(lines)
     # One cause does not show as many.
     assert {line.split("  ")[1] for line in lines} == {where for _, where, _ in planted}, "\n".join(lines)
+
+
+def test_unsynchronized_layers_are_one_fault_with_micro_batches_too(check: Check) -> None:
+    def model() -> keras.Model:
+        return linear_model(*(keras.layers.BatchNormalization(name=name) for name in ("first", "second")))
+
+    passed, lines = check({"create_model": model}, micro_batches=2)
+    assert not passed
+    (line,) = [line for line in lines if line.startswith("FAIL")]
+    assert "the statistics of 'first', 'second' are of one replica's batch" in line
+    assert any("the same gradients of" in line for line in lines)
 
 
 def loss_of_classes_that_there_are_none(labels, predictions, weights):
@@ -556,7 +572,7 @@ def test_exception_in_a_hook_is_named_by_line_with_what_it_says(
     hooks: dict, where: str, said: str, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(user_errors, "PROJECT", Path(__file__).parent)
-    holds, lines = check({"compute_loss": loss_of_classes_that_there_are_none, **hooks})
-    assert not holds
-    (line,) = [line for line in lines if line.startswith("FIX")]
-    assert re.match(rf"FIX  test_check\.py:\d+ {where}  {re.escape(said)}", line), line
+    passed, lines = check({"compute_loss": loss_of_classes_that_there_are_none, **hooks})
+    assert not passed
+    (line,) = [line for line in lines if line.startswith("FAIL")]
+    assert re.match(rf"FAIL  test_check\.py:\d+ {where}  {re.escape(said)}", line), line

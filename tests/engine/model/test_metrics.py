@@ -145,8 +145,10 @@ def test_results_are_named_and_sorted_by_where_they_are_shown() -> None:
         monitor_direction(names, "validation/a/scores/recall", "auto")
     with pytest.raises(BadInput) as refused:
         check_monitor(names, "validation/per_class_loss/2")
-    of_set = ["per_class_loss/2", "large/1/16", "scores/recall", "scores/by/class/1"]
-    expected = ["train/loss", *(f"validation/{each}/{name}" for each in "ab" for name in of_set)]
+    of_set = [["per_class_loss/0", "per_class_loss/2"], ["large/0/0", "large/1/16"], ["scores/recall"]]
+    of_set += [["scores/by/class/0", "scores/by/class/1"]]
+    expected = [" … ".join(f"validation/{each}/{name}" for name in ends) for each in "ab" for ends in of_set]
+    expected = ["train/loss", *expected]
     assert str(refused.value) == (
         f"--monitor validation/per_class_loss/2 names no metric: use one of {', '.join(expected)}"
     )

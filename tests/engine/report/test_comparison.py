@@ -96,7 +96,7 @@ def test_names_are_as_short_as_they_differ(capsys: pytest.CaptureFixture[str]) -
 def test_what_is_no_run_is_refused(path: str) -> None:
     Path("empty").mkdir()
     Path("file").touch()
-    with pytest.raises(BadInput, match=f"--compare {path} holds no run"):
+    with pytest.raises(BadInput, match=f"--compare {path} contains no run"):
         compare([run("a", [0.5]), Path(path)])
     assert not Path("comparison.png").exists()
 

@@ -12,7 +12,8 @@ import pytest
 import engine.console
 from config import Config
 from engine import console as live
-from engine.check.check import print_findings
+from engine.check.check import print_checks
+from engine.check.checks import Check
 from engine.console import Lines, LiveLine, print_result
 from engine.model.metrics import ResultNames
 
@@ -246,35 +247,35 @@ def test_result_without_a_test_or_a_terminal_is_plain(console: Make) -> None:
 
 # --- The table of --check ---------------------------------------------------------------------------------------------
 
-FINDINGS = [
-    ("ok", "task.py train_step", "the same gradients " * 5),
-    ("FIX", "task.py compute_loss", "[red]not a style[/red]"),
+CHECKS = [
+    Check(True, "task.py train_step", "the same gradients " * 5),
+    Check(False, "task.py compute_loss", "[red]not a style[/red]"),
 ]
 
 
-def test_table_of_findings_wraps_its_texts_in_a_terminal(console: Make) -> None:
+def test_table_of_checks_wraps_its_texts_in_a_terminal(console: Make) -> None:
     output = console(80)
-    print_findings(FINDINGS)
+    print_checks(CHECKS)
     shown = [line.rstrip() for line in plain(output()).splitlines()]
     assert all(len(line) <= 80 for line in shown)
-    assert shown[0].startswith("ok   task.py train_step    the same")
-    assert shown[1].startswith(" " * 27) and "gradients" in shown[1]
-    assert shown[-2:] == ["FIX  task.py compute_loss  [red]not a style[/red]", "1 of 2 findings to fix"]
-    assert "\x1b[1;31mFIX" in output()
+    assert shown[0].startswith("ok    task.py train_step    the same")
+    assert shown[1].startswith(" " * 28) and "gradients" in shown[1]
+    assert shown[-2:] == ["FAIL  task.py compute_loss  [red]not a style[/red]", "1 of 2 checks failed"]
+    assert "\x1b[1;31mFAIL" in output()
 
 
 def test_no_color_leaves_the_colours_out(console: Make) -> None:
     output = console(80, NO_COLOR="1")
-    print_findings(FINDINGS)
+    print_checks(CHECKS)
     assert not re.search(r"\x1b\[[\d;]*3\dm", output())
-    assert "FIX" in output()
+    assert "FAIL" in output()
 
 
-def test_findings_without_a_terminal_are_one_line_each(console: Make) -> None:
+def test_checks_without_a_terminal_are_one_line_each(console: Make) -> None:
     output = console(terminal=False)
-    print_findings(FINDINGS)
+    print_checks(CHECKS)
     assert output().splitlines() == [
-        f"ok   task.py train_step    {FINDINGS[0][2]}",
-        "FIX  task.py compute_loss  [red]not a style[/red]",
-        "1 of 2 findings to fix",
+        f"ok    task.py train_step    {CHECKS[0].text}",
+        "FAIL  task.py compute_loss  [red]not a style[/red]",
+        "1 of 2 checks failed",
     ]

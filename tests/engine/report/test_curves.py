@@ -9,7 +9,7 @@ import matplotlib.figure
 import pytest
 
 from engine.model.metrics import ResultNames
-from engine.report.curves import BLUE, VERMILLION, Epochs, best_point, figure_of_run
+from engine.report.curves import BLUE, VERMILLION, best_point, epochs_at, figure_of_run
 
 NAMES = ResultNames({"train": {}, "validation": {}}, ["train", "validation/easy", "validation/hard"])
 PLAIN = ResultNames({"train": {}, "validation": {}}, ["train", "validation"])
@@ -115,7 +115,7 @@ def test_validations_between_epochs_are_drawn_at_their_steps() -> None:
     assert drawn["validation/loss"][:3] == [(0.5, 0.25), (1.0, 1.0), (2.0, 1.0)]
     assert drawn["train/loss"] == [(1.0, 1.0), (2.0, 1.0)]
     assert figure.get_suptitle().endswith("best validation/loss 0.25 in epoch 1")
-    assert Epochs(given).at(15) == 1.5
+    assert epochs_at([15, 20, 30], given) == [1.5, 2.0, 2.0]
 
 
 @pytest.mark.parametrize(

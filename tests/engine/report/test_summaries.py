@@ -51,20 +51,20 @@ def test_sets_of_a_metric_have_one_tag_in_folders_of_their_own(tmp_path: Path) -
     }
 
 
-def test_chunks_of_steps_are_in_steps_csv_and_in_tensorboard(tmp_path: Path) -> None:
+def test_executions_of_steps_are_in_steps_csv_and_in_tensorboard(tmp_path: Path) -> None:
     report = Report(tmp_path, NAMES, epochs=1)
     report.open(epochs_done=0, validated_step=0, step=0, settings={})
-    report.steps(2, 1, np.array([1.0, 2.0]), 1.0, lambda: {"gradient_norm": 0.5})
-    report.steps(3, 1, np.array([4.0]), 0.5, lambda: {"gradient_norm": float("nan")})
+    report.steps(2, 1, np.array([1.0, 2.0]), 1.0, lambda: {"learning_rate": 0.5})
+    report.steps(3, 1, np.array([4.0]), 0.5, lambda: {"learning_rate": 0.25})
     report.end()
     assert (tmp_path / "steps.csv").read_text().splitlines() == [
-        "step,epoch,loss,steps_per_second,gradient_norm",
+        "step,epoch,loss,steps_per_second,learning_rate",
         "2,1,1.5,2.0,0.5",
-        "3,1,4.0,2.0,",
+        "3,1,4.0,2.0,0.25",
     ]
     of_run = shown(tmp_path / "tensorboard")
     assert of_run["steps/loss"] == [(2, 1.5), (3, 4.0)]
-    assert of_run["steps/gradient_norm"] == [(2, 0.5)]
+    assert of_run["steps/learning_rate"] == [(2, 0.5), (3, 0.25)]
 
 
 def test_a_resumed_run_shows_no_step_twice_and_its_latest_settings(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_on_report_sees_the_rows_and_the_averaged_weights_and_ends_nothing(
 
     monkeypatch.setattr(task, "on_report", on_report, raising=False)
     with_hook = run(tmp_path / "with", "--epochs=2", "--simulated-devices=2", "--ema-decay=0.9")
-    assert capsys.readouterr().out.count("ValueError: a mistake); the run goes on") == 1
+    assert capsys.readouterr().out.count("ValueError: a mistake); the run continues") == 1
     assert [(row["epoch"], row["step"], found, ema) for row, found, ema, *_ in seen] == [
         (1, 20, tmp_path / "with", 0.9),
         (2, 40, tmp_path / "with", 0.9),

@@ -3,68 +3,63 @@
 import dataclasses
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import tensorflow as tf
 from rich.text import Text
 
-from engine.check.checks import Findings
+from engine.check.checks import Check, run_checks
 from engine.check.measure import BATCHES
 from engine.cluster.environment import refuse_cluster
 from engine.console import columns, console
 from engine.errors import BadInput
+from engine.protocols import Task
 from engine.run.program import Program
+from engine.settings import Settings
 from engine.user_errors import first_line, where_raised
 
 
-def check_task(program: Program, task: ModuleType, settings: Any) -> bool:
-    """Prints a table of findings; returns whether all hold. Trains nothing that is kept, and writes nothing.
+def check_task(program: Program, task: Task, settings: Settings) -> bool:
+    """Prints a table of checks of the module task.py; returns whether all passed. Saves nothing.
 
-    Args:
-        program: the module train.py.
-        task: the module task.py.
-        settings: the settings that training would have.
+    `settings` are the settings that training would have.
     """
     refuse_cluster("--check")
     tf.get_logger().setLevel("ERROR")  # It warns of the many functions that are compiled here.
+    checks: list[Check] = []
     with tempfile.TemporaryDirectory() as folder:
-        findings = Findings(program, task, _settings_to_check(settings, Path(folder)), settings.steps_per_epoch)
+        comparable = _comparable_settings(settings, Path(folder))
         try:
-            findings.collect()
+            checks.extend(run_checks(program, task, comparable, settings.global_batch_size))
         except BadInput as problem:
-            findings.fix(_hook_in(str(problem)), str(problem))
-        except Exception as problem:  # noqa: BLE001 - Whatever the hooks raise is a finding.
-            findings.fix(where_raised(problem), f"raised {first_line(problem)}")
-    print_findings(findings.table)
-    return not findings.to_fix
+            checks.append(Check(False, _hook_in(str(problem)), str(problem)))
+        except Exception as problem:  # noqa: BLE001 - Whatever the hooks raise is a failed check.
+            checks.append(Check(False, where_raised(problem), f"raised {first_line(problem)}"))
+    print_checks(checks)
+    return all(check.ok for check in checks)
 
 
-def print_findings(table: list[tuple[str, str, str]]) -> None:
-    """Prints rows of "ok" or "FIX", a file and hook, and a text, then how many there are of each.
-
-    In a terminal the texts are wrapped in their column; elsewhere each row is one line.
-    """
+def print_checks(checks: Sequence[Check]) -> None:
+    """Prints a line for each check, with its texts wrapped in a terminal, then how many failed."""
+    results = {True: "ok", False: "FAIL"}
     if console.is_terminal:
-        colours = {"ok": "green", "FIX": "bold red"}
-        rows = [(Text(verdict, colours[verdict]), Text(where), Text(text)) for verdict, where, text in table]
+        styles = {True: "green", False: "bold red"}
+        rows = [(Text(results[each.ok], styles[each.ok]), Text(each.where), Text(each.text)) for each in checks]
         console.print(columns(rows), soft_wrap=False)
     else:
-        width = max(len(where) for _, where, _ in table)
-        for verdict, where, text in table:
-            console.print(f"{verdict:<3}  {where:<{width}}  {text}")
-    to_fix, total = sum(verdict == "FIX" for verdict, _, _ in table), len(table)
-    if to_fix:
-        console.print(f"{to_fix} of {total} findings to fix", style="bold red")
+        width = max(len(each.where) for each in checks)
+        for each in checks:
+            console.print(f"{results[each.ok]:<4}  {each.where:<{width}}  {each.text}")
+    if failed := sum(not each.ok for each in checks):
+        console.print(f"{failed} of {len(checks)} checks failed", style="bold red")
     else:
-        console.print(f"All {total} hold.", style="green")
+        console.print(f"All {len(checks)} checks passed.", style="green")
 
 
-def _settings_to_check(settings: Any, folder: Path) -> Any:
-    """Returns settings for two simulated replicas, without the options that hide a fault or have no part in one."""
-    # One and two replicas have to be able to share a batch, in the micro-batches asked for.
-    unit = 2 * settings.micro_batches
+def _comparable_settings(settings: Settings, folder: Path) -> Settings:
+    """Returns settings for two simulated replicas, without the options that hide a fault or cannot cause one."""
+    unit = 2 * settings.micro_batches  # One and two replicas must be able to share a batch, in micro-batches.
     evaluated = settings.evaluation_batch_size
     return dataclasses.replace(
         settings,
@@ -83,12 +78,12 @@ def _settings_to_check(settings: Any, folder: Path) -> Any:
         checkpoint_every_steps=None,
         validate_every_steps=None,
         async_checkpoints=False,
-        steps_per_execution=BATCHES - 1,  # Two calls of unequal length in an epoch show whether both share a trace.
+        steps_per_execution=BATCHES - 1,  # Executions of unequal length show whether they share a trace.
     )
 
 
 def _hook_in(message: str) -> str:
-    """Returns "task.py <function>" for a message that names "task.<function>", or begins with a line of a file."""
+    """Returns "task.py <function>" for a message that names "task.<function>", or starts with a line of a file."""
     if line := re.match(r"\S+\.py:\d+ \S+(?=: )", message):
         return line[0]
     named = re.search(r"\btask\.(?!py\b)(\w+)", message)

@@ -1,65 +1,82 @@
-"""What one replica or several compute of the same few batches, for --check to compare."""
+"""Results of one replica or several for the same few batches, which --check compares."""
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import keras
 import numpy as np
 
-from engine.check.layers import Layers, make_comparable
 from engine.data.sets import each_set
 from engine.errors import BadInput
+from engine.model.metrics import ResultNames
+from engine.model.replicas import layers_of
 from engine.model.variables import by_name, trainable_variables
+from engine.protocols import Task
 from engine.run.program import Program
+from engine.settings import Settings
 
 Arrays = dict[str, np.ndarray]
+"""Variable -> its value, gradient or change."""
 
 BATCHES = 3
+# Attributes of Keras layers that hold the strength of their randomness.
+RANDOMNESS = ("rate", "stddev", "dropout", "recurrent_dropout")
 # One step at this rate shows the gradient: it is so large that the weight itself rounds none of it away.
 LEARNING_RATE = 2.0**14
 TOLERANCE = 1e-4
-# Rounding is tried by changing every weight by this much: eight roundings of float32, as they add up over the layers.
+# Changes every weight by eight roundings of float32, as they add up over the layers.
 ROUNDED_BY = 2.0**-20
-# More than one draw, because it shows only where a ReLU, or a maximum, is about to turn.
+# Several draws, because rounding shows only where a ReLU, or a maximum, is about to turn.
 DRAWS = 3
 # One replica and two round many more numbers differently, not only the weights.
 MARGIN = 10
 
 
 @dataclasses.dataclass(frozen=True)
+class Layers:
+    """The names of the layers that make one replica and two differ."""
+
+    random: list[str]
+    still_random: list[str]
+    """The random ones that cannot be switched off."""
+    synchronized: list[str]
+    """Layers that now normalize the batches of all replicas together."""
+    unsynchronized: list[str]
+    """The synchronized ones that were not before the check."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Measured:
-    """What some replicas computed of the same batches, from the same weights."""
+    """The results of some replicas for the same batches, from the same weights."""
 
     losses: list[float]
     gradients: list[Arrays]
     """The gradient of each batch by variable."""
-    rounding: Arrays
-    """How much a gradient changes, at most, if the weights change by a few roundings."""
+    rounding: dict[str, float]
+    """Variable -> how much its gradient changes, at most, if the weights change by a few roundings."""
     metrics: dict[str, float]
     without_gradient: list[str]
     layers: Layers
 
 
-def measure(program: Program, task: ModuleType, settings: Any, replicas: int) -> Measured:
-    """Builds the program for `replicas` and returns what they compute of a few batches, without randomness.
+def measure(program: Program, task: Task, settings: Settings, replicas: int) -> Measured:
+    """Builds the program for `replicas` and returns their results for a few batches, without randomness.
 
     Call it under `few_examples` and `recording_optimizers`.
 
     Raises:
-        BadInput: the loss or a gradient is not finite, or a step changes what no checkpoint holds.
+        BadInput: the loss or a gradient is not finite, or a step changes a variable that no checkpoint contains.
     """
     program.build(dataclasses.replace(settings, simulated_devices=replicas))
-    layers = make_comparable(program, task)
+    layers = _make_comparable(program, task)
     program.run.hidden.check(program.run.checkpoints.state.variables())
     stacks = first_stacks(program)
     losses, gradients = losses_and_gradients(program, task, stacks)
     _check_finite(losses, gradients)
     rounding = _effect_of_rounding(program, task, lambda: losses_and_gradients(program, task, stacks)[1], gradients)
-    models = by_name(task.model, "model").values()
     optimizers = by_name(task.optimizer, "optimizer").values()
     updated = set().union(*(optimizer.updated for optimizer in optimizers))
     for optimizer in optimizers:
@@ -67,20 +84,52 @@ def measure(program: Program, task: ModuleType, settings: Any, replicas: int) ->
     metrics = program.train_epoch(1)  # Its batches are being prepared already.
     with program.run.evaluation_weights():
         metrics |= {**program.validate(), **program.test()}
-    without_gradient = [each.path for model in models for each in model.trainable_variables if each.path not in updated]
+    trainable = [each.path for model in by_name(task.model, "model").values() for each in model.trainable_variables]
+    without_gradient = [path for path in trainable if path not in updated]
     return Measured(losses, gradients, rounding, metrics, without_gradient, layers)
 
 
+def _make_comparable(program: Program, task: Task) -> Layers:
+    """Switches randomness off, where a number gives its strength, and synchronizes every BatchNormalization.
+
+    Call it before anything is traced.
+    """
+    layers = [layer for model in by_name(task.model, "model").values() for layer in layers_of(model)]
+    random, unsynchronized = [], []
+    for layer in layers:
+        strengths = [name for name in RANDOMNESS if isinstance(getattr(layer, name, None), float)]
+        if any(getattr(layer, name) for name in strengths):
+            random.append(layer.name)
+        for name in strengths:
+            with contextlib.suppress(AttributeError):  # It belongs to a layer inside this one, which has its own turn.
+                setattr(layer, name, 0.0)
+        if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized and layer.trainable:
+            layer.synchronized = True
+            unsynchronized.append(layer.name)
+    synchronized = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
+
+    step = program.run.hidden.training  # This traces the training step.
+    assert step is not None  # There is one process.
+    changed = step.changed
+
+    def draws(generator: keras.random.SeedGenerator) -> bool:
+        states = program.strategy.experimental_local_results(generator.state.value)
+        return any(id(each.handle) in changed for each in states)
+
+    still_random = [layer.name for layer in layers if any(map(draws, layer._seed_generators))]
+    return Layers(list(dict.fromkeys([*random, *still_random])), still_random, synchronized, unsynchronized)
+
+
 def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
-    """Returns where the batches of the first epoch are: stacks, the first batch's number in each, and how many."""
+    """Returns the batches of the first epoch: stacks, the position of the first batch in each, and how many to take."""
     batches = program.batches["train"]
     return list(batches.iterator().take(batches.steps))
 
 
 def losses_and_gradients(
-    program: Program, task: ModuleType, stacks: Sequence[tuple[Any, int, int]]
+    program: Program, task: Task, stacks: Sequence[tuple[Any, int, int]]
 ) -> tuple[list[float], list[Arrays]]:
-    """Returns the loss and the gradient of each batch, every one from the state that the program is in."""
+    """Returns the loss and the gradient of each batch, all computed from the program's present state."""
     state, losses, gradients = program.run.checkpoints.state, [], []
     initial, before = state.values(), _weights(task)
     for stack, first, count in stacks:
@@ -91,12 +140,12 @@ def losses_and_gradients(
     return losses, gradients
 
 
-def measure_updates(program: Program, task: ModuleType) -> tuple[Arrays, Arrays]:
-    """Returns how an epoch with the real optimizers changes each weight, and by how much rounding changes that.
+def measure_updates(program: Program, task: Task) -> tuple[Arrays, dict[str, float]]:
+    """Returns how an epoch with the real optimizers changes each weight, and how much rounding changes that.
 
-    The program is newly built, and keeps its state.
+    The program must be newly built; its state is restored.
     """
-    make_comparable(program, task)
+    _make_comparable(program, task)
     state, stacks = program.run.checkpoints.state, first_stacks(program)
     initial = state.values()
 
@@ -113,9 +162,9 @@ def measure_updates(program: Program, task: ModuleType) -> tuple[Arrays, Arrays]
 
 
 def _effect_of_rounding(
-    program: Program, task: ModuleType, compute: Callable[[], list[Arrays]], exact: list[Arrays]
-) -> Arrays:
-    """Returns by how much, at most, `compute` returns something else if all weights are rounded otherwise."""
+    program: Program, task: Task, compute: Callable[[], list[Arrays]], exact: list[Arrays]
+) -> dict[str, float]:
+    """Returns how much the arrays of `compute` change, at most, if all weights are rounded differently."""
     initial, weights = program.run.checkpoints.state.values(), _weights(task)
     largest = dict.fromkeys(weights, 0.0)
     for draw in range(DRAWS):
@@ -125,12 +174,12 @@ def _effect_of_rounding(
             variable.assign((weights[name] * (1.0 + ROUNDED_BY * signs)).astype(weights[name].dtype))
         for one, other in zip(exact, compute(), strict=True):
             for name, difference in _differences(one, other).items():
-                largest[name] = max(largest[name], np.abs(difference).max(initial=0.0))
+                largest[name] = max(largest[name], float(np.abs(difference).max(initial=0.0)))
         program.run.checkpoints.state.assign(initial)
     return largest
 
 
-def _weights(task: ModuleType) -> Arrays:
+def _weights(task: Task) -> Arrays:
     return {name: variable.numpy() for name, variable in trainable_variables(task.model).items()}
 
 
@@ -148,21 +197,20 @@ def _check_finite(losses: Sequence[float], gradients: Sequence[Arrays]) -> None:
 
 
 class _Recorder(keras.optimizers.SGD):
-    """Plain gradient descent that notes which variables it was given a gradient for."""
+    """Plain gradient descent that records which variables get a gradient."""
 
     def __init__(self) -> None:
         super().__init__(LEARNING_RATE)
         self.updated: set[str] = set()
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        self.updated.update(
-            variable.path for grad, variable in zip(grads, trainable_variables, strict=True) if grad is not None
-        )
+        pairs = zip(grads, trainable_variables, strict=True)
+        self.updated |= {variable.path for gradient, variable in pairs if gradient is not None}
         return super().apply(grads, trainable_variables)
 
 
-def recording_optimizers(task: ModuleType) -> contextlib.AbstractContextManager[None]:
-    """Replaces the task's optimizers by some that record which variables get a gradient."""
+def recording_optimizers(task: Task) -> contextlib.AbstractContextManager[object]:
+    """Replaces the task's optimizers with some that record which variables get a gradient."""
     create_optimizer = task.create_optimizer
 
     def create_recorders(total_steps: int) -> Any:
@@ -172,8 +220,8 @@ def recording_optimizers(task: ModuleType) -> contextlib.AbstractContextManager[
     return mock.patch.object(task, "create_optimizer", create_recorders)
 
 
-def few_examples(task: ModuleType, global_batch_size: int) -> contextlib.AbstractContextManager[None]:
-    """Shortens every split: a few whole batches, and a part of one."""
+def few_examples(task: Task, global_batch_size: int) -> contextlib.AbstractContextManager[object]:
+    """Shortens every split to a few batches, and a part of one."""
     load_examples = task.load_examples
     count = BATCHES * global_batch_size + global_batch_size // 2
 
@@ -193,17 +241,25 @@ def close(one: Any, other: Any, *, floor: float = 1e-9) -> bool:
 def differing_gradients(one: Measured, other: Measured) -> list[str]:
     """Returns the names of the variables whose gradients differ by more than rounding, in every batch.
 
-    `one` is of one replica. Rounding can turn a ReLU or a maximum over, and change the gradient by a hundredth: in some
-    batches, with some weights, and not with others close to them.
+    `one` is the result of one replica. Rounding can switch a ReLU or a maximum, and change the gradient by a hundredth:
+    in some batches and with some weights, but not with others close to them.
     """
-    differing = [
-        set(differing_arrays(*pair, one.rounding)) for pair in zip(one.gradients, other.gradients, strict=True)
-    ]
+    pairs = zip(one.gradients, other.gradients, strict=True)
+    differing = [set(differing_arrays(*pair, one.rounding)) for pair in pairs]
     return [name for name in one.rounding if all(name in each for each in differing)]
 
 
-def differing_arrays(one: Arrays, other: Arrays, rounding: Arrays) -> list[str]:
+def differing_metrics(names: ResultNames, one: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
+    """Returns the names of the metrics that differ by more than rounding; of an array the first element that does."""
+    differing: dict[str, str] = {}
+    for name, value in one.items():
+        if not close(value, other[name]):
+            differing.setdefault(names.arrays.get(name, name), name)
+    return list(differing.values())
+
+
+def differing_arrays(one: Arrays, other: Arrays, rounding: Mapping[str, float]) -> list[str]:
     """Returns the names of the variables that differ by more than rounding."""
-    # A gradient that is zero but for rounding, as that of a bias before a normalization, has nothing to agree on.
-    zero = 1e-6 * max((np.abs(array).max(initial=0.0) for array in one.values()), default=0.0)
+    # The gradient of a bias before a normalization is zero but for rounding, which differs.
+    zero = 1e-6 * max((float(np.abs(array).max(initial=0.0)) for array in one.values()), default=0.0)
     return [name for name in one if not close(one[name], other[name], floor=MARGIN * (zero + rounding[name]))]

@@ -33,7 +33,7 @@ def load_splits(
         pipelines: how many processes they are in.
         pipeline: the number of this one.
     """
-    hook, options = task.prepare_example, {"pad_to": settings.pad_to, "eager": settings.eager}
+    hook, options = task.prepare_example, {"pad_to": settings.pad_to or (), "eager": settings.eager}
     evaluating = Preparation(hook, training=False, **options)
     training = Preparation(hook, training=True, **options) if evaluating.depends_on_training else evaluating
     batches = {}

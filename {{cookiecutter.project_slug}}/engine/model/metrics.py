@@ -139,9 +139,12 @@ class ResultNames:
                     self.arrays[number] = f"{name}/{array}"
 
     def to_monitor(self) -> list[str]:
-        """Returns the names that --monitor may have; one element of each array."""
-        found = {self.arrays.get(number, number): number for number in self.metrics}
-        return [number for number in found.values() if split_of(number) in ("train", "validation")]
+        """Returns the results that --monitor may name: a number, or the first and the last element of an array."""
+        elements: dict[str, list[str]] = {}
+        for number in self.metrics:
+            if split_of(number) in ("train", "validation"):
+                elements.setdefault(self.arrays.get(number, number), []).append(number)
+        return [" … ".join(dict.fromkeys([each[0], each[-1]])) for each in elements.values()]
 
     def lines(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the values for the console's lines and for curves: all but the elements of arrays."""

@@ -1,11 +1,10 @@
-"""What a run shows of itself. metrics.csv is the source; the console, TensorBoard and curves.png show the same numbers.
+"""The reports of a run. metrics.csv is the source; the console, TensorBoard and curves.png show the same numbers.
 
-report      takes each row, and gives it to the others
-tables      metrics.csv, validations.csv and evaluations.csv
+report      takes each row, and passes it to the others
+tables      the CSV files
 summaries   TensorBoard
-steps       steps.csv, about a row a second
-curves      curves.png
-comparison  --compare: several runs in one picture and one table
+curves      curves.png, and panels of curves
+comparison  --compare: several runs in one table and one picture
 """
 
 from engine.report.comparison import compare

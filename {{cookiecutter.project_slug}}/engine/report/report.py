@@ -1,7 +1,7 @@
 """Console output, metrics.csv, steps.csv, TensorBoard and curves.png. Of several workers only the chief reports.
 
-metrics.csv is the source; the others show the same numbers, and steps.csv what lies between. A resumed run keeps the
-rows up to the epoch and the step it continues from, and writes the rest again.
+metrics.csv is the source; the others show the same numbers, and steps.csv the steps in between. A resumed run keeps
+the rows up to the epoch and the step it continues from, and writes the rest again.
 """
 
 import time
@@ -14,21 +14,24 @@ import tensorflow as tf
 
 from engine.console import Lines, console
 from engine.model.metrics import ResultNames
-from engine.report.curves import draw_curves
-from engine.report.steps import STEPS, Steps
+from engine.report.curves import CURVES, figure_of_run, write_figure
 from engine.report.summaries import TENSORBOARD, Summaries
-from engine.report.tables import is_metric, read_rows, write_rows
+from engine.report.tables import Row, append_row, cut_rows, is_metric, read_rows, write_rows
+from engine.settings import Settings
 from engine.user_errors import first_line, where_raised
 
+METRICS = "metrics.csv"
+VALIDATIONS = "validations.csv"
+STEPS = "steps.csv"
 # curves.png is drawn at the end of a run and, in between, at most this often: TensorBoard is the live view.
 SECONDS_BETWEEN_CURVES = 30.0
-VALIDATIONS = "validations.csv"
-# A share of the training time. Above it, and above a second, waiting for batches is worth a line.
+SECONDS_PER_ROW = 1.0  # A row of steps.csv covers at least this time; an execution may be far shorter.
+# Waiting for batches is reported above this fraction of the training time, and above a second.
 MUCH_WAITING = 0.1
 
 
 class Report:
-    """One row per epoch, to everywhere; and one per validation between the ends of epochs, to validations.csv."""
+    """Reports each epoch to all outputs, validations between the ends of epochs, and about a row of steps a second."""
 
     def __init__(
         self,
@@ -41,18 +44,17 @@ class Report:
     ) -> None:
         """Reads and writes nothing; `open` does.
 
-        `names` are those of the metrics; `direction` ("min" or "max") says which score of `monitor` is the best.
+        `direction` ("min" or "max") says whether the lowest or the highest score of `monitor` is the best.
         """
-        self.run_dir = run_dir
-        self.names = names
-        self.epochs = epochs
+        self.run_dir, self.names, self.epochs = run_dir, names, epochs
         self._monitored = {"monitor": monitor, "direction": direction}
-        self._resumed: Sequence[int] = ()
-        self._lines = Lines(names, monitor, rest=f"{run_dir / 'metrics.csv'}")
-        self._steps = Steps(run_dir / STEPS)
+        self._lines = Lines(names, monitor, rest=f"{run_dir / METRICS}")
         self._summaries = Summaries(run_dir / TENSORBOARD, names)
+        self._step_columns: list[str] = []
+        self._losses: list[np.ndarray] = []  # The losses since the last row of steps.csv.
+        self._seconds = 0.0
         self._on_report_failed = False
-        self._waiting_is_reported = True  # So the first epoch, in which the pipeline fills, is passed over.
+        self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
 
     def open(
         self,
@@ -63,53 +65,54 @@ class Report:
         resumed: Sequence[int] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Continues the report in `run_dir`.
+        """Keeps the reports in `run_dir` up to the epoch, the validation and the step that a run continues from.
 
-        Args:
-            epochs_done: it goes on after so many epochs,
-            validated_step: a validation after this step,
-            step: and this step.
-            resumed: the steps after which the run was resumed.
-            settings: what to show of the run in TensorBoard.
+        `resumed` are the steps from which the run was resumed; TensorBoard shows the `settings`.
         """
-        path = self.run_dir / "metrics.csv"
+        path = self.run_dir / METRICS
         self.rows = [row for row in read_rows(path) if row["epoch"] <= epochs_done]
-        if lacking := epochs_done - len(self.rows):
-            console.print(f"{path} lacks {lacking} of {epochs_done} epochs")
+        if missing := epochs_done - len(self.rows):
+            console.print(f"{path} lacks {missing} of {epochs_done} epochs")
         validations = read_rows(self.run_dir / VALIDATIONS, key="step")
         self.validations = [row for row in validations if row["step"] <= validated_step]
         self._resumed = resumed
         self._curves_drawn = time.monotonic()
         if step is not None:
-            self._steps.open(step)
+            self._step_columns = cut_rows(self.run_dir / STEPS, step)
             self._summaries.cut(step)
             self._summaries.settings(step, settings or {})
 
     def steps(
         self, step: int, epoch: int, losses: np.ndarray, seconds: float, latest: Callable[[], dict[str, float]]
     ) -> None:
-        """Counts a chunk of training steps that ends with `step`; about once a second they get a row of steps.csv.
+        """Counts an execution of training steps that ends with `step`; about once a second they get a row of steps.csv.
 
         Args:
             step: counted from 1, over all epochs.
             epoch: counted from 1.
-            losses: that of each step, [count].
-            seconds: what the steps took.
-            latest: returns the other columns as they are now; it is called when a row is due.
+            losses: the loss of each step, [count].
+            seconds: the time that the steps took.
+            latest: returns the learning rates; it is called when a row is due.
         """
+        self._losses.append(losses)
+        self._seconds += seconds
         self._last_steps = (step, epoch, latest)
-        if self._steps.add(losses, seconds):
+        if self._seconds >= SECONDS_PER_ROW:
             self._end_row()
 
     def _end_row(self) -> None:
         step, epoch, latest = self._last_steps
-        row = self._steps.row(step, epoch, latest())
-        shown = {f"steps/{name}": value for name, value in row.items() if name not in ("step", "epoch")}
-        self._summaries.add(step, {name: value for name, value in shown.items() if value is not None})
+        losses = np.concatenate(self._losses)
+        mean, speed = float(np.mean(losses, dtype=np.float64)), len(losses) / max(self._seconds, 1e-9)
+        row = {"loss": mean, "steps_per_second": speed, **latest()}
+        self._losses, self._seconds = [], 0.0
+        path = self.run_dir / STEPS
+        self._step_columns = append_row(path, {"step": step, "epoch": epoch, **row}, self._step_columns)
+        self._summaries.add(step, {f"steps/{name}": value for name, value in row.items()})
 
     def end(self) -> None:
-        """Writes what is left: a run has ended, or reaches the last of its epochs."""
-        if not self._steps.is_empty:
+        """Writes the rest: a run has ended, or reaches the last of its epochs."""
+        if self._losses:
             self._end_row()
         self.draw_curves()
 
@@ -117,10 +120,10 @@ class Report:
         """Shows the test metrics of a run that has ended, and its best score, in TensorBoard."""
         self._summaries.add(step, {**self.names.scalars(metrics), f"best/{self._monitored['monitor']}": best})
 
-    def epoch(self, row: dict[str, Any], *, is_best: bool, waited: float = 0.0) -> None:
-        """Reports one epoch. `row` has the keys COLUMNS and "<split>/<metric>".
+    def epoch(self, row: Row, *, is_best: bool, waited: float = 0.0) -> None:
+        """Reports an epoch. `row` has the columns COLUMNS and "<split>/<metric>".
 
-        `waited` is the share (0 to 1) of the training time in which there were no batches.
+        `waited` is the fraction of the training time that was spent waiting for batches.
         """
         self.rows.append(row)
         metrics = {name: value for name, value in row.items() if is_metric(name)}
@@ -128,8 +131,7 @@ class Report:
         speed = row["examples_per_second"]
         start = f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}"
         ends = [f"{row['seconds']:.1f} s", f"{speed:7,.0f} examples/s"]
-        if waited > MUCH_WAITING:
-            ends.append(f"waited {100 * waited:.0f} %")
+        ends += [f"waited {100 * waited:.0f} %"] if waited > MUCH_WAITING else []
         self._lines.print(start, metrics, *ends, is_best=is_best)
         is_much = waited > MUCH_WAITING and waited * row["seconds"] > 1.0
         if is_much and not self._waiting_is_reported:
@@ -140,14 +142,14 @@ class Report:
         self._waiting_is_reported = is_much
         shown = self.names.scalars(metrics)
         self._summaries.add(row["step"], {"waited": waited, **rates, "examples_per_second": speed, **shown})
-        write_rows(self.run_dir / "metrics.csv", self.rows)
+        write_rows(self.run_dir / METRICS, self.rows)
         if time.monotonic() - self._curves_drawn > SECONDS_BETWEEN_CURVES:
             self.draw_curves()
 
     def call_hook(
-        self, on_report: Callable[..., None], row: dict[str, Any], settings: Any, strategy: tf.distribute.Strategy
+        self, on_report: Callable[..., None], row: Row, settings: Settings, strategy: tf.distribute.Strategy
     ) -> None:
-        """Calls task.on_report, whose summaries go to TensorBoard. What it raises is printed once, and ends nothing."""
+        """Calls task.on_report, whose summaries go to TensorBoard. Its first exception is printed and ends nothing."""
         # The chief is alone here. As one replica it reads variables without asking the other processes.
         replica = tf.distribute.ReplicaContext(strategy, replica_id_in_sync_group=0)
         with self._summaries.at(row["step"]):
@@ -156,22 +158,27 @@ class Report:
                     on_report(dict(row), self.run_dir, settings)
             except Exception as problem:  # noqa: BLE001 - A picture is not worth the run.
                 if not self._on_report_failed:
-                    what = f"{where_raised(problem)}: {first_line(problem)}"
-                    console.print(f"task.on_report failed ({what}); the run goes on")
+                    cause = f"{where_raised(problem)}: {first_line(problem)}"
+                    console.print(f"task.on_report failed ({cause}); the run continues")
                 self._on_report_failed = True
 
     def validation(self, step: int, metrics: dict[str, float], *, is_best: bool) -> None:
-        """Reports one validation between the ends of epochs: `metrics` as "<set>/<metric>"."""
+        """Reports a validation between the ends of epochs: `metrics` as "<dataset>/<metric>"."""
         self.validations.append({"step": step, **metrics})
         self._lines.print(f"step {step}", metrics, is_best=is_best)
         self._summaries.add(step, self.names.scalars(metrics))
         write_rows(self.run_dir / VALIDATIONS, self.validations)
 
     def draw_curves(self) -> None:
-        """Draws curves.png. Nothing, if there are no rows."""
+        """Draws curves.png, if an epoch has ended."""
         if self.rows:
-            validations, resumed = self.validations, self._resumed
-            draw_curves(
-                self.run_dir, self.names, self.rows, validations=validations, resumed=resumed, **self._monitored
+            figure = figure_of_run(
+                self.run_dir.name,
+                self.names,
+                self.rows,
+                validations=self.validations,
+                resumed=self._resumed,
+                **self._monitored,
             )
+            write_figure(self.run_dir / CURVES, figure)
             self._curves_drawn = time.monotonic()

@@ -1,4 +1,4 @@
-"""What TensorBoard shows. Each set has a folder of its own, so that a metric's curves share a chart."""
+"""TensorBoard's files. Each dataset has a folder of its own, so that a metric's curves share a chart."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -16,44 +16,43 @@ TENSORBOARD = "tensorboard"
 
 
 class Summaries:
-    """The summaries of one folder, and of a folder in it for each set."""
+    """The summaries in one folder, and in a folder below it for each dataset."""
 
     def __init__(self, folder: Path, names: ResultNames) -> None:
-        """Writes nothing yet: before the first values there may be no run, whose directory has to be empty."""
+        """Writes nothing yet: before the first values there may be no run, whose directory must be empty."""
         self._folder = folder
         self._names = names
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
 
     def cut(self, step: int) -> None:
-        """Removes what is of later steps, and the result, so that a resumed run does not show it twice."""
+        """Removes the summaries of later steps, and the result, so that a resumed run does not show them twice."""
         for name in ("", *self._names.sets):
             for path in sorted((self._folder / name).glob("events.out.tfevents.*")):
                 _cut(path, -1 if split_of(name) == "test" else step)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes scalars; "<set>/<metric>" goes to the folder of its set as "<metric>"."""
+        """Writes scalars; "<dataset>/<metric>" goes to the dataset's folder as "<metric>"."""
         folders: dict[str, dict[str, float]] = {}
         for column, value in values.items():
             name = next((each for each in self._names.sets if column.startswith(f"{each}/")), "")
             folders.setdefault(name, {})[column.removeprefix(f"{name}/")] = value
-        for name, shown in folders.items():
+        for name, scalars in folders.items():
             with self.at(step, name):
-                for tag, value in shown.items():
+                for tag, value in scalars.items():
                     tf.summary.scalar(tag, value)
 
     def settings(self, step: int, settings: Mapping[str, Any]) -> None:
-        """Writes the settings as a table, and as the hyperparameters of the run, which have one value only."""
-        lines = [f"| {name} | {_cell(value)} |" for name, value in settings.items()]
-        simple = {
-            name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()
-        }
+        """Writes the settings as a table, and as the hyperparameters of the run, which can be numbers and texts."""
+        cells = {name: str(value).replace("|", "\\|").replace("\n", " ") for name, value in settings.items()}
+        lines = ["| setting | value |", "|---|---|", *(f"| {name} | {cell} |" for name, cell in cells.items())]
+        simple = {name: each if isinstance(each, bool | int | float) else str(each) for name, each in settings.items()}
         with self.at(step):
-            tf.summary.text("settings", "\n".join(["| setting | value |", "|---|---|", *lines]))
+            tf.summary.text("settings", "\n".join(lines))
             hparams.hparams(simple, trial_id=simple.get("run_dir"))
 
     @contextlib.contextmanager
     def at(self, step: int, name: str = "") -> Iterator[None]:
-        """Takes the summaries that are written inside, as of a step."""
+        """Gives the summaries that are written inside a step, and the folder of a dataset."""
         with writing(self._folder):
             if name not in self._writers:
                 self._writers[name] = tf.summary.create_file_writer(str(self._folder / name))
@@ -62,16 +61,12 @@ class Summaries:
             self._writers[name].flush()
 
 
-def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
-
-
 def _cut(path: Path, step: int) -> None:
-    """Writes a file of events anew without those after a step, and without what a killed run has left of one.
+    """Replaces a file of events by one without the events after a step, and without the end that a kill has damaged.
 
-    Hyperparameters go too: TensorBoard shows the first that it finds, and the latest are the run's.
+    Hyperparameters are removed too: TensorBoard shows the first that it finds, and the run's are the latest.
     """
-    kept, is_whole = [], True
+    kept, is_intact = [], True
     with writing(path):
         try:
             for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
@@ -79,15 +74,14 @@ def _cut(path: Path, step: int) -> None:
                 if event.step <= step and not any(value.tag.startswith("_hparams_/") for value in event.summary.value):
                     kept.append(record)
                 else:
-                    is_whole = False
+                    is_intact = False
         except tf.errors.DataLossError:
-            is_whole = False
-    if is_whole:
-        return
+            is_intact = False
 
     def write(temporary: Path) -> None:
         with tf.io.TFRecordWriter(str(temporary)) as writer:
             for record in kept:
                 writer.write(record)
 
-    write_whole(path, write)
+    if not is_intact:
+        write_whole(path, write)

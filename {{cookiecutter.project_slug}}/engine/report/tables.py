@@ -1,4 +1,4 @@
-"""Rows of numbers as CSV files: metrics.csv, validations.csv and evaluations.csv."""
+"""Tables of numbers as CSV files: metrics.csv, validations.csv, evaluations.csv and steps.csv."""
 
 import csv
 import io
@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput
-from engine.files import write_whole
+from engine.files import write_whole, writing
 from engine.user_errors import first_line
 
-# The columns that are not metrics, in the order of metrics.csv; metrics follow. Of several optimizers each has its
+# The columns that are not metrics, in the order of metrics.csv; metrics follow. Each of several optimizers has its own
 # learning rate, as "learning_rate/<name>".
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
+COUNTS = ("epoch", "step")
+
+Row = dict[str, Any]
+"""Column -> number; a blank cell has no entry."""
 
 
 def is_metric(column: str) -> bool:
@@ -19,34 +23,77 @@ def is_metric(column: str) -> bool:
     return column.split("/")[0] not in COLUMNS
 
 
-def read_rows(path: Path, key: str = "epoch") -> list[dict[str, Any]]:
-    """Returns the rows of a file, none if it does not exist. Raises BadInput unless their `key`s rise."""
+def read_rows(path: Path, key: str = "epoch") -> list[Row]:
+    """Returns the rows of a file, none if it does not exist. Raises BadInput unless their `key`s increase."""
     if not path.exists():
         return []
     try:
-        with io.StringIO(path.read_text(encoding="utf-8"), newline="") as lines:
-            rows = [
-                {name: int(text) if name in ("epoch", "step") else float(text) for name, text in row.items() if text}
-                for row in csv.DictReader(lines, strict=True)
-            ]
-        keys = [row[key] for row in rows]
-        if keys == sorted(set(keys)):
-            return rows
-        problem = f"its {key}s do not rise"
-    except (OSError, ValueError, TypeError, KeyError, csv.Error) as error:
+        rows, problem = _parse(path.read_text(encoding="utf-8"), key)
+    except (OSError, ValueError) as error:
         problem = first_line(error)
-    raise BadInput(f"{path} is not what a run writes ({problem}): restore it, move it away, or use --fresh")
+    if problem:
+        raise BadInput(f"{path} is not what a run writes ({problem}): restore it, move it away, or use --fresh")
+    return rows
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes the whole file anew. Raises CannotWrite."""
+def write_rows(path: Path, rows: list[Row]) -> list[str]:
+    """Replaces the file; returns its columns. Raises CannotWrite."""
+    # A metric that was added or removed between two resumes has a column with blank cells.
+    columns = list(dict.fromkeys(name for row in rows for name in row))
 
     def write(temporary: Path) -> None:
-        # A metric that was added or taken away between two resumes has its column, with gaps.
-        columns = dict.fromkeys(name for row in rows for name in row)
         with temporary.open("w", encoding="utf-8", newline="") as lines:
             writer = csv.DictWriter(lines, columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
 
     write_whole(path, write)
+    return columns
+
+
+def append_row(path: Path, row: Row, columns: list[str]) -> list[str]:
+    """Appends a row to a file with these columns; returns its columns. Raises CannotWrite.
+
+    A long run has 100,000 rows and more, so the file is replaced only if the row has other columns, as the first row
+    has, or the first after a change of optimizers.
+    """
+    if not row.keys() <= set(columns):
+        return write_rows(path, [*read_rows(path, "step"), row])
+    with writing(path), path.open("a", encoding="utf-8", newline="") as lines:
+        csv.DictWriter(lines, columns, lineterminator="\n").writerow(row)
+    return columns
+
+
+def cut_rows(path: Path, step: int) -> list[str]:
+    """Removes the rows after a step, and all from the first damaged one on; returns the columns. Raises CannotWrite.
+
+    A killed run may leave a part of a row. A damaged steps.csv does not end a run, because no run continues from it.
+    """
+    if not path.exists():
+        return []
+    with writing(path):
+        text = path.read_bytes().decode(errors="replace")
+    complete_lines = text[: text.rfind("\n") + 1]
+    rows, problem = _parse(complete_lines, "step")
+    kept = [row for row in rows if row["step"] <= step]
+    if problem or complete_lines != text or len(kept) < len(rows):
+        return write_rows(path, kept)
+    return next(csv.reader(io.StringIO(complete_lines)), [])
+
+
+def _parse(text: str, key: str) -> tuple[list[Row], str]:
+    """Returns the rows before the first damaged one, and why that one is damaged; "" if none is."""
+    rows: list[Row] = []
+    try:
+        for cells in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+            if None in cells or None in cells.values():
+                return rows, "a row has more or fewer cells than the header"
+            row = {
+                name: int(cell) if name in ("epoch", "step") else float(cell) for name, cell in cells.items() if cell
+            }
+            if row[key] <= (rows[-1][key] if rows else -1):
+                return rows, f"its {key}s do not increase"
+            rows.append(row)
+    except (ValueError, KeyError, csv.Error) as error:
+        return rows, first_line(error)
+    return rows, ""

@@ -114,7 +114,7 @@ def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_s
 
 def _preparation(task: Task, settings: Settings, example_spec: Any) -> tuple[Any, Callable[[tf.Tensor, Any], Any]]:
     """Returns the element spec of prepared features, [None, ...], and a function from numbers and examples to them."""
-    preparation = Preparation(task.prepare_example, training=False, pad_to=settings.pad_to)
+    preparation = Preparation(task.prepare_example, training=False, pad_to=settings.pad_to or ())
     examples, seed = stand_in(example_spec), evaluation_seed(settings.seed)
     spec = preparation.batch_spec(examples)[0]
     return spec, lambda numbers, batch: preparation.features(examples, numbers, batch, seed)

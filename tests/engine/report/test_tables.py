@@ -1,0 +1,112 @@
+"""steps.csv: a row a second, appended, and cut where a resumed run continues."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.errors import BadInput, CannotWrite
+from engine.model.metrics import ResultNames
+from engine.report.report import Report
+from engine.report.tables import append_row, cut_rows, read_rows, write_rows
+
+HEADER = "step,epoch,loss,steps_per_second,learning_rate\n"
+
+
+def row(step: int, epoch: int = 1, **latest: float) -> dict[str, float]:
+    return {"step": step, "epoch": epoch, "loss": 1.5, "steps_per_second": 2.0, **(latest or {"learning_rate": 0.1})}
+
+
+def append(path: Path, *rows: dict[str, float], after: int = 0) -> list[str]:
+    columns = cut_rows(path, after)
+    for each in rows:
+        columns = append_row(path, each, columns)
+    return columns
+
+
+def written(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines, restval="a cell is missing"))
+    assert not any(None in each or "a cell is missing" in each.values() for each in rows)
+    return rows
+
+
+def test_short_executions_share_a_row_which_is_their_mean(tmp_path: Path) -> None:
+    report = Report(tmp_path, ResultNames({}, []), epochs=1)
+    report.open(epochs_done=0, validated_step=0, step=0)
+    lines = []
+    for step, losses in ((1, [1.0]), (3, [2.0, 4.0]), (4, [5.0])):
+        report.steps(step, 1, np.array(losses), 0.375, lambda: {"learning_rate": 0.1})
+        lines.append((tmp_path / "steps.csv").exists())
+    assert lines == [False, False, True]
+    assert (tmp_path / "steps.csv").read_text() == f"{HEADER}4,1,3.0,{4 / 1.125},0.1\n"
+
+
+def test_rows_after_the_step_that_a_run_continues_from_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    append(path, row(2), row(4), row(6))
+    columns = cut_rows(path, 4)
+    assert [each["step"] for each in written(path)] == ["2", "4"]
+    append_row(path, row(5, epoch=2), columns)
+    assert [(each["step"], each["epoch"]) for each in written(path)] == [("2", "1"), ("4", "1"), ("5", "2")]
+
+
+@pytest.mark.parametrize("rest", ["6,1,1.", "6,1,1.5,2.0,0.1", "6,1\n", "\0\0\0\n8,1,1.5,2.0,0.1\n", "1,1,1,1,1\n"])
+def test_part_of_a_row_that_a_killed_run_has_left_is_removed(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "steps.csv"
+    path.write_text(f"{HEADER}2,1,1.5,2.0,0.1\n4,1,1.5,2.0,0.1\n{rest}", encoding="utf-8")
+    append(path, row(102), after=100)
+    assert [each["step"] for each in written(path)] == ["2", "4", "102"]
+
+
+def test_a_row_is_appended_and_the_file_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    append(path, row(2))
+    before = path.stat().st_ino
+    append(path, row(4), after=2)
+    assert path.stat().st_ino == before
+    assert cut_rows(path, 4) == HEADER.strip().split(",")
+    assert path.stat().st_ino == before
+
+
+def test_another_optimizer_gets_its_column_and_the_first_one_keeps_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    append(path, row(2))
+    append(path, row(4, **{"learning_rate/b": 0.25, "learning_rate/a": 0.5}), after=2)
+    append(path, row(6), after=4)
+    append(path, row(8, **{"learning_rate/a": 0.75}), after=6)
+    assert [each["learning_rate"] for each in written(path)] == ["0.1", "", "0.1", ""]
+    assert [each["learning_rate/a"] for each in written(path)] == ["", "0.5", "", "0.75"]
+    assert [each["learning_rate/b"] for each in written(path)] == ["", "0.25", "", ""]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    columns = append(tmp_path / "steps.csv", row(2))
+    (tmp_path / "steps.csv").unlink()
+    (tmp_path / "steps.csv").symlink_to("/dev/full")
+    with pytest.raises(CannotWrite, match=r"steps\.csv cannot be written \(No space left on device\)"):
+        append_row(tmp_path / "steps.csv", row(4), columns)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("epoch,step\n2,4\n1,2\n", "its epochs do not increase"),
+        ("epoch,step\n1,2,3\n", "a row has more or fewer cells than the header"),
+        ("epoch,step\n1,two\n", "ValueError: could not convert|ValueError: invalid literal"),
+        ("step\n1\n", "KeyError: 'epoch'"),
+    ],
+)
+def test_damaged_metrics_are_refused(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "metrics.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(BadInput, match=rf"metrics\.csv is not what a run writes \((?:{problem}).*: restore it"):
+        read_rows(tmp_path / "metrics.csv")
+
+
+def test_a_metric_of_some_rows_has_blank_cells_which_are_no_numbers(tmp_path: Path) -> None:
+    rows = [{"epoch": 1, "step": 2, "train/a": 0.5}, {"epoch": 2, "step": 4, "train/b": float("nan")}]
+    assert write_rows(tmp_path / "metrics.csv", rows) == ["epoch", "step", "train/a", "train/b"]
+    first, second = read_rows(tmp_path / "metrics.csv")
+    assert first == rows[0]
+    assert second.keys() == {"epoch", "step", "train/b"}

@@ -1,0 +1,52 @@
+"""Why the losses of one replica and of two differ."""
+
+from typing import Any
+
+import keras
+
+from engine.check.measure import close
+from engine.errors import BadInput
+from engine.protocols import Task
+from engine.run.program import Program
+
+
+def why_losses_differ(program: Program, task: Task, one: float, two: float) -> tuple[str, str]:
+    """Returns the hook to look at, and the cause that the losses of one and of two replicas point to."""
+    batch = next(program.batches["train"].one_by_one())
+    weights, activities = _losses_of_model(task.model, batch)
+    hidden = ", ".join(name.removeprefix("hidden/") for name in program.run.hidden.changed())
+    shape = _shape_of_losses(task, batch)
+    if len(shape) != 1:  # The metrics differ for the same reason.
+        raise BadInput(f"task.compute_loss returned a per-example loss of shape {shape}: return one value per example")
+    if weights and close(two - one, weights):
+        why = "it adds model.losses once per replica; use tf.nn.scale_regularization_loss(model.losses)"
+    elif activities and close(one - two, activities / 2):
+        why = "a layer's add_loss adds a sum over one replica's batch; add the mean over the examples"
+    elif close(two, 2 * one):
+        why = "it is divided by the per-replica batch size; divide by config.global_batch_size"
+    elif close(two, one / 2):
+        why = "it is divided by the number of replicas a second time; remove that division"
+    elif hidden:
+        why = f"the steps change {hidden}, which is per-replica: to keep it equal on all replicas, "
+        return "create_model", why + "assign what tf.distribute.get_replica_context().all_reduce returns"
+    else:
+        why = "the ratio matches no known cause: look for a mean taken over one replica's batch"
+    return "compute_loss", why
+
+
+def _shape_of_losses(task: Any, batch: Any) -> tuple[int, ...]:
+    features, labels, sample_weights = batch
+    try:
+        _, per_example_loss = task.compute_loss(labels, task.model(features), sample_weights)
+    except Exception:  # noqa: BLE001 - This task calls it in another way.
+        return tuple(sample_weights.shape)
+    return tuple(per_example_loss.shape)
+
+
+def _losses_of_model(model: Any, batch: Any) -> tuple[float, float]:
+    """Returns the sums in model.losses for a batch: of the weights, and of activities or by add_loss."""
+    if not isinstance(model, keras.Model) or not model.losses:
+        return 0.0, 0.0
+    model(batch[0], training=True)
+    weights = sum(float(each.regularizer(each)) for each in model.trainable_variables if each.regularizer)
+    return weights, float(sum(model.losses)) - weights
