@@ -123,8 +123,9 @@ def test_run_stopped_in_its_second_validation_set_ends_bit_equal(
     assert result["best_validation/hard/f1/3"] == best
     assert {"test/easy/loss", "test/hard/f1/9", "test/easy/accuracy"} <= result.keys()
 
-    # At the last step of the second set: of the validation after 5 steps, then of the one after 8.
-    for until_stopped in (5 + 3 + 1, 1 + 3 + 3 + 1):
+    # In the second dataset: of the validation after 5 steps, then of the one after 8. Before a validation no stop is
+    # asked for; a resume asks once more.
+    for until_stopped in (4 + 3 + 1, 1 + 1 + 3 + 3 + 1):
         stop(monkeypatch, until_stopped, tmp_path / "stopped", *FLAGS)
         *_, newest = train.run.checkpoints.paths()
         record = json.loads((newest / "progress.json").read_text())
