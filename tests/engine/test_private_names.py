@@ -26,7 +26,7 @@ def private_names(path: Path) -> set[str]:
             names.add(node.value)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(MODULES):
             names |= {alias.name for alias in node.names}
-    return names - {"autograph"}
+    return names - {"autograph", "_exit", "_prepare_"}  # os._exit is documented; the last one is a part of our names.
 
 
 def own_names() -> set[str]:

@@ -96,10 +96,8 @@ def _parse(
     that puts each section's fields into a part of its own.
     """
     parts: dict[type, list[StructFieldSpec]] = {kind: []}
-    spec = ConstructorRegistry.get_struct_spec(
-        StructTypeInfo.make(kind, types.SimpleNamespace(**(defaults or {})), in_union_context=False)
-    )
-    assert spec is not None  # A dataclass has one.
+    info = StructTypeInfo.make(kind, types.SimpleNamespace(**(defaults or {})), in_union_context=False)
+    spec: Any = ConstructorRegistry.get_struct_spec(info)
     section: type = kind
     for each in spec.fields:
         if defaults is None and each.default is MISSING_NONPROP:
@@ -107,7 +105,9 @@ def _parse(
         if each.name in SECTIONS:
             section = type(SECTIONS[each.name], (), {})
         parts.setdefault(section if each.name in Settings.__dataclass_fields__ else kind, []).append(each)
-    sections = {each.__name__: Annotated[each, tyro.conf.OmitArgPrefixes] for each in parts if each is not kind}
+    sections: dict[str, Any] = {
+        each.__name__: Annotated[each, tyro.conf.OmitArgPrefixes] for each in parts if each is not kind
+    }
     parts[kind] += [StructFieldSpec(title, part, MISSING_NONPROP, "") for title, part in sections.items()]
     registry = ConstructorRegistry()
 
@@ -170,7 +170,7 @@ def _decoded(value: Any, hint: Any) -> Any:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         hints = get_type_hints(hint)
         return hint(**{name: _decoded(each, hints[name]) for name, each in value.items()})
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
+    spec: Any = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
     words = _words(value)
     if (spec.choices and not {*words} <= {*spec.choices}) or spec.nargs not in ("*", len(words)):
         raise ValueError(value)

@@ -34,7 +34,8 @@ def evaluate(program: Program, settings: Settings) -> dict[str, float]:
         workers = Workers(create_strategy(settings))
         workers.from_chief(lambda: RunDirectory(settings.run_dir).check_same_run(settings))
     program.build(settings)
-    run, metrics, weights = program.run, {}, ""
+    run, weights = program.run, ""
+    metrics: dict[str, float] = {}
     if run.objects.names.sets == ("train",):
         raise BadInput("--evaluate-only: task.load_examples returned None for 'validation' and 'test': return one")
     with signals.listening(), run.steps_named():

@@ -234,7 +234,7 @@ class Run:
             raise BadInput(f"{problem}: {resumes}") from problem
         with self.steps_named():
             metrics = test()
-        result = {
+        result: dict[str, Any] = {
             **(metrics or {"test": None}),
             "epochs": progress.epoch,
             "step": progress.step,

@@ -198,6 +198,7 @@ def initialize(run: Run) -> str:
     state = State(run.strategy, run.workers, weights)
 
     def load() -> tuple[str, Values]:
+        assert settings.init_from is not None  # The caller has looked.
         report = load_initial_weights(settings.init_from, objects.model, partial=settings.init_partial)
         return report, state.values()
 
