@@ -35,4 +35,4 @@ class Chunks:
         """Notes how long a chunk took; every worker has to call it."""
         if self._is_measured and count == self._steps[split]:
             # A second's worth, reached by doubling: the first call compiles, and so looks slow.
-            self._steps[split] = self._workers.agree(max(1, min(2 * count, int(count / seconds))))
+            self._steps[split] = self._workers.broadcast(max(1, min(2 * count, int(count / seconds))))

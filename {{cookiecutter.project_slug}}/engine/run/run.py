@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.devices import long_sums_reported
+from engine.cluster.strategy import strategy_info
 from engine.cluster.workers import Workers
 from engine.console import LiveLine, console, print_result
 from engine.data.batches import Batches
@@ -131,7 +132,7 @@ class Run:
             count = self.profile.steps_at_most(split, count)
             self._chunk = Chunk(name, epoch if split == "train" or self.report else None, done, count)
             started, waited = time.monotonic(), feed.seconds_waited
-            with self.profile.chunk(split), long_sums_reported(self.strategy):
+            with self.profile.chunk(split), long_sums_reported(strategy_info(self.strategy).all_reduce):
                 try:
                     yield from feed.take(count)
                 except BadInput:

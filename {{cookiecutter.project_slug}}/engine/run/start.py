@@ -87,8 +87,8 @@ def _is_fresh(settings: Any) -> bool:
 def _check_same_examples(workers: Workers, batches: dict[str, Batches]) -> None:
     """Raises BadInput, in every process, if some have other examples: each would take its share of another order."""
     own = {name: (each.number_of_examples, (each.fingerprint or {}).get("sha256")) for name, each in batches.items()}
-    chiefs = workers.agree(own)
-    if others := workers.any(own != chiefs):
+    chiefs = workers.broadcast(own)
+    if others := workers.names_where(own != chiefs):
         counts = [f"{split} has {own[split][0]:,}" for split in own if own[split] != chiefs.get(split)]
         here = f" ({', '.join(counts)} here)" if counts else ""
         raise BadInput(
