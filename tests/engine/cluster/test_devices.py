@@ -184,7 +184,7 @@ def test_gpu_that_cannot_grow_any_more_is_reported(machine: Machine, monkeypatch
 
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", started)
     create()
-    assert "GPU:0: TensorFlow had started before, in task.py for example" in capsys.readouterr().out
+    assert "GPU:0: TensorFlow has already started (in task.py?) and takes all of its memory" in capsys.readouterr().out
 
 
 # --- The plan and config.json -----------------------------------------------------------------------------------------

@@ -230,18 +230,17 @@ def main(description: str) -> int:
         if (value := getattr(options, name)) < least:
             parser.error(f"--{name.replace('_', '-')} {value} must be {least} or more")
     workers = options.workers
-    gpus_of_workers: list[list[str]] = []
-    if gpus := visible_gpus(os.environ):
-        # Hidden from all processes with simulated devices, so that none takes memory of a GPU.
-        gpus = [] if _simulates_devices(options.arguments) else gpus
-        if len(gpus) % workers:
-            fitting = " or ".join(str(number) for number in range(1, len(gpus) + 1) if len(gpus) % number == 0)
-            parser.error(
-                f"--workers {workers} cannot share {len(gpus)} GPU(s) ({', '.join(gpus)}) equally: use {fitting} "
-                f"worker(s), or choose the GPUs with {VISIBLE} ({VISIBLE}=-1 excludes them all)"
-            )
-        size = len(gpus) // workers
-        gpus_of_workers = [gpus[index * size : (index + 1) * size] for index in range(workers)]
+    gpus = visible_gpus(os.environ)
+    # Simulated devices need none. All GPUs are then hidden from all processes, so that none takes memory of a GPU.
+    used = [] if _simulates_devices(options.arguments) else gpus
+    each, left_over = divmod(len(used), workers)
+    if left_over:
+        fitting = " or ".join(str(number) for number in range(1, len(used) + 1) if len(used) % number == 0)
+        parser.error(
+            f"--workers {workers} cannot share {len(used)} GPU(s) ({', '.join(used)}) equally: use {fitting} "
+            f"worker(s), or choose the GPUs with {VISIBLE} ({VISIBLE}=-1 excludes them all)"
+        )
+    gpus_of_workers = [used[index * each : (index + 1) * each] for index in range(workers)] if gpus else []
     launcher = Launcher(workers, options.parameter_servers, options.max_restarts, options.arguments, gpus_of_workers)
     return launcher.run()
 

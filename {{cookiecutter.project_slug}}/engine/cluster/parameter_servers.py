@@ -65,7 +65,6 @@ def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
         BadInput: some did not join within `timeout` seconds.
     """
     _wait_until_listening(cluster, [name for name in cluster.processes() if name != cluster.name], timeout)
-    os.environ["TF_CONFIG"] = cluster.tf_config()
     with tensorflow_starts(cluster, timeout):
         strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
     strategy.extended._allow_run_without_coordinator = True  # The chief evaluates by itself.

@@ -23,15 +23,13 @@ from typing import Any
 from engine.cluster.environment import Cluster, is_loopback
 from engine.errors import BadInput
 
+Hello = dict[str, Any]
+
 SECONDS_BETWEEN_QUESTIONS = 0.2
 SECONDS_PER_CONNECTION = 3.0
-# The others usually need a moment to ask for a refusal.
-SECONDS_FOR_REFUSAL = 10.0
-# Limits a reply, because another program may own the port. A hello has a few thousand bytes, and 100 for each process.
-LONGEST_HELLO = 2**24
-LONGEST_VALUE_IN_MESSAGES = 200
-
-Hello = dict[str, Any]
+SECONDS_FOR_REFUSAL = 10.0  # The others usually ask for it within a moment.
+LONGEST_HELLO = 2**24  # Limits a reply, because another program may own the port. A hello has a few thousand bytes.
+LONGEST_IN_MESSAGES = 500  # Characters of another process's text.
 
 
 def rendezvous(
@@ -39,14 +37,11 @@ def rendezvous(
 ) -> dict[str, dict[str, Any]]:
     """Waits until every process answers; returns the `own` of each, by its name.
 
-    Args:
-        cluster: the cluster and this process's place in it.
-        facts: JSON values that must be equal in all processes. Of dictionaries, messages name the keys that differ.
-        own: JSON values for the others, which may differ.
-        timeout: seconds to wait for the chief, and seconds that the chief waits for the others.
+    The `facts` must be equal in all processes. Both are JSON values; of dictionaries, messages name only the keys that
+    differ. The chief waits `timeout` seconds for the others, and the others for the chief.
 
     Raises:
-        BadInput: a process is missing, has other facts or another description of the cluster, or this one's address
+        BadInput: a process is missing, or has other facts or another description of the cluster, or this one's address
             is not free.
     """
     hello: Hello = {"task": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}}
@@ -65,7 +60,7 @@ def did_not_join(cluster: Cluster, missing: list[str], timeout: float) -> str:
     )
 
 
-def wait_while(condition: Callable[[], object], seconds: float) -> None:
+def _wait_while(condition: Callable[[], object], seconds: float) -> None:
     """Returns when the condition is false, or after some seconds."""
     deadline = time.monotonic() + seconds
     while condition() and time.monotonic() < deadline:
@@ -73,7 +68,7 @@ def wait_while(condition: Callable[[], object], seconds: float) -> None:
 
 
 def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[str, Any]]:
-    """Asks the others until all answer, for the chief; then keeps the outcome in `hello` until they know it."""
+    """Asks the others until all answer, on the chief; then keeps the outcome in `hello` until they know it."""
     addresses = {name: address for name, address in cluster.processes().items() if name != cluster.name}
     deadline = time.monotonic() + timeout
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(32, len(addresses))) as threads:
@@ -85,8 +80,8 @@ def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[st
         while not hello["refusal"] and not hello["everyone"]:
             answers = ask_all()
             missing = [name for name in addresses if name not in answers]
-            differences = filter(None, (_difference(name, answer, hello) for name, answer in answers.items()))
-            if difference := next(differences, ""):
+            differences = (_difference(name, answer, hello) for name, answer in answers.items())
+            if difference := next(filter(None, differences), ""):
                 hello["refusal"] = difference
             elif not missing:
                 hello["everyone"] = {name: answer["own"] for name, answer in {cluster.name: hello, **answers}.items()}
@@ -96,21 +91,21 @@ def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[st
                 time.sleep(SECONDS_BETWEEN_QUESTIONS)
         # A process that knows the outcome stops answering, or refuses too.
         seconds = SECONDS_FOR_REFUSAL if hello["refusal"] else timeout
-        wait_while(lambda: any(not answer["refusal"] for answer in ask_all().values()), seconds)
+        _wait_while(lambda: any(not answer["refusal"] for answer in ask_all().values()), seconds)
     if hello["refusal"]:
         raise BadInput(hello["refusal"])
     return hello["everyone"]
 
 
 def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[str, Any]]:
-    """Asks the chief for the outcome until it is known, for the others."""
+    """Asks the chief, on the others, until it knows the outcome."""
     chief, address = next(iter(cluster.processes().items()))
     deadline = time.monotonic() + timeout
     while True:
         if answer := _ask(address):
             if difference := _difference(chief, answer, hello):
                 # Until the chief has found the difference too, or is gone.
-                wait_while(lambda: (reply := _ask(address)) and not reply["refusal"], SECONDS_FOR_REFUSAL)
+                _wait_while(lambda: (reply := _ask(address)) and not reply["refusal"], SECONDS_FOR_REFUSAL)
                 raise BadInput(difference)
             if answer["refusal"]:
                 raise BadInput(answer["refusal"])
@@ -136,17 +131,14 @@ def _difference(name: str, other: Hello, own: Hello) -> str:
         if isinstance(here, dict) and isinstance(there, dict):
             differing += [f"{key} differs" for key in {**here, **there} if here.get(key) != there.get(key)]
         elif here != there:
-            differing.append(f"{fact} {_shorten(there)} there and {_shorten(here)} here")
-    if not differing:
-        return ""
-    more = [f"{len(differing) - 5} more"] if len(differing) > 5 else []
-    listed = ", ".join([_shorten(text) for text in differing[:5]] + more)
-    return f"{name} was started with other settings or code ({listed}): start all with the same"
+            differing.append(f"{fact} {there} there and {here} here")
+    listed = _shorten(", ".join(differing))
+    return f"{name} was started with other settings or code ({listed}): start all with the same" if listed else ""
 
 
 def _shorten(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= LONGEST_VALUE_IN_MESSAGES else f"{text[:LONGEST_VALUE_IN_MESSAGES]}..."
+    return text if len(text) <= LONGEST_IN_MESSAGES else f"{text[:LONGEST_IN_MESSAGES]}..."
 
 
 # --- Sockets ----------------------------------------------------------------------------------------------------------
@@ -175,17 +167,15 @@ def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
             except OSError:  # Nobody connected, or somebody left, or too many files are open.
                 over.wait(0.05)
 
-    threads = [threading.Thread(target=answer, args=(server,), daemon=True) for server in servers]
-    for server, thread in zip(servers, threads, strict=True):
-        server.settimeout(SECONDS_BETWEEN_QUESTIONS)
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for server, thread in zip(servers, threads, strict=True):
-            thread.join()
-            server.close()
+    # The threads end before the servers are closed.
+    with contextlib.ExitStack() as opened, concurrent.futures.ThreadPoolExecutor(len(servers)) as threads:
+        for server in servers:
+            opened.enter_context(server).settimeout(SECONDS_BETWEEN_QUESTIONS)
+            threads.submit(answer, server)
+        try:
+            yield
+        finally:
+            over.set()
 
 
 def _ask(address: str) -> Hello | None:
@@ -273,17 +263,23 @@ def is_listening(address: str) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def tensorflow_starts(cluster: Cluster, timeout: float) -> Iterator[None]:
-    """Ends the process with a message and exit code 2 if TensorFlow's start inside takes longer; nothing else can."""
+def tensorflow_starts(cluster: Cluster, timeout: float) -> contextlib.AbstractContextManager[None]:
+    """Sets TF_CONFIG for TensorFlow, and ends the process with exit code 2 if its start inside takes too long."""
+    names = ", ".join(cluster.processes())
+    message = f"ERROR: TensorFlow did not start on all of {names} within {timeout:g} s (--cluster-timeout)"
 
     def end() -> None:
-        names = ", ".join(cluster.processes())
-        message = f"TensorFlow did not start on all of {names} within {timeout:g} s (--cluster-timeout)"
-        print(f"ERROR: {message}", file=sys.stderr, flush=True)
-        os._exit(2)
+        print(message, file=sys.stderr, flush=True)
+        os._exit(2)  # Nothing else can stop TensorFlow here.
 
-    timer = threading.Timer(timeout, end)
+    os.environ["TF_CONFIG"] = cluster.tf_config()
+    return called_after(timeout, end)
+
+
+@contextlib.contextmanager
+def called_after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
+    """Calls a function, in a thread, if the code inside takes longer."""
+    timer = threading.Timer(seconds, function)
     timer.daemon = True
     timer.start()
     try:

@@ -30,14 +30,10 @@ ALREADY_STARTED = "TensorFlow has already started in this process: make tensors 
 class StrategyInfo:
     """Facts about a strategy, for the run summary and config.json."""
 
-    name: str
-    """As --strategy has it."""
-    size: str
-    """How many workers and replicas there are: "2 workers, 4 replica(s)"."""
-    devices: str
-    """The devices of the replicas: "2 x NVIDIA A100", "CPU, 2 cores"."""
-    all_reduce: str = ""
-    """How values are summed over devices: "nccl"; "" where they are not."""
+    name: str  # As --strategy has it.
+    size: str  # "2 workers, 4 replica(s)"
+    devices: str  # Those of the replicas: "2 x NVIDIA A100", "CPU, 2 cores".
+    all_reduce: str = ""  # How values are summed over devices: "nccl"; "" where they are not.
 
 
 # Two strategies over one set of GPUs share collective keys and abort each other (tensorflow#61314).
@@ -95,7 +91,7 @@ def strategy_info(strategy: tf.distribute.Strategy) -> StrategyInfo:
 
 def _check_cluster(name: str, cluster: Cluster | None) -> None:
     """Raises BadInput if a strategy cannot train on the cluster that the environment describes, or on none."""
-    jobs = set(cluster.addresses) if cluster else set()
+    jobs = {job for job, addresses in cluster.addresses.items() if addresses} if cluster else set()
     if name == "parameter_server" and not {"chief", "worker", "ps"} <= jobs:
         raise BadInput(
             "--strategy parameter_server needs a cluster with a chief, workers and parameter servers (ps) in "
@@ -104,7 +100,7 @@ def _check_cluster(name: str, cluster: Cluster | None) -> None:
     if name == "multi_worker" and not cluster:
         raise BadInput(
             "--strategy multi_worker needs a cluster, but neither TF_CONFIG nor Slurm nor Kubernetes describes one of "
-            "several processes: start the program with srun, or with python launch.py --workers 2 -- ..."
+            "several processes: use srun, or python launch.py --workers 2 -- ..."
         )
     needed = "parameter_server" if "ps" in jobs else "multi_worker"
     if cluster and name not in (needed, "tpu"):
@@ -151,14 +147,13 @@ def _check_all_reduce(name: str, settings: Settings, gpus: int) -> None:
 def _check_gpus_are_not_shared(workers: dict[str, dict[str, Any]]) -> None:
     """Raises BadInput if two workers use the same GPU; `workers` is the `own` of each."""
     users: dict[str, str] = {}
-    for worker, own in workers.items():
-        for gpu in own["gpus"]:
-            if gpu in users:
-                raise BadInput(
-                    f"{users[gpu]} and {worker} use the same GPU {gpu.split()[-1]} of {own['host']}: give each its "
-                    "own with CUDA_VISIBLE_DEVICES, as launch.py does, or start one process for all GPUs of a machine"
-                )
-            users[gpu] = worker
+    for worker, gpu in [(worker, gpu) for worker, own in workers.items() for gpu in own["gpus"]]:
+        if gpu in users:
+            raise BadInput(
+                f"{users[gpu]} and {worker} use the same GPU {gpu.split()[-1]} of {workers[worker]['host']}: give each "
+                "its own with CUDA_VISIBLE_DEVICES, as launch.py does, or start one process for all GPUs of a machine"
+            )
+        users[gpu] = worker
 
 
 # --- The strategies ---------------------------------------------------------------------------------------------------
@@ -239,7 +234,6 @@ def _multi_worker(cluster: Cluster, gpus: int, settings: Settings) -> tuple[tf.d
     facts |= {**shared_facts(), "GPUs": gpus}
     workers = rendezvous(cluster, facts, own, timeout=settings.cluster_timeout)
     _check_gpus_are_not_shared(workers)
-    os.environ["TF_CONFIG"] = cluster.tf_config()
     console.quiet = not cluster.is_chief
     implementations = tf.distribute.experimental.CommunicationImplementation
     # Without timeout_seconds, with which TensorFlow keeps two threads for that time for each sum (5,000 threads after

@@ -1,7 +1,7 @@
-"""What the processes decide together while they train.
+"""Decisions that the processes take together while they train.
 
-A process that leaves a loop earlier than the others, or saves where they do not, makes them wait for ever. So what only
-one of them knows (a signal, a file, how long a step took) is shared before anything depends on it.
+A process that leaves a loop earlier than the others, or saves where they do not, makes them wait for ever. So a fact
+that only one of them knows (a signal, a file, how long a step took) is shared before anything depends on it.
 """
 
 import contextlib
@@ -36,16 +36,13 @@ class Workers:
         cluster = Cluster("", {"worker": [""]}, "worker", 0)
         if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
             resolver = strategy.cluster_resolver
-            addresses = resolver.cluster_spec().as_dict()
-            cluster = Cluster("TF_CONFIG", addresses, resolver.task_type, resolver.task_id)
+            cluster = Cluster("", resolver.cluster_spec().as_dict(), resolver.task_type, resolver.task_id)
         self.names = list(cluster.processes())
         self.count = len(self.names)
         self.index = self.names.index(cluster.name)
-        self.is_chief = cluster.is_chief
-        """Whether this process is the one that writes."""
+        self.is_chief = cluster.is_chief  # The chief is the one that writes.
         hosts = [address.rpartition(":")[0] for address in cluster.processes().values()]
-        self.on_one_machine = max(map(hosts.count, hosts))
-        """Processes on the machine that has most of them, judged by their addresses."""
+        self.on_one_machine = max(map(hosts.count, hosts))  # On the machine that has most, judged by their addresses.
 
     def _sum(self, values: np.ndarray) -> np.ndarray:
         """Returns the sum of all workers' `values` (same shape and dtype: int32, int64, float32 or float64)."""
@@ -84,7 +81,7 @@ class Workers:
         return [name for name, is_set in zip(self.names, flags, strict=True) if is_set]
 
     def from_chief(self, function: Callable[[], Any]) -> Any:
-        """Calls `function` on the chief only; returns its result (pickled on the way), or raises its error, on all.
+        """Calls `function` on the chief only; returns its result, which is pickled, or raises its error, on all.
 
         Raises:
             BadInput, CannotWrite, Damaged: `function` did. Any other exception of it is raised on the chief only.
