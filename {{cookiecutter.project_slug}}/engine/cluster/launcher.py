@@ -103,7 +103,7 @@ class Launcher:
     def __init__(
         self, workers: int, servers: int, max_restarts: int, arguments: list[str], gpus: list[list[str]]
     ) -> None:
-        """`gpus` are those of each worker; empty on a machine that has none."""
+        """`gpus` lists the GPUs of each worker; it is empty on a machine without GPUs."""
         self._jobs = {"chief": 1, "worker": workers, "ps": servers} if servers else {"worker": workers}
         self._gpus = gpus
         self._restarts_left = max_restarts
@@ -116,7 +116,7 @@ class Launcher:
             signal.signal(number, self._pass_on)
 
     def run(self) -> int:
-        """Returns the exit code of the cluster: that of the process that ended it."""
+        """Returns the exit code of the process that ended the cluster."""
         while True:
             code = self._run_once()
             if code == 0 or code in FINAL_CODES or self._signal or not self._may_restart(f"ended with {code}"):

@@ -171,7 +171,7 @@ def _wait(coordinator: Any, addresses: list[str]) -> None:
             if any(is_listening(address) for address in addresses):
                 alive = time.monotonic()
             elif time.monotonic() > alive + SECONDS_WITHOUT_WORKERS:
-                raise PeerLost("all workers are gone: check their logs, then start the whole cluster again")
+                raise PeerLost("all workers are gone: check their logs, then restart the cluster")
     coordinator.join()  # Raises what a worker has raised.
 
 

@@ -32,7 +32,7 @@ class StrategyInfo:
 
     name: str  # As --strategy has it.
     size: str  # "2 workers, 4 replica(s)"
-    devices: str  # Those of the replicas: "2 x NVIDIA A100", "CPU, 2 cores".
+    devices: str  # "2 x NVIDIA A100", "CPU, 2 cores"
     all_reduce: str = ""  # How values are summed over devices: "nccl"; "" where they are not.
 
 
@@ -54,7 +54,7 @@ def create_strategy(settings: Settings) -> tf.distribute.Strategy:
         refuse_cluster("--eager")
     let_gpu_memory_grow()
     # Otherwise graph optimization merges a gradient's sum and the sum over replicas into one AddN. With three or more
-    # parts, the part that AddN starts with, and so the last digit, depends on the timing.
+    # terms, the term that AddN starts with depends on the timing, and so does the last digit.
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
     cluster, simulated = find_cluster(os.environ), settings.simulated_devices
     gpus = 0 if simulated else len(tf.config.list_physical_devices("GPU"))
@@ -224,23 +224,19 @@ def _sum_in_order(addends: Sequence[tf.Tensor]) -> tf.Tensor:
 def _multi_worker(cluster: Cluster, gpus: int, settings: Settings) -> tuple[tf.distribute.Strategy, str]:
     """Returns the strategy and the devices of the workers, after the rendezvous with them."""
     console.print(f"{cluster.name} of {', '.join(map(' '.join, cluster.processes().items()))}")
-    # Everything but --run-dir, which only the chief uses.
+    # Only the chief uses --run-dir.
     facts = {flag(name): value for name, value in settings.as_json().items() if name != "run_dir"}
-    own = {
-        "host": socket.gethostname(),
-        "devices": describe_own_devices(settings.simulated_devices),
-        "gpus": identify_gpus(os.environ, gpus),
-    }
     facts |= {**shared_facts(), "GPUs": gpus}
+    own: dict[str, Any] = {"host": socket.gethostname(), "devices": describe_own_devices(settings.simulated_devices)}
+    own["gpus"] = identify_gpus(os.environ, gpus)
     workers = rendezvous(cluster, facts, own, timeout=settings.cluster_timeout)
     _check_gpus_are_not_shared(workers)
     console.quiet = not cluster.is_chief
     implementations = tf.distribute.experimental.CommunicationImplementation
-    # Without timeout_seconds, with which TensorFlow keeps two threads for that time for each sum (5,000 threads after
-    # 2,500 sums with 60 s). `peers_named` finds which process is gone.
-    options = tf.distribute.experimental.CommunicationOptions(
-        implementation=implementations.NCCL if gpus else implementations.RING
-    )
+    implementation = implementations.NCCL if gpus else implementations.RING
+    # With timeout_seconds, TensorFlow would keep two threads for that time for each sum (5,000 threads after 2,500 sums
+    # with 60 s). `peers_named` finds which process is gone.
+    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
     try:
         with tensorflow_starts(cluster, settings.cluster_timeout):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)

@@ -130,10 +130,8 @@ def peers_named() -> Iterator[None]:
             gone = f"{accused} does not answer, or failed"
         if not gone:
             raise
-        raise PeerLost(
-            f"{gone}: check its log, then start the same command, without --fresh, on all; everything saved before is "
-            "intact"
-        ) from problem
+        todo = "check its log, then start the same command, without --fresh, on all; everything saved before is intact"
+        raise PeerLost(f"{gone}: {todo}") from problem
 
 
 def _accused(message: str, cluster: Cluster) -> str:
