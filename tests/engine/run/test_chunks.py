@@ -11,7 +11,7 @@ from engine.run.chunks import Chunks
 class Alone:
     """This process's own numbers are the chief's."""
 
-    def agree(self, value: int) -> int:
+    def broadcast(self, value: int) -> int:
         return value
 
 
@@ -60,6 +60,6 @@ def test_chunks_of_training_end_at_multiples() -> None:
 
 
 def test_length_is_the_chief_s_on_every_worker() -> None:
-    chunks = Chunks(Config(steps_per_execution="auto"), SimpleNamespace(agree=lambda value: 3))
+    chunks = Chunks(Config(steps_per_execution="auto"), SimpleNamespace(broadcast=lambda value: 3))
     chunks.took("train", 1, 0.001)
     assert chunks.next("train", left=100, step=0) == 3
