@@ -228,8 +228,8 @@ class Launched:
     def text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def tasks(self) -> dict[str, int]:
-        """Returns each task that is alive, by name, and its process id."""
+    def processes(self) -> dict[str, int]:
+        """Returns the id of each process that is alive, by name."""
         number = self.process.pid
         found = {}
         with contextlib.suppress(FileNotFoundError):
@@ -242,8 +242,8 @@ class Launched:
         return found
 
     def send(self, number: signal.Signals, names: str, draw: random.Random) -> bool:
-        """Sends a signal to one of the tasks whose names begin with `names`; returns whether there was one."""
-        candidates = [process for name, process in sorted(self.tasks().items()) if name.startswith(names)]
+        """Sends a signal to one of the processes whose names start with `names`; returns whether there was one."""
+        candidates = [process for name, process in sorted(self.processes().items()) if name.startswith(names)]
         if candidates:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(draw.choice(candidates), number)
@@ -267,15 +267,15 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
     yield launch
     for each in started:
-        tasks = each.tasks()
+        processes = each.processes()
         each.process.kill()
         each.process.wait()
-        for process in tasks.values():
+        for process in processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
 
-# Frequent saves in small chunks, so that the ends fall on many kinds of moments.
+# Frequent saves and short executions, so that the ends fall on many kinds of moments.
 OFTEN = ("--checkpoint-every-steps=10", "--steps-per-execution=5")
 
 
@@ -304,10 +304,10 @@ def test_cluster_that_is_disturbed_often_ends_bit_equal(
     run_dir = tmp_path / f"disturbed-by-{seed}"
     launcher = launched("--workers=2", "--max-restarts=20", "--", *flags, f"--run-dir={run_dir}")
     for _ in range(times):
-        # In every second life after it has got somewhere, else in its beginning; a random moment later.
+        # At a random moment, after every second restart only when training has started.
         if draw.random() < 0.5:
-            lives = launcher.text.count("run directory") + 1
-            until(lambda lives=lives: launcher.has_ended() or launcher.text.count("run directory") == lives)
+            starts = launcher.text.count("run directory") + 1
+            until(lambda starts=starts: launcher.has_ended() or launcher.text.count("run directory") == starts)
         time.sleep(draw.uniform(0, 2))
         restarts = launcher.text.count("starting again")
         while not launcher.has_ended() and not launcher.send(sent, "worker", draw):
@@ -329,7 +329,7 @@ def test_cluster_that_is_disturbed_often_ends_bit_equal(
 def test_no_worker_outlives_a_killed_launcher(launched: Callable[..., Launched], tmp_path: Path) -> None:
     launcher = launched("--workers=2", "--", "--epochs=500", f"--run-dir={tmp_path / 'run'}")
     until(lambda: "epoch   2/500" in launcher.text)
-    processes = launcher.tasks().values()
+    processes = launcher.processes().values()
     assert len(processes) == 2
     launcher.process.kill()
     launcher.wait(10)
@@ -370,7 +370,7 @@ def test_asynchronous_training_learns_and_survives_the_death_of_a_worker(
     assert launcher.text.count("begins ") == 1
     reader = tf.train.load_checkpoint(str(newest(tmp_path / "run") / "state"))
     (counted,) = [name for name in reader.get_variable_to_shape_map() if name.endswith("/iteration")]
-    # A piece of a chunk that the dead worker had begun is done again by another.
+    # A piece of an execution that the dead worker had started is done again by another.
     assert 30 * 39 <= reader.get_tensor(counted) <= 30 * 39 + 40
 
 

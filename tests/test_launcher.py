@@ -1,4 +1,4 @@
-"""launch.py with a small program in the place of train.py: starts, ends, restarts, passes on, and leaves nothing."""
+"""launch.py with a small program instead of train.py: starts, ends, restarts, passes on, and leaves nothing."""
 
 import shutil
 import signal
@@ -12,7 +12,7 @@ from processes import is_alive, until
 
 from rendering import PROJECT
 
-# What stands for train.py: it tells who it is, notes that it was started, and does what its arguments say.
+# Replaces train.py: it prints its name, records that it was started, and follows its arguments.
 PROGRAM = """
 import json, os, signal, sys, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]
@@ -45,7 +45,7 @@ def project(tmp_path: Path) -> Path:
     shutil.copy(PROJECT / "launch.py", tmp_path)
     (tmp_path / "engine/cluster").mkdir(parents=True)
     ground = ("__init__.py", "errors.py", "quiet_start.py")
-    for name in (*ground, "cluster/__init__.py", "cluster/launcher.py", "cluster/nvidia.py"):
+    for name in (*ground, "cluster/__init__.py", "cluster/environment.py", "cluster/launcher.py", "cluster/nvidia.py"):
         shutil.copy(PROJECT / "engine" / name, tmp_path / "engine" / name)
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
     return tmp_path
@@ -75,8 +75,8 @@ def launching(project: Path) -> Iterator[Callable[..., subprocess.Popen]]:
         process.communicate()
 
 
-def starts(project: Path, task: str) -> list[str]:
-    return (project / f"started-{task}").read_text(encoding="utf-8").splitlines()
+def starts(project: Path, process: str) -> list[str]:
+    return (project / f"started-{process}").read_text(encoding="utf-8").splitlines()
 
 
 def alive(project: Path) -> list[int]:
@@ -84,7 +84,7 @@ def alive(project: Path) -> list[int]:
     return [process for process in started if is_alive(process)]
 
 
-def test_every_line_has_its_task_and_arguments_are_passed_on(launched: Callable, project: Path) -> None:
+def test_every_line_has_its_process_and_arguments_are_passed_on(launched: Callable, project: Path) -> None:
     done = launched("--workers=3", "--", "--epochs=5", "--run-dir", "x y")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
@@ -101,7 +101,7 @@ def test_death_of_one_ends_all_with_its_code(launched: Callable, project: Path) 
 
 
 @pytest.mark.parametrize("code", [2, 3])
-def test_code_that_no_restart_mends_is_returned_without_one(launched: Callable, project: Path, code: int) -> None:
+def test_code_that_no_restart_fixes_is_returned_without_one(launched: Callable, project: Path, code: int) -> None:
     assert launched("--workers=2", "--max-restarts=5", "--", f"all={code}").returncode == code
     assert len(starts(project, "worker-0")) == 1
 
@@ -111,7 +111,7 @@ def test_cluster_is_started_again_as_the_same_start(launched: Callable, project:
     done = launched("--workers=2", "--max-restarts=2", "--", "--fresh", f"worker1={end}once", "worker0=0")
     assert done.returncode == 0, done.stdout
     assert "starting again, 1 restarts left" in done.stdout
-    # The same flags and the same id, by which the second life knows the run that the first one began.
+    # The same flags and the same id, by which the second start knows the run of the first one.
     first, second = starts(project, "worker-1")
     assert first == second
     assert first.startswith("--fresh ")
@@ -152,21 +152,24 @@ def test_dead_worker_is_started_again_beside_a_chief(launched: Callable, project
     assert starts(project, "chief-0")[0].startswith("--strategy=parameter_server ")
 
 
-def test_others_go_on_without_a_dead_worker_beside_a_chief(launched: Callable, project: Path) -> None:
+def test_others_continue_without_a_dead_worker_beside_a_chief(launched: Callable, project: Path) -> None:
     (project / "train.py").write_text(PROGRAM.replace("time.sleep(60)", "time.sleep(3)"), encoding="utf-8")
     done = launched(
         "--workers=2", "--parameter-servers=1", "--", "worker1=kill", "chief0=wait", "worker0=wait", "ps0=wait"
     )
     assert done.returncode == 0, done.stdout
-    assert "worker 1 was ended by SIGKILL: the others go on" in done.stdout
+    assert "worker 1 was ended by SIGKILL: the others continue" in done.stdout
 
 
 def test_bad_numbers_are_refused(launched: Callable) -> None:
     for arguments, reason in (
-        (("--workers=0",), "--workers 0 has to be 1 or more"),
+        (("--workers=0",), "--workers 0 must be 1 or more"),
         (("--workers=two",), "invalid int value: 'two'"),
-        (("--workers=2", "--max-restarts=-1"), "--max-restarts -1 has to be 0 or more"),
-        (("--workers=2", "--epochs", "5"), "--epochs is not the launcher's: what goes to train.py comes after --"),
+        (("--workers=2", "--max-restarts=-1"), "--max-restarts -1 must be 0 or more"),
+        (
+            ("--workers=2", "--epochs", "5"),
+            "--epochs is not a flag of launch.py: pass the arguments of train.py",
+        ),
         ((), "--workers"),
     ):
         done = launched(*arguments)

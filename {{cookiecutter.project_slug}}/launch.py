@@ -1,10 +1,10 @@
 """Starts a local cluster of processes that run train.py together, and keeps it running.
 
-    python launch.py --workers 2 -- --epochs 5                            two workers, the same numbers as one process
-    python launch.py --workers 2 --max-restarts 20 -- --epochs 5          starts the cluster again when a process dies
+    python launch.py --workers 2 -- --epochs 5                            two workers, the same results as one process
+    python launch.py --workers 2 --max-restarts 20 -- --epochs 5          restarts the cluster when a process dies
     python launch.py --workers 2 --parameter-servers 1 -- --epochs 5      asynchronous: --strategy parameter_server
 
-What follows -- goes to train.py. The workers share the GPUs that CUDA_VISIBLE_DEVICES names, or all of the machine.
+Arguments after -- are for train.py. The workers share the GPUs in CUDA_VISIBLE_DEVICES, or all of the machine.
 For several machines use Slurm or Kubernetes instead: see deploy/.
 """
 

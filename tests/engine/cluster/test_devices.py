@@ -1,5 +1,6 @@
 """GPU machines, by stand-ins: what the driver describes, and lists of devices. Nothing here runs on a GPU."""
 
+import dataclasses
 import functools
 import sys
 import threading
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-import task
 import train
 from config import Config
 from engine.cluster import devices, nvidia, parameter_servers
@@ -18,9 +18,10 @@ from engine.cluster import strategy as strategies
 from engine.cluster.devices import describe_arithmetic, warn_of_unused_gpus
 from engine.cluster.environment import Cluster
 from engine.cluster.nvidia import gpus_of_machine, identify_gpus, visible_gpus
+from engine.cluster.strategy import strategy_info
 from engine.errors import BadInput
 from engine.run.run import Run
-from engine.run.summary import describe_devices, describe_run, print_summary
+from engine.run.summary import describe_run, print_summary
 
 A100 = {"device_name": "NVIDIA A100", "compute_capability": (8, 0)}
 T4 = {"device_name": "Tesla T4", "compute_capability": (7, 5)}
@@ -50,10 +51,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     listed, calls = tf.config.list_physical_devices, []
     # What other tests have made stays, and what these make goes.
     monkeypatch.setattr(strategies, "_made", {})
+    monkeypatch.setattr(strategies, "_infos", {})
     monkeypatch.setattr(strategies, "warn_of_unused_gpus", functools.cache(warn_of_unused_gpus.__wrapped__))
 
     def noted(name: str) -> Callable[..., Any]:
-        class Strategy:  # Also a type, as what stands for a strategy has to be.
+        class Strategy:
+            num_replicas_in_sync = 2
+
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 calls.append((name, *arguments, *options.values()))
 
@@ -81,10 +85,10 @@ def cluster_that_says(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any])
     """Puts this process in a cluster, whose workers say this of themselves besides what this one says."""
     monkeypatch.setenv("TF_CONFIG", TF_CONFIG)
 
-    def join(cluster: Cluster, facts: dict[str, Any], own: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+    def rendezvous(_: Cluster, facts: dict[str, Any], own: dict[str, Any], *, timeout: float) -> dict[str, Any]:
         return {"worker 0": own, **{f"worker {index}": {**own, **each} for index, each in enumerate(workers, start=1)}}
 
-    monkeypatch.setattr(strategies, "join", join)
+    monkeypatch.setattr(strategies, "rendezvous", rendezvous)
     monkeypatch.setattr(strategies.console, "quiet", False)
 
 
@@ -179,17 +183,17 @@ def test_gpu_that_cannot_grow_any_more_is_reported(machine: Machine, monkeypatch
 
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", started)
     create()
-    assert "GPU:0: TensorFlow had started before, in task.py for example" in capsys.readouterr().out
+    assert "GPU:0: TensorFlow has already started (in task.py?) and takes all of its memory" in capsys.readouterr().out
 
 
 # --- The plan and config.json -----------------------------------------------------------------------------------------
 
 
 def test_plan_and_config_name_the_devices(machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(devices, "_count_cores", lambda: 8)
     settings = Config(simulated_devices=2)
     train.build(settings)
-    monkeypatch.setattr(devices, "_count_cores", lambda: 8)
-    print_summary(settings, train.strategy, train.batches, task, "with new weights")
+    print_summary(settings, train.strategy, train.batches, train.objects, "with new weights")
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
     assert lines["devices"] == "2 simulated on 8 CPU cores"
     assert lines["all-reduce"] == "one_device"
@@ -198,13 +202,20 @@ def test_plan_and_config_name_the_devices(machine: Machine, monkeypatch: pytest.
     assert (recorded["devices"], recorded["arithmetic"]) == ("2 simulated on 8 CPU cores", "float32")
 
     machine()
-    one_device = tf.distribute.get_strategy()
-    assert describe_devices(one_device, 0) == "CPU, 8 cores"
+    assert strategy_info(create()) == strategies.StrategyInfo("one_device", "1 replica(s)", "CPU, 8 cores")
+    assert strategy_info(create(simulated_devices=1)).devices == "1 simulated on 8 CPU cores"
+    assert strategy_info(create()).devices == "CPU, 8 cores"  # The same object, TensorFlow's default strategy.
     machine(A100, A100)
-    assert describe_devices(one_device, 0) == "1 x NVIDIA A100"
-    assert describe_devices(create(strategy="mirrored"), 0) == "2 x NVIDIA A100"
+    assert strategy_info(create(strategy="one_device")).devices == "1 x NVIDIA A100"
+    assert strategy_info(create(strategy="mirrored")).devices == "2 x NVIDIA A100"
     machine(A100, A100, T4)
-    assert describe_devices(create(strategy="mirrored"), 0) == "2 x NVIDIA A100, 1 x Tesla T4"
+    assert strategy_info(create(strategy="mirrored")).devices == "2 x NVIDIA A100, 1 x Tesla T4"
+
+
+def test_strategy_that_somebody_else_has_made_is_described_too() -> None:
+    made = tf.distribute.OneDeviceStrategy("CPU:0")
+    assert strategy_info(made).name == "OneDeviceStrategy"
+    assert (strategy_info(made).size, strategy_info(made).all_reduce) == ("1 replica(s)", "")
 
 
 def test_products_of_fewer_digits_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +255,7 @@ def test_gpus_of_a_machine_sum_as_asked_for(all_reduce: str, kind: type, machine
     (made,) = [call for call in calls if call[0] == "mirrored"]
     assert made[1] == ["GPU:0", "GPU:1"]
     assert isinstance(made[2], kind)
-    assert strategy.all_reduce == ("nccl" if all_reduce == "auto" else all_reduce)
+    assert strategy_info(strategy).all_reduce == ("nccl" if all_reduce == "auto" else all_reduce)
 
 
 def test_hierarchical_copy_is_refused_where_it_loses_a_replica(machine: Machine) -> None:
@@ -260,7 +271,7 @@ def test_hierarchical_copy_is_refused_where_it_loses_a_replica(machine: Machine)
         summed[replicas] = {float(each) for each in strategy.experimental_local_results(per_replica)}
     assert summed == {2: {2.0}, 3: {2.0}}  # Where this is fixed, three need not be refused any more.
     machine(A100, A100, A100)
-    with pytest.raises(BadInput, match="--all-reduce hierarchical_copy on 3 GPUs"):
+    with pytest.raises(BadInput, match=r"hierarchical_copy does not work with an odd number of GPUs \(3\)"):
         create(all_reduce="hierarchical_copy")
 
 
@@ -272,11 +283,14 @@ def test_sum_that_the_devices_cannot_have_is_refused(machine: Machine, monkeypat
     with pytest.raises(BadInput, match="--all-reduce nccl does not work with --strategy tpu: use auto"):
         create(strategy="tpu", all_reduce="nccl")
     machine()
-    cluster_that_says(monkeypatch, {})
-    with pytest.raises(BadInput, match="--all-reduce one_device does not work with several machines: use auto or nccl"):
-        create(all_reduce="one_device")
-    with pytest.raises(BadInput, match="--all-reduce nccl needs GPUs, and the workers have none"):
+    with pytest.raises(BadInput, match="--all-reduce nccl does not work with one CPU: use auto or one_device"):
         create(all_reduce="nccl")
+    cluster_that_says(monkeypatch, {})
+    with pytest.raises(BadInput, match="--all-reduce nccl does not work with workers without GPUs: use auto"):
+        create(all_reduce="nccl")
+    machine(A100)
+    with pytest.raises(BadInput, match="--all-reduce one_device does not work with several workers: use auto or nccl"):
+        create(all_reduce="one_device")
 
 
 @pytest.mark.parametrize(
@@ -285,10 +299,14 @@ def test_sum_that_the_devices_cannot_have_is_refused(machine: Machine, monkeypat
         (False, {"strategy": "multi_worker"}, "--strategy multi_worker needs a cluster"),
         (False, {"strategy": "parameter_server"}, "--strategy parameter_server needs a cluster with a chief"),
         (True, {"strategy": "parameter_server"}, "--strategy parameter_server needs a cluster with a chief"),
-        (True, {"strategy": "mirrored"}, "--strategy mirrored, and TF_CONFIG describes a cluster of 2"),
-        (False, {"strategy": "one_device", "simulated_devices": 2}, "--strategy one_device, which uses 1 of them"),
-        (False, {"strategy": "tpu", "simulated_devices": 1}, "--strategy tpu, which uses 0 of them"),
-        (True, {"simulated_devices": 2}, "--strategy multi_worker, which uses 1 of them in a process"),
+        (True, {"strategy": "mirrored"}, "--strategy mirrored does not fit, because TF_CONFIG"),
+        (
+            False,
+            {"strategy": "one_device", "simulated_devices": 2},
+            "--strategy one_device, which uses 1 in each",
+        ),
+        (False, {"strategy": "tpu", "simulated_devices": 1}, "--strategy tpu, which uses 0"),
+        (True, {"simulated_devices": 2}, "--strategy multi_worker, which uses 1 in each process"),
     ],
 )
 def test_strategy_that_does_not_go_with_its_surroundings_is_refused(
@@ -302,12 +320,12 @@ def test_strategy_that_does_not_go_with_its_surroundings_is_refused(
 
 def test_cluster_with_parameter_servers_is_for_their_strategy_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", SERVED)
-    with pytest.raises(BadInput, match="TF_CONFIG describes parameter servers, and --strategy is multi_worker"):
+    with pytest.raises(BadInput, match=r"multi_worker does not fit, .* of 4 processes .*: use --strategy parameter_s"):
         create()
 
 
 def test_parameter_servers_refuse_epochs_that_are_no_passes() -> None:
-    with pytest.raises(BadInput, match="--steps-per-epoch with --strategy parameter_server: each worker goes over the"):
+    with pytest.raises(BadInput, match=r"--steps-per-epoch cannot be combined with --strategy parameter_server \(each"):
         parameter_servers.check_settings(Config(steps_per_epoch=5))
 
 
@@ -332,8 +350,9 @@ def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machin
         (options,) = [call[1] for call in calls if call[0] == "multi_worker"]
         assert options.implementation == implementation
         assert options.timeout_seconds is None  # Each sum would keep two threads for so long.
-        assert strategy.all_reduce == all_reduce
-        assert describe_devices(strategy, 0) == by_worker
+        assert strategy_info(strategy).all_reduce == all_reduce
+        assert strategy_info(strategy).size == "2 workers, 2 replica(s)"
+        assert strategy_info(strategy).devices == by_worker
 
 
 def test_steps_that_do_not_end_are_reported_where_nccl_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,13 +364,14 @@ def test_steps_that_do_not_end_are_reported_where_nccl_sums(monkeypatch: pytest.
     note = Run.note
 
     def note_late(*arguments: Any) -> None:
-        spoken.wait(0.2 if train.strategy.all_reduce == "one_device" else 60)
+        spoken.wait(0.2 if strategy_info(train.strategy).all_reduce == "one_device" else 60)
         note(*arguments)
 
     monkeypatch.setattr(Run, "note", note_late)
     train.validate()
     assert not printed
-    monkeypatch.setattr(train.strategy, "all_reduce", "nccl")
+    info = dataclasses.replace(strategy_info(train.strategy), all_reduce="nccl")
+    monkeypatch.setitem(strategies._infos, train.strategy, info)
     train.validate()
     assert "No step has ended for 0.01 s" in printed[0]
     assert "--all-reduce one_device" in printed[0]
@@ -367,7 +387,9 @@ def test_gpu_that_two_workers_use_is_refused(driver: Path, machine: Machine, mon
     create()
     # Simulated devices use none.
     said: list[dict[str, Any]] = []
-    monkeypatch.setattr(strategies, "join", lambda cluster, facts, own, **_: said.append((facts, own)) or {"a": own})
+    monkeypatch.setattr(
+        strategies, "rendezvous", lambda _, facts, own, **__: said.append((facts, own)) or {"worker 0": own}
+    )
     create(simulated_devices=1, epochs=7)
     ((facts, own),) = said
     assert (facts["--epochs"], facts["GPUs"], own["gpus"]) == (7, 0, [])
@@ -380,11 +402,12 @@ def test_gpu_that_two_workers_use_is_refused(driver: Path, machine: Machine, mon
 
 def test_tpu_is_found_connected_and_initialized_before_its_strategy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, Any]] = []
+    tpu_strategy = type("Strategy", (), {"num_replicas_in_sync": 8})()
 
     def noted(name: str) -> Any:
-        def call(*arguments: Any, **options: Any) -> str:
+        def call(*arguments: Any, **options: Any) -> Any:
             calls.append((name, *arguments, *options.values()))
-            return name
+            return tpu_strategy if name == "strategy" else name
 
         return call
 
@@ -394,7 +417,8 @@ def test_tpu_is_found_connected_and_initialized_before_its_strategy_is_made(monk
     monkeypatch.setattr(tf.distribute, "TPUStrategy", noted("strategy"))
     monkeypatch.setenv("TPU_NAME", "mine")
     monkeypatch.setattr(strategies, "_made", {})
-    assert create(strategy="tpu") == "strategy"
+    assert create(strategy="tpu") is tpu_strategy
+    assert strategy_info(tpu_strategy) == strategies.StrategyInfo("tpu", "8 replica(s)", "8 TPU cores")
     expected = [("resolver", "mine"), ("connect", "resolver"), ("initialize", "resolver"), ("strategy", "resolver")]
     assert calls == expected
 
@@ -404,19 +428,5 @@ def test_machine_without_a_tpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         raise ValueError("Please provide a TPU Name to connect to.")
 
     monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", none_there)
-    monkeypatch.setenv("TPU_LIBRARY_PATH", "libtpu.so")
-    with pytest.raises(BadInput, match="--strategy tpu finds no TPU"):
+    with pytest.raises(BadInput, match=r"--strategy tpu finds no TPU \(.*needs libtpu, .* tensorflow-tpu 2\.20\.0, is"):
         create(strategy="tpu")
-
-
-def test_tpu_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TPU_NAME", "TPU_LIBRARY_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setitem(sys.modules, "libtpu", None)
-    monkeypatch.setattr(strategies, "_tpu", lambda: "connected")
-    monkeypatch.setattr(strategies, "_made", {})
-    with pytest.raises(BadInput, match=r"--strategy tpu needs libtpu, .* tensorflow-tpu 2\.20\.0, older than"):
-        strategies.create_strategy(Config(strategy="tpu"))
-    # A TPU of another machine needs no library here.
-    monkeypatch.setenv("TPU_NAME", "mine")
-    assert strategies.create_strategy(Config(strategy="tpu")) == "connected"

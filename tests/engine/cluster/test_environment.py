@@ -20,18 +20,18 @@ def test_no_cluster_is_found_where_none_is_described() -> None:
     assert find_cluster({}) is None
     assert find_cluster({"TF_CONFIG": ""}) is None
     assert find_cluster(tf_config({"worker": ["host0:1"]})) is None
-    # A shell inside a Slurm allocation, and a step or a Kubernetes Job of one task.
+    # A shell inside a Slurm allocation, and a step or a Kubernetes Job of one process.
     assert find_cluster({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}) is None
     assert find_cluster({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
     assert find_cluster({"JOB_COMPLETION_INDEX": "0", "WORKERS": "1"}) is None
 
 
-def test_first_task_is_the_chief() -> None:
+def test_first_process_is_the_chief() -> None:
     workers = find_cluster(tf_config({"worker": TWO}, index=1))
-    assert workers.tasks() == {"worker 0": "host0:12345", "worker 1": "host1:12345"}
+    assert workers.processes() == {"worker 0": "host0:12345", "worker 1": "host1:12345"}
     assert (workers.name, workers.is_chief) == ("worker 1", False)
     with_chief = find_cluster(tf_config({"worker": TWO, "chief": ["host2:1"]}, "chief"))
-    assert list(with_chief.tasks()) == ["chief", "worker 0", "worker 1"]
+    assert list(with_chief.processes()) == ["chief", "worker 0", "worker 1"]
     assert with_chief.is_chief
     assert not find_cluster(tf_config({"worker": TWO, "chief": ["host2:1"]}, index=0)).is_chief
 
@@ -62,7 +62,7 @@ def test_slurm_step_is_a_cluster_by_blocks(tmp_path: Path, monkeypatch: pytest.M
     for broken in ({"SLURM_PROCID": "5"}, {"SLURM_STEP_TASKS_PER_NODE": "x"}, {"SLURM_STEP_NUM_TASKS": "6"}):
         with pytest.raises(BadInput, match="contradict each other"):
             find_cluster({**step, **broken})
-    with pytest.raises(BadInput, match="SLURM_STEP_NODELIST is not set: start the program with srun"):
+    with pytest.raises(BadInput, match="scontrol cannot read SLURM_STEP_NODELIST="):
         find_cluster({**step, "SLURM_STEP_NODELIST": ""})
 
 
@@ -73,27 +73,29 @@ def test_kubernetes_indexed_job_is_a_cluster() -> None:
     assert cluster.name == "worker 1"
     with pytest.raises(BadInput, match="SERVICE_NAME is not set"):
         find_cluster({**pod, "SERVICE_NAME": ""})
-    with pytest.raises(BadInput, match="WORKERS=two in the environment: it has to be a whole number"):
+    with pytest.raises(BadInput, match="WORKERS=two in the environment must be a whole number"):
         find_cluster({**pod, "WORKERS": "two"})
 
 
 MALFORMED = {
-    "not JSON": ({"TF_CONFIG": "{'cluster'"}, "is not JSON"),
-    "a list": ({"TF_CONFIG": "[]"}, 'has no "cluster"'),
-    "no cluster": ({"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'}, 'has no "cluster"'),
-    "an address that is no list": (tf_config({"worker": "host0:1"}), 'has no "cluster" with lists'),
-    "no task": ({"TF_CONFIG": json.dumps({"cluster": {"worker": TWO}})}, 'has None for "task"'),
-    "an index that is text": (tf_config({"worker": TWO}, index="0"), "not a type and a whole number as index"),
-    "an index too large": (tf_config({"worker": TWO}, index=2), "has to be from 0 to 1"),
-    "a negative index": (tf_config({"worker": TWO}, index=-1), "has to be from 0 to 1"),
-    "a job that is not there": (tf_config({"worker": TWO}, "chief"), "which the cluster does not have"),
+    "not JSON": ({"TF_CONFIG": "{'cluster'"}, "TF_CONFIG {'cluster' must be JSON like"),
+    "a list": ({"TF_CONFIG": "[]"}, "TF_CONFIG [] must be JSON like"),
+    "no cluster": ({"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'}, "must be JSON like"),
+    "an empty cluster": (tf_config({}), "must be JSON like"),
+    "an address that is not a list": (tf_config({"worker": "host0:1"}), "must be JSON like"),
+    "no task": ({"TF_CONFIG": json.dumps({"cluster": {"worker": TWO}})}, "must be JSON like"),
+    "an index that is text": (tf_config({"worker": TWO}, index="0"), "must be JSON like"),
+    "an index too large": (tf_config({"worker": TWO}, index=2), "as worker 2, but only worker 0, worker 1: fix its"),
+    "a negative index": (tf_config({"worker": TWO}, index=-1), "as worker -1, but only worker 0, worker 1"),
+    "a second chief": (tf_config({"worker": TWO, "chief": ["a:1"]}, "chief", 1), "as chief 1, but only chief, worker"),
+    "a job that is not there": (tf_config({"worker": TWO}, "chief"), "as chief, but only worker 0, worker 1"),
     "an evaluator": (tf_config({"worker": TWO, "evaluator": ["host2:1"]}), "--evaluate-continuously"),
     "two chiefs": (tf_config({"worker": TWO, "chief": ["a:1", "b:1"]}), "2 chiefs"),
-    "no port": (tf_config({"worker": ["host0", "host1:1"]}), "worker 0 at 'host0': an address is a host and a port"),
+    "no port": (tf_config({"worker": ["host0", "host1:1"]}), "worker 0 at 'host0': an address must be a host"),
     "a port too large": (tf_config({"worker": ["host0:1", "host1:65536"]}), "worker 1 at 'host1:65536'"),
     "a number for an address": (tf_config({"worker": ["host0:1", 7]}), "worker 1 at 7"),
-    "one address twice": (tf_config({"worker": ["host0:1", "host0:1"]}), "two tasks at host0:1"),
-    "localhost among hosts": (tf_config({"worker": ["localhost:1", "host1:1"]}), "localhost:1, which is another"),
+    "one address twice": (tf_config({"worker": ["host0:1", "host0:1"]}), "two processes at host0:1"),
+    "localhost among hosts": (tf_config({"worker": ["localhost:1", "host1:1"]}), "localhost:1, which is a different"),
     "a loopback address among hosts": (tf_config({"worker": ["host0:1", "127.0.0.1:1"]}), "127.0.0.1:1, which is"),
 }
 

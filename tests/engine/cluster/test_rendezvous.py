@@ -1,4 +1,4 @@
-"""How the tasks of a cluster meet, and which are lost: without TensorFlow, in this process."""
+"""The rendezvous of the processes of a cluster, and which are lost: without TensorFlow, in this process."""
 
 import concurrent.futures
 import contextlib
@@ -14,7 +14,7 @@ from processes import until
 
 from engine.cluster import rendezvous as module
 from engine.cluster.environment import Cluster
-from engine.cluster.rendezvous import _open, lost, rendezvous
+from engine.cluster.rendezvous import _listen, lost, rendezvous
 from engine.cluster.workers import _accused
 from engine.errors import BadInput
 from rendering import PROJECT, run
@@ -33,44 +33,45 @@ def local(number: int, host: str = "127.0.0.1") -> list[Cluster]:
     return [Cluster("TF_CONFIG", addresses, "worker", index) for index in range(number)]
 
 
-def port_of(task: Cluster) -> int:
-    return int(task.tasks()[task.name].rpartition(":")[2])
+def port_of(process: Cluster) -> int:
+    return int(process.processes()[process.name].rpartition(":")[2])
 
 
-def meeting(tasks: list[Cluster], facts: list[dict[str, Any]], *, seconds: float) -> list[Any]:
-    """Has tasks meet, each in a thread and a little later than the one before; returns what each got, or its error."""
+def together(members: list[Cluster], facts: list[dict[str, Any]], *, seconds: float) -> list[Any]:
+    """Has processes meet, each in a thread, a little later than the one before; returns each one's result or error."""
 
     def one(number: int) -> Any:
         time.sleep(0.3 * number)
         try:
-            return rendezvous(tasks[number], facts[number], {"index": number}, timeout=seconds)
+            return rendezvous(members[number], facts[number], {"index": number}, timeout=seconds)
         except BadInput as refused:
             return str(refused)
 
-    with concurrent.futures.ThreadPoolExecutor(len(tasks)) as threads:
-        return list(threads.map(one, range(len(tasks))))
+    with concurrent.futures.ThreadPoolExecutor(len(members)) as threads:
+        return list(threads.map(one, range(len(members))))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_tasks_that_come_one_after_the_other_meet_and_free_their_addresses(host: str) -> None:
-    tasks = local(3, host)
+def test_processes_that_come_one_after_the_other_meet_and_free_their_addresses(host: str) -> None:
+    members = local(3, host)
     everyone = {f"worker {index}": {"index": index} for index in range(3)}
-    assert meeting(tasks, [{"--epochs": 5}] * 3, seconds=20) == [everyone] * 3
-    assert meeting(tasks[::-1], [{}] * 3, seconds=20)[0].keys() == everyone.keys()  # The chief last, at once again.
-    assert lost(tasks[0]) == [f"worker {index} ({tasks[0].tasks()[f'worker {index}']}) is gone" for index in (1, 2)]
+    assert together(members, [{"--epochs": 5}] * 3, seconds=20) == [everyone] * 3
+    assert together(members[::-1], [{}] * 3, seconds=20)[0].keys() == everyone.keys()  # The chief last, at once again.
+    addresses = members[0].processes()
+    assert lost(members[0]) == [f"worker {index} ({addresses[f'worker {index}']}) is gone" for index in (1, 2)]
 
 
-def test_task_that_is_stopped_is_told_from_those_that_have_ended_and_comes_first() -> None:
-    tasks = local(4)
-    addresses = tasks[0].tasks()
+def test_process_that_is_stopped_is_told_from_those_that_have_ended_and_comes_first() -> None:
+    members = local(4)
+    addresses = members[0].processes()
     # The system takes connections for a stopped process, which never speaks.
     with (
-        socket.create_server(("127.0.0.1", port_of(tasks[3]))),
-        socket.create_server(("127.0.0.1", port_of(tasks[2]))) as well,
+        socket.create_server(("127.0.0.1", port_of(members[3]))),
+        socket.create_server(("127.0.0.1", port_of(members[2]))) as well,
         concurrent.futures.ThreadPoolExecutor(1) as thread,
     ):
         greeting = thread.submit(lambda: well.accept()[0].send(b"\0"))
-        assert lost(tasks[0]) == [
+        assert lost(members[0]) == [
             f"worker 3 ({addresses['worker 3']}) does not answer",
             f"worker 1 ({addresses['worker 1']}) is gone",
         ]
@@ -78,58 +79,59 @@ def test_task_that_is_stopped_is_told_from_those_that_have_ended_and_comes_first
 
 
 @pytest.mark.parametrize("missing", [0, 2])
-def test_missing_task_is_named_by_all_others(missing: int) -> None:
-    tasks = local(3)
+def test_missing_process_is_named_by_all_others(missing: int) -> None:
+    members = local(3)
     # The chief comes last, and the others go by its deadline: it knows who is missing.
-    for message in meeting([task for task in tasks[::-1] if task.index != missing], [{}, {}], seconds=1.5):
+    for message in together([member for member in members[::-1] if member.index != missing], [{}, {}], seconds=1.5):
         assert re.fullmatch(
-            rf"worker {missing} \({tasks[missing].tasks()[f'worker {missing}']}\) did not join within 1.5 s "
+            rf"worker {missing} \({members[missing].processes()[f'worker {missing}']}\) did not join within 1.5 s "
             r"\(--cluster-timeout\): check its log, and that worker \d can reach that address",
             message,
         )
 
 
-def test_task_with_other_settings_or_code_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_with_other_settings_or_code_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = [
         {"--epochs": epochs, "keras": "3.15.1", "code": {"task.py": "1" * 64, "helper.py": helper * 64}}
         for epochs, helper in ((5, "2"), (6, "3"), (5, "2"))
     ]
-    tasks, ask = local(3), module._ask
+    members, ask = local(3), module._ask
 
     def slow_for_the_chief(address: str) -> dict[str, Any] | None:
-        time.sleep(0 if address == tasks[0].tasks()["worker 0"] else 1)  # The other one finds the difference first.
+        # The other one finds the difference first.
+        time.sleep(0 if address == members[0].processes()["worker 0"] else 1)
         return ask(address)
 
     monkeypatch.setattr(module, "_ask", slow_for_the_chief)
-    chief, other, third = meeting(tasks, facts, seconds=20)
+    chief, other, third = together(members, facts, seconds=20)
     assert "worker 1 was started with other settings or code (--epochs 6 there and 5 here, helper.py differs)" in chief
     assert "worker 0 was started with other settings or code (--epochs 5 there and 6 here, helper.py differs)" in other
     assert third == chief
 
 
-def test_task_with_another_description_of_the_cluster_is_refused() -> None:
+def test_process_with_another_description_of_the_cluster_is_refused() -> None:
     first = local(2)[0]
     both = first.addresses["worker"]
     longer = Cluster("TF_CONFIG", {"worker": [*both, "127.0.0.1:9"]}, "worker", 1)
-    assert all("describes the cluster as" in message for message in meeting([first, longer], [{}, {}], seconds=3))
+    assert all("describes the cluster as" in message for message in together([first, longer], [{}, {}], seconds=3))
     turned = Cluster("TF_CONFIG", {"worker": both[::-1]}, "worker", 0)
-    assert any("two processes are worker 0" in message for message in meeting([first, turned], [{}, {}], seconds=3))
+    assert any("two processes are worker 0" in message for message in together([first, turned], [{}, {}], seconds=3))
 
 
 def test_address_that_is_in_use_is_refused() -> None:
-    tasks = local(2)
+    members = local(2)
     with (
-        socket.create_server(("", port_of(tasks[0])), family=socket.AF_INET6, dualstack_ipv6=True),
+        socket.create_server(("", port_of(members[0])), family=socket.AF_INET6, dualstack_ipv6=True),
         pytest.raises(BadInput, match="where it cannot listen"),
     ):
-        rendezvous(tasks[0], {}, timeout=5)
+        rendezvous(members[0], {}, timeout=5)
 
 
-# --- Strangers at the meeting -----------------------------------------------------------------------------------------
+# --- Strangers at the rendezvous --------------------------------------------------------------------------------------
 
 
-def hello(task: Cluster, /, **more: Any) -> bytes:
-    said = {"task": task.name, "cluster": task.addresses, "facts": {}, "own": {}, "refusal": "", "everyone": {}}
+def hello(process: Cluster, /, **more: Any) -> bytes:
+    said = {"task": process.name, "cluster": process.addresses, "facts": {}, "own": {}, "refusal": "", "everyone": {}}
     return json.dumps({**said, **more}).encode() + b"\n"
 
 
@@ -140,16 +142,16 @@ STRANGE = {
     "no text": b"{\xff\xfe\n",
     "nested too deep": b'{"a":' * 60_000 + b"\n",
     "no end": b"{" * 2**20,
-    "a list for a name": lambda task: hello(task, task=["worker 1"]),
-    "a number for facts": lambda task: hello(task, facts=7),
-    "a text for the cluster": lambda task: hello(task, cluster="mine"),
-    "a text for everyone": lambda task: hello(task, everyone="all"),
+    "a list for a name": lambda process: hello(process, task=["worker 1"]),
+    "a number for facts": lambda process: hello(process, facts=7),
+    "a text for the cluster": lambda process: hello(process, cluster="mine"),
+    "a text for everyone": lambda process: hello(process, everyone="all"),
 }
 
 
 @contextlib.contextmanager
-def answering(task: Cluster, line: bytes) -> Iterator[list[int]]:
-    """Sends bytes to whoever connects to a task's address; yields how many were taken, for each connection."""
+def answering(process: Cluster, line: bytes) -> Iterator[list[int]]:
+    """Sends bytes to whoever connects to a process's address; yields how many were taken, for each connection."""
     taken: list[int] = []
 
     def answer() -> None:
@@ -163,7 +165,7 @@ def answering(task: Cluster, line: bytes) -> Iterator[list[int]]:
                         taken[-1] += max(1, len(line))
 
     with (
-        socket.create_server(("127.0.0.1", port_of(task))) as server,
+        socket.create_server(("127.0.0.1", port_of(process))) as server,
         concurrent.futures.ThreadPoolExecutor(1) as thread,
     ):
         thread.submit(answer)
@@ -175,63 +177,63 @@ def answering(task: Cluster, line: bytes) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("line", STRANGE.values(), ids=STRANGE)
 @pytest.mark.parametrize("role", [0, 1])
-def test_something_else_that_answers_at_its_address_is_not_taken_for_a_task(
+def test_something_else_that_answers_at_its_address_is_not_taken_for_a_process(
     role: int, line: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LONGEST_HELLO", 2**22)
-    tasks = local(2)
-    other = tasks[1 - role]
+    members = local(2)
+    other = members[1 - role]
     with (
         answering(other, line if isinstance(line, bytes) else line(other)) as taken,
         pytest.raises(BadInput, match=rf"worker {1 - role} \(.*\) did not join"),
     ):
-        rendezvous(tasks[role], {}, timeout=0.3)
+        rendezvous(members[role], {}, timeout=0.3)
     assert taken
     assert max(taken) < 2**24  # A line without end is given up.
 
 
-def test_strangers_do_not_disturb_the_meeting() -> None:
-    tasks = local(2)
+def test_strangers_do_not_disturb_the_rendezvous() -> None:
+    members = local(2)
     with concurrent.futures.ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as open_connections:
-        first = thread.submit(rendezvous, tasks[0], {}, timeout=20)
-        for line in (hello(tasks[1], facts={"--epochs": 6}), b"x" * 2**20, *[b""] * 20):  # Most say nothing.
-            stranger = open_connections.enter_context(reach(tasks[0]))
+        first = thread.submit(rendezvous, members[0], {}, timeout=20)
+        for line in (hello(members[1], facts={"--epochs": 6}), b"x" * 2**20, *[b""] * 20):  # Most say nothing.
+            stranger = open_connections.enter_context(reach(members[0]))
             with contextlib.suppress(OSError):
                 stranger.sendall(line)
-        rendezvous(tasks[1], {}, timeout=20)
+        rendezvous(members[1], {}, timeout=20)
         assert first.result().keys() == {"worker 0", "worker 1"}
 
 
-def reach(task: Cluster) -> socket.socket:
-    """Connects with a task as soon as it listens."""
+def reach(process: Cluster) -> socket.socket:
+    """Connects with a process as soon as it listens."""
     connections: list[socket.socket] = []
 
     def connect() -> bool:
         with contextlib.suppress(OSError):
-            connections.append(socket.create_connection(("127.0.0.1", port_of(task)), timeout=20))
+            connections.append(socket.create_connection(("127.0.0.1", port_of(process)), timeout=20))
         return bool(connections)
 
     until(connect)
     return connections[0]
 
 
-def test_task_that_starts_again_during_the_meeting_is_met() -> None:
-    tasks = local(3)
+def test_process_that_starts_again_during_the_rendezvous_is_met() -> None:
+    members = local(3)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        first = thread.submit(rendezvous, tasks[0], {}, timeout=20)
-        with answering(tasks[1], hello(tasks[1])) as taken:  # Then it ends, as if it had been killed.
+        first = thread.submit(rendezvous, members[0], {}, timeout=20)
+        with answering(members[1], hello(members[1])) as taken:  # Then it ends, as if it had been killed.
             until(lambda: len(taken) > 1)
-        assert all(len(everyone) == 3 for everyone in meeting(tasks[1:], [{}, {}], seconds=20))
+        assert all(len(everyone) == 3 for everyone in together(members[1:], [{}, {}], seconds=20))
         assert len(first.result()) == 3
 
 
-def test_task_listens_where_the_cluster_says_and_nowhere_else() -> None:
-    tasks = local(2)
+def test_process_listens_where_the_cluster_says_and_nowhere_else() -> None:
+    members = local(2)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        first = thread.submit(meeting, tasks[:1], [{}], seconds=1)
-        reach(tasks[0]).close()
+        first = thread.submit(together, members[:1], [{}], seconds=1)
+        reach(members[0]).close()
         with pytest.raises(ConnectionRefusedError):  # Another address of this machine.
-            socket.create_connection(("127.0.0.2", port_of(tasks[0])), timeout=5).close()
+            socket.create_connection(("127.0.0.2", port_of(members[0])), timeout=5).close()
         assert "did not join" in first.result()[0]
 
 
@@ -243,7 +245,7 @@ def test_task_listens_where_the_cluster_says_and_nowhere_else() -> None:
         pytest.param("later", None, id="a name that nobody knows yet"),
     ],
 )
-def test_task_listens_everywhere_where_the_address_is_not_this_machines(
+def test_process_listens_everywhere_where_the_address_is_not_this_machines(
     host: str, resolved: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (port,) = free_ports(1)
@@ -254,7 +256,7 @@ def test_task_listens_everywhere_where_the_address_is_not_this_machines(
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (resolved, port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    (server,) = _open(f"{host}:{port}")
+    (server,) = _listen(f"{host}:{port}")
     with server:
         assert server.getsockname()[0] in ("::", "0.0.0.0")
 
@@ -262,12 +264,14 @@ def test_task_listens_everywhere_where_the_address_is_not_this_machines(
 def test_start_that_takes_too_long_ends_the_process() -> None:
     program = """
 import time
-from engine.cluster.rendezvous import ended_after
-with ended_after({}, "late"):
+from engine.cluster.environment import Cluster
+from engine.cluster.rendezvous import tensorflow_starts
+with tensorflow_starts(Cluster("", {{"worker": ["a:1", "b:1"]}}, "worker", 0), {}):
     time.sleep(1)
 print("in time")
 """
-    for seconds, code, ending in ((0.2, 2, "ERROR: late\n"), (60, 0, "in time\n")):
+    late = "ERROR: TensorFlow did not start on all of worker 0, worker 1 within 0.2 s (--cluster-timeout)\n"
+    for seconds, code, ending in ((0.2, 2, late), (60, 0, "in time\n")):
         done = run("python", "-c", program.format(seconds), folder=PROJECT)
         assert (done.returncode, (done.stderr if code else done.stdout)[-len(ending) :]) == (code, ending)
 
@@ -275,16 +279,18 @@ print("in time")
 # --- Which peer is gone -----------------------------------------------------------------------------------------------
 
 
-def test_tasks_that_tensorflow_accuses_are_named() -> None:
+def test_processes_that_tensorflow_accuses_are_named() -> None:
     cluster = local(3)[0]
-    tasks = cluster.tasks()
+    processes = cluster.processes()
     unhealthy = (
         "Collective ops is aborted by: Error reported from /job:worker/task:2: The following tasks are unhealthy"
     )
     own = "Collective ops is aborted by: x [device /job:worker/replica:0/task:0/device:CPU:0]"
-    assert _accused(unhealthy, cluster) == f"worker 2 ({tasks['worker 2']})"
+    assert _accused(unhealthy, cluster) == f"worker 2 ({processes['worker 2']})"
     assert _accused(own, cluster) == "another worker"
     other = Cluster("TF_CONFIG", cluster.addresses, "worker", 1)
     heartbeat = "Collective ops is aborted by: Deadline Exceeded RPC: /tensorflow.CoordinationService/Heartbeat"
-    assert _accused(heartbeat, other) == f"worker 0 ({tasks['worker 0']})"
+    assert _accused(heartbeat, other) == f"worker 0 ({processes['worker 0']})"
+    with_chief = Cluster("TF_CONFIG", {"chief": ["a:1"], "worker": ["b:1"]}, "worker", 0)
+    assert _accused(own.replace("worker", "chief"), with_chief) == "chief (a:1)"
     assert _accused("Incompatible shapes: [2] vs. [3]", cluster) == ""

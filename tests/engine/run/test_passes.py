@@ -5,15 +5,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tensorflow as tf
 
 from config import Config
 from engine.run.passes import Executions
 
 
-def executions(agree: Callable[[int], int] = lambda value: value, **settings: Any) -> Executions:
-    """Returns those of a process whose own numbers are the chief's, unless `agree` says otherwise."""
-    return Executions(Config(**settings), tf.distribute.get_strategy(), SimpleNamespace(agree=agree, is_chief=True))
+def executions(broadcast: Callable[[int], int] = lambda value: value, **settings: Any) -> Executions:
+    """Returns those of a process whose own numbers are the chief's, unless `broadcast` says otherwise."""
+    return Executions(Config(**settings), SimpleNamespace(broadcast=broadcast, is_chief=True))
 
 
 def lengths(ran: Executions, split: str, calls: int, seconds_of_step: float) -> list[int]:

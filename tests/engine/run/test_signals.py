@@ -10,7 +10,7 @@ from engine.errors import Stopped, end_at_signals
 from engine.run.signals import Signals
 
 class Workers:
-    def any(self, flag):
+    def names_where(self, flag):
         return ["worker 1"]
 
 end_at_signals()

@@ -1,11 +1,11 @@
-"""Which processes and devices train together. Imports nothing of the other rooms.
+"""Which processes and devices train together. Imports no other subpackage.
 
 strategy      from --strategy to the tf.distribute strategy
 environment   the cluster that TF_CONFIG, Slurm or Kubernetes describes
 rendezvous    waits for all processes at start-up; detects lost ones
-workers       what the processes decide together while they train
-parameter_servers  parameter servers
-devices       GPUs and simulated devices, as TensorFlow has them
+workers       decisions that the processes take together while they train
+parameter_servers  asynchronous training
+devices       GPUs and simulated devices, as TensorFlow lists them
 nvidia        GPUs, as the driver and the environment describe them
-launcher      python launch.py
+launcher      python launch.py: a local cluster
 """

@@ -1,16 +1,15 @@
-"""GPUs and simulated devices, as TensorFlow has them. Nothing here was measured on GPUs."""
+"""GPUs and simulated devices, as TensorFlow lists them. Untested on GPUs."""
 
 import collections
 import contextlib
 import functools
 import os
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from engine.cluster.nvidia import why_no_gpu
+from engine.cluster.rendezvous import called_after
 from engine.console import console
 
 # The first steps are compiled, which takes minutes for large models.
@@ -18,16 +17,14 @@ SECONDS_WITHOUT_AN_END = 600.0
 
 
 def let_gpu_memory_grow() -> None:
-    """Has TensorFlow take GPU memory as it needs it; else one process takes all, and no second one can begin."""
+    """Has TensorFlow take GPU memory as it needs it; otherwise one process takes all, and no second one can start."""
     for gpu in tf.config.list_physical_devices("GPU"):
         try:
             tf.config.experimental.set_memory_growth(gpu, True)
         except RuntimeError:
-            console.print(
-                f"{gpu.name}: TensorFlow had started before, in task.py for example, and takes all of its memory"
-            )
+            console.print(f"{gpu.name}: TensorFlow has already started (in task.py?) and takes all of its memory")
         except ValueError:
-            continue  # It was divided into virtual devices, each with a limit of its own.
+            continue  # It was divided into virtual devices, each with its own limit.
 
 
 @functools.cache
@@ -38,7 +35,7 @@ def warn_of_unused_gpus() -> None:
 
 
 def describe_own_devices(simulated_devices: int, *, only_one: bool = False) -> str:
-    """Returns what this process's replicas run on: "2 x NVIDIA A100", "4 simulated on 2 CPU cores", "CPU, 2 cores"."""
+    """Returns the devices of this process: "2 x NVIDIA A100", "4 simulated on 2 CPU cores", "CPU, 2 cores"."""
     cores = f"{_count_cores()} core{'s' * (_count_cores() > 1)}"
     if simulated_devices:
         return f"{simulated_devices} simulated on {cores.replace('core', 'CPU core')}"
@@ -48,10 +45,10 @@ def describe_own_devices(simulated_devices: int, *, only_one: bool = False) -> s
 
 
 def describe_arithmetic(precision: str, simulated_devices: int) -> str:
-    """Returns the precision that the layers have: "float32 (TF32)" where GPUs multiply float32 with fewer digits.
+    """Returns the precision of the layers: "float32 (TF32)" where GPUs multiply float32 with fewer digits.
 
-    NVIDIA's GPUs from Ampere (compute capability 8.0) on do so unless it is turned off; products are then
-    good to about 3e-4 (tensorflow#127346).
+    NVIDIA's GPUs do so from Ampere (compute capability 8.0) on, unless it is turned off; products then have a relative
+    error of about 3e-4 (tensorflow#127346).
     """
     gpus = [] if simulated_devices else tf.config.list_physical_devices("GPU")
     capable = any(tuple(_details(gpu).get("compute_capability", ())) >= (8, 0) for gpu in gpus)
@@ -59,23 +56,15 @@ def describe_arithmetic(precision: str, simulated_devices: int) -> str:
     return f"{precision} (TF32)" if precision == "float32" and capable and enabled else precision
 
 
-@contextlib.contextmanager
-def long_sums_reported(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Warns if the steps inside have not ended after ten minutes and NCCL, which may hang, sums in them."""
-    if not getattr(strategy, "all_reduce", "").startswith("nccl"):
-        yield
-        return
+def long_sums_reported(all_reduce: str) -> contextlib.AbstractContextManager[None]:
+    """Warns if the steps inside take over ten minutes and NCCL, which may hang, sums in them."""
+    if not all_reduce.startswith("nccl"):
+        return contextlib.nullcontext()
     message = (
         f"No step has ended for {SECONDS_WITHOUT_AN_END:g} s. If NCCL hangs, NCCL_DEBUG=INFO shows where; on one "
         "machine --all-reduce one_device does without it"
     )
-    timer = threading.Timer(SECONDS_WITHOUT_AN_END, console.print, [message])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return called_after(SECONDS_WITHOUT_AN_END, lambda: console.print(message))
 
 
 def _count_cores() -> int:

@@ -1,6 +1,6 @@
-"""The NVIDIA GPUs of this machine, as the driver and the environment describe them. Needs no TensorFlow.
+"""The NVIDIA GPUs of this machine, as the driver and the environment describe them. Imports no TensorFlow.
 
-TensorFlow lists only the GPUs that it can use. The launcher, and the warning that it uses none, need all.
+TensorFlow lists only the GPUs that it can use. The launcher, and the warning that it uses none, need all of them.
 """
 
 import itertools
@@ -9,9 +9,9 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-# Holds a folder for each GPU, named by its PCI bus id; in a container, for each that was given to it.
+# Contains a folder for each GPU (in a container, of the container), named by its PCI bus id.
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-# Differs between machines, and is the same in all containers of one.
+# Differs between machines, and is equal in all containers of a machine.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -27,16 +27,16 @@ def gpus_of_machine() -> list[str]:
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """Returns the GPUs that a process with this environment can use, as CUDA_VISIBLE_DEVICES names them."""
     if VISIBLE not in environment:
-        return [str(index) for index, _ in enumerate(gpus_of_machine())]
+        return [str(index) for index in range(len(gpus_of_machine()))]
     names = [name.strip() for name in environment[VISIBLE].split(",")]
-    # CUDA takes those before the first that is none, as -1.
+    # CUDA uses those before the first invalid one, such as -1.
     return list(itertools.takewhile(lambda name: name.isdecimal() or name.startswith(("GPU-", "MIG-")), names))
 
 
 def identify_gpus(environment: Mapping[str, str], count: int) -> list[str]:
     """Returns a name for each of the first `count` visible GPUs that no other GPU has, on any machine.
 
-    Containers number the GPUs they are given from 0, so an index alone does not distinguish two GPUs of one machine.
+    Containers number their GPUs from 0, so an index alone does not distinguish two GPUs of one machine.
     """
     try:
         machine = BOOT_ID.read_text(encoding="utf-8").strip()
@@ -47,7 +47,7 @@ def identify_gpus(environment: Mapping[str, str], count: int) -> list[str]:
 
 
 def why_no_gpu(environment: Mapping[str, str]) -> str:
-    """Returns why TensorFlow may list none although this machine has some, and what to do; "" if it has none."""
+    """Returns why TensorFlow may list none although this machine has some, with a remedy; "" if it has none."""
     number = len(gpus_of_machine())
     if not number:
         return ""
@@ -58,8 +58,8 @@ def why_no_gpu(environment: Mapping[str, str]) -> str:
 
 
 def _bus_id(name: str) -> str:
-    """Returns the PCI bus id of a GPU that CUDA_VISIBLE_DEVICES names; the name itself where that cannot be found."""
-    # CUDA may count unlike GPUs in another order. Two processes of one machine still agree on what a number means.
+    """Returns the PCI bus id of a GPU that CUDA_VISIBLE_DEVICES names; the name itself if that cannot be found."""
+    # CUDA may count GPUs of several kinds in another order, but equally in all processes of a machine.
     buses = gpus_of_machine()
     if name.isdecimal():
         return buses[int(name)] if int(name) < len(buses) else name
@@ -68,6 +68,6 @@ def _bus_id(name: str) -> str:
             uuid = re.search(r"GPU UUID:\s*(\S+)", (NVIDIA_GPUS / bus / "information").read_text(encoding="utf-8"))
         except OSError:
             continue
-        if uuid and uuid[1].startswith(name):  # It may be abbreviated.
+        if uuid and uuid[1].startswith(name):  # The name may be abbreviated.
             return bus
     return name

@@ -1,10 +1,10 @@
-"""Asynchronous training: parameter servers hold the weights, each worker changes them without waiting for the others.
+"""Asynchronous training: parameter servers have the weights, each worker changes them without waiting for the others.
 
-A gradient may be of weights that others have changed since, so no two runs give the same numbers. Keras's authors call
+A gradient may be of weights that others have changed since, so no two runs give the same results. Keras's authors call
 it unsupported with Keras 3 (keras#18624). Its advantage is that a lost worker costs nothing but time.
 
-The program runs on the chief, which hands chunks of training steps to the workers and evaluates by itself. Workers and
-parameter servers do what the chief sends.
+The program runs on the chief, which hands executions of training steps to the workers and evaluates by itself. Workers
+and parameter servers do the work that the chief sends.
 """
 
 import os
@@ -18,20 +18,22 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster
-from engine.cluster.rendezvous import ended_after, is_listening
+from engine.cluster.rendezvous import did_not_join, is_listening, tensorflow_starts
 from engine.console import console
 from engine.errors import BadInput, PeerLost
+from engine.settings import Settings
 
-# A chunk is cut into so many pieces per worker, so that a fast one can take more of them.
+# An execution is cut into this many pieces per worker, so that a fast worker can take more of them.
 PIECES_PER_WORKER = 4
-# A chief that is not heard of for so long has ended; and how long a chief waits for workers that may be started again.
+# A chief that does not answer for this long has ended.
 SECONDS_WITHOUT_CHIEF = 5.0
+# A chief waits this long for workers that may be restarted.
 SECONDS_WITHOUT_WORKERS = 30.0
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
-    """Does what the chief sends until the chief has ended, then ends the process.
+    """Does the work that the chief sends until the chief has ended, then ends the process.
 
     Raises:
         BadInput: the chief did not join within `timeout` seconds.
@@ -44,9 +46,9 @@ def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
         # A server does not read tf.config.
         config=tf.compat.v1.ConfigProto(gpu_options=tf.compat.v1.GPUOptions(allow_growth=True)),
     )
-    chief = cluster.tasks()["chief"]
+    chief = cluster.processes()["chief"]
     console.print(f"{cluster.name} serves the chief ({chief})")
-    _wait_until_listening({"chief": chief}, timeout)
+    _wait_until_listening(cluster, ["chief"], timeout)
     heard = time.monotonic()
     while time.monotonic() < heard + SECONDS_WITHOUT_CHIEF:
         time.sleep(0.5)
@@ -62,50 +64,40 @@ def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
     Raises:
         BadInput: some did not join within `timeout` seconds.
     """
-    others = {task: address for task, address in cluster.tasks().items() if task != cluster.name}
-    _wait_until_listening(others, timeout)
-    os.environ["TF_CONFIG"] = cluster.tf_config()
-    late = f"--cluster-timeout {timeout:g}: TensorFlow did not start on all of {', '.join(cluster.tasks())}"
-    with ended_after(timeout, late):
+    _wait_until_listening(cluster, [name for name in cluster.processes() if name != cluster.name], timeout)
+    with tensorflow_starts(cluster, timeout):
         strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
     strategy.extended._allow_run_without_coordinator = True  # The chief evaluates by itself.
     keras.Variable.assign_add = _add_atomically
-    # Kept on the strategy, where the rest of this file finds it.
+    # The classes below read these two.
     strategy.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     strategy.worker_addresses = cluster.addresses["worker"]
-    strategy.size = f", {len(strategy.worker_addresses)} worker(s), asynchronous: each takes steps of its own"
     return strategy
 
 
-def _wait_until_listening(tasks: dict[str, str], timeout: float) -> None:
-    """Returns when all tasks can be reached at their addresses. Raises BadInput after `timeout` seconds."""
+def _wait_until_listening(cluster: Cluster, names: list[str], timeout: float) -> None:
+    """Returns when these processes can be reached at their addresses. Raises BadInput after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    while missing := {task: address for task, address in tasks.items() if not is_listening(address)}:
+    while missing := [name for name in names if not is_listening(cluster.processes()[name])]:
         if time.monotonic() > deadline:
-            named = ", ".join(f"{task} ({address})" for task, address in missing.items())
-            raise BadInput(f"{named} did not join within {timeout:g} s (--cluster-timeout): check its log")
+            raise BadInput(did_not_join(cluster, missing, timeout))
         time.sleep(0.2)
 
 
-def check_settings(settings: Any) -> None:
+def check_settings(settings: Settings) -> None:
     """Raises BadInput for settings that need the replicas to wait for each other."""
-    for name, why in (
-        ("ema_decay", "an average over steps that have no order is none"),
-        ("deterministic", "workers change the weights in the order in which they happen to come"),
-        ("steps_per_epoch", "each worker goes over the examples of an epoch by itself, again and again"),
+    for given, flag, why in (
+        (settings.ema_decay, "--ema-decay", "the steps have no order in which to average"),
+        (settings.deterministic, "--deterministic", "the order in which workers change the weights varies"),
+        (settings.steps_per_epoch, "--steps-per-epoch", "each worker repeats its own examples"),
+        (settings.precision == "mixed_float16", "--precision mixed_float16", "its loss scale needs steps in order"),
     ):
-        if getattr(settings, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise BadInput(f"{flag} with --strategy parameter_server: {why}; leave it out")
-    if settings.precision == "mixed_float16":
-        raise BadInput(
-            "--precision mixed_float16 with --strategy parameter_server: its loss scale belongs to one order of steps; "
-            "use mixed_bfloat16"
-        )
+        if given:
+            raise BadInput(f"{flag} cannot be combined with --strategy parameter_server ({why}): remove it")
 
 
 def _add_atomically(variable: keras.Variable, value: Any) -> tf.Tensor:
-    """Replaces keras.Variable.assign_add, which reads, adds and writes: what a worker writes in between would be lost.
+    """Replaces keras.Variable.assign_add, which reads, adds and writes, and so loses writes of other workers.
 
     Optimizers count their steps with it, and metrics their examples.
     """
@@ -179,7 +171,7 @@ def _wait(coordinator: Any, addresses: list[str]) -> None:
             if any(is_listening(address) for address in addresses):
                 alive = time.monotonic()
             elif time.monotonic() > alive + SECONDS_WITHOUT_WORKERS:
-                raise PeerLost("all workers are gone: check their logs, then start the whole cluster again")
+                raise PeerLost("all workers are gone: check their logs, then restart the cluster")
     coordinator.join()  # Raises what a worker has raised.
 
 

@@ -1,113 +1,111 @@
 """Waits for all processes of a cluster at start-up; detects lost ones.
 
-TensorFlow waits for a missing process without limit and without a word, and accepts processes with different settings.
-So the processes meet first, over plain sockets, with a deadline.
+TensorFlow waits for a missing process silently and without limit, and accepts different settings. So the processes
+first hold a rendezvous over plain sockets, with a deadline. Each sends a hello, one line of JSON, to whoever connects
+to its address, and reads nothing from them: it knows a process by its address only, so no stranger can disturb it. The
+chief asks the others until all answer; the others ask the chief until it knows the outcome.
 
-Each process sends a hello, one line of JSON, to whoever connects to its address, and reads nothing from them. So a
-process is known by its address only, and no stranger can disturb the meeting. The chief asks the others until all
-answer; the others ask the chief until it knows the outcome. TensorFlow's own ports, which open next, trust everybody:
-the network has to be private.
+TensorFlow's own ports, which open next, trust everybody: the network must be private.
 """
 
 import concurrent.futures
 import contextlib
 import errno
-import ipaddress
 import json
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from engine.cluster.environment import Cluster, is_loopback
-from engine.console import console
 from engine.errors import BadInput
-
-SECONDS_BETWEEN_QUESTIONS = 0.2
-SECONDS_PER_CONNECTION = 3.0
-# How long the others have to ask for a refusal. They usually need a moment.
-SECONDS_FOR_REFUSAL = 10.0
-# What answers may be no process of ours. A hello is a few thousand bytes, and some hundred for each task.
-LONGEST_HELLO = 2**24
-LONGEST_VALUE_IN_MESSAGES = 200
 
 Hello = dict[str, Any]
 
-
-def join(cluster: Cluster, facts: dict[str, Any], own: dict[str, Any], *, timeout: float) -> dict[str, dict[str, Any]]:
-    """Meets the other tasks, and sets TF_CONFIG for TensorFlow. Returns, and raises BadInput, as `rendezvous` does."""
-    console.print(f"{cluster.name} of {', '.join(f'{task} {address}' for task, address in cluster.tasks().items())}")
-    everyone = rendezvous(cluster, facts, own, timeout=timeout)
-    os.environ["TF_CONFIG"] = cluster.tf_config()
-    return everyone
+SECONDS_BETWEEN_QUESTIONS = 0.2
+SECONDS_PER_CONNECTION = 3.0
+SECONDS_FOR_REFUSAL = 10.0  # The others usually ask for it within a moment.
+LONGEST_HELLO = 2**24  # Limits a reply, because another program may own the port. A hello has a few thousand bytes.
+LONGEST_IN_MESSAGES = 500  # Characters of another process's text.
 
 
 def rendezvous(
     cluster: Cluster, facts: dict[str, Any], own: dict[str, Any] | None = None, *, timeout: float
 ) -> dict[str, dict[str, Any]]:
-    """Waits until every task answers; returns the `own` of each, by task.
+    """Waits until every process answers; returns the `own` of each, by its name.
 
-    Args:
-        cluster: the cluster and this process's place in it.
-        facts: JSON values that have to be equal everywhere, such as the settings. Of a dictionary among them, messages
-            name the keys that differ and not the values.
-        own: JSON values for the others, which may differ.
-        timeout: seconds to wait for the chief, and seconds that the chief waits for the others.
+    The `facts` must be equal in all processes. Both are JSON values; of dictionaries, messages name only the keys that
+    differ. The chief waits `timeout` seconds for the others, and the others for the chief.
 
     Raises:
-        BadInput: a task is missing, runs with other facts or another description of the cluster, or the address of
-            this one is not free.
+        BadInput: a process is missing, or has other facts or another description of the cluster, or this one's address
+            is not free.
     """
     hello: Hello = {"task": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}}
-    # The outcome, in the chief's: one of both is set as soon as it is known.
-    hello |= {"refusal": "", "everyone": {}}
-    hello = json.loads(json.dumps(hello))  # As the others get it: a tuple becomes a list.
+    hello |= {"refusal": "", "everyone": {}}  # The chief sets one of them as soon as it knows the outcome.
+    hello = json.loads(json.dumps(hello))  # As the others receive it: a tuple becomes a list.
     with _answering(cluster, hello):
         return (_gather if cluster.is_chief else _ask_chief)(cluster, hello, timeout)
 
 
+def did_not_join(cluster: Cluster, missing: list[str], timeout: float) -> str:
+    """Returns the message of this process about others that did not answer it within `timeout` seconds."""
+    named = ", ".join(f"{name} ({cluster.processes()[name]})" for name in missing)
+    return (
+        f"{named} did not join within {timeout:g} s (--cluster-timeout): check its log, and that {cluster.name} can "
+        "reach that address"
+    )
+
+
+def _wait_while(condition: Callable[[], object], seconds: float) -> None:
+    """Returns when the condition is false, or after some seconds."""
+    deadline = time.monotonic() + seconds
+    while condition() and time.monotonic() < deadline:
+        time.sleep(SECONDS_BETWEEN_QUESTIONS)
+
+
 def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[str, Any]]:
-    """Asks the others until all answer, for the chief; then keeps the outcome in `hello` until they know it."""
-    addresses = {task: address for task, address in cluster.tasks().items() if task != cluster.name}
+    """Asks the others until all answer, on the chief; then keeps the outcome in `hello` until they know it."""
+    addresses = {name: address for name, address in cluster.processes().items() if name != cluster.name}
     deadline = time.monotonic() + timeout
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(32, len(addresses))) as threads:
 
         def ask_all() -> dict[str, Hello]:
             answers = zip(addresses, threads.map(_ask, addresses.values()), strict=True)
-            return {task: answer for task, answer in answers if answer}
+            return {name: answer for name, answer in answers if answer}
 
         while not hello["refusal"] and not hello["everyone"]:
             answers = ask_all()
-            missing = [task for task in addresses if task not in answers]
-            differences = [_difference(task, answer, hello) for task, answer in answers.items()]
-            if any(differences):
-                hello["refusal"] = next(filter(None, differences))
+            missing = [name for name in addresses if name not in answers]
+            differences = (_difference(name, answer, hello) for name, answer in answers.items())
+            if difference := next(filter(None, differences), ""):
+                hello["refusal"] = difference
             elif not missing:
-                hello["everyone"] = {task: answer["own"] for task, answer in {cluster.name: hello, **answers}.items()}
+                hello["everyone"] = {name: answer["own"] for name, answer in {cluster.name: hello, **answers}.items()}
             elif time.monotonic() > deadline:
-                hello["refusal"] = _did_not_join(cluster, missing, timeout)
+                hello["refusal"] = did_not_join(cluster, missing, timeout)
             else:
                 time.sleep(SECONDS_BETWEEN_QUESTIONS)
-        deadline = time.monotonic() + (SECONDS_FOR_REFUSAL if hello["refusal"] else timeout)
-        # Whoever knows the outcome does not answer any more, or refuses too.
-        while any(not answer["refusal"] for answer in ask_all().values()) and time.monotonic() < deadline:
-            time.sleep(SECONDS_BETWEEN_QUESTIONS)
+        # A process that knows the outcome stops answering, or refuses too.
+        seconds = SECONDS_FOR_REFUSAL if hello["refusal"] else timeout
+        _wait_while(lambda: any(not answer["refusal"] for answer in ask_all().values()), seconds)
     if hello["refusal"]:
         raise BadInput(hello["refusal"])
     return hello["everyone"]
 
 
 def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[str, Any]]:
-    """Asks the chief for the outcome until it is known, for the others."""
-    chief, address = next(iter(cluster.tasks().items()))
+    """Asks the chief, on the others, until it knows the outcome."""
+    chief, address = next(iter(cluster.processes().items()))
     deadline = time.monotonic() + timeout
     while True:
         if answer := _ask(address):
             if difference := _difference(chief, answer, hello):
-                _wait_until_chief_refuses(address)
+                # Until the chief has found the difference too, or is gone.
+                _wait_while(lambda: (reply := _ask(address)) and not reply["refusal"], SECONDS_FOR_REFUSAL)
                 raise BadInput(difference)
             if answer["refusal"]:
                 raise BadInput(answer["refusal"])
@@ -115,51 +113,32 @@ def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict
                 return answer["everyone"]
             deadline = time.monotonic() + timeout  # The chief has a deadline too, and knows who is missing.
         elif time.monotonic() > deadline:
-            raise BadInput(_did_not_join(cluster, [chief], timeout))
+            raise BadInput(did_not_join(cluster, [chief], timeout))
         time.sleep(SECONDS_BETWEEN_QUESTIONS)
 
 
-def _wait_until_chief_refuses(address: str) -> None:
-    """Returns when the chief has found the difference too, or is gone."""
-    deadline = time.monotonic() + SECONDS_FOR_REFUSAL
-    while (answer := _ask(address)) and not answer["refusal"] and time.monotonic() < deadline:
-        time.sleep(SECONDS_BETWEEN_QUESTIONS)
-
-
-def _did_not_join(cluster: Cluster, missing: list[str], timeout: float) -> str:
-    tasks = cluster.tasks()
-    named = ", ".join(f"{task} ({tasks[task]})" for task in missing)
-    return (
-        f"{named} did not join within {timeout:g} s (--cluster-timeout): check its log, and that {cluster.name} can "
-        "reach that address"
-    )
-
-
-def _difference(task: str, other: Hello, own: Hello) -> str:
-    """Returns why the process at a task's address cannot train with this one; "" if it can."""
+def _difference(name: str, other: Hello, own: Hello) -> str:
+    """Returns why the process at the address of `name` cannot train with this one; "" if it can."""
     if other["task"] == own["task"]:
-        return f"two processes are {own['task']} of the cluster: give each an index of its own"
+        return f"two processes are {own['task']} of the cluster: give each its own index"
     if other["cluster"] != own["cluster"]:
-        return f"{task} describes the cluster as {_shorten(other['cluster'])}, and {own['task']} as {own['cluster']}"
-    if other["task"] != task:
-        return f"{_shorten(other['task'])} answers at the address of {task}: check the index of both"
+        return f"{name} describes the cluster as {_shorten(other['cluster'])}, but {own['task']} as {own['cluster']}"
+    if other["task"] != name:
+        return f"{_shorten(other['task'])} answers at the address of {name}: check the index of both"
     differing: list[str] = []
-    for name in {**own["facts"], **other["facts"]}:
-        now, theirs = own["facts"].get(name), other["facts"].get(name)
-        if isinstance(now, dict) and isinstance(theirs, dict):
-            differing += [f"{key} differs" for key in {**now, **theirs} if now.get(key) != theirs.get(key)]
-        elif now != theirs:
-            differing.append(f"{name} {_shorten(theirs)} there and {_shorten(now)} here")
-    if not differing:
-        return ""
-    more = [f"{len(differing) - 5} more"] if len(differing) > 5 else []
-    listed = ", ".join([_shorten(text) for text in differing[:5]] + more)
-    return f"{task} was started with other settings or code ({listed}): start all with the same"
+    for fact in {**own["facts"], **other["facts"]}:
+        here, there = own["facts"].get(fact), other["facts"].get(fact)
+        if isinstance(here, dict) and isinstance(there, dict):
+            differing += [f"{key} differs" for key in {**here, **there} if here.get(key) != there.get(key)]
+        elif here != there:
+            differing.append(f"{fact} {there} there and {here} here")
+    listed = _shorten(", ".join(differing))
+    return f"{name} was started with other settings or code ({listed}): start all with the same" if listed else ""
 
 
 def _shorten(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= LONGEST_VALUE_IN_MESSAGES else f"{text[:LONGEST_VALUE_IN_MESSAGES]}..."
+    return text if len(text) <= LONGEST_IN_MESSAGES else f"{text[:LONGEST_IN_MESSAGES]}..."
 
 
 # --- Sockets ----------------------------------------------------------------------------------------------------------
@@ -167,14 +146,14 @@ def _shorten(value: Any) -> str:
 
 @contextlib.contextmanager
 def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
-    """Sends `hello`, as it is then, to whoever connects to this task's address."""
-    address = cluster.tasks()[cluster.name]
+    """Sends the current `hello` to whoever connects to this process's address."""
+    address = cluster.processes()[cluster.name]
     try:
-        servers = _open(address)
+        servers = _listen(address)
     except OSError as problem:
         raise BadInput(
-            f"{cluster.source} puts {cluster.name} at {address}, where it cannot listen ({problem.strerror}): end "
-            "what uses the port, or choose another"
+            f"{cluster.source} puts {cluster.name} at {address}, where it cannot listen ({problem.strerror}): end the "
+            "program that uses the port, or choose another port"
         ) from None
     over = threading.Event()
 
@@ -185,53 +164,51 @@ def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
                 with connection:
                     connection.settimeout(SECONDS_PER_CONNECTION)
                     connection.sendall(json.dumps(hello).encode() + b"\n")
-            except OSError:  # Nobody connected, or somebody left, or there are too many open files.
+            except OSError:  # Nobody connected, or somebody left, or too many files are open.
                 over.wait(0.05)
 
-    threads = [threading.Thread(target=answer, args=(server,), daemon=True) for server in servers]
-    for server, thread in zip(servers, threads, strict=True):
-        server.settimeout(SECONDS_BETWEEN_QUESTIONS)
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for server, thread in zip(servers, threads, strict=True):
-            thread.join()
-            server.close()
+    # The threads end before the servers are closed.
+    with contextlib.ExitStack() as opened, concurrent.futures.ThreadPoolExecutor(len(servers)) as threads:
+        for server in servers:
+            opened.enter_context(server).settimeout(SECONDS_BETWEEN_QUESTIONS)
+            threads.submit(answer, server)
+        try:
+            yield
+        finally:
+            over.set()
 
 
 def _ask(address: str) -> Hello | None:
-    """Returns the hello of the process at an address; None if none answers, or none of ours."""
+    """Returns the hello of the process at an address; None if nothing answers, or another program."""
     deadline = time.monotonic() + SECONDS_PER_CONNECTION
     received = bytearray()
     try:
         with _connect(address) as connection:
-            # If TensorFlow has started there, it begins with another byte, and does not end.
+            # If TensorFlow has started there, its first byte differs, and it does not end.
             while not received.endswith(b"\n") and received[:1] in (b"", b"{"):
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
-                part = connection.recv(2**16)
-                received += part
-                if not part or len(received) > LONGEST_HELLO:
+                data = connection.recv(2**16)
+                received += data
+                if not data or len(received) > LONGEST_HELLO:
                     return None
         hello = json.loads(received)
     except (OSError, ValueError, RecursionError):
         return None
     kinds = {"task": str, "cluster": dict, "facts": dict, "own": dict, "refusal": str, "everyone": dict}
-    is_hello = isinstance(hello, dict) and all(isinstance(hello.get(name), kind) for name, kind in kinds.items())
+    is_hello = isinstance(hello, dict) and all(isinstance(hello.get(key), kind) for key, kind in kinds.items())
     return hello if is_hello else None
 
 
-def _open(address: str) -> list[socket.socket]:
-    """Listens at an address of this machine; at all of its addresses if it is none, as behind a container's network."""
+def _listen(address: str) -> list[socket.socket]:
+    """Listens at an address of this machine; at all of its addresses if it has no such one, as in a container."""
     host, port = _host_and_port(address)
     found = []
-    with contextlib.suppress(OSError, UnicodeError):  # Nobody may know the name, yet or at all.
+    with contextlib.suppress(OSError, UnicodeError):  # The name may be unknown, for now or for good.
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     servers = []
     for family, _, _, _, place in found:
-        # A machine may know itself by a loopback address, as Debian's do, at which no other one reaches it.
-        if ipaddress.ip_address(place[0].partition("%")[0]).is_loopback and not is_loopback(host):
+        # A machine may know itself by a loopback address, as Debian's do, where no other one reaches it.
+        if is_loopback(str(place[0])) and not is_loopback(host):
             continue
         try:
             servers.append(socket.create_server(place, family=family))
@@ -253,27 +230,27 @@ def _connect(address: str) -> socket.socket:
     return socket.create_connection(_host_and_port(address), timeout=2.0)
 
 
-# --- After the meeting ------------------------------------------------------------------------------------------------
+# --- After the rendezvous ---------------------------------------------------------------------------------------------
 
 
 def lost(cluster: Cluster) -> list[str]:
-    """Returns "TASK (ADDRESS) does not answer" and "... is gone" for the other tasks; none while all are well.
+    """Returns "NAME (ADDRESS) does not answer" and "... is gone" for the other processes; none while all are well.
 
-    Who does not answer comes first: the others may have ended because of that.
+    Silent processes come first: the others may have ended because of them.
     """
     silent, ended = [], []
-    for task, address in cluster.tasks().items():
-        if task == cluster.name:
+    for name, address in cluster.processes().items():
+        if name == cluster.name:
             continue
         try:
             with _connect(address) as connection:
-                # A gRPC server speaks first. Without hearing it a stopped process would seem well: the system accepts.
+                # A gRPC server speaks first. The system also accepts connections for a stopped process.
                 if not connection.recv(1):
                     raise ConnectionResetError
         except TimeoutError:
-            silent.append(f"{task} ({address}) does not answer")
+            silent.append(f"{name} ({address}) does not answer")
         except OSError:
-            ended.append(f"{task} ({address}) is gone")
+            ended.append(f"{name} ({address}) is gone")
     return silent + ended
 
 
@@ -286,15 +263,23 @@ def is_listening(address: str) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def ended_after(seconds: float, message: str) -> Iterator[None]:
-    """Ends the process, with `message` and exit code 2, if what is inside takes longer; nothing else can stop it."""
+def tensorflow_starts(cluster: Cluster, timeout: float) -> contextlib.AbstractContextManager[None]:
+    """Sets TF_CONFIG for TensorFlow, and ends the process with exit code 2 if its start inside takes too long."""
+    names = ", ".join(cluster.processes())
+    message = f"ERROR: TensorFlow did not start on all of {names} within {timeout:g} s (--cluster-timeout)"
 
     def end() -> None:
-        print(f"ERROR: {message}", file=sys.stderr, flush=True)
-        os._exit(2)
+        print(message, file=sys.stderr, flush=True)
+        os._exit(2)  # Nothing else can stop TensorFlow here.
 
-    timer = threading.Timer(seconds, end)
+    os.environ["TF_CONFIG"] = cluster.tf_config()
+    return called_after(timeout, end)
+
+
+@contextlib.contextmanager
+def called_after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
+    """Calls a function, in a thread, if the code inside takes longer."""
+    timer = threading.Timer(seconds, function)
     timer.daemon = True
     timer.start()
     try:

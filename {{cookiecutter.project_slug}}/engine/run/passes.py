@@ -28,8 +28,9 @@ class Executions:
         trained: the executions of training steps so far.
     """
 
-    def __init__(self, settings: Settings, strategy: tf.distribute.Strategy, workers: Workers) -> None:
-        self._settings, self._strategy, self.workers = settings, strategy, workers
+    def __init__(self, settings: Settings, workers: Workers, all_reduce: str = "") -> None:
+        """`all_reduce` says how the strategy sums over its devices, if it does."""
+        self._settings, self._all_reduce, self.workers = settings, all_reduce, workers
         self._is_measured = settings.steps_per_execution == "auto" and not settings.eager
         self._every = [each for each in (settings.checkpoint_every_steps, settings.validate_every_steps) if each]
         self._lengths: dict[str, int] = {}
@@ -48,7 +49,7 @@ class Executions:
     @contextlib.contextmanager
     def watched(self, split: str) -> Iterator[None]:
         """Warns if an execution does not end, and profiles it if it is the one to profile."""
-        with long_sums_reported(self._strategy), contextlib.ExitStack() as profile:
+        with long_sums_reported(self._all_reduce), contextlib.ExitStack() as profile:
             if split == "train" and self._profiles_next and self.workers.is_chief:
                 folder = self._settings.run_dir / TENSORBOARD
                 profile.callback(console.print, f"Profiled: pip install xprof, then xprof --logdir {folder}")
@@ -65,7 +66,7 @@ class Executions:
         """Adjusts the length to the time that an execution took; every worker must call it."""
         if self._is_measured and count == self._lengths[split]:
             # A second's worth, reached by doubling: the first call compiles, and so looks slow.
-            self._lengths[split] = self.workers.agree(max(1, min(2 * count, int(count / seconds))))
+            self._lengths[split] = self.workers.broadcast(max(1, min(2 * count, int(count / seconds))))
 
     def report_missing_profile(self) -> None:
         """Prints a line if --profile was given and the run was too short for one."""

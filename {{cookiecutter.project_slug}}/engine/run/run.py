@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from engine.cluster.strategy import strategy_info
 from engine.cluster.workers import Workers
 from engine.console import LiveLine, console, print_result
 from engine.data.batches import Batches
@@ -65,7 +66,7 @@ class Run:
         # One more than there are checkpoints, because each of them may name another one as the best.
         self.best = Checkpoints(settings.run_dir / BEST, weights, keep=keep + 1, writer=writer)
         self.live = LiveLine(settings.epochs, can_be_drawn=not settings.eager)
-        self._executions = Executions(settings, strategy, workers)
+        self._executions = Executions(settings, workers, strategy_info(strategy).all_reduce)
         self._passes: list[Pass] = []  # The passes under way: a validation may be inside an epoch.
         self._examples = 0  # In an epoch of training.
         self._saved_step: int | None = None

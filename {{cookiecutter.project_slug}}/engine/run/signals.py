@@ -27,7 +27,7 @@ class Signals:
 
     def check(self, workers: Workers) -> None:
         """Raises Stopped, on every worker, if any of them got a signal. Call it between executions."""
-        if stopped := workers.any(self.signal is not None):
+        if stopped := workers.names_where(self.signal is not None):
             self.signal = self.signal or f"a signal to {', '.join(stopped)}"
             raise Stopped(f"stopped by {self.signal}")
 

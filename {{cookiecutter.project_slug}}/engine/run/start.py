@@ -108,8 +108,8 @@ def _is_fresh(settings: Settings) -> bool:
 def _check_same_examples(workers: Workers, batches: dict[str, Batches]) -> None:
     """Raises BadInput, in every process, if their examples differ: each would take its shard of another order."""
     own = {name: (each.number_of_examples, (each.fingerprint or {}).get("sha256")) for name, each in batches.items()}
-    chiefs = workers.agree(own)
-    if others := workers.any(own != chiefs):
+    chiefs = workers.broadcast(own)
+    if others := workers.names_where(own != chiefs):
         counts = [f"{name} has {own[name][0]:,}" for name in own if own[name] != chiefs.get(name)]
         here = f" ({', '.join(counts)} here)" if counts else ""
         raise BadInput(

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from engine.cluster.devices import describe_arithmetic
-from engine.cluster.strategy import describe_devices, describe_size, describe_strategy
+from engine.cluster.strategy import strategy_info
 from engine.cluster.workers import Workers
 from engine.console import print_facts
 from engine.data import element_spec
@@ -31,9 +31,9 @@ def describe_run(settings: Settings, strategy: tf.distribute.Strategy, code_sha2
     """Returns the settings, and everything else that results depend on, for config.json."""
     return {
         "settings": settings.as_json(),
-        "strategy": describe_strategy(strategy),
+        "strategy": strategy_info(strategy).name,
         "replicas": strategy.num_replicas_in_sync,
-        "devices": describe_devices(strategy, settings.simulated_devices),
+        "devices": strategy_info(strategy).devices,
         "arithmetic": describe_arithmetic(settings.precision, settings.simulated_devices),
         "versions": versions(),
         "code_sha256": code_sha256,
@@ -98,11 +98,11 @@ def print_summary(
     examples = [f"{name} {each.number_of_examples}" for name, each in batches.items()]
     examples += [f"no {split}" for split in ("validation", "test") if split not in splits]
     to_evaluate = f", {settings.evaluation_batch_size} to evaluate" if settings.evaluation_batch_size else ""
-    all_reduce = getattr(strategy, "all_reduce", None)  # Set where values are summed over devices.
+    info = strategy_info(strategy)
     facts = {
-        "strategy": describe_strategy(strategy) + describe_size(strategy),
-        "devices": describe_devices(strategy, settings.simulated_devices),
-        **({"all-reduce": all_reduce} if all_reduce else {}),
+        "strategy": f"{info.name}, {info.size}",
+        "devices": info.devices,
+        **({"all-reduce": info.all_reduce} if info.all_reduce else {}),
         "arithmetic": describe_arithmetic(settings.precision, settings.simulated_devices),
         "batch": f"{train.size} examples, {train.per_replica_batch_size} on each replica{to_evaluate}",
         "examples": ", ".join(examples),
