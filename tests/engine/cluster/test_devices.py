@@ -193,7 +193,7 @@ def test_plan_and_config_name_the_devices(machine: Machine, monkeypatch: pytest.
     monkeypatch.setattr(devices, "_count_cores", lambda: 8)
     settings = Config(simulated_devices=2)
     train.build(settings)
-    print_summary(settings, train.strategy, train.batches, train.objects, "with new weights")
+    print_summary(train.run, train.batches, "with new weights")
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
     assert lines["devices"] == "2 simulated on 8 CPU cores"
     assert lines["all-reduce"] == "one_device"
@@ -361,13 +361,13 @@ def test_steps_that_do_not_end_are_reported_where_nccl_sums(monkeypatch: pytest.
     monkeypatch.setattr(devices, "SECONDS_WITHOUT_AN_END", 0.01)
     monkeypatch.setattr(devices.console, "print", lambda text: printed.append(text) or spoken.set())
     train.build(Config(simulated_devices=2))
-    note = Run.note
+    record_losses = Run.record_losses
 
-    def note_late(*arguments: Any) -> None:
+    def record_late(*arguments: Any) -> None:
         spoken.wait(0.2 if strategy_info(train.strategy).all_reduce == "one_device" else 60)
-        note(*arguments)
+        record_losses(*arguments)
 
-    monkeypatch.setattr(Run, "note", note_late)
+    monkeypatch.setattr(Run, "record_losses", record_late)
     train.validate()
     assert not printed
     info = dataclasses.replace(strategy_info(train.strategy), all_reduce="nccl")

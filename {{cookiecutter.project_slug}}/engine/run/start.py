@@ -79,7 +79,7 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
     start.progress.workers = run.workers.count
     run.start(start.progress, report)
     from_chief(lambda: _write_files(run, report, directory, batches, fresh))
-    print_summary(settings, run.strategy, batches, run.objects, start.message)
+    print_summary(run, batches, start.message)
 
 
 def resume_or_initialize(run: Run, batches: dict[str, Batches], *, fresh: bool) -> Start:

@@ -14,12 +14,11 @@ import tensorflow as tf
 
 from engine.cluster.devices import describe_arithmetic
 from engine.cluster.strategy import strategy_info
-from engine.cluster.workers import Workers
 from engine.console import print_facts
 from engine.data import element_spec
 from engine.data.batches import Batches
-from engine.model.build import TaskObjects
 from engine.model.variables import by_name
+from engine.run.run import Run
 from engine.settings import Settings
 from engine.versions import PROJECT, versions
 
@@ -80,11 +79,9 @@ def describe_records(batches: dict[str, Batches]) -> dict[str, Any]:
     return {name: each.fingerprint for name, each in batches.items() if each.fingerprint}
 
 
-def print_summary(
-    settings: Settings, strategy: tf.distribute.Strategy, batches: dict[str, Batches], objects: TaskObjects, start: str
-) -> None:
+def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
     """Prints the run summary; `start` is how it starts: "resumed from ...", "with new weights"."""
-    train = batches["train"]
+    settings, info, train = run.settings, strategy_info(run.strategy), batches["train"]
     steps = f"{train.steps} steps"
     if train.steps_per_epoch != train.steps:
         steps = f"{train.steps_per_epoch} steps; a pass over the examples has {train.steps}"
@@ -98,7 +95,6 @@ def print_summary(
     examples = [f"{name} {each.number_of_examples}" for name, each in batches.items()]
     examples += [f"no {split}" for split in ("validation", "test") if split not in splits]
     to_evaluate = f", {settings.evaluation_batch_size} to evaluate" if settings.evaluation_batch_size else ""
-    info = strategy_info(strategy)
     facts = {
         "strategy": f"{info.name}, {info.size}",
         "devices": info.devices,
@@ -107,10 +103,10 @@ def print_summary(
         "batch": f"{train.size} examples, {train.per_replica_batch_size} on each replica{to_evaluate}",
         "examples": ", ".join(examples),
         "shuffled": f"train {shuffled}",
-        **_too_much_memory(taken, Workers(strategy).on_one_machine),
+        **_too_much_memory(taken, run.workers.on_one_machine),
         "epochs": f"{settings.epochs}, each of {steps}{dropped}",
         **limited,
-        "parameters": f"{sum(model.count_params() for model in by_name(objects.model, 'model').values()):,}",
+        "parameters": f"{sum(model.count_params() for model in by_name(run.objects.model, 'model').values()):,}",
         "starts": start,
         "run directory": str(settings.run_dir),
         **({"export": f"to {settings.run_dir / 'export'}, after the training"} if settings.export else {}),
