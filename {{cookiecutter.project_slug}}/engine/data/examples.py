@@ -34,12 +34,10 @@ class Examples:
         length: how many there are.
         element_spec: the type of one.
         have_one_shape: whether all of them are tensors of one known shape.
-        why_streamed: what to do against it, for the plan.
         fingerprint: what a resumed run has to find again of the files they are in, or None if these are not known.
     """
 
     fingerprint: dict[str, Any] | None = None
-    why_streamed = ""
 
     def __init__(
         self,
@@ -106,7 +104,7 @@ class Examples:
         taken = int(self.buffer_size * self._bytes_in_buffer)
         megabytes = f"{max(1, round(taken / 2**20)):,} MB in each process"
         return (
-            f"streamed, {self.buffer_size:,} of {self.length:,} examples at a time, {megabytes}{self.why_streamed}",
+            f"streamed, {self.buffer_size:,} of {self.length:,} examples at a time, {megabytes}",
             taken,
         )
 

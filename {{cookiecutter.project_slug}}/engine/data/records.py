@@ -77,7 +77,7 @@ class Records:
                 matches = tf.io.gfile.glob(pattern)
             else:  # A name may look like a pattern.
                 matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-                matches = [path for path in matches if not is_cache(path)]
+            matches = [path for path in matches if not is_cache(path)]
             if not matches:
                 raise BadInput(f"{hook} returned Records({pattern!r}), which matches no file: give the path of some")
             # One file may have several names.
@@ -91,15 +91,7 @@ class Records:
         length = sum(each.length for each in files)
         fingerprint = {"patterns": str(self), "files": len(files), "records": length, "sha256": sha256}
         files = _shortened(files, self._count) if self._count is not None else files
-        if not any(each.compression for each in files):
-            return RecordExamples(files, hook, shuffle_bytes, fingerprint)
-        length = sum(each.length for each in files)
-        streamed = _in_file_order(files).take(length).apply(tf.data.experimental.assert_cardinality(length))
-        examples = Examples(streamed, hook, shuffle_bytes)
-        examples.fingerprint = fingerprint
-        packed = next(each.path for each in files if each.compression)
-        examples.why_streamed = f", because {packed} is compressed: unpack it to read from anywhere"
-        return examples
+        return RecordExamples(files, hook, shuffle_bytes, fingerprint)
 
 
 def examples_of(loaded: Any, hook: str, shuffle_bytes: int | None) -> Examples:
@@ -114,15 +106,14 @@ def _shortened(files: list[FileIndex], count: int) -> list[FileIndex]:
     for each in files:
         offsets = each.offsets[: count + 1]
         count -= len(offsets) - 1
-        kept.append(FileIndex(each.path, each.compression, offsets, each.sha256))
+        kept.append(FileIndex(each.path, offsets, each.sha256))
         if not count:
             break
     return kept
 
 
 def _in_file_order(files: list[FileIndex]) -> tf.data.Dataset:
-    named = tf.data.Dataset.from_tensor_slices(([each.path for each in files], [each.compression for each in files]))
-    return named.flat_map(tf.data.TFRecordDataset)
+    return tf.data.TFRecordDataset([each.path for each in files])
 
 
 def lane_count(global_batch_size: int) -> int:
