@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from config import Config
 from engine.cluster.strategy import create_strategy
+from engine.data import element_spec
 from engine.data import examples as examples_module
-from engine.data import memory
 from engine.data.batches import Batches
 from engine.data.examples import Examples
 from engine.data.preparation import Preparation
@@ -39,26 +39,26 @@ def unknown_sizes(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 # Examples; the bytes that one has, counted by hand.
 SIZES: dict[str, tuple[Callable[[], tf.data.Dataset], float]] = {
     "numbers": (lambda: tf.data.Dataset.from_tensor_slices((np.zeros((9, 10, 3)), np.zeros(9, np.int8))), 241),
-    "texts": (lambda: texts([100, 300]), 200 + memory.BYTES_OF_STRING + 4),
+    "texts": (lambda: texts([100, 300]), 200 + element_spec.BYTES_OF_STRING + 4),
     "ragged": (lambda: tf.data.Dataset.range(9).map(ragged), 4000 + 3 * 8 + 4),
     "unknown sizes": (lambda: tf.data.Dataset.range(10).map(unknown_sizes), 4004 + 8),
     # Only the first ones are read.
-    "many": (lambda: texts([10] * memory.MEASURED + [9999]), 10 + memory.BYTES_OF_STRING + 4),
+    "many": (lambda: texts([10] * element_spec.MEASURED + [9999]), 10 + element_spec.BYTES_OF_STRING + 4),
 }
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_shuffle_buffer_holds_what_fits_by_the_bytes_of_an_example(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset, expected = SIZES[kind]
-    monkeypatch.setattr(memory, "BYTES_OF_ELEMENT", 0)
-    monkeypatch.setattr(memory, "BYTES_OF_TENSOR", 0)
+    monkeypatch.setattr(element_spec, "BYTES_OF_ELEMENT", 0)
+    monkeypatch.setattr(element_spec, "BYTES_OF_TENSOR", 0)
     assert made(dataset(), shuffle_bytes=int(5 * expected)).buffer_size == min(5, int(dataset().cardinality()))
     assert made(dataset(), shuffle_bytes=int(2 * expected) - 1).buffer_size == 1
     assert made(dataset(), shuffle_bytes=1).buffer_size == 1
 
 
 def test_small_set_of_texts_is_kept_and_a_large_one_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 100 + memory.BYTES_OF_STRING + 4
+    size = 100 + element_spec.BYTES_OF_STRING + 4
     monkeypatch.setattr(examples_module, "BYTES_IN_MEMORY", int(10 * size * examples_module.MARGIN))
     assert made(texts([100] * 10)).describe_shuffling(streamed=False, processes=1) == ("in memory", 0)
     text, taken = made(texts([100] * 11)).describe_shuffling(streamed=False, processes=1)
@@ -67,7 +67,7 @@ def test_small_set_of_texts_is_kept_and_a_large_one_streamed(monkeypatch: pytest
     # Where nothing says how large the examples are, none is kept.
     assert not made(SIZES["ragged"][0]()).fits_in_memory
     # A type that says it all reads nothing.
-    monkeypatch.setattr(memory, "measured_bytes", None)
+    monkeypatch.setattr(examples_module, "measured_bytes", None)
     assert made(tf.data.Dataset.range(10).map(lambda number: (number, number))).fits_in_memory
 
 

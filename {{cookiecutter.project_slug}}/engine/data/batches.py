@@ -15,7 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from engine.data import padding
-from engine.data.examples import Examples, bytes_of, input_options, is_static
+from engine.data.element_spec import bytes_of, is_static
+from engine.data.examples import Examples, input_options
 from engine.data.preparation import Preparation
 from engine.data.records import RecordExamples, Records, examples_of
 from engine.data.sets import hook_of

@@ -10,8 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.data.element_spec import leaf_text
-from engine.data.memory import bytes_in_buffer, bytes_of_content, is_exact, measured_bytes
+from engine.data.element_spec import bytes_in_buffer, bytes_of, is_exact, is_static, measured_bytes
 from engine.errors import BadInput
 from engine.user_errors import first_line, is_users, where_raised
 
@@ -19,8 +18,6 @@ from engine.user_errors import first_line, is_users, where_raised
 BYTES_IN_MEMORY = 2**29
 # Where only the first examples were measured, the others may be larger.
 MARGIN = 1.5
-# The length of a text is not known from its type; this is a guess.
-BYTES_OF_TEXT = 2**14
 # How long to search for the example that cannot be read or prepared.
 SECONDS_TO_SEARCH = 60.0
 # Calls under way at once. More than there are cores, so that a core finds the next one waiting.
@@ -70,7 +67,7 @@ class Examples:
     def _bytes(self) -> float:
         """The bytes of one example. Where its type does not say it, the first ones are read."""
         if is_exact(self.element_spec):
-            return bytes_of_content(self.element_spec)
+            return bytes_of(self.element_spec)
         try:
             with tf.init_scope():  # Out of the graph that is being built.
                 return measured_bytes(self._dataset.with_options(input_options()))
@@ -259,25 +256,6 @@ def stand_in(spec: Any) -> Examples:
     """Returns examples of a type, to find out what task.prepare_example makes of it. They cannot be read."""
     none = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
     return Examples(none, "task.load_examples", None, length=1)
-
-
-def is_static(spec: Any) -> bool:
-    """Returns whether an element spec describes tensors of known shapes only."""
-    leaves = tf.nest.flatten(spec)
-    return all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in leaves)
-
-
-def bytes_of(spec: Any) -> int:
-    """Returns the size of what an element spec of static shapes describes; a guess if it has texts."""
-    return sum(
-        leaf.shape.num_elements() * (BYTES_OF_TEXT if leaf.dtype == tf.string else leaf.dtype.size)
-        for leaf in tf.nest.flatten(spec)
-    )
-
-
-def as_text(spec: Any) -> str:
-    """Returns an element spec as one short line: dtypes and shapes in their structure."""
-    return str(tf.nest.map_structure(leaf_text, spec)).replace("'", "")
 
 
 def _checked_length(hook: str, examples: Any) -> int:

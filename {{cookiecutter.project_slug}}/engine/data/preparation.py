@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.data.examples import PARALLEL_CALLS, Examples, as_text, is_static
+from engine.data.element_spec import as_text, is_static
+from engine.data.examples import PARALLEL_CALLS, Examples
 from engine.data.padding import LENGTHS, are_sequences, padded
 from engine.data.sets import hook_of
 from engine.errors import BadInput

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from engine.data.batches import Batches
-from engine.data.examples import as_text
+from engine.data.element_spec import as_text
 from engine.data.preparation import Preparation
 from engine.data.sets import hook_of, loaders
 from engine.errors import BadInput

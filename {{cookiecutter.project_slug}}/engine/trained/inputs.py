@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from engine.data.element_spec import leaves
-from engine.data.examples import as_text
+from engine.data.element_spec import as_text, leaves
 from engine.errors import BadInput
 from engine.user_errors import first_line
 

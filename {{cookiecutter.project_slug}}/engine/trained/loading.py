@@ -13,8 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from engine.data.batches import evaluation_seed
-from engine.data.element_spec import batched, decode
-from engine.data.examples import as_text, stand_in
+from engine.data.element_spec import as_text, batched, decode
+from engine.data.examples import stand_in
 from engine.data.padding import of_largest_length
 from engine.data.preparation import Preparation
 from engine.errors import BadInput, Damaged
