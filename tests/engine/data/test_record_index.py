@@ -38,7 +38,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files whose index is made and not taken from a cache."""
     paths = []
     make = record_index._make
-    monkeypatch.setattr(record_index, "_make", lambda path: paths.append(path) or make(path))
+    monkeypatch.setattr(record_index, "_make", lambda path, size: paths.append(path) or make(path, size))
     return paths
 
 
@@ -115,7 +115,7 @@ def test_several_processes_may_write_at_once(file: Path) -> None:
     stop = threading.Event()
 
     def write_again() -> None:
-        index = record_index._make(str(file))
+        index = record_index._make(str(file), file.stat().st_size)
         while not stop.is_set():
             assert record_index._write_cache(index, record_index._key(str(file)))
 

@@ -10,12 +10,10 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import mmap
 import os
 import re
-import struct
 import uuid
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import tensorflow as tf
@@ -27,10 +25,7 @@ VERSION = 2
 HEADER, FOOTER = 12, 4  # Bytes of a record before and behind its data.
 # The first bytes of files that gzip or zlib has compressed.
 COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
-# From this size on, the pages between two headers are not worth reading.
-LARGE_RECORD = 2**16
-BYTES_AT_ONCE = 2**20
-LARGEST_FILE = 2**50
+SMALL_RECORD = 2**12  # To read a smaller one takes less time than to skip it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +57,7 @@ def _index_file(path: str, not_cached: list[str]) -> FileIndex:
     try:
         key = _key(path)
         cached = _read_cache(path, key)
-        index = cached or _make(path)
+        index = cached or _make(path, key["size"])
     except (OSError, tf.errors.OpError) as problem:
         reason = getattr(problem, "strerror", None) or getattr(problem, "message", None) or str(problem)
         raise BadInput(f"{path} cannot be read ({reason}): restore it, or exclude it") from None
@@ -74,23 +69,49 @@ def _index_file(path: str, not_cached: list[str]) -> FileIndex:
 # --- Making -----------------------------------------------------------------------------------------------------------
 
 
-def _make(path: str) -> FileIndex:
-    with (tf.io.gfile.GFile if is_remote(path) else open)(path, "rb") as file:
-        start = file.read(HEADER)
-    if not start:
+def _make(path: str, size: int) -> FileIndex:
+    if not size:
         raise BadInput(f"{path} is empty: write it again, or exclude it")
-    if not _are_headers(np.frombuffer(start.ljust(HEADER, b"\0"), np.uint8)[None]).all():
-        if start.startswith(COMPRESSED):
-            raise BadInput(f"{path} is compressed: unpack it, or read it with tf.data.TFRecordDataset")
-        reason = "the checksum of its first record's length is wrong"
-        raise BadInput(f"{path} is not a TFRecord file ({reason}): exclude it")
-    offsets, headers, checksums, end = (_walk_stream if is_remote(path) else _walk)(path)
+    with tf.io.gfile.GFile(path, "rb") if is_remote(path) else open(path, "rb") as file:
+        start = file.read(HEADER)
+        if not _are_headers(np.frombuffer(start.ljust(HEADER, b"\0"), np.uint8)[None]).all():
+            if start.startswith(COMPRESSED):
+                raise BadInput(f"{path} is compressed: unpack it, or read it with tf.data.TFRecordDataset")
+            reason = "the checksum of its first record's length is wrong"
+            raise BadInput(f"{path} is not a TFRecord file ({reason}): exclude it")
+        offsets, headers, checksums = _walk(file, start, size)
     wrong = np.flatnonzero(~_are_headers(headers))
     if len(wrong):
         raise damaged(path, wrong[0], offsets[wrong[0]], "the checksum of its length is wrong")
-    if offsets[-1] > end or len(offsets) > len(headers) + 1:
+    if offsets[-1] > size:
         raise damaged(path, len(offsets) - 2, offsets[-2], "it is cut short")
-    return FileIndex(path, offsets, hashlib.sha256(headers.tobytes() + checksums.tobytes()).hexdigest())
+    return FileIndex(path, offsets, hashlib.sha256(headers.tobytes() + checksums).hexdigest())
+
+
+def _walk(file: BinaryIO, header: bytes, size: int) -> tuple[np.ndarray, np.ndarray, bytes]:
+    """Returns offsets, headers (uint8 [n, 12]) and checksums (4 bytes each) of the records, given the first header.
+
+    The last offset is beyond the size of the file if the last record is cut short.
+    """
+    end, offsets, headers, checksums = 0, array.array("q", [0]), bytearray(), bytearray()
+    while header:
+        if len(header) < HEADER:
+            offsets.append(size + 1)
+            break
+        headers += header
+        length = min(int.from_bytes(header[:8], "little"), size)  # A length that is wrong may be huge.
+        end += HEADER + length + FOOTER
+        offsets.append(end)
+        if end > size:
+            break
+        if length < SMALL_RECORD:
+            following = file.read(length + FOOTER + HEADER)[length:]
+        else:
+            file.seek(end - FOOTER)
+            following = file.read(FOOTER + HEADER)
+        checksums += following[:FOOTER]
+        header = following[FOOTER:]
+    return np.array(offsets, np.int64), np.frombuffer(bytes(headers), np.uint8).reshape(-1, HEADER), bytes(checksums)
 
 
 def damaged(path: str, number: int, offset: int, reason: str) -> BadInput:
@@ -98,60 +119,6 @@ def damaged(path: str, number: int, offset: int, reason: str) -> BadInput:
     return BadInput(
         f"{path}: record {number}, counted from 0, at byte {offset} is damaged ({reason}): restore the file from a "
         "backup, or write it again without that record"
-    )
-
-
-def _walk(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Returns offsets, headers (uint8 [n, 12]), checksums (uint8 [n, 4]) of the records, and the file's size.
-
-    A record that is cut short has an offset and maybe a header; the last offset is then beyond the size.
-    """
-    length = struct.Struct("<Q")
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        size, offset, offsets = len(content), 0, array.array("q", [0])
-        if hasattr(content, "madvise"):
-            is_large = length.unpack_from(content)[0] >= LARGE_RECORD
-            content.madvise(mmap.MADV_RANDOM if is_large else mmap.MADV_SEQUENTIAL)
-        while offset < size:
-            if offset + HEADER > size:
-                offsets.append(size + 1)
-                break
-            # A length that is wrong may be huge.
-            offset += HEADER + min(length.unpack_from(content, offset)[0], size) + FOOTER
-            offsets.append(offset)
-        offsets = np.frombuffer(offsets, np.int64).copy()
-        values = np.frombuffer(content, np.uint8)
-        starts = offsets[:-1][offsets[:-1] + HEADER <= size]
-        ends = offsets[1:][offsets[1:] <= size]
-        headers = np.stack([values[starts + place] for place in range(HEADER)], axis=1)
-        checksums = np.stack([values[ends - FOOTER + place] for place in range(FOOTER)], axis=1)
-        del values  # Otherwise the file cannot be closed.
-    return offsets, headers, checksums, size
-
-
-def _walk_stream(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Returns the same for a file that only TensorFlow can open; reads all of it."""
-    end, offsets, headers, checksums = 0, array.array("q", [0]), bytearray(), bytearray()
-    with tf.io.gfile.GFile(path, "rb") as file:
-        while len(header := file.read(HEADER)) == HEADER:
-            headers += header
-            # A length that is wrong may be huge.
-            left = length = min(int.from_bytes(header[:8], "little"), LARGEST_FILE)
-            while left and (data := file.read(min(left, BYTES_AT_ONCE))):
-                left -= len(data)
-            offsets.append(end + HEADER + length + FOOTER)
-            if len(checksum := file.read(FOOTER)) < FOOTER:
-                break
-            checksums += checksum
-            end = offsets[-1]
-        else:
-            if header:
-                offsets.append(end + HEADER)
-    return (
-        np.array(offsets, np.int64),
-        np.frombuffer(bytes(headers), np.uint8).reshape(-1, HEADER),
-        np.frombuffer(bytes(checksums), np.uint8).reshape(-1, FOOTER),
-        end,
     )
 
 
