@@ -44,7 +44,7 @@ def test_stopped_run_ends_bit_equal(
 ) -> None:
     """Stopped as by a signal, in the middle of an epoch and in a validation."""
     in_training = train.batches["train"].steps_per_epoch
-    in_validation = sum(train.batches[name].steps for name in train.sets("validation"))
+    in_validation = sum(train.batches[name].steps_per_pass for name in train.sets("validation"))
     for steps_until_stopped in (in_training + in_validation + 1, in_training):
         left = iter(range(steps_until_stopped))
 

@@ -6,22 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from loading import batches_of
 
 from config import Config
-from engine.cluster.strategy import create_strategy
 from engine.data import element_spec
 from engine.data import examples as examples_module
 from engine.data.batches import Batches
-from engine.data.examples import Examples
-from engine.data.preparation import Preparation
+from engine.data.examples import DatasetExamples
 from engine.errors import BadInput
 from engine.run import summary
 
 MEGABYTE = 2**20
 
 
-def made(dataset: tf.data.Dataset, shuffle_bytes: int = MEGABYTE) -> Examples:
-    return Examples(dataset, "task.load_examples('train')", shuffle_bytes)
+def made(dataset: tf.data.Dataset, shuffle_bytes: int = MEGABYTE) -> DatasetExamples:
+    return DatasetExamples(dataset, "task.load_examples('train')", shuffle_bytes)
 
 
 def texts(lengths: list[int]) -> tf.data.Dataset:
@@ -77,7 +76,7 @@ def test_unreadable_first_example_is_named_before_the_run_begins() -> None:
             return tf.zeros([number]), number
 
     with pytest.raises(BadInput, match=r"task.load_examples\('train'\) failed on example 7, .*no such file"):
-        made(tf.data.Dataset.range(9).map(fails)).keep()
+        made(tf.data.Dataset.range(9).map(fails)).cache()
 
 
 def test_more_than_half_of_the_machine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +115,7 @@ def test_resume_in_a_folder_of_images_reads_none_before_its_position(
         return tf.ensure_shape(tf.io.decode_png(tf.io.read_file(path)), [2, 2, 1]), label
 
     def batches() -> Batches:
-        config = Config(global_batch_size=4)
-        preparation = Preparation(prepare_example, training=True)
-        return Batches("train", load_examples, preparation, create_strategy(config), config)
+        return batches_of("train", load_examples, prepare_example, Config(global_batch_size=4))
 
     assert batches()._examples.fits_in_memory == is_kept
     whole = [tuple(part.numpy() for part in batch) for batch in batches().one_by_one()]

@@ -34,7 +34,8 @@ from engine.check.measure import (
     recording_optimizers,
 )
 from engine.cluster.strategy import create_strategy
-from engine.data.sets import each_set, hook_of
+from engine.data.examples import hook_of
+from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.objects import by_name, model_variables
 from engine.model.replicas import is_seed
@@ -80,13 +81,13 @@ class Findings:
 
     def examples(self) -> None:
         for split in self.program.SPLITS:
-            once, again = (each_set(self.task.load_examples(split), _fingerprints) for _ in range(2))
+            once, again = (each_dataset(self.task.load_examples(split), _fingerprints) for _ in range(2))
             if once != again:
                 text = "gave other examples the second time: keep their order; they are shuffled for you"
                 raise BadInput(f"task.load_examples({split!r}) {text}")
         self.build(1)
         # Those that training would have; here an epoch is always a pass.
-        self.steps_per_epoch = self.steps_per_epoch or self.program.batches["train"].steps
+        self.steps_per_epoch = self.steps_per_epoch or self.program.batches["train"].steps_per_pass
         sizes = ", ".join(f"{name} {its.number_of_examples}" for name, its in self.program.batches.items())
         self.ok("task.py load_examples", f"{sizes} examples of one structure, in the same order twice")
         size = self.settings.global_batch_size
@@ -275,9 +276,9 @@ class Findings:
 
     def traces(self) -> None:
         steps = self.program.run_steps.items()
-        retraced = [split for split, each in steps if each.experimental_get_tracing_count() != 1]
+        retraced = [split for split, each in steps if each.trace_count() != 1]
         if retraced:
-            text = f"the {', '.join(retraced)} steps were traced more than once: use batches[split].compiled"
+            text = f"the {', '.join(retraced)} steps were traced more than once: use batches[split].stacks.compile"
             self.fix("train.py compile_steps", text)
         else:
             self.ok("train.py compile_steps", "every compiled function was traced once")

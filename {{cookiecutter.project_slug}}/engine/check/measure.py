@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from engine.check.layers import Layers, make_comparable
-from engine.data.sets import each_set
+from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.objects import by_name, trainable_variables
 from engine.run.program import Program
@@ -74,7 +74,7 @@ def measure(program: Program, task: ModuleType, settings: Any, replicas: int) ->
 def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
     """Returns where the batches of the first epoch are: stacks, the first batch's number in each, and how many."""
     batches = program.batches["train"]
-    return list(batches.iterator().take(batches.steps))
+    return list(batches.iterator().take(batches.steps_per_pass))
 
 
 def losses_and_gradients(
@@ -178,7 +178,7 @@ def few_examples(task: ModuleType, global_batch_size: int) -> contextlib.Abstrac
     count = BATCHES * global_batch_size + global_batch_size // 2
 
     def load_few(split: str) -> Any:
-        return each_set(load_examples(split), lambda examples: examples.take(count))
+        return each_dataset(load_examples(split), lambda examples: examples.take(count))
 
     return mock.patch.object(task, "load_examples", load_few)
 

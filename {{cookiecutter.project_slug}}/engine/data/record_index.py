@@ -131,7 +131,7 @@ def is_cache(path: str) -> bool:
     """Returns whether a file is the index of another one beside it, complete or being written."""
     folder, name = os.path.split(path)
     found = re.fullmatch(r"\.(.+)\.index(\..*)?", name)
-    return bool(found) and tf.io.gfile.exists(os.path.join(folder, found[1]))
+    return found is not None and tf.io.gfile.exists(os.path.join(folder, found[1]))
 
 
 def _crc_table() -> np.ndarray:

@@ -1,11 +1,12 @@
 """What --check and the evaluation use of train.py, which hands itself to them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import tensorflow as tf
 
 from engine.data.batches import Batches
+from engine.data.stacks import CompiledSteps
 from engine.run.run import Run
 
 
@@ -16,7 +17,7 @@ class Program(Protocol):
     strategy: tf.distribute.Strategy
     batches: Mapping[str, Batches]
     """Set ("train", "validation" or "validation/<set>", "test" or "test/<set>") -> its batches."""
-    run_steps: Mapping[str, Callable[..., tf.Tensor]]
+    run_steps: Mapping[str, CompiledSteps]
     """Split -> takes steps on a stack of batches, in the graph; returns their losses ([count])."""
     run: Run
     """How far the run has come, and what it keeps on disk."""

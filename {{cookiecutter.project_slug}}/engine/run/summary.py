@@ -83,9 +83,9 @@ def print_plan(
 ) -> None:
     """Prints what is about to happen; `begins` is how: "resumed from ...", "with new weights"."""
     train = batches["train"]
-    steps = f"{train.steps} steps"
-    if train.steps_per_epoch != train.steps:
-        steps = f"{train.steps_per_epoch} steps; a pass over the examples has {train.steps}"
+    steps = f"{train.steps_per_pass} steps"
+    if train.steps_per_epoch != train.steps_per_pass:
+        steps = f"{train.steps_per_epoch} steps; a pass over the examples has {train.steps_per_pass}"
     limited = {}
     if settings.limit_steps:
         text = f"to {settings.limit_steps} steps of each set (--limit-steps), so the metrics are of a part of the data"
@@ -102,7 +102,7 @@ def print_plan(
         "devices": describe_devices(strategy, settings.simulated_devices),
         **({"all-reduce": all_reduce} if all_reduce else {}),
         "arithmetic": describe_arithmetic(settings.precision, settings.simulated_devices),
-        "batch": f"{train.size} examples, {train.per_replica_batch_size} on each replica{to_evaluate}",
+        "batch": f"{train.global_batch_size} examples, {train.per_replica_batch_size} on each replica{to_evaluate}",
         "examples": ", ".join(examples),
         "shuffled": f"train {shuffled}",
         **_too_much_memory(taken, Workers(strategy).on_one_machine),

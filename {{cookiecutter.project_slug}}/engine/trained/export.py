@@ -24,7 +24,7 @@ import tensorflow as tf
 from engine.cluster.workers import Workers
 from engine.console import print_facts
 from engine.data.records import Records
-from engine.data.sets import named
+from engine.data.splits import named
 from engine.errors import BadInput, ProgramExit
 from engine.files import sync, writing
 from engine.model.finish import set_up

@@ -12,10 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.data.batches import evaluation_seed
 from engine.data.element_spec import as_text, batched, decode
-from engine.data.examples import stand_in
 from engine.data.padding import of_largest_length
+from engine.data.pipeline import evaluation_seed
 from engine.data.preparation import Preparation
 from engine.errors import BadInput, Damaged
 from engine.files import read_json
@@ -101,8 +100,8 @@ def with_lengths(spec: Any, settings: Any) -> Any:
 
 def _with_examples(trained: Trained, task: ModuleType, example_spec: Any) -> Trained:
     preparation = Preparation(task.prepare_example, training=False, pad_to=trained.settings.pad_to)
-    examples = stand_in(example_spec)
-    found = preparation.batch_spec(examples)[0]
+    prepared = preparation.trace(example_spec)
+    found = prepared.batch_spec[0]
     if found != with_lengths(trained.features_spec, trained.settings):
         raise BadInput(
             f"task.prepare_example gives features of {as_text(found)}, and the run in {trained.settings.run_dir} has "
@@ -116,7 +115,7 @@ def _with_examples(trained: Trained, task: ModuleType, example_spec: Any) -> Tra
         if isinstance(example_spec, tuple):
             blank = functools.partial(_blank, features=tf.nest.flatten(features))
             example = (features, *tf.nest.map_structure(blank, example_spec[1:]))
-        return trained.predict(preparation.features(examples, first + tf.range(number), example, seed))
+        return trained.predict(preparation.features(prepared, first + tf.range(number), example, seed))
 
     spec = batched(example_spec[0] if isinstance(example_spec, tuple) else example_spec)
     signature = [spec, tf.TensorSpec([], tf.int64)]
