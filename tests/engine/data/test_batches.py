@@ -233,7 +233,7 @@ REFUSED_EXAMPLES = {
     "unknown length": (unknown_length, "returned examples of unknown number"),
     "no labels": (
         no_labels,
-        r"returned elements of int64\[\], which do not fit task.prepare_example\(features, labels, ",
+        r"argument: 'labels' \(task.prepare_example gets .*: int64\[\], as task.load_examples",
     ),
     "a weight per feature": (
         lambda _: tf.data.Dataset.from_tensor_slices(([[1.0, 2.0]] * 9, [0] * 9, [[1.0, 2.0]] * 9)),

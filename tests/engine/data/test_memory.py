@@ -59,8 +59,8 @@ def test_shuffle_buffer_holds_what_fits_by_the_bytes_of_an_example(kind: str, mo
 def test_small_set_of_texts_is_kept_and_a_large_one_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 100 + element_spec.BYTES_OF_STRING + 4
     monkeypatch.setattr(examples_module, "BYTES_IN_MEMORY", int(10 * size * examples_module.MARGIN))
-    assert made(texts([100] * 10)).describe_shuffling(streamed=False, processes=1) == ("in memory", 0)
-    text, taken = made(texts([100] * 11)).describe_shuffling(streamed=False, processes=1)
+    assert made(texts([100] * 10)).describe_shuffling(1) == ("in memory", 0)
+    text, taken = made(texts([100] * 11)).describe_shuffling(1)
     assert text == "streamed, 11 of 11 examples at a time, 1 MB in each process"
     assert taken > 11 * size
     # Where nothing says how large the examples are, none is kept.

@@ -197,7 +197,7 @@ def test_bad_file_is_named_with_record_and_offset(case: str, file: Path) -> None
 
 
 def test_folder_and_missing_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"is a folder: give its files, as in .*/\*.tfrecord"):
+    with pytest.raises(BadInput, match=r"cannot be read \(Is a directory\)"):
         index_files([str(tmp_path)])
     with pytest.raises(BadInput, match=r"missing cannot be read \(No such file or directory\)"):
         index_files([str(tmp_path / "missing")])

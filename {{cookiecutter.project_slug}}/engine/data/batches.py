@@ -6,13 +6,12 @@ from typing import Any
 import tensorflow as tf
 
 from engine.data.element_spec import bytes_of, is_static, unbatched
-from engine.data.examples import Examples, hook_of
+from engine.data.examples import Examples, Shard, hook_of
 from engine.data.pipeline import Pipeline
 from engine.data.preparation import Preparation
 from engine.data.stacks import StackIterator, Stacks, on_replicas, stack_sizes
 from engine.errors import BadInput
 from engine.settings import Settings
-from engine.tracing import Traced
 
 # Small batches are prepared several in one call, because a call takes longer than the work itself.
 BATCHES_AT_ONCE = 16
@@ -39,6 +38,9 @@ class Batches:
         dropped: examples that one pass drops.
         shards_by_file: whether each of several processes loads files of its own.
         element_spec: of a per-replica batch: static shapes [batch, ...].
+        example_spec: the element spec of task.load_examples.
+        fingerprint: of record files, which must be the same when a run is resumed; None for other examples.
+        traced: what task.prepare_example does; None if it runs in Python, with --eager.
     """
 
     def __init__(
@@ -55,13 +57,13 @@ class Batches:
         """Traces task.prepare_example. Raises BadInput, naming the hook, for examples that cannot be batched.
 
         Args:
-            name: "train", or another split, or "<split>/<dataset>".
+            name: the split, or "<split>/<dataset>".
             examples: all examples; or if each process loads files of its own, the examples of every process.
             preparation: of the split; datasets may share it.
             strategy: its replicas share a batch.
             settings: the settings.
             context: how many processes share a batch, and the number of this one.
-            shards_by_file: whether each process loads files of its own where there are several.
+            shards_by_file: see the attribute.
         """
         self.name, self.split, self.shards_by_file = name, name.partition("/")[0], shards_by_file
         self._training, self._strategy = self.split == "train", strategy
@@ -88,15 +90,16 @@ class Batches:
         self.steps_per_epoch = (self._training and settings.steps_per_epoch) or self.steps_per_pass
         self.steps_per_epoch = min(self.steps_per_epoch, settings.limit_steps or self.steps_per_epoch)
 
-        example_spec = self._examples.element_spec
-        prepared = preparation.trace(example_spec, hook_of(name), self._first_example)
+        self.example_spec, self.fingerprint = self._examples.element_spec, self._examples.fingerprint
+        prepared = preparation.trace(self.example_spec, hook_of(name), self._first_example)
+        self.traced = prepared.traced
         batch_spec = tf.nest.map_structure(
             lambda leaf: tf.TensorSpec([self.per_replica_batch_size, *leaf.shape[1:]], leaf.dtype), prepared.batch_spec
         )
         self.element_spec = batch_spec[:3]
         self._stacks = Stacks(strategy, batch_spec, prepared.padding)
         self._bytes_of_batch = strategy.num_replicas_in_sync * bytes_of(self.element_spec)
-        bytes_read = size * bytes_of(example_spec) if is_static(example_spec) else 0
+        bytes_read = size * bytes_of(self.example_spec) if is_static(self.example_spec) else 0
         size_of_process = size // context.num_input_pipelines
         first = context.input_pipeline_id * size_of_process % size_of_part  # 0 in files of its own.
         self._pipeline = Pipeline(
@@ -105,9 +108,7 @@ class Batches:
             prepared=prepared,
             seed=settings.seed,
             training=self._training,
-            steps_per_pass=self.steps_per_pass,
-            examples_per_batch=size_of_part,
-            places=slice(first, first + size_of_process),
+            shard=Shard(size_of_part, slice(first, first + size_of_process), self.steps_per_pass * size_of_part),
             part=part,
             per_replica_batch_size=self.per_replica_batch_size,
             batches_at_once=max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, self._bytes_of_batch))),
@@ -131,21 +132,6 @@ class Batches:
         features, padding = unbatched(self.element_spec[0]), self._stacks.padding
         return padding.of_any_length(features) if padding else features
 
-    @property
-    def example_spec(self) -> Any:
-        """The element spec of task.load_examples."""
-        return self._examples.element_spec
-
-    @property
-    def fingerprint(self) -> dict[str, Any] | None:
-        """The fingerprint of record files, which must be the same when a run is resumed; None for other examples."""
-        return self._examples.fingerprint
-
-    @property
-    def traced(self) -> Traced | None:
-        """What task.prepare_example does; None if it runs in Python, with --eager."""
-        return self._pipeline.prepared.traced
-
     def examples_in_epoch(self, epoch: int) -> int:
         """Returns how many examples, without padding, an epoch is over."""
         end, size = (epoch + 1) * self.steps_per_epoch, self.global_batch_size
@@ -160,7 +146,7 @@ class Batches:
 
     def describe_shuffling(self) -> tuple[str, int]:
         """Returns how this process shuffles its training examples, as one line, and the bytes that this takes."""
-        return self._examples.describe_shuffling(streamed=False, processes=self._processes)
+        return self._examples.describe_shuffling(self._processes)
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
         """Returns an iterator over the global batches of an epoch, from number `first_step` on, and of later epochs.

@@ -28,16 +28,14 @@ PARALLEL_CALLS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The examples that one process reads in a pass, and their order."""
+    """The examples that one process reads in a pass."""
 
     examples_per_batch: int
-    """Examples of a global batch, of which the process reads some; the passes are cut into batches of this size."""
+    """Examples in a batch, of which the process reads some."""
     places: slice
-    """Places in each batch that the process reads."""
+    """The places in each batch that it reads."""
     end: int
     """The place after the last batch. Copies of an example fill the places behind the last example."""
-    seed: tf.Tensor | None
-    """Shuffles the examples (int64, scalar); None keeps the order of task.load_examples."""
 
     @property
     def size(self) -> int:
@@ -50,6 +48,9 @@ Pick = Callable[..., tuple[tf.Tensor, Any]]
 
 class Examples(Protocol):
     """A finite number of single examples: all of a dataset, or those in the files that one process loads.
+
+    In the methods, `first` is a place at the beginning of a batch (int64), and `seed` shuffles the examples (int64,
+    scalar) or, if it is None, keeps them in the order of task.load_examples.
 
     Attributes:
         length: the number of examples.
@@ -64,22 +65,25 @@ class Examples(Protocol):
     def cache(self) -> None:
         """Reads the examples into memory if they fit. Raises BadInput if they cannot be read."""
 
-    def describe_shuffling(self, *, streamed: bool, processes: int) -> tuple[str, int]:
+    def stream(self) -> None:
+        """Streams the examples from now on, even if they fit into memory."""
+
+    def describe_shuffling(self, processes: int) -> tuple[str, int]:
         """Returns how the examples are shuffled, if they are, and the bytes that this takes in one process.
 
-        Args:
-            streamed: whether examples that fit into memory are streamed too.
-            processes: how many share the memory for record files; a shuffle buffer is each process's own.
+        `processes` share the memory for record files; a shuffle buffer is each process's own.
         """
 
-    def batches(self, shard: Shard, first: tf.Tensor, at_once: int) -> tuple[tf.data.Dataset, Pick]:
-        """Returns `at_once` batches in an element, from place `first` on (int64); the examples need static shapes.
+    def batches(
+        self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int
+    ) -> tuple[tf.data.Dataset, Pick]:
+        """Returns a dataset with `at_once` batches of the shard in an element; the examples need static shapes.
 
-        The function that comes with them returns places (int64, [n]) and examples ([n, ...]) of an element's parts.
+        The function that comes with it returns places (int64, [n]) and examples ([n, ...]), given an element's parts.
         """
 
-    def one_by_one(self, shard: Shard, first: tf.Tensor) -> tf.data.Dataset:
-        """Returns (place, example) of the shard, from place `first` on (int64)."""
+    def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
+        """Returns (place, example) of the shard."""
 
     def unshuffled(self) -> tf.data.Dataset:
         """Returns (number, example) of all examples in the order of task.load_examples."""
@@ -90,10 +94,7 @@ class Examples(Protocol):
     def rejection(self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str) -> BadInput:
         """Returns the error for examples that cannot be read or prepared; it names the first one that fails.
 
-        Args:
-            problem: the exception of TensorFlow.
-            one_by_one: the examples in their order, read or prepared, to search for the one that fails.
-            during: names the batches that failed, in case the example is not found.
+        To find it, `one_by_one` has the examples in their order, read or prepared. If that fails, `during` says where.
         """
 
 
@@ -105,11 +106,7 @@ class DatasetExamples:
     def __init__(self, dataset: tf.data.Dataset, hook: str, shuffle_bytes: int | None) -> None:
         """Raises BadInput, naming the hook, unless it returned a finite dataset of single examples.
 
-        Args:
-            dataset: the value that the hook returned.
-            hook: its name, for messages.
-            shuffle_bytes: the size of the shuffle buffer for examples that do not fit into memory; None for examples
-                that are not shuffled.
+        `shuffle_bytes` is the size of the buffer through which examples that are streamed are shuffled, if they are.
         """
         self._hook, self._shuffle_bytes = hook, shuffle_bytes
         self.length = _checked_length(hook, dataset)
@@ -141,8 +138,11 @@ class DatasetExamples:
         in_buffer = bytes_in_buffer(self.element_spec, self._bytes_of_example)
         return min(self.length, max(1, int((self._shuffle_bytes or 0) / in_buffer)))
 
-    def describe_shuffling(self, *, streamed: bool, processes: int) -> tuple[str, int]:
-        if self.fits_in_memory and not streamed:
+    def stream(self) -> None:
+        self.fits_in_memory = False
+
+    def describe_shuffling(self, processes: int) -> tuple[str, int]:
+        if self.fits_in_memory:
             return "in memory", 0
         taken = int(self.buffer_size * bytes_in_buffer(self.element_spec, self._bytes_of_example))
         examples = f"{self.buffer_size:,} of {self.length:,} examples at a time"
@@ -159,7 +159,9 @@ class DatasetExamples:
         elif self._cached is None and self._shuffle_bytes is not None:
             _ = self.buffer_size  # If the first examples cannot be read, this is noticed now.
 
-    def batches(self, shard: Shard, first: tf.Tensor, at_once: int) -> tuple[tf.data.Dataset, Pick]:
+    def batches(
+        self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int
+    ) -> tuple[tf.data.Dataset, Pick]:
         size = shard.examples_per_batch
         if not self.fits_in_memory:
 
@@ -167,12 +169,12 @@ class DatasetExamples:
                 by_batch = tf.reshape(part, [-1, size, *part.shape[1:]])[:, shard.places]
                 return tf.reshape(by_batch, [-1, *part.shape[1:]])
 
-            elements = self._in_order(first, shard.end, shard.seed).batch(size * at_once)
+            elements = self._in_order(first, shard.end, seed).batch(size * at_once)
             return elements, lambda *element: tf.nest.map_structure(of_shard, element)
 
         order = tf.range(self.length, dtype=tf.int64)
-        if shard.seed is not None:
-            order = tf.random.experimental.stateless_shuffle(order, tf.stack([shard.seed, 0]))
+        if seed is not None:
+            order = tf.random.experimental.stateless_shuffle(order, tf.stack([seed, 0]))
         padding = tf.zeros([max(0, shard.end - self.length)], tf.int64)
         order = tf.concat([order, padding], axis=0)[first : shard.end]
         cached = self._cached
@@ -184,12 +186,13 @@ class DatasetExamples:
         by_batch = (tf.reshape(each, [-1, size])[:, shard.places] for each in (tf.range(first, shard.end), order))
         return tf.data.Dataset.from_tensor_slices(tuple(by_batch)).batch(at_once), pick
 
-    def one_by_one(self, shard: Shard, first: tf.Tensor) -> tf.data.Dataset:
-        if self.fits_in_memory:
-            elements, pick = self.batches(shard, first, at_once=1)
+    def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
+        size, places = shard.examples_per_batch, shard.places
+        if self.fits_in_memory or (shard.size < size and is_static(self.element_spec)):
+            elements, pick = self.batches(shard, first, seed, at_once=1)
             return elements.map(pick, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
-        numbered, size, places = self._in_order(first, shard.end, shard.seed), shard.examples_per_batch, shard.places
-        if shard.size < size:
+        numbered = self._in_order(first, shard.end, seed)
+        if shard.size < size:  # Slow: it calls a function for each example of the batch.
             numbered = numbered.filter(lambda place, _: (place % size >= places.start) & (place % size < places.stop))
         return numbered
 
@@ -210,7 +213,6 @@ class DatasetExamples:
         _ = self.buffer_size  # It cannot be measured there.
         examples = copy.copy(self)
         examples._dataset = load().apply(tf.data.experimental.assert_cardinality(self.length))
-        examples._cached, examples.fits_in_memory = None, False
         return examples
 
     def rejection(

@@ -31,11 +31,7 @@ class Pipeline:
     seed: int
     training: bool
     """Whether the examples are shuffled, in another order in each pass."""
-    steps_per_pass: int
-    examples_per_batch: int
-    """How many of `examples` are in a global batch."""
-    places: slice
-    """Which of these this process prepares."""
+    shard: Shard
     part: int
     """The number of this process if it loads files of its own, else 0."""
     per_replica_batch_size: int
@@ -51,7 +47,7 @@ class Pipeline:
         """
         self.examples.cache()
         sizes_of_first, sizes_of_others = (tf.constant(each, tf.int64) for each in sizes)
-        replicas = (self.places.stop - self.places.start) // self.per_replica_batch_size
+        replicas = self.shard.size // self.per_replica_batch_size
 
         @tf.autograph.experimental.do_not_convert
         def one_pass(number: tf.Tensor) -> tf.data.Dataset:
@@ -69,21 +65,15 @@ class Pipeline:
         # In evaluation every pass is the same.
         seed = pass_seed(self.seed, number if self.training else tf.zeros_like(number))
         length_and_seed = self.examples.length, tf.stack([seed, self.part])
-        shard = Shard(
-            examples_per_batch=self.examples_per_batch,
-            places=self.places,
-            end=self.steps_per_pass * self.examples_per_batch,
-            seed=seed if self.training else None,
-        )
+        order_seed = seed if self.training else None
+        shard, size = self.shard, self.shard.examples_per_batch
         if not self.prepared.takes_batches:
-            numbered = self.examples.one_by_one(shard, first_step * self.examples_per_batch)
+            numbered = self.examples.one_by_one(shard, first_step * size, order_seed)
             prepared = self.preparation.one_by_one(numbered, self.prepared, *length_and_seed)
             return prepared.batch(shard.size, drop_remainder=True)
         # Counted from batch 0, so that after a resume a batch is prepared with the same others, and rounded alike.
-        skipped = first_step % self.batches_at_once
-        elements, pick = self.examples.batches(
-            shard, (first_step - skipped) * self.examples_per_batch, self.batches_at_once
-        )
+        skipped, at_once = first_step % self.batches_at_once, self.batches_at_once
+        elements, pick = self.examples.batches(shard, (first_step - skipped) * size, order_seed, at_once)
         prepare = self.preparation.batch_function(*length_and_seed)
 
         def pick_and_prepare(number: tf.Tensor, element: tuple[Any, Any]) -> Any:

@@ -43,8 +43,7 @@ class Preparation:
         """With `pad_to`, sequences are padded to these lengths; else, with `eager`, the hook runs in Python."""
         self._prepare_example = converted(prepare_example)
         self._pad_to, self._is_eager = pad_to, eager and not pad_to
-        self._signature = inspect.signature(prepare_example)
-        parameters = self._signature.parameters
+        parameters = inspect.signature(prepare_example).parameters
         self.depends_on_training = "training" in parameters
         self._options = {"training": training} if self.depends_on_training else {}
         self._takes_seed = "seed" in parameters
@@ -59,26 +58,25 @@ class Preparation:
     def trace(
         self, example_spec: Any, hook: str = "task.load_examples", first_example: Callable[[], Any] | None = None
     ) -> PreparedSpec:
-        """Finds out how examples can be prepared, and returns the result.
+        """Finds out how examples of an element spec can be prepared. Raises BadInput if they cannot, or not be batched.
 
         Args:
-            example_spec: the element spec of the examples.
-            hook: the call that loads them, for messages.
+            example_spec: the element spec.
+            hook: the call that loads the examples, for messages.
             first_example: reads one of them, on which the hook runs with `eager`.
-
-        Raises:
-            BadInput: the examples cannot be prepared, or not be batched.
         """
         if (key := str(example_spec)) not in self._prepared:
-            self._check_arguments(example_spec, hook)
+            _, weight = self._arguments(example_spec)
+            if weight is not None and (not isinstance(weight, tf.TensorSpec) or weight.shape.rank != 0):
+                raise BadInput(f"{hook} returned weights of {as_text(weight)}: each example has one number")
             try:
                 self._prepared[key] = self._trace(example_spec, first_example)
             except BadInput:
                 raise
             except Exception as problem:
                 raise BadInput(
-                    f"{where_raised(problem)}: {first_line(problem)} (task.prepare_example gets examples one by one: "
-                    f"{as_text(example_spec)}, as {hook} returned them)"
+                    f"{where_raised(problem)}: {first_line(problem)} (task.prepare_example gets examples one by one, "
+                    f"the parts of a tuple as arguments: {as_text(example_spec)}, as {hook} returned them)"
                 ) from problem
         self._check_batches(self._prepared[key], hook)
         return self._prepared[key]
@@ -101,20 +99,6 @@ class Preparation:
                     return PreparedSpec(batch_spec, None, True, self._newest[1])
         batch_spec = numbered.map(_bound(self._one, 0, seed)).batch(1).element_spec
         return PreparedSpec(batch_spec, self._newest[0], False, self._newest[1])
-
-    def _check_arguments(self, spec: Any, hook: str) -> None:
-        """Raises BadInput if task.prepare_example cannot take examples of an element spec."""
-        arguments, weight = self._arguments(spec)
-        if weight is not None and (not isinstance(weight, tf.TensorSpec) or weight.shape.rank != 0):
-            raise BadInput(f"{hook} returned weights of {as_text(weight)}: each example has one number as its weight")
-        try:
-            self._signature.bind(*arguments, **self._options, **({"seed": None} if self._takes_seed else {}))
-        except TypeError as problem:
-            raise BadInput(
-                f"{hook} returned elements of {as_text(spec)}, which do not fit task.prepare_example"
-                f"({', '.join(self._signature.parameters)}) ({problem}): it gets the parts of a tuple, or anything "
-                "else as one argument"
-            ) from None
 
     def _check_batches(self, prepared: PreparedSpec, hook: str) -> None:
         """Raises BadInput unless prepared examples are tensors of static shapes, or --pad-to has made them so."""
@@ -150,15 +134,10 @@ class Preparation:
         return numbered.map(_bound(self._one, length, seed), num_parallel_calls=PARALLEL_CALLS)
 
     def features(self, prepared: PreparedSpec, places: tf.Tensor, batch: Any, seed: tf.Tensor) -> Any:
-        """Returns the prepared features of examples ([n, ...]), made in the graph that is being built.
+        """Returns the prepared features of a batch of examples ([n, ...]), in the graph that is being built.
 
         Operations that only the labels need do not run, unless they have an effect, as tf.debugging.Assert has.
-
-        Args:
-            prepared: the result of `trace` for such examples.
-            places: the examples' numbers (int64, [n]).
-            batch: n examples, [n, ...].
-            seed: int64 [2], as in `batch_function`.
+        `places` (int64, [n]) and `seed` are as in `batch_function`.
         """
 
         def prepare(each: Any) -> Any:

@@ -72,15 +72,21 @@ class RecordExamples:
     def cache(self) -> None:
         """Does nothing: the operating system caches files that are read often."""
 
-    def describe_shuffling(self, *, streamed: bool, processes: int) -> tuple[str, int]:
+    def stream(self) -> None:
+        """Does nothing: records are always streamed."""
+
+    def describe_shuffling(self, processes: int) -> tuple[str, int]:
         taken = min(self._bytes_of_files, self._window_bytes) // processes
         return f"by records, in blocks and windows, {megabytes(taken)} in each process", taken
 
-    def batches(self, shard: Shard, first: tf.Tensor, at_once: int) -> tuple[tf.data.Dataset, Pick]:
-        return self.one_by_one(shard, first).batch(shard.size * at_once), lambda places, records: (places, records)
+    def batches(
+        self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int
+    ) -> tuple[tf.data.Dataset, Pick]:
+        elements = self.one_by_one(shard, first, seed).batch(shard.size * at_once)
+        return elements, lambda places, records: (places, records)
 
-    def one_by_one(self, shard: Shard, first: tf.Tensor) -> tf.data.Dataset:
-        segments = _Segments(self, shard, first)
+    def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
+        segments = _Segments(self, shard, first, seed)
         per_batch, places = segments.per_batch, shard.places
         first_segment, end_segment = places.start // per_batch, -(-places.stop // per_batch)
         count = end_segment - first_segment
@@ -141,8 +147,7 @@ class _Segments:
         per_batch: records of a segment in each batch.
     """
 
-    def __init__(self, examples: RecordExamples, shard: Shard, first: tf.Tensor) -> None:
-        """`first` is the place of the first record to read, at the beginning of a batch."""
+    def __init__(self, examples: RecordExamples, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> None:
         size, steps = shard.examples_per_batch, shard.end // shard.examples_per_batch
         self._count = segment_count(size)
         self.per_batch = per_batch = size // self._count
@@ -155,7 +160,7 @@ class _Segments:
         self._is_one_window = steps * per_batch <= window
         # Otherwise two windows of a segment are in memory at times: one that is used up, and the next.
         self._window = steps * per_batch if self._is_one_window else max(per_batch, window // 2)
-        self._sequence, self._seed = _Sequence(examples, shard.seed), shard.seed
+        self._sequence, self._seed = _Sequence(examples, seed), seed
 
     def read(self, segment: tf.Tensor) -> tf.data.Dataset:
         """Returns (place, record) of a segment, one by one."""

@@ -159,8 +159,6 @@ def _are_headers(headers: np.ndarray) -> np.ndarray:
 
 def _key(path: str) -> dict[str, Any]:
     """Returns the key (version, name, size, time of change) that a cached index must match."""
-    if tf.io.gfile.isdir(path):
-        raise BadInput(f"{path} is a folder: give its files, as in {path}/*.tfrecord")
     key = {"version": VERSION, "name": os.path.basename(path)}
     if is_remote(path):
         found = tf.io.gfile.stat(path)

@@ -69,27 +69,26 @@ def load_datasets(
 ) -> dict[str, list[Examples]]:
     """Calls task.load_examples for a split; returns the examples of each of its datasets, by name.
 
-    They are in one list element; or, if the hook takes an `input_context`, in one for each process of `context`. Raises
+    They are one list element; or, if the hook takes an `input_context`, one for each process of `context`. Raises
     BadInput if they cannot be used.
     """
     shuffle_bytes = settings.shuffle_megabytes * 2**20 if split == "train" else None
-    count = context.num_input_pipelines
-    if count == 1 or "input_context" not in inspect.signature(load_examples).parameters:
-        loaded = named(split, load_examples(split))
-        return {name: [examples_of(each, hook_of(name), shuffle_bytes)] for name, each in loaded.items()}
+    by_file = "input_context" in inspect.signature(load_examples).parameters
+    count = context.num_input_pipelines if by_file else 1
     datasets: dict[str, list[Examples]] = {}
     for number in range(count):
-        of_process = tf.distribute.InputContext(num_input_pipelines=count, input_pipeline_id=number)
-        loaded = named(split, load_examples(split, input_context=of_process))
+        of_process = {"input_context": tf.distribute.InputContext(count, number)} if count > 1 else {}
+        loaded = named(split, load_examples(split, **of_process))
         for name in datasets or loaded:
+            hook = hook_of(name)
             if name not in loaded:
-                raise BadInput(f"{hook_of(name)} is missing for worker {number}: return the same datasets for all")
-            if isinstance(loaded[name], Records):
+                raise BadInput(f"{hook} is missing for worker {number}: return the same datasets for all workers")
+            if count > 1 and isinstance(loaded[name], Records):
                 raise BadInput(
-                    f"{hook_of(name)} takes an input_context and returned Records: remove it from load_examples, "
-                    "because each worker reads its own shard of the records anyway"
+                    f"{hook} takes an input_context and returned Records: remove it from load_examples, because each "
+                    "worker reads its own shard of the records anyway"
                 )
-            hook = f"{hook_of(name)} for worker {number} of {count}"
+            hook += f" for worker {number} of {count}" if count > 1 else ""
             datasets.setdefault(name, []).append(examples_of(loaded[name], hook, shuffle_bytes))
     return datasets
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.data.batches import Batches
-from engine.data.examples import Shard, input_options
+from engine.data.examples import input_options
 from engine.data.pipeline import pass_seed
 from engine.data.stacks import CompiledSteps, StackIterator, Stacks
 
@@ -40,17 +40,11 @@ class WorkerBatches(Batches):
         """`load` calls task.load_examples; the other arguments are those of Batches."""
         super().__init__(*arguments)
         self._load, self._workers = load, workers
+        self._examples.stream()
 
     @property
     def stacks(self) -> Stacks:
         return WorkerStacks(self._stacks.strategy, self._stacks.batch_spec, self._stacks.padding, self._workers)
-
-    def cache(self) -> None:
-        """Does nothing: each worker reads its own examples."""
-
-    def describe_shuffling(self) -> tuple[str, int]:
-        """Returns how each worker shuffles its examples, and the bytes of its shuffle buffer."""
-        return self._examples.describe_shuffling(streamed=True, processes=1)
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
         """Returns an iterator over the workers' own batches of an epoch, from number `first_step` on."""
@@ -69,12 +63,10 @@ class WorkerBatches(Batches):
         """Returns batches of every `workers`-th example, again and again, in the graph of a worker."""
         # Loaded where they are used, because a dataset of the chief's cannot be sent to a worker.
         examples, pipeline = self._examples.for_worker(self._load), self._pipeline
-        size = self.global_batch_size
         seed = pass_seed(pipeline.seed, tf.constant(epoch, tf.int64))
-        shard = Shard(examples_per_batch=size, places=slice(0, size), end=self.steps_per_pass * size, seed=seed)
-        numbered = examples.one_by_one(shard, tf.constant(first_step * size, tf.int64)).shard(workers, worker).repeat()
-        seeds = tf.stack([seed, 0])
-        prepared = pipeline.preparation.one_by_one(numbered, pipeline.prepared, examples.length, seeds)
+        first = tf.constant(first_step * self.global_batch_size, tf.int64)
+        numbered = examples.one_by_one(pipeline.shard, first, seed).shard(workers, worker).repeat()
+        prepared = pipeline.preparation.one_by_one(numbered, pipeline.prepared, examples.length, tf.stack([seed, 0]))
         batches = prepared.batch(self.per_replica_batch_size, drop_remainder=True)
         if padding := pipeline.prepared.padding:
             batches = batches.map(tf.autograph.experimental.do_not_convert(lambda *batch: padding.cut(batch)))
