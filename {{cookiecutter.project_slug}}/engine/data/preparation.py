@@ -87,7 +87,7 @@ class Preparation:
             zero = tf.constant(0, tf.int64)
             prepared = self._prepare_one(zero, first_example(), zero, seed)
             return PreparedSpec(batched(tf.nest.map_structure(tf.TensorSpec.from_tensor, prepared)), None, False, None)
-        # It has (place, example) of this element spec, and is not read.
+        # A dataset of (place, example) that is never read.
         spec = tf.TensorSpec([], tf.int64), example_spec
         numbered = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
         # A seed is different for each example, and operations that draw take only one.

@@ -52,7 +52,7 @@ class CompiledSteps:
         return self.function.experimental_get_tracing_count()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Stacks:
     """How steps take batches out of the stacks of a dataset."""
 

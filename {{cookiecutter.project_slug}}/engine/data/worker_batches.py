@@ -15,13 +15,11 @@ from engine.data.stacks import CompiledSteps, StackIterator, Stacks
 
 
 class WorkerPool(Protocol):
-    """The workers, as the chief reaches them.
+    """The workers, as the chief reaches them."""
 
-    Attributes:
-        count: the number of workers.
-    """
-
-    count: int
+    @property
+    def count(self) -> int:
+        """The number of workers."""
 
     def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any:
         """Returns the workers' iterators, as one value; each worker calls `dataset` for its own."""
