@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -133,22 +134,19 @@ def batches(folder: Path, name: str, way: str, *, replicas: int = 1, pipelines: 
 
     from config import Config
     from engine.cluster.strategy import create_strategy
-    from engine.data import Batches, Records
-    from engine.data.preparation import Preparation
+    from engine.data import Records, load_splits
 
     def streamed(_: str) -> tf.data.Dataset:
         files = sorted(str(path) for path in folder.glob(f"{name}-*.tfrecord"))
         return tf.data.TFRecordDataset(files).apply(tf.data.experimental.assert_cardinality(SETS[name][0]))
 
     settings = Config(global_batch_size=BATCH_SIZE, simulated_devices=replicas if replicas > 1 else 0)
-    return Batches(
-        "train",
-        streamed if way == "streamed" else lambda _: Records(str(folder / f"{name}-*.tfrecord")),
-        Preparation({"jpeg": prepare_jpeg, "small": prepare_small}[name], training=True),
-        create_strategy(settings),
-        settings,
-        pipelines,
+    task = SimpleNamespace(
+        load_examples=streamed if way == "streamed" else lambda _: Records(str(folder / f"{name}-*.tfrecord")),
+        prepare_example={"jpeg": prepare_jpeg, "small": prepare_small}[name],
     )
+    context = tf.distribute.InputContext(pipelines)
+    return load_splits(["train"], task, settings, create_strategy(settings), context)["train"]
 
 
 def taken(folder: Path, name: str, way: str) -> Iterator[Any]:
@@ -184,7 +182,7 @@ def measure_first_batch(folder: Path, name: str, way: str, position: float) -> d
     """Returns what the first batch at a position (0 to 1) of an epoch costs."""
     found = batches(folder, name, way)  # Records are indexed here, once.
     before, started = bytes_read(), time.perf_counter()
-    next(found.iterator(first_step=int(position * found.steps)).take(1))
+    next(found.iterator(first_step=int(position * found.steps_per_pass)).take(1))
     return {"seconds": time.perf_counter() - started, "MB read": (bytes_read() - before) / 1e6}
 
 
@@ -194,7 +192,7 @@ def measure_share(folder: Path, name: str, way: str, workers: int) -> dict[str, 
 
     found = batches(folder, name, way, replicas=workers, pipelines=workers)
     before, zero = bytes_read(), tf.constant(0, tf.int64)
-    for _ in found._prepared(zero, zero):
+    for _ in found._pipeline._batches(zero, zero):
         pass
     return {"MB read": (bytes_read() - before) / 1e6}
 

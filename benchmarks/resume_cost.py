@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "{{cookiecutter.project_slug}}"))
 
@@ -18,9 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from config import Config
-from engine.data import examples
-from engine.data.batches import Batches
-from engine.data.preparation import Preparation
+from engine.data import examples, load_splits
 
 BATCH_SIZE = 64
 
@@ -29,18 +28,17 @@ def seconds_to_first_batch(count: int, position: float, *, in_memory: bool) -> f
     """Returns how long the batch at `position` (0 to 1) of an epoch of `count` examples takes to come."""
     examples.BYTES_IN_MEMORY = 2**29 if in_memory else 0
     features = np.zeros((count, 8), np.float32)
-    batches = Batches(
-        "train",
-        lambda _: tf.data.Dataset.from_tensor_slices((features, np.zeros(count, np.int32))),
-        Preparation(lambda features, labels: (features, labels), training=True),
-        tf.distribute.get_strategy(),
-        Config(global_batch_size=BATCH_SIZE, shuffle_megabytes=28),  # About 100,000 of them.
+    task = SimpleNamespace(
+        load_examples=lambda _: tf.data.Dataset.from_tensor_slices((features, np.zeros(count, np.int32))),
+        prepare_example=lambda features, labels: (features, labels),
     )
+    config = Config(global_batch_size=BATCH_SIZE, shuffle_megabytes=28)  # About 100,000 of them.
+    batches = load_splits(["train"], task, config, tf.distribute.get_strategy())["train"]
     started = time.perf_counter()
-    feed = batches.iterator(first_step=int(position * batches.steps))
-    next(feed.take(1))
+    iterator = batches.iterator(first_step=int(position * batches.steps_per_pass))
+    next(iterator.take(1))
     seconds = time.perf_counter() - started
-    feed.close()
+    iterator.close()
     return seconds
 
 

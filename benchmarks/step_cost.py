@@ -24,7 +24,6 @@ import task
 import train
 from config import Config
 from engine.command_line import read_settings
-from engine.data.batches import batch_of
 
 STEPS = 1200
 CALLS = 4
@@ -52,12 +51,12 @@ def bare_step(batch: Any) -> tf.Tensor:
 
 def variants() -> dict[str, Any]:
     """Returns functions that take a stack and how many steps to do, by what the step has more than the one before."""
-    run = train.strategy.run
+    run, pick = train.strategy.run, train.batches["train"].stacks.pick
 
     def loop(body: Any) -> Any:
         @tf.function(reduce_retracing=True)
         def steps(stack: Any, count: tf.Tensor) -> tf.Tensor:
-            resident = run(batch_of, args=(stack, 0))
+            resident = pick(stack, 0)
             total = 0.0
             for index in tf.range(count):
                 total += body(stack, resident, index)
@@ -74,7 +73,7 @@ def variants() -> dict[str, Any]:
         return 0.0
 
     def with_slices(stack: Any, resident: Any, index: tf.Tensor) -> tf.Tensor:
-        run(task.train_step, args=(run(batch_of, args=(stack, index)),))
+        run(task.train_step, args=(pick(stack, index),))
         return 0.0
 
     return {

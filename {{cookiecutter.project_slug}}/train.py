@@ -20,11 +20,11 @@ import tensorflow as tf
 
 import task
 from engine.check import check_task
-from engine.cluster.parameter_servers import per_worker_batches
+from engine.cluster.parameter_servers import worker_pool
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers, peers_named
 from engine.command_line import read_settings
-from engine.data import Batches, load_splits
+from engine.data import Batches, CompiledSteps, load_splits
 from engine.errors import exit_codes
 from engine.model import (
     HiddenState,
@@ -57,7 +57,7 @@ config: Config
 strategy: tf.distribute.Strategy
 batches: dict[str, Batches]  # "train", "validation" or "validation/<name>", "test" or "test/<name>" -> its batches
 objects: TaskObjects  # what the steps use and change: the objects of task.py, built and checked
-run_steps: dict[str, Callable[..., tf.Tensor]]  # split -> takes steps on a stack of batches, in the graph
+run_steps: dict[str, CompiledSteps]  # split -> takes steps on a stack of batches, in the graph
 run: Run  # how far the run has come, and what it keeps on disk
 
 
@@ -72,9 +72,9 @@ def build(settings: Config) -> None:
     strategy = create_strategy(config)
     set_up(task, config)
     workers = Workers(strategy)
-    batches = load_splits(SPLITS, task, config, strategy, pipelines=workers.count, pipeline=workers.index)
+    context = tf.distribute.InputContext(workers.count, workers.index)
     # With --strategy parameter_server, each worker trains on batches of its own.
-    batches = per_worker_batches(batches, strategy)
+    batches = load_splits(SPLITS, task, config, strategy, context, worker_pool(strategy))
 
     # KEEP: All variables are made inside the scope, and before anything is compiled.
     with strategy.scope(), recorded_variables() as recorded:
@@ -122,28 +122,27 @@ def distributed_test_step(batch) -> tf.Tensor:
 # --- Many batches in one call -----------------------------------------------------------------------------------------
 
 
-def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> CompiledSteps:
     """Returns a compiled function that takes steps on some batches of a stack; it returns their losses ([count]).
 
     A stack is several batches in one tensor, [batches, per_replica_batch_size, ...] on each replica. All datasets of a
     split share the function.
     """
-    first_dataset = datasets(split)[0]
-    pick = first_dataset.pick
+    stacks = datasets(split)[0].stacks
 
     def steps(stack, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         losses = tf.TensorArray(tf.float32, count, element_shape=())
         # `count` is a tensor, so this loop runs in the graph, and any number of steps shares one graph.
         for index in tf.range(count):
-            losses = losses.write(index, distributed_step(pick(stack, first + index)))
+            losses = losses.write(index, distributed_step(stacks.pick(stack, first + index)))
         return losses.stack()
 
-    return first_dataset.compiled(steps)
+    return stacks.compile(steps)
 
 
 def graph(split: str) -> tf.Graph | None:
     """Returns the graph of a split's steps, to look at; None if there is none in this process."""
-    return datasets(split)[0].graph(run_steps[split]) if datasets(split) and not config.eager else None
+    return run_steps[split].graph() if split in run_steps else None
 
 
 # --- Epochs -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,17 +73,17 @@ def test_cut_sequences_give_the_numbers_of_padded_ones(
         assert row == pytest.approx(expected, rel=1e-5)
     for weight, expected in zip(weights, all_padded[1], strict=True):
         np.testing.assert_allclose(weight, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-    assert train.run_steps["train"].experimental_get_tracing_count() == 1
+    assert train.run_steps["train"].trace_count() == 1
     assert "  shuffled       train in memory\n" in capsys.readouterr().out  # Texts are kept.
 
 
 # --- Batches ----------------------------------------------------------------------------------------------------------
 
 
-def load(replicas: int = 1, **settings: Any) -> dict[str, Batches]:
+def load(replicas: int = 1, workers: Any = None, **settings: Any) -> dict[str, Batches]:
     fixed = {"simulated_devices": replicas, "global_batch_size": 8, "keep_last_batch": True, "pad_to": LENGTHS}
     config = Config(**{**fixed, **settings})
-    return load_splits(train.SPLITS, tagging, config, create_strategy(config))
+    return load_splits(train.SPLITS, tagging, config, create_strategy(config), workers=workers)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
@@ -107,7 +108,7 @@ def test_batch_is_as_long_as_its_longest_sequence_needs_on_all_replicas(split: s
 
 
 def test_workers_with_their_own_steps_cut_their_own_batches() -> None:
-    made = load()["train"]
+    made = load(workers=SimpleNamespace(count=2))["train"]
 
     @tf.function
     def shapes() -> tf.Tensor:
@@ -125,10 +126,10 @@ def test_workers_with_their_own_steps_cut_their_own_batches() -> None:
 def test_without_it_a_batch_is_only_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tagging, "padded_to", 64)
     made = load(pad_to=None)["train"]
-    picked = tf.function(made.pick, autograph=False, input_signature=made._signature[:2]).get_concrete_function()
-    kinds = {operation.type for operation in picked.graph.get_operations()}
+    picked = made.stacks.compile(lambda stack, first, count: made.stacks.pick(stack, first))
+    kinds = {operation.type for operation in picked.graph().get_operations()}
     assert kinds <= {"Placeholder", "Const", "GatherV2", "Identity"}
-    assert len(picked.structured_outputs) == 3
+    assert len(picked.graph().structured_outputs) == 3
 
 
 # Settings; what task.prepare_example pads to by itself; what is said.
@@ -138,8 +139,12 @@ REFUSED = {
         None,
         r"on example 0, counted from 0, .*a sequence is longer than 16, the largest --pad-to: cut it, .*\] \[56\]",
     ),
-    "no lengths": ({"pad_to": None}, None, r"int32\[None\]\): each has to be a tensor, .*or use --pad-to 64 128 256"),
-    "nothing to pad": ({}, 64, r"--pad-to 8 16 64: task.prepare_example .* has no tensor whose first size differs"),
+    "no lengths": (
+        {"pad_to": None},
+        None,
+        r"int32\[None\]\) for task.load_examples.*: each must be a tensor of .*or use --pad-to 64 128 256",
+    ),
+    "nothing to pad": ({}, 64, r"--pad-to 8 16 64: task.prepare_example .* where no tensor's first size differs"),
 }
 
 

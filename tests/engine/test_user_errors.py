@@ -168,7 +168,7 @@ def test_bad_example_is_named_by_its_number(fault: str, monkeypatch: pytest.Monk
     with pytest.raises(BadInput) as refused:
         for batches in load_splits(train.SPLITS, task, config, create_strategy(config)).values():
             for epoch in range(2):
-                list(batches.iterator(epoch).take(batches.steps))
+                list(batches.iterator(epoch).take(batches.steps_per_pass))
     assert said in str(refused.value)
 
 

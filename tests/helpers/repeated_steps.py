@@ -18,7 +18,7 @@ from engine.run.checkpoints import weights_sha256
 train.build(read_settings(Config, ["--simulated-devices=2"]))
 state, batches = train.run.checkpoints.state, train.batches["train"]
 before = state.values()
-stacks = list(batches.iterator().take(batches.steps))
+stacks = list(batches.iterator().take(batches.steps_per_pass))
 found = set()
 for _ in range(int(sys.argv[1])):
     state.assign(before)

@@ -15,7 +15,7 @@ import engine  # noqa: F401 - First: it hides TensorFlow's lines about itself.
 import task
 from engine.cluster.strategy import create_strategy
 from engine.command_line import read_settings
-from engine.data.sets import each_set
+from engine.data.splits import each_dataset
 
 # What your own settings without a default need, as on the command line: ["--data-dir=/data/digits"].
 ARGUMENTS: list[str] = []
@@ -36,7 +36,7 @@ def few_examples() -> Iterator[None]:
     load_examples = task.load_examples
 
     def load_few(split: str) -> Any:
-        return each_set(load_examples(split), lambda examples: examples.take(EXAMPLES[split]))
+        return each_dataset(load_examples(split), lambda examples: examples.take(EXAMPLES[split]))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(task, "load_examples", load_few)

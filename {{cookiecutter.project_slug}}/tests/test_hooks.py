@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import task
 import train
-from engine.data.sets import named
+from engine.data.splits import named
 
 
 @pytest.mark.parametrize("split", train.SPLITS)
@@ -32,7 +32,7 @@ def test_batches_are_prepared_the_same_way_every_time(settings: Config) -> None:
 def test_every_variable_is_in_the_state(settings: Config) -> None:
     """Anything else that a step changes is lost at a resume: keep it in a model, an optimizer or a metric."""
     train.build(settings)
-    used = train.run_steps["train"].get_concrete_function().graph.variables
+    used = train.run_steps["train"].graph().variables
     known = {variable.ref() for variable in train.run.checkpoints.state.variables()}
     assert not [variable.name for variable in used if variable.ref() not in known]
 
@@ -54,5 +54,5 @@ def test_everything_is_traced_once(settings: Config) -> None:
         train.train_epoch(epoch)
         train.validate()
     train.test()
-    traces = {split: function.experimental_get_tracing_count() for split, function in train.run_steps.items()}
+    traces = {split: function.trace_count() for split, function in train.run_steps.items()}
     assert traces == dict.fromkeys(train.run_steps, 1)

@@ -396,7 +396,10 @@ class AddedLoss(keras.layers.Layer):
 
 
 def compile_without_signature(split, step):
-    return tf.function(COMPILE_STEPS(split, step).python_function)  # Each size of a stack is traced.
+    compiled = COMPILE_STEPS(split, step)
+    without = CompiledSteps(tf.function(compiled.function.python_function))  # Each size of a stack is traced.
+    without.__dict__["graph"] = compiled.graph
+    return without
 
 
 def labels_as_texts(features, labels):

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from loading import batches_of, batches_of_two_workers
 from streaming import stream
 
 from config import Config
-from engine.cluster.strategy import create_strategy
 from engine.data.batches import Batches, per_replica_batch_size
-from engine.data.preparation import Preparation
 from engine.data.splits import check_same_structure
 from engine.data.stacks import stack_sizes
 from engine.errors import BadInput
@@ -41,9 +40,7 @@ def batches(
 ) -> Batches:
     """Returns batches of 8; `pipelines` is the number of processes, and which of them this is."""
     config = Config(**{"simulated_devices": replicas, "global_batch_size": 8, "seed": 5, **settings})
-    preparation = Preparation(prepare_example, training=split == "train")
-    load_examples = load_examples or (lambda _: numbers(count))
-    return Batches(split, load_examples, preparation, create_strategy(config), config, *pipelines)
+    return batches_of(split, load_examples or (lambda _: numbers(count)), prepare_example, config, pipelines=pipelines)
 
 
 def whole(found: Batches, *, epoch: int = 0, first_step: int = 0) -> list[list[np.ndarray]]:
@@ -53,14 +50,14 @@ def whole(found: Batches, *, epoch: int = 0, first_step: int = 0) -> list[list[n
         [np.concatenate([share.numpy() for share in local_results(part)]) for part in batch]
         for batch in found.one_by_one(epoch, first_step)
     ]
-    assert len(joined) == found.steps - first_step
+    assert len(joined) == found.steps_per_pass - first_step
     return joined
 
 
 def all_shares(found: Batches, *, first_step: int = 0) -> list[list[np.ndarray]]:
     """Returns what one of two processes gives its replicas in a pass: a share of a batch for each in turn."""
-    sizes = stack_sizes(found.steps, first_step, found._bytes_of_batch)
-    stacks = iter(found._stacks(0, first_step, sizes))
+    sizes = stack_sizes(found.steps_per_pass, first_step, found._bytes_of_batch)
+    stacks = iter(found._pipeline.stacks(0, first_step, sizes))
     taken = []
     for size in sizes[0]:
         on_replicas = [[part.numpy() for part in stack] for stack in next(stacks)]
@@ -72,7 +69,8 @@ def all_shares(found: Batches, *, first_step: int = 0) -> list[list[np.ndarray]]
 
 def test_workers_with_their_own_steps_share_the_examples_of_an_epoch() -> None:
     """As with parameter servers, where the pipeline is made in the graph of a worker."""
-    made = batches(count=40)
+    config = Config(simulated_devices=1, global_batch_size=8, seed=5)
+    made = batches_of_two_workers(lambda _: numbers(40), unchanged, config)
 
     @tf.function
     def five_batches(pipeline: tf.Tensor) -> tf.Tensor:
@@ -103,7 +101,7 @@ def test_evaluation_counts_each_example_once() -> None:
 
 def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
     made = batches()
-    assert (made.steps, made.dropped) == (4, 5)
+    assert (made.steps_per_pass, made.dropped) == (4, 5)
     seen = [np.concatenate([batch[0] for batch in whole(made, epoch=epoch)]) for epoch in range(3)]
     for order in seen:
         assert len(set(order.tolist())) == 32
@@ -113,7 +111,7 @@ def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
 
 def test_kept_last_batch_is_padded_with_weight_0() -> None:
     made = batches(keep_last_batch=True)
-    assert (made.steps, made.dropped) == (5, 0)
+    assert (made.steps_per_pass, made.dropped) == (5, 0)
     found = whole(made)
     kept = np.concatenate([features[weights == 1] for features, _, weights in found])
     assert sorted(kept.tolist()) == list(range(37))
@@ -235,7 +233,7 @@ REFUSED_EXAMPLES = {
     "unknown length": (unknown_length, "returned examples of unknown number"),
     "no labels": (
         no_labels,
-        r"returned elements of int64\[\], which do not fit task.prepare_example\(features, labels, ",
+        r"argument: 'labels' \(task.prepare_example gets .*: int64\[\], as task.load_examples",
     ),
     "a weight per feature": (
         lambda _: tf.data.Dataset.from_tensor_slices(([[1.0, 2.0]] * 9, [0] * 9, [[1.0, 2.0]] * 9)),
@@ -258,7 +256,7 @@ def test_examples_of_unknown_shape_are_refused() -> None:
         lengths = tf.data.Dataset.range(9)
         return lengths.map(lambda length: (tf.ones(length), 0))
 
-    with pytest.raises(BadInput, match=r"task.prepare_example returned for 'train' \(float32\[None\], int32\[\]\)"):
+    with pytest.raises(BadInput, match=r"task.prepare_example returned \(float32\[None\], int32\[\]\) for task.load"):
         batches(load_examples=ragged)
 
 
@@ -284,7 +282,7 @@ def load_own_files(split: str, input_context: tf.distribute.InputContext | None 
 
 def test_files_of_one_process_are_all_files() -> None:
     made = batches("validation", load_examples=load_own_files)
-    assert (made.number_of_examples, made.steps) == (39, 5)
+    assert (made.number_of_examples, made.steps_per_pass) == (39, 5)
 
 
 def test_evaluation_of_files_counts_each_example_once_in_equally_many_steps() -> None:
@@ -292,7 +290,7 @@ def test_evaluation_of_files_counts_each_example_once_in_equally_many_steps() ->
     for pipeline in range(2):
         own = batches("validation", load_examples=load_own_files, replicas=2, pipelines=(2, pipeline))
         # Files of 17 and of 22 examples, 4 of a batch from each.
-        assert (own.number_of_examples, own.steps, own.dropped) == (39, 6, 0)
+        assert (own.number_of_examples, own.steps_per_pass, own.dropped) == (39, 6, 0)
         shares = all_shares(own)
         assert len(shares) == 6
         for features, _, weights in shares:
@@ -308,7 +306,7 @@ def test_training_on_files_takes_equally_many_steps_and_resumes() -> None:
 
     for pipeline, files in enumerate(({*range(10), *range(32, 39)}, set(range(10, 32)))):
         own = batches(load_examples=load_own_files, prepare_example=draw, replicas=2, pipelines=(2, pipeline))
-        assert (own.steps, own.dropped) == (4, 7)
+        assert (own.steps_per_pass, own.dropped) == (4, 7)
         shares = all_shares(own)
         seen = [int(label) for _, labels, _ in shares for label in labels]
         assert len(seen) == len(set(seen)) == 16

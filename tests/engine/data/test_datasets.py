@@ -11,7 +11,7 @@ import tensorflow as tf
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data import Batches, load_splits
-from engine.data.sets import each_set, loaders
+from engine.data.splits import each_dataset, load_datasets
 from engine.errors import BadInput
 
 SPLITS = ("train", "validation", "test")
@@ -32,10 +32,10 @@ def load(examples: dict[str, Any], *, replicas: int = 1, prepare: Any = None, **
 def features(batches: Batches, epoch: int = 0, first_step: int = 0, count: int | None = None) -> list[list[int]]:
     """Returns the features, without padding, of `count` global batches from a step of an epoch on; of an epoch's."""
     local_results = batches._strategy.experimental_local_results
-    pick = tf.function(batches.pick, autograph=False)
-    feed = batches._new_feed(*batches._place(epoch, first_step))
+    pick = tf.function(batches.stacks.pick, autograph=False)
+    iterator = batches._new_iterator(*batches._place(epoch, first_step))
     found = []
-    for stack, first, taken in feed.take(count or batches.steps_per_epoch):
+    for stack, first, taken in iterator.take(count or batches.steps_per_epoch):
         for index in range(first, first + taken):
             batch = pick(stack, tf.constant(index))
             numbers, weights = (
@@ -70,9 +70,12 @@ def test_splits_may_be_missing_and_have_several_sets() -> None:
         ({"train": None}, r"task.load_examples\('train'\) returned a NoneType"),
         ({"train": {"one": numbers(0, 20)}}, r"task.load_examples\('train'\) returned a dict"),
         ({"validation": {}}, r"task.load_examples\('validation'\) returned an empty dict: return None"),
-        ({"test": {"a b": numbers(0, 9)}}, r"task.load_examples\('test'\) returned a set called 'a b': use letters"),
-        ({"test": {7: numbers(0, 9)}}, r"task.load_examples\('test'\) returned a set called 7: use letters"),
-        ({"test": {"a/b": numbers(0, 9)}}, "returned a set called 'a/b': use letters"),
+        (
+            {"test": {"a b": numbers(0, 9)}},
+            r"task.load_examples\('test'\) returned a dataset called 'a b': use letters",
+        ),
+        ({"test": {7: numbers(0, 9)}}, r"task.load_examples\('test'\) returned a dataset called 7: use letters"),
+        ({"test": {"a/b": numbers(0, 9)}}, "returned a dataset called 'a/b': use letters"),
         ({"test": {"a": numbers(0, 9), "b": None}}, r"task.load_examples\('test'\)\['b'\] returned a NoneType"),
         ({"validation": {"none": numbers(0, 0)}}, r"task.load_examples\('validation'\)\['none'\] returned no examples"),
         (
@@ -93,27 +96,27 @@ def test_validation_in_an_epoch_needs_a_validation() -> None:
     load({**examples, "validation": {"one": numbers(0, 9)}}, validate_every_steps=2)
 
 
-def test_hook_is_called_once_for_all_sets_and_with_files_once_for_each_worker() -> None:
+def test_hook_is_called_once_for_all_datasets_and_with_files_once_for_each_worker() -> None:
     calls = []
 
     def hook(split: str, input_context: tf.distribute.InputContext | None = None) -> Any:
         worker = input_context.input_pipeline_id if input_context else None
         calls.append(worker)
-        return {name: (name, worker) for name in ("a", "b", "c")[: 3 if worker != 1 else 2]}
+        return {name: numbers(0, 9 + (worker or 0)) for name in "abc"[: 2 if worker == 2 else 3]}
 
-    sets = loaders("test", hook, 1)
-    assert {name: each("test") for name, each in sets.items()} == {f"test/{each}": (each, None) for each in "abc"}
+    def lengths(processes: int) -> dict[str, list[int]]:
+        found = load_datasets("test", hook, Config(), tf.distribute.InputContext(processes, 0))
+        return {name: [each.length for each in examples] for name, examples in found.items()}
+
+    assert lengths(1) == {"test/a": [9], "test/b": [9], "test/c": [9]}
     assert calls == [None]
     calls.clear()
-    contexts = [tf.distribute.InputContext(2, number) for number in range(2)]
-    sets = loaders("test", hook, 2)
-    found = [[sets[f"test/{name}"]("test", input_context=each) for each in contexts] for name in "ab"]
-    assert found == [[("a", 0), ("a", 1)], [("b", 0), ("b", 1)]]
+    assert lengths(2) == {"test/a": [9, 10], "test/b": [9, 10], "test/c": [9, 10]}
     assert calls == [0, 1]
-    with pytest.raises(BadInput, match=r"task.load_examples\('test'\)\['c'\] is missing for worker 1"):
-        sets["test/c"]("test", input_context=contexts[1])
-    assert each_set({"a": 1, "b": 2}, str) == {"a": "1", "b": "2"}
-    assert (each_set(None, str), each_set(3, str)) == (None, "3")
+    with pytest.raises(BadInput, match=r"task.load_examples\('test'\)\['c'\] is missing for worker 2"):
+        lengths(3)
+    assert each_dataset({"a": 1, "b": 2}, str) == {"a": "1", "b": "2"}
+    assert (each_dataset(None, str), each_dataset(3, str)) == (None, "3")
 
 
 def test_evaluation_batches_have_a_size_of_their_own() -> None:
@@ -123,7 +126,10 @@ def test_evaluation_batches_have_a_size_of_their_own() -> None:
         "test": {"a": numbers(0, 20), "b": numbers(0, 1)},
     }
     batches = load(examples, replicas=2, evaluation_batch_size=20)
-    assert {name: (each.size, each.per_replica_batch_size, each.steps) for name, each in batches.items()} == {
+    assert {
+        name: (each.global_batch_size, each.per_replica_batch_size, each.steps_per_pass)
+        for name, each in batches.items()
+    } == {
         "train": (8, 4, 2),
         "validation": (20, 10, 2),
         "test/a": (20, 10, 1),
@@ -157,14 +163,14 @@ def numbered_texts(features: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, t
 def test_epochs_are_cut_from_the_passes(kind: Any, steps: int, options: dict[str, bool]) -> None:
     examples = {"train": kind(numbers(0, 37)), "validation": None, "test": None}
     by_pass = load(examples, prepare=numbered_texts, **options)["train"]
-    assert by_pass.steps == (5 if options else 4)
+    assert by_pass.steps_per_pass == (5 if options else 4)
     stream = [batch for number in range(4) for batch in features(by_pass, number)]
     for number in range(4):  # Each pass has each example at most once; the passes differ.
-        order = joined(stream[number * by_pass.steps : (number + 1) * by_pass.steps])
+        order = joined(stream[number * by_pass.steps_per_pass : (number + 1) * by_pass.steps_per_pass])
         assert len(set(order)) == len(order) == (37 if options else 32)
     for replicas in (1, 2):
         train = load(examples, prepare=numbered_texts, replicas=replicas, steps_per_epoch=steps, **options)["train"]
-        assert (train.steps, train.steps_per_epoch) == (by_pass.steps, steps)
+        assert (train.steps_per_pass, train.steps_per_epoch) == (by_pass.steps_per_pass, steps)
         assert features(train, count=2 * steps) == stream[: 2 * steps]
         assert features(train, 1, steps - 1, count=1) == stream[2 * steps - 1 : 2 * steps]
         for epoch in range(2):
@@ -187,4 +193,4 @@ def test_example_that_fails_is_placed_in_its_epoch() -> None:
     train = load({"train": numbers(0, 32), "validation": None, "test": None}, steps_per_epoch=3)["train"]
     error = tf.errors.InvalidArgumentError(None, None, "lost")
     # Of passes of 4 steps, batch 2 of the second is number 6 of all: the first of the third epoch.
-    assert "in the batches from step 1 of epoch 3 on" in str(train._refusal(error, 1, 2))
+    assert "in the batches from step 1 of epoch 3 on" in str(train._rejection(error, 1, 2))

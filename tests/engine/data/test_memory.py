@@ -6,22 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from loading import batches_of
 
 from config import Config
-from engine.cluster.strategy import create_strategy
+from engine.data import element_spec
 from engine.data import examples as examples_module
-from engine.data import memory
 from engine.data.batches import Batches
-from engine.data.examples import Examples
-from engine.data.preparation import Preparation
+from engine.data.examples import DatasetExamples
 from engine.errors import BadInput
 from engine.run import summary
 
 MEGABYTE = 2**20
 
 
-def made(dataset: tf.data.Dataset, shuffle_bytes: int = MEGABYTE) -> Examples:
-    return Examples(dataset, "task.load_examples('train')", shuffle_bytes)
+def made(dataset: tf.data.Dataset, shuffle_bytes: int = MEGABYTE) -> DatasetExamples:
+    return DatasetExamples(dataset, "task.load_examples('train')", shuffle_bytes)
 
 
 def texts(lengths: list[int]) -> tf.data.Dataset:
@@ -39,35 +38,35 @@ def unknown_sizes(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 # Examples; the bytes that one has, counted by hand.
 SIZES: dict[str, tuple[Callable[[], tf.data.Dataset], float]] = {
     "numbers": (lambda: tf.data.Dataset.from_tensor_slices((np.zeros((9, 10, 3)), np.zeros(9, np.int8))), 241),
-    "texts": (lambda: texts([100, 300]), 200 + memory.BYTES_OF_STRING + 4),
+    "texts": (lambda: texts([100, 300]), 200 + element_spec.BYTES_OF_STRING + 4),
     "ragged": (lambda: tf.data.Dataset.range(9).map(ragged), 4000 + 3 * 8 + 4),
     "unknown sizes": (lambda: tf.data.Dataset.range(10).map(unknown_sizes), 4004 + 8),
     # Only the first ones are read.
-    "many": (lambda: texts([10] * memory.MEASURED + [9999]), 10 + memory.BYTES_OF_STRING + 4),
+    "many": (lambda: texts([10] * element_spec.MEASURED + [9999]), 10 + element_spec.BYTES_OF_STRING + 4),
 }
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_shuffle_buffer_holds_what_fits_by_the_bytes_of_an_example(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset, expected = SIZES[kind]
-    monkeypatch.setattr(memory, "BYTES_OF_ELEMENT", 0)
-    monkeypatch.setattr(memory, "BYTES_OF_TENSOR", 0)
+    monkeypatch.setattr(element_spec, "BYTES_OF_ELEMENT", 0)
+    monkeypatch.setattr(element_spec, "BYTES_OF_TENSOR", 0)
     assert made(dataset(), shuffle_bytes=int(5 * expected)).buffer_size == min(5, int(dataset().cardinality()))
     assert made(dataset(), shuffle_bytes=int(2 * expected) - 1).buffer_size == 1
     assert made(dataset(), shuffle_bytes=1).buffer_size == 1
 
 
 def test_small_set_of_texts_is_kept_and_a_large_one_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 100 + memory.BYTES_OF_STRING + 4
+    size = 100 + element_spec.BYTES_OF_STRING + 4
     monkeypatch.setattr(examples_module, "BYTES_IN_MEMORY", int(10 * size * examples_module.MARGIN))
-    assert made(texts([100] * 10)).describe_shuffling(streamed=False, processes=1) == ("in memory", 0)
-    text, taken = made(texts([100] * 11)).describe_shuffling(streamed=False, processes=1)
+    assert made(texts([100] * 10)).describe_shuffling(1) == ("in memory", 0)
+    text, taken = made(texts([100] * 11)).describe_shuffling(1)
     assert text == "streamed, 11 of 11 examples at a time, 1 MB in each process"
     assert taken > 11 * size
     # Where nothing says how large the examples are, none is kept.
     assert not made(SIZES["ragged"][0]()).fits_in_memory
     # A type that says it all reads nothing.
-    monkeypatch.setattr(memory, "measured_bytes", None)
+    monkeypatch.setattr(examples_module, "measured_bytes", None)
     assert made(tf.data.Dataset.range(10).map(lambda number: (number, number))).fits_in_memory
 
 
@@ -77,7 +76,7 @@ def test_unreadable_first_example_is_named_before_the_run_begins() -> None:
             return tf.zeros([number]), number
 
     with pytest.raises(BadInput, match=r"task.load_examples\('train'\) failed on example 7, .*no such file"):
-        made(tf.data.Dataset.range(9).map(fails)).keep()
+        made(tf.data.Dataset.range(9).map(fails)).cache()
 
 
 def test_more_than_half_of_the_machine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +115,7 @@ def test_resume_in_a_folder_of_images_reads_none_before_its_position(
         return tf.ensure_shape(tf.io.decode_png(tf.io.read_file(path)), [2, 2, 1]), label
 
     def batches() -> Batches:
-        config = Config(global_batch_size=4)
-        preparation = Preparation(prepare_example, training=True)
-        return Batches("train", load_examples, preparation, create_strategy(config), config)
+        return batches_of("train", load_examples, prepare_example, Config(global_batch_size=4))
 
     assert batches()._examples.fits_in_memory == is_kept
     whole = [tuple(part.numpy() for part in batch) for batch in batches().one_by_one()]

@@ -1,18 +1,18 @@
 """Examples are the same however they are read, and however many are prepared at a time."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from loading import batches_of
 from streaming import stream
 
 from config import Config
-from engine.cluster.strategy import create_strategy
 from engine.data import examples as examples_module
 from engine.data.batches import Batches
-from engine.data.preparation import Preparation
 
 COUNT = 37
 
@@ -28,9 +28,7 @@ EXAMPLES = list(images("").as_numpy_iterator())
 
 def batches(prepare_example: Callable[..., Any], split: str = "train", **settings: Any) -> Batches:
     fixed = {"simulated_devices": 2, "global_batch_size": 8, "seed": 1, "keep_last_batch": True}
-    config = Config(**{**fixed, **settings})
-    preparation = Preparation(prepare_example, training=split == "train")
-    return Batches(split, images, preparation, create_strategy(config), config)
+    return batches_of(split, images, prepare_example, Config(**{**fixed, **settings}))
 
 
 def contents(batches: Batches, epoch: int = 0) -> list[np.ndarray]:
@@ -78,9 +76,10 @@ ONE_BY_ONE = {
 @pytest.mark.parametrize("name", TOGETHER)
 def test_batch_prepared_in_one_go_is_that_of_single_examples(name: str) -> None:
     made = batches(TOGETHER[name])
-    assert made._preparation.takes_batches
+    assert made._pipeline.prepared.takes_batches
     together = contents(made)
-    made._preparation.takes_batches = False
+    prepared = dataclasses.replace(made._pipeline.prepared, takes_batches=False)
+    made._pipeline = dataclasses.replace(made._pipeline, prepared=prepared)
     for one, other in zip(together, contents(made), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
@@ -90,7 +89,7 @@ def test_batch_prepared_in_one_go_is_that_of_single_examples(name: str) -> None:
 def test_what_cannot_be_prepared_in_one_go_is_prepared_one_by_one(name: str, split: str) -> None:
     prepare_example, by_numpy = ONE_BY_ONE[name]
     made = batches(prepare_example, split)
-    assert not made._preparation.takes_batches
+    assert not made._pipeline.prepared.takes_batches
     expected = by_numpy(np.stack([features for features, _, _ in EXAMPLES]))
     features, labels, weights = contents(made)
     np.testing.assert_array_equal(features[weights > 0], expected[labels[weights > 0]])

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from loading import batches_of, batches_of_two_workers
 from record_files import shuffle_in, write_records
 
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data import Batches, Records, load_splits
-from engine.data.preparation import Preparation
+from engine.data.examples import Shard
+from engine.data.record_examples import segment_count
 from engine.data.record_index import index_files
-from engine.data.records import lane_count
 from engine.errors import BadInput
 
 SIZES = [123, 3, 251, 60]  # Records in each file.
@@ -33,10 +34,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Records:
     return write(tmp_path_factory.mktemp("records"), data=lambda number: bytes(number % 7))
 
 
-@pytest.fixture(params=["complete", "in groups"])
+@pytest.fixture(params=["complete", "in windows"])
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether a lane is shuffled as a whole, or in many groups."""
-    if request.param == "in groups":
+    """Whether a segment is shuffled completely, or in many windows."""
+    if request.param == "in windows":
         shuffle_in(monkeypatch, 60_000, block=100)
     return request.param
 
@@ -56,8 +57,7 @@ def batches(
     **settings: Any,
 ) -> Batches:
     config = Config(**{"simulated_devices": replicas, "global_batch_size": 24, "seed": 5, **settings})
-    preparation = Preparation(prepare_example, training=split == "train")
-    return Batches(split, lambda _: loaded, preparation, create_strategy(config), config, *pipelines)
+    return batches_of(split, lambda _: loaded, prepare_example, config, pipelines=pipelines)
 
 
 def whole(found: Batches, *, epoch: int = 0, first_step: int = 0) -> list[list[np.ndarray]]:
@@ -78,8 +78,8 @@ def shares(
     first, seed = tf.constant(first_step * size, tf.int64), None if seed is None else tf.constant(seed, tf.int64)
     found = []
     for process in range(number):
-        share = slice(process * own, (process + 1) * own)
-        stream = examples.stream(size, first, steps * size, share, seed)
+        shard = Shard(size, slice(process * own, (process + 1) * own), steps * size)
+        stream = examples.one_by_one(shard, first, seed)
         pairs = stream.batch(4096).map(lambda places, found: (places, tf.strings.substr(found, 0, 8)))
         pairs = pairs.map(lambda places, heads: (places, tf.io.decode_raw(heads, tf.int64)[:, 0]))
         places, numbers = (np.concatenate(each) for each in zip(*pairs.as_numpy_iterator(), strict=True))
@@ -105,7 +105,7 @@ def test_batches_are_the_same_for_any_number_of_replicas(
 def test_batches_are_the_same_for_any_number_of_processes(
     size: int, files: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the lanes can be dealt out to them, and where two processes share one."""
+    """Where the segments can be dealt out to them, and where two processes share one."""
     shuffle_in(monkeypatch, 60_000, block=100)
     (expected,) = shares(files, 1, size=size)
     assert len(expected) == COUNT // size
@@ -114,26 +114,26 @@ def test_batches_are_the_same_for_any_number_of_processes(
             np.testing.assert_array_equal(np.concatenate(shares(files, number, size=size), axis=1), expected)
 
 
-def test_without_shuffling_the_order_is_that_of_the_files_cut_into_lanes(files: Records, memory: str) -> None:
+def test_without_shuffling_the_order_is_that_of_the_files_cut_into_segments(files: Records, memory: str) -> None:
     (found,) = shares(files, 1, size=24, seed=None)
     steps = COUNT // 24
-    expected = np.arange(steps * 24).reshape(24, steps).T  # 24 lanes, and one record of each in a batch.
+    expected = np.arange(steps * 24).reshape(24, steps).T  # 24 segments, and one record of each in a batch.
     np.testing.assert_array_equal(found[..., 0], expected)
     np.testing.assert_array_equal(found[..., 1], expected)
 
 
 @pytest.mark.parametrize("size", [1, 24, 64, 67, 96, 128, 192, 256, 1000, 4096])
-def test_lanes_divide_the_batch_and_are_as_many_as_can_be(size: int) -> None:
-    lanes = lane_count(size)
-    assert size % lanes == 0
-    assert lanes == max(divisor for divisor in range(1, 65) if size % divisor == 0)
+def test_segments_divide_the_batch_and_are_as_many_as_can_be(size: int) -> None:
+    segments = segment_count(size)
+    assert size % segments == 0
+    assert segments == max(divisor for divisor in range(1, 65) if size % divisor == 0)
 
 
 def test_training_visits_each_record_of_the_whole_batches_once_and_leaves_out_others_each_epoch(
     files: Records, memory: str
 ) -> None:
     made = batches(files)
-    assert (made.number_of_examples, made.steps, made.dropped) == (COUNT, 18, COUNT % 24)
+    assert (made.number_of_examples, made.steps_per_pass, made.dropped) == (COUNT, 18, COUNT % 24)
     orders = [np.concatenate([labels for _, labels, _ in whole(made, epoch=epoch)]) for epoch in range(3)]
     for order in orders:
         assert len(set(order.tolist())) == 18 * 24
@@ -154,18 +154,19 @@ def test_padding_has_weight_0_and_every_record_counts_once(
     for count in (1, 25, COUNT):
         made = batches(files.take(count), split, keep_last_batch=keep, replicas=2)
         found = whole(made)
-        assert len(found) == made.steps == -(-count // 24)
+        assert len(found) == made.steps_per_pass == -(-count // 24)
         assert Counter(np.concatenate([labels[weights == 1] for _, labels, weights in found])) == Counter(range(count))
         # All padding is in the last batch.
         assert [int(weights.sum()) for _, _, weights in found] == [24] * (count // 24) + [count % 24]
 
 
-def test_each_group_of_a_lane_is_shuffled_by_itself_and_in_another_order(files: Records) -> None:
+def test_each_window_of_a_segment_is_shuffled_by_itself_and_in_another_order(files: Records) -> None:
     examples = files.examples("load_examples", 2**29)
-    examples._records_in_memory = 100
-    stream = examples.stream(1, tf.constant(0, tf.int64), COUNT, slice(0, 1), tf.constant(7, tf.int64))
+    examples.records_in_memory = 100
+    shard = Shard(1, slice(0, 1), COUNT)
+    stream = examples.one_by_one(shard, tf.constant(0, tf.int64), tf.constant(7, tf.int64))
     places = np.array([place.numpy() for place, _ in stream])
-    # One lane, whose groups have 50 places each, the first one 51.
+    # One segment, whose windows have 50 places each, the first one 51.
     orders = [places[begin : begin + 50] - begin for begin in range(51, 401, 50)]
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert len({tuple(order) for order in orders}) == len(orders)
@@ -177,7 +178,8 @@ def test_place_of_no_record_is_in_the_graph_of_a_pass(files: Records) -> None:
 
     @tf.function
     def a_pass() -> tf.Tensor:
-        stream = examples.stream(24, tf.constant(0, tf.int64), COUNT // 24 * 24, slice(0, 24), tf.constant(7, tf.int64))
+        shard = Shard(24, slice(0, 24), COUNT // 24 * 24)
+        stream = examples.one_by_one(shard, tf.constant(0, tf.int64), tf.constant(7, tf.int64))
         return stream.reduce(tf.constant(0, tf.int64), lambda count, _: count + 1)
 
     assert a_pass() == COUNT // 24 * 24
@@ -201,7 +203,7 @@ def test_files_sorted_by_class_are_mixed_as_by_a_perfect_shuffle(
 ) -> None:
     """Ten classes one after the other, of which much less is in memory than all of it."""
     loaded = write(tmp_path, [2000] * 10, data=lambda number: bytes(92))
-    shuffle_in(monkeypatch, 1_700_000, block=200)  # A tenth in the groups, each of many blocks.
+    shuffle_in(monkeypatch, 1_700_000, block=200)  # A tenth in the windows, each of many blocks.
     (found,) = shares(loaded, 1, size=64)
     classes = np.stack([np.bincount(batch // 2000, minlength=10) for batch in found[..., 1]])
     spread = ((classes - 6.4) ** 2 / 6.4).sum(axis=1)  # Of chi-squared distribution, with 9 degrees of freedom.
@@ -252,14 +254,15 @@ def test_first_batch_reads_little_anywhere_and_each_process_its_share(
 
     def first_batch(step: int) -> Callable[[], Any]:
         examples = loaded.examples("load_examples", 2**19)
-        stream = examples.stream(32, tf.constant(step * 32, tf.int64), 8192, slice(0, 32), tf.constant(7, tf.int64))
+        shard = Shard(32, slice(0, 32), 8192)
+        stream = examples.one_by_one(shard, tf.constant(step * 32, tf.int64), tf.constant(7, tf.int64))
         return lambda: list(stream.take(32))
 
     def count(batches: int, _: Any) -> int:
         return batches + 1
 
     for part in (0.0, 0.5, 0.9):
-        # A group of each lane, half of the memory, and what is read ahead.
+        # A window of each segment, half of the memory, and what is read ahead.
         assert bytes_read(first_batch(int(part * 256))) < 2 * 2**19
     for number in (1, 2, 4):
         parts = [bytes_read(lambda part=part: part.batch(1024).reduce(0, count)) for part in streams(loaded, number)]
@@ -269,7 +272,8 @@ def test_first_batch_reads_little_anywhere_and_each_process_its_share(
 def streams(loaded: Records, number: int) -> list[tf.data.Dataset]:
     examples = loaded.examples("load_examples", 2**19)
     parts = [slice(32 // number * process, 32 // number * (process + 1)) for process in range(number)]
-    return [examples.stream(32, tf.constant(0, tf.int64), 8192, part, tf.constant(7, tf.int64)) for part in parts]
+    first, seed = tf.constant(0, tf.int64), tf.constant(7, tf.int64)
+    return [examples.one_by_one(Shard(32, part, 8192), first, seed) for part in parts]
 
 
 @pytest.mark.long
@@ -294,7 +298,8 @@ def test_each_of_a_million_records_is_read_once_by_any_number_of_processes(
 
 def test_workers_with_steps_of_their_own_share_the_records_of_an_epoch(files: Records) -> None:
     """As with parameter servers, where the pipeline is made in the graph of a worker."""
-    made = batches(files.take(240))
+    config = Config(simulated_devices=1, global_batch_size=24, seed=5)
+    made = batches_of_two_workers(lambda _: files.take(240), number_of, config)
 
     @tf.function
     def five_batches(pipeline: tf.Tensor) -> tf.Tensor:
@@ -331,7 +336,7 @@ def test_paths_and_patterns_give_each_file_once_and_in_order(tmp_path: Path) -> 
             writer.write(b"0")
     remote = Records("ram://glob/*.tfrecord")
     assert remote.paths("hook") == ["ram://glob/a.tfrecord", "ram://glob/b.tfrecord"]
-    assert len(list(remote.examples("hook", None).in_order(0, 2))) == 2
+    assert len(list(remote.examples("hook", None).unshuffled())) == 2
 
 
 @pytest.mark.parametrize(
@@ -339,8 +344,8 @@ def test_paths_and_patterns_give_each_file_once_and_in_order(tmp_path: Path) -> 
     [
         (["*.none"], "task.load_examples('train') returned Records('*.none'), which matches no file: give the path of"),
         (["ram://none/*"], "returned Records('ram://none/*'), which matches no file"),
-        ([], "task.load_examples('train') returned Records without a file: give paths or patterns"),
-        ([os.curdir], ". is a folder: give its files, as in ./*.tfrecord"),
+        ([], "task.load_examples('train') returned no examples"),
+        ([os.curdir], ". cannot be read (Is a directory)"),
     ],
 )
 def test_records_without_a_file_are_refused(given: list[str], reason: str) -> None:
@@ -351,16 +356,8 @@ def test_records_without_a_file_are_refused(given: list[str], reason: str) -> No
 
 def test_records_of_workers_files_are_refused(files: Records) -> None:
     config = Config(simulated_devices=2, global_batch_size=8)
-    with pytest.raises(BadInput, match="takes an input_context and returned Records: leave it out of load_examples"):
-        Batches(
-            "train",
-            lambda split, input_context=None: files,
-            Preparation(number_of, training=True),
-            create_strategy(config),
-            config,
-            2,
-            0,
-        )
+    with pytest.raises(BadInput, match="takes an input_context and returned Records: remove it from load_examples"):
+        batches_of("train", lambda split, input_context=None: files, number_of, config, pipelines=(2, 0))
 
 
 def spoiled(folder: Path, number: int) -> Records:
@@ -380,7 +377,7 @@ def test_record_with_wrong_data_is_named_when_it_is_read(split: str, tmp_path: P
         whole(made)
     assert str(refused.value) == (
         f"{tmp_path}/train-1.tfrecord: record 17, counted from 0, at byte {17 * 124} is damaged (the checksum of its "
-        "data is wrong): bring the file back from a copy, or write it again without that record"
+        "data is wrong): restore the file from a backup, or write it again without that record"
     )
 
 
@@ -405,25 +402,12 @@ def test_file_that_is_gone_is_named(tmp_path: Path) -> None:
         whole(made)
 
 
-def test_compressed_files_are_streamed_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_file_is_refused(tmp_path: Path) -> None:
     loaded = write(tmp_path)
-    for name in (0, 2):  # Beside others that are not.
-        path = tmp_path / f"train-{name}.tfrecord"
-        path.write_bytes(gzip.compress(path.read_bytes()))
-    monkeypatch.setattr("engine.data.examples.BYTES_IN_MEMORY", 0)
-    for split in ("validation", "train"):
-        made = batches(loaded, split, keep_last_batch=True)
-        found = whole(made)
-        counted = Counter(np.concatenate([labels[weights == 1] for _, labels, weights in found]))
-        assert counted == Counter(range(COUNT))
-    why = f"because {tmp_path}/train-0.tfrecord is compressed: unpack it to read from anywhere"
-    assert made.describe_shuffling()[0].endswith(why)
-    of_workers = [
-        [int(label) for batch in made.endless(0, 0, 2, tf.constant(number, tf.int64)).take(1) for label in batch[1]]
-        for number in range(2)
-    ]
-    assert len({*of_workers[0], *of_workers[1]}) == 48
-    assert (tmp_path / ".train-0.tfrecord.index").exists()
+    path = tmp_path / "train-2.tfrecord"  # Beside others that are not.
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(BadInput, match=rf"{path} is compressed: unpack it, or read it with tf.data.TFRecordDataset"):
+        batches(loaded)
 
 
 # --- Examples of any structure ----------------------------------------------------------------------------------------
@@ -464,12 +448,12 @@ def test_prepare_example_is_given_what_load_examples_gives(form: str) -> None:
         (
             lambda n: (n, n),
             lambda one: (one, one),
-            "do not fit task.prepare_example(one) (too many positional arguments)",
+            "takes 1 positional argument but 2 were given (task.prepare_example gets examples one by one, the parts of",
         ),
         (
             lambda n: n,
             lambda one, two: (one, two),
-            "task.prepare_example(one, two) (missing a required argument: 'two')",
+            "missing 1 required positional argument: 'two' (task.prepare_example gets",
         ),
         (lambda n: n, lambda one: one, "return (features, labels) or (features, labels, weight)"),
         (lambda n: n, lambda one: (one, one, [one, one]), "returned weights of (2,): each example has one number"),

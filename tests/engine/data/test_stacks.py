@@ -7,30 +7,28 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
+from loading import batches_of
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from config import Config
-from engine.cluster.strategy import create_strategy
 from engine.data.batches import Batches
-from engine.data.preparation import Preparation
 from engine.data.stacks import BYTES_OF_STACK, StackIterator, stack_sizes
 from rendering import PROJECT
 
 
 def counting(split: str, count: int, *, replicas: int = 1, strategy: tf.distribute.Strategy | None = None) -> Batches:
+    def load_examples(_: str) -> tf.data.Dataset:
+        return tf.data.Dataset.range(count).map(lambda number: (number, number))
+
     config = Config(simulated_devices=replicas, global_batch_size=4)
-    return Batches(
-        split,
-        lambda _: tf.data.Dataset.range(count).map(lambda number: (number, number)),
-        Preparation(lambda features, labels: (features, labels), training=split == "train"),
-        strategy or create_strategy(config),
-        config,
-    )
+    return batches_of(split, load_examples, lambda features, labels: (features, labels), config, strategy=strategy)
 
 
 def take(batches: Batches, feed: StackIterator, count: int) -> list[float]:
     """Returns the first example of each of the next `count` batches."""
-    first = tf.function(lambda stack, index: tf.nest.flatten(batches.pick(stack, index), expand_composites=True)[0])
+    first = tf.function(
+        lambda stack, index: tf.nest.flatten(batches.stacks.pick(stack, index), expand_composites=True)[0]
+    )
     return [
         float(first(stack, tf.constant(start + index))[0])
         for stack, start, taken in feed.take(count)
@@ -78,7 +76,7 @@ def test_no_thread_tunes_the_input(replicas: int, monkeypatch: pytest.MonkeyPatc
 
 def test_stack_of_one_gpu_stays_in_the_memory_of_the_host() -> None:
     batches = counting("validation", 40, strategy=tf.distribute.MirroredStrategy(["CPU:1"]))
-    steps = batches.compiled(lambda stack, first, count: batches.pick(stack, first + count - 1)[0])
+    steps = batches.stacks.compile(lambda stack, first, count: batches.stacks.pick(stack, first + count - 1)[0])
     for stack, first, count in batches.iterator().take(10):
         assert all("CPU:0" in part.device for part in stack)
         assert steps(stack, first, count)[0] % 4 == 0
@@ -107,9 +105,8 @@ import time
 import numpy as np
 import tensorflow as tf
 from config import Config
-from engine.data import examples
-from engine.data.batches import Batches
-from engine.data.preparation import Preparation
+from types import SimpleNamespace
+from engine.data import examples, load_splits
 
 def numbers():
     for number in range(100_000):
@@ -125,10 +122,10 @@ def prepare(features, labels):
     return tf.ensure_shape(tf.py_function(lambda number: number, [features], tf.int64), []), labels
 
 examples.BYTES_IN_MEMORY = 0
-examples.Examples.buffer_size = 10
-config = Config(global_batch_size=4)
-batches = Batches("train", load, Preparation(prepare, training=True), tf.distribute.get_strategy(), config)
-next(batches.iterator().take(1))
+examples.DatasetExamples.buffer_size = 10
+task = SimpleNamespace(load_examples=load, prepare_example=prepare)
+batches = load_splits(["train"], task, Config(global_batch_size=4), tf.distribute.get_strategy())
+next(batches["train"].iterator().take(1))
 print("taken", flush=True)
 """
 

@@ -38,7 +38,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         (("--simulated-devices=4", "--global-batch-size=3"), "--global-batch-size 3 cannot be shared equally by 4"),
         (("--simulated-devices=2", "--global-batch-size=33"), "--global-batch-size 33 cannot be shared equally by 2"),
         (("--simulated-devices=9",), "--simulated-devices 9: TensorFlow has already started in this process with 5"),
-        (("--micro-batches=3",), "--micro-batches 3 does not divide the 32 examples of a replica's share: use one of"),
+        (("--micro-batches=3",), "--micro-batches 3 does not divide the 32 examples of a per-replica batch: use"),
         (("--strategy=one_device", "--simulated-devices=2"), "--simulated-devices 2 with --strategy one_device"),
         (("--strategy=mirrored",), "--strategy mirrored needs GPUs and this machine shows none"),
         (
@@ -206,7 +206,7 @@ FAULTY_HOOKS = {
     ),
     "batched examples": (
         {"load_examples": lambda split: LOAD_EXAMPLES(split).batch(4)},
-        "(task.prepare_example gets examples one by one: of (float32[None, 8, 8, 1], int32[None])",
+        "one by one, the parts of a tuple as arguments: (float32[None, 8, 8, 1], int32[None])",
     ),
     "list of losses": ({"create_loss_objects": list}, "task.create_loss_objects returned []: return a dict"),
     "list of metrics": ({"create_metrics": lambda split: []}, "task.create_metrics returned []"),

@@ -817,7 +817,7 @@ def test_each_function_is_traced_once_in_a_run_and_once_after_a_resume(
     """Short last chunks and batches, saves within epochs, validations and the test are all run by the same graphs."""
 
     def traces() -> dict[str, int]:
-        return {split: steps.experimental_get_tracing_count() for split, steps in train.run_steps.items()}
+        return {split: steps.trace_count() for split, steps in train.run_steps.items()}
 
     flags = ["--epochs=3", "--steps-per-execution=4", "--checkpoint-every-steps=7", "--keep-last-batch"]
     expected = run(tmp_path / "whole", *flags)

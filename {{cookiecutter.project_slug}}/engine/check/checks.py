@@ -22,7 +22,8 @@ from engine.check.causes import why_losses_differ
 from engine.check.measure import Measured, close
 from engine.cluster.strategy import create_strategy
 from engine.data.batches import Batches
-from engine.data.sets import each_set, hook_of
+from engine.data.examples import hook_of
+from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.replicas import is_seed
 from engine.model.variables import by_name, model_variables
@@ -89,7 +90,7 @@ def _check_repeats(
 
 def _check_examples(program: Program, task: Task, settings: Settings, global_batch_size: int) -> Iterator[Check]:
     for split in program.SPLITS:
-        once, again = (each_set(task.load_examples(split), _fingerprints) for _ in range(2))
+        once, again = (each_dataset(task.load_examples(split), _fingerprints) for _ in range(2))
         if once != again:
             text = "returned other examples the second time: keep their order; the engine shuffles them"
             raise BadInput(f"task.load_examples({split!r}) {text}")
@@ -232,11 +233,10 @@ def _hook_of_metrics(task: Task, split: str) -> str:
 
 
 def _check_traces(program: Program) -> Iterator[Check]:
-    steps: dict[str, Any] = dict(program.run_steps)
-    retraced = [split for split, each in steps.items() if each.experimental_get_tracing_count() != 1]
+    retraced = [split for split, each in program.run_steps.items() if each.trace_count() != 1]
     text = "every compiled function was traced once"
     if retraced:
-        text = f"the {', '.join(retraced)} steps were traced more than once: use batches[split].compiled"
+        text = f"the {', '.join(retraced)} steps were traced more than once: use stacks.compile"
     yield Check(not retraced, "train.py compile_steps", text)
 
 

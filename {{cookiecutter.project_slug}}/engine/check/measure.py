@@ -9,7 +9,7 @@ from unittest import mock
 import keras
 import numpy as np
 
-from engine.data.sets import each_set
+from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.metrics import ResultNames
 from engine.model.replicas import layers_of
@@ -123,7 +123,7 @@ def _make_comparable(program: Program, task: Task) -> Layers:
 def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
     """Returns the batches of the first epoch: stacks, the position of the first batch in each, and how many to take."""
     batches = program.batches["train"]
-    return list(batches.iterator().take(batches.steps))
+    return list(batches.iterator().take(batches.steps_per_pass))
 
 
 def losses_and_gradients(
@@ -226,7 +226,7 @@ def few_examples(task: Task, global_batch_size: int) -> contextlib.AbstractConte
     count = BATCHES * global_batch_size + global_batch_size // 2
 
     def load_few(split: str) -> Any:
-        return each_set(load_examples(split), lambda examples: examples.take(count))
+        return each_dataset(load_examples(split), lambda examples: examples.take(count))
 
     return mock.patch.object(task, "load_examples", load_few)
 

@@ -7,10 +7,11 @@ The program runs on the chief, which hands executions of training steps to the w
 and parameter servers do the work that the chief sends.
 """
 
+import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import keras
@@ -69,9 +70,6 @@ def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
         strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
     strategy.extended._allow_run_without_coordinator = True  # The chief evaluates by itself.
     keras.Variable.assign_add = _add_atomically
-    # The classes below read these two.
-    strategy.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-    strategy.worker_addresses = cluster.addresses["worker"]
     return strategy
 
 
@@ -104,62 +102,40 @@ def _add_atomically(variable: keras.Variable, value: Any) -> tf.Tensor:
     return variable.value.assign_add(tf.cast(value, variable.dtype))
 
 
-def per_worker_batches(batches: dict[str, Any], strategy: tf.distribute.Strategy) -> dict[str, Any]:
-    """Returns the splits' batches. With parameter servers, each worker has training batches of its own."""
+@dataclasses.dataclass(frozen=True)
+class WorkerPool:
+    """The workers, as the chief reaches them; see engine.data.worker_batches."""
+
+    coordinator: tf.distribute.coordinator.ClusterCoordinator
+    addresses: list[str]
+
+    @property
+    def count(self) -> int:
+        """The number of workers."""
+        return len(self.addresses)
+
+    def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any:
+        """Returns the workers' iterators, as one value; each worker calls `dataset` for its own."""
+        return iter(self.coordinator.create_per_worker_dataset(dataset))
+
+    def take_steps(self, steps: Callable[..., tf.Tensor], iterators: Any, count: int) -> np.ndarray:
+        """Has the workers take `count` steps together; returns their losses ([count]), in any order."""
+        pieces = np.array_split(np.arange(count), min(count, PIECES_PER_WORKER * self.count))
+        losses = [
+            self.coordinator.schedule(steps, args=(iterators, tf.constant(0), tf.constant(len(piece))))
+            for piece in pieces
+        ]
+        _wait(self.coordinator, self.addresses)
+        return np.concatenate([each.fetch() for each in losses])
+
+
+def worker_pool(strategy: tf.distribute.Strategy) -> WorkerPool | None:
+    """Returns the workers that take training steps by themselves; None without parameter servers."""
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return batches
-    return {**batches, "train": _WorkersBatches(batches["train"], strategy)}
-
-
-class _WorkersBatches:
-    """What engine.data.batches.Batches is, but each worker has endless training batches of its own."""
-
-    def __init__(self, batches: Any, strategy: tf.distribute.Strategy) -> None:
-        self._batches, self._strategy = batches, strategy
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
-
-    def cache(self) -> None:
-        """Does nothing: each worker reads its own examples."""
-
-    def describe_shuffling(self) -> tuple[str, int]:
-        """Returns how each worker shuffles its examples, and the bytes of its shuffle buffer."""
-        return self._batches.describe_shuffling(streamed=True)
-
-    def iterator(self, epoch: int = 0, first_step: int = 0) -> "_WorkersFeed":
-        """Returns the workers' own batches, of an epoch from `first_step` on, again and again."""
-
-        @tf.autograph.experimental.do_not_convert
-        def dataset() -> tf.data.Dataset:
-            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-            return self._batches.endless(epoch, first_step, len(self._strategy.worker_addresses), worker)
-
-        return _WorkersFeed(iter(self._strategy.coordinator.create_per_worker_dataset(dataset)))
-
-    @tf.autograph.experimental.do_not_convert
-    def pick(self, iterator: Any, index: tf.Tensor) -> Any:
-        """Returns a worker's next batch."""
-        return next(iterator)
-
-    def compiled(self, steps: Callable[..., tf.Tensor]) -> Callable[..., np.ndarray]:
-        """Returns a function that has the workers take `count` steps; their losses come in any order."""
-        compiled = tf.function(steps)
-
-        def run(iterator: Any, first: int, count: int) -> np.ndarray:
-            coordinator, addresses = self._strategy.coordinator, self._strategy.worker_addresses
-            pieces = np.array_split(np.arange(count), min(count, PIECES_PER_WORKER * len(addresses)))
-            losses = [
-                coordinator.schedule(compiled, args=(iterator, tf.constant(first), tf.constant(len(piece))))
-                for piece in pieces
-            ]
-            _wait(coordinator, addresses)
-            return np.concatenate([each.fetch() for each in losses])
-
-        return run
-
-    def graph(self, compiled_steps: Any) -> None:
-        """Returns None: the workers run the steps."""
+        return None
+    # A strategy has one coordinator: the constructor returns it again.
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    return WorkerPool(coordinator, strategy.cluster_resolver.cluster_spec().job_tasks("worker"))
 
 
 def _wait(coordinator: Any, addresses: list[str]) -> None:
@@ -173,16 +149,3 @@ def _wait(coordinator: Any, addresses: list[str]) -> None:
             elif time.monotonic() > alive + SECONDS_WITHOUT_WORKERS:
                 raise PeerLost("all workers are gone: check their logs, then restart the cluster")
     coordinator.join()  # Raises what a worker has raised.
-
-
-class _WorkersFeed:
-    """What engine.data.stacks.StackIterator is to replicas."""
-
-    seconds_waited = 0.0  # Each worker waits for its own, beside the others.
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
-
-    def take(self, count: int) -> Iterator[tuple[Any, int, int]]:
-        """Yields the workers' iterator, and how many batches to take from it."""
-        yield self._iterator, 0, count

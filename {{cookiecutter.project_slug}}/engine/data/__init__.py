@@ -1,24 +1,27 @@
-"""From examples to batches on every replica. Imports nothing of the other rooms.
+"""From examples to batches on every replica. Imports nothing of the other subpackages.
 
-examples      the examples of a split in their order, from memory or streamed
-memory        how much memory an example takes
-records       examples in TFRecord files, read in any order
-record_index  where the records of a file are, cached beside it
-padding       pads sequences of several lengths, and cuts each batch to what it needs
-preparation   calls task.prepare_example, for whole batches where possible
-sets          what task.load_examples returns for a split: one set, several, or none
-batches       the batches of a set, the same for any number of replicas
-splits        the batches of every split, which have to go together
-stacks        brings several batches at a time to the replicas
-element_spec  the types of examples, as JSON and by name
+splits           the batches of every split, by the names of its datasets
+batches          the batches of a dataset, the same for any number of replicas
+worker_batches   with parameter servers: batches of each worker's own
+pipeline         the input pipeline of one process: shuffle, skip, shard, prepare
+stacks           bring several batches at a time to the replicas, where compiled steps take them
+examples         the examples of a dataset in their order, from memory or streamed
+records          TFRecord files, for task.load_examples to return
+record_examples  their records as examples, read in any order
+record_index     where the records of a file are, cached beside it
+preparation      calls task.prepare_example, for complete batches where possible
+padding          pads sequences of different lengths, and cuts each batch to the length that it needs
+element_spec     element specs as text and JSON, tensors by name, the memory of an example
 """
 
 from engine.data.batches import Batches
 from engine.data.records import Records
 from engine.data.splits import load_splits
+from engine.data.stacks import CompiledSteps
 
 __all__ = [
     "Batches",
+    "CompiledSteps",
     "Records",
     "load_splits",
 ]

@@ -1,7 +1,7 @@
-"""The types of examples: as JSON, and their tensors by name.
+"""Element specs of examples: as text and JSON, their tensors by name, and the memory that an example takes.
 
-A type is nested tuples and dictionaries of tf.TensorSpec. In JSON a tensor is text such as "float32[8, 8, 1]", where
-None is a size in which examples differ, and "..." any shape.
+An element spec is nested tuples and dictionaries of tf.TensorSpec. In JSON a tensor is text such as "float32[8, 8, 1]",
+where None is a size in which examples differ, and "..." any shape.
 """
 
 import re
@@ -10,9 +10,16 @@ from typing import Any
 
 import tensorflow as tf
 
+# The first examples are measured: the same ones after a resume, so that their order is the same.
+MEASURED = 256
+# What TensorFlow adds to the bytes of a string, of an example in a shuffle buffer, and of each of its tensors.
+BYTES_OF_STRING, BYTES_OF_ELEMENT, BYTES_OF_TENSOR = 40, 128, 64
+# An element spec does not tell the length of a string; this is a guess.
+BYTES_OF_TEXT = 2**14
+
 
 def encode(spec: Any) -> Any:
-    """Returns a type as JSON values. What is no tensor, such as a ragged one, becomes the name of its kind."""
+    """Returns an element spec as JSON values. A leaf that is not a tensor, such as a ragged one, becomes its kind."""
     if isinstance(spec, Mapping):
         return {name: encode(each) for name, each in spec.items()}
     if isinstance(spec, tuple | list):
@@ -21,37 +28,49 @@ def encode(spec: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Returns the type that `encode` was given. Raises ValueError if it is of anything but tensors."""
+    """Returns the element spec that `encode` was given. Raises ValueError unless all its leaves are tensors."""
     if isinstance(value, dict):
         return {name: decode(each) for name, each in value.items()}
     if isinstance(value, list):
         return tuple(decode(each) for each in value)
     found = re.fullmatch(r"(\w+)\[(.*)\]", str(value))
     if not found:
-        raise ValueError(f"{value} is not the type of a tensor")
+        raise ValueError(f"{value} is not the element spec of a tensor")
     sizes = re.findall(r"\d+|None", found[2])
     shape = None if found[2] == "..." else [None if each == "None" else int(each) for each in sizes]
     return tf.TensorSpec(shape, tf.as_dtype(found[1]))
 
 
 def leaf_text(leaf: Any) -> str:
-    """Returns the type of one tensor as text: "float32[8, 8, 1]"."""
+    """Returns the element spec of one tensor as text: "float32[8, 8, 1]"."""
     if not isinstance(leaf, tf.TensorSpec):
         return type(leaf).__name__
     return f"{leaf.dtype.name}[{'...' if leaf.shape.rank is None else ', '.join(map(str, leaf.shape))}]"
 
 
+def as_text(spec: Any) -> str:
+    """Returns an element spec as one short line."""
+    return str(tf.nest.map_structure(leaf_text, spec)).replace("'", "")
+
+
 def batched(spec: Any, size: int | None = None) -> Any:
-    """Returns the type of several such examples in one, [size, ...]; by default of any number."""
+    """Returns the element spec of batches of such examples, [size, ...]; by default of any size."""
     return tf.nest.map_structure(
         lambda leaf: tf.TensorSpec(tf.TensorShape([size]).concatenate(leaf.shape), leaf.dtype), spec
+    )
+
+
+def unbatched(spec: Any) -> Any:
+    """Returns the element spec of one example of batches, [n, ...]; leaves that are not tensors stay as they are."""
+    return tf.nest.map_structure(
+        lambda leaf: tf.TensorSpec(leaf.shape[1:], leaf.dtype) if isinstance(leaf, tf.TensorSpec) else leaf, spec
     )
 
 
 def leaves(spec: Any, name: str = "features") -> dict[str, Any]:
     """Returns the tensors of a structure by name, in TensorFlow's order.
 
-    One tensor alone has the name given; those of a dictionary are called by their keys, those of a tuple by the name
+    A single tensor has the given name. Tensors in a dictionary are named by their keys, tensors in a tuple by the name
     and their number: "features/0".
     """
 
@@ -66,3 +85,44 @@ def leaves(spec: Any, name: str = "features") -> dict[str, Any]:
             yield "/".join(path or (name,)), part
 
     return dict(walk(spec, ()))
+
+
+def is_static(spec: Any) -> bool:
+    """Returns whether all leaves are tensors of known shapes."""
+    return all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(spec))
+
+
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+
+def is_exact(spec: Any) -> bool:
+    """Returns whether an element spec tells how many bytes an example takes: it has static shapes and no strings."""
+    return is_static(spec) and all(leaf.dtype != tf.string for leaf in tf.nest.flatten(spec))
+
+
+def bytes_of(spec: Any) -> int:
+    """Returns the bytes of an element of static shapes; a guess if it has strings."""
+    return sum(
+        leaf.shape.num_elements() * (BYTES_OF_TEXT if leaf.dtype == tf.string else leaf.dtype.size)
+        for leaf in tf.nest.flatten(spec)
+    )
+
+
+def measured_bytes(dataset: tf.data.Dataset) -> float:
+    """Returns the mean bytes of the first examples; reads them. Raises tf.errors.OpError if they cannot be read."""
+    sizes = [
+        sum(map(_bytes_of_tensor, tf.nest.flatten(example, expand_composites=True)))
+        for example in dataset.take(MEASURED)
+    ]
+    return sum(sizes) / max(1, len(sizes))
+
+
+def bytes_in_buffer(spec: Any, content: float) -> float:
+    """Returns the bytes that an example takes in a shuffle buffer, of which its values take `content`."""
+    return content + BYTES_OF_ELEMENT + BYTES_OF_TENSOR * len(tf.nest.flatten(spec, expand_composites=True))
+
+
+def _bytes_of_tensor(tensor: tf.Tensor) -> int:
+    if tensor.dtype == tf.string:
+        return int(tf.reduce_sum(tf.strings.length(tensor))) + BYTES_OF_STRING * int(tf.size(tensor))
+    return int(tf.size(tensor)) * tensor.dtype.size

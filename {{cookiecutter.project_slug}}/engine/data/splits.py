@@ -1,78 +1,147 @@
-"""The batches of every split, as the hooks of task.py give them; refuses splits that do not go together."""
+"""The batches of every split, by the names of its datasets, as the hooks of task.py give them."""
 
-from collections.abc import Sequence
-from types import ModuleType
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from engine.data.batches import Batches
-from engine.data.examples import as_text
+from engine.data.element_spec import as_text
+from engine.data.examples import Examples, hook_of
 from engine.data.preparation import Preparation
-from engine.data.sets import hook_of, loaders
+from engine.data.records import Records, examples_of
+from engine.data.worker_batches import WorkerBatches, WorkerPool
 from engine.errors import BadInput
+from engine.protocols import Task
+from engine.settings import Settings
 
 
 def load_splits(
     splits: Sequence[str],
-    task: ModuleType,
-    settings: Any,
+    task: Task,
+    settings: Settings,
     strategy: tf.distribute.Strategy,
-    pipelines: int = 1,
-    pipeline: int = 0,
+    context: tf.distribute.InputContext | None = None,
+    workers: WorkerPool | None = None,
 ) -> dict[str, Batches]:
-    """Returns the batches of every set: "train", "validation" or "validation/<set>", "test" or "test/<set>".
+    """Returns the batches of every dataset: "train", "validation" or "validation/<dataset>", "test" or the like.
 
-    A split without examples is left out. Raises BadInput if hooks, settings and replicas do not go together.
+    A split without examples is skipped. Raises BadInput if hooks, settings and replicas do not fit together.
 
     Args:
         splits: names for task.load_examples, "train" among them.
         task: has load_examples and prepare_example.
-        settings: has micro_batches, validate_every_steps, pad_to, eager, and what Batches need.
+        settings: the settings.
         strategy: its replicas share a global batch.
-        pipelines: how many processes they are in.
-        pipeline: the number of this one.
+        context: how many processes these are in, and the number of this one; by default it is the only one.
+        workers: with parameter servers, the workers: each takes training steps on batches of its own.
     """
-    hook, options = task.prepare_example, {"pad_to": settings.pad_to or (), "eager": settings.eager}
-    evaluating = Preparation(hook, training=False, **options)
-    training = Preparation(hook, training=True, **options) if evaluating.depends_on_training else evaluating
-    batches = {}
+    context = context or tf.distribute.InputContext()
+    hook, pad_to = task.prepare_example, settings.pad_to or ()
+    evaluating, training = (
+        Preparation(hook, training=training, pad_to=pad_to, eager=settings.eager) for training in (False, True)
+    )
+    batches: dict[str, Batches] = {}
     for split in splits:
-        preparation = training if split == "train" else evaluating
-        for name, load in loaders(split, task.load_examples, pipelines).items():
-            batches[name] = Batches(split, load, preparation, strategy, settings, pipelines, pipeline, name)
+        # A hook that prepares all examples alike is traced once for all splits.
+        preparation = training if split == "train" and training.depends_on_training else evaluating
+        by_file = "input_context" in inspect.signature(task.load_examples).parameters
+        for name, examples in load_datasets(split, task.load_examples, settings, context).items():
+            arguments = name, examples, preparation, strategy, settings, context
+            if workers and split == "train":
+                batches[name] = WorkerBatches(*arguments, load=lambda: task.load_examples("train"), workers=workers)
+            else:
+                batches[name] = Batches(*arguments, shards_by_file=by_file)
     check_same_structure(batches)
     if settings.validate_every_steps and not any(each.split == "validation" for each in batches.values()):
         raise BadInput(
             f"--validate-every-steps {settings.validate_every_steps}: task.load_examples('validation') returned None, "
-            "so there is no validation: leave it out"
+            "so there is no validation: remove the flag"
         )
     _check_micro_batches(settings.micro_batches, batches["train"].per_replica_batch_size)
     return batches
 
 
-def check_same_structure(splits: dict[str, Batches]) -> None:
-    """Raises BadInput if an example of one split has another structure, shape or dtype than one of "train"."""
+def load_datasets(
+    split: str, load_examples: Callable[..., Any], settings: Settings, context: tf.distribute.InputContext
+) -> dict[str, list[Examples]]:
+    """Calls task.load_examples for a split; returns the examples of each of its datasets, by name.
 
-    def structure(batches: Batches) -> Any:
-        spec = batches.element_spec[:2]  # Of the size that batches of training have.
-        return tf.nest.map_structure(lambda leaf: tf.TensorSpec([share, *leaf.shape[1:]], leaf.dtype), spec)
+    They are one list element; or, if the hook takes an `input_context`, one for each process of `context`. Raises
+    BadInput if they cannot be used.
+    """
+    shuffle_bytes = settings.shuffle_megabytes * 2**20 if split == "train" else None
+    by_file = "input_context" in inspect.signature(load_examples).parameters
+    count = context.num_input_pipelines if by_file else 1
+    datasets: dict[str, list[Examples]] = {}
+    for number in range(count):
+        of_process = {"input_context": tf.distribute.InputContext(count, number)} if count > 1 else {}
+        loaded = named(split, load_examples(split, **of_process))
+        for name in datasets or loaded:
+            hook = hook_of(name)
+            if name not in loaded:
+                raise BadInput(f"{hook} is missing for worker {number}: return the same datasets for all workers")
+            if count > 1 and isinstance(loaded[name], Records):
+                raise BadInput(
+                    f"{hook} takes an input_context and returned Records: remove it from load_examples, because each "
+                    "worker reads its own shard of the records anyway"
+                )
+            hook += f" for worker {number} of {count}" if count > 1 else ""
+            datasets.setdefault(name, []).append(examples_of(loaded[name], hook, shuffle_bytes))
+    return datasets
 
-    share = splits["train"].per_replica_batch_size
-    expected = structure(splits["train"])
-    for name, batches in splits.items():
-        if (found := structure(batches)) != expected:
+
+def named(split: str, loaded: Any) -> dict[str, Any]:
+    """Returns the datasets that task.load_examples returned, as "validation", or each as "validation/<dataset>".
+
+    Raises:
+        BadInput: a dictionary is empty, or the name of a dataset has other characters than letters, digits, "_", "-"
+            and ".".
+    """
+    if split == "train":  # There must be one; None or a dictionary is refused where it is read.
+        return {split: loaded}
+    if not isinstance(loaded, Mapping):
+        return {} if loaded is None else {split: loaded}
+    if not loaded:
+        raise BadInput(f"task.load_examples({split!r}) returned an empty dict: return None if there is no {split}")
+    for name in loaded:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            rule = "use letters, digits, '_', '-' and '.'"
+            raise BadInput(f"task.load_examples({split!r}) returned a dataset called {name!r}: {rule}")
+    return {f"{split}/{name}": each for name, each in loaded.items()}
+
+
+def each_dataset(loaded: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns what task.load_examples returned, with every dataset of it changed."""
+    if isinstance(loaded, Mapping):
+        return {name: change(each) for name, each in loaded.items()}
+    return None if loaded is None else change(loaded)
+
+
+def check_same_structure(batches: Mapping[str, Batches]) -> None:
+    """Raises BadInput if an example of one dataset has another structure, shape or dtype than one of "train"."""
+    size = batches["train"].per_replica_batch_size
+
+    def structure(each: Batches) -> Any:
+        spec = each.element_spec[:2]  # With the batch size of training.
+        return tf.nest.map_structure(lambda leaf: tf.TensorSpec([size, *leaf.shape[1:]], leaf.dtype), spec)
+
+    expected = structure(batches["train"])
+    for name, each in batches.items():
+        if (found := structure(each)) != expected:
             raise BadInput(
                 f"{hook_of(name)} and task.prepare_example gave batches of {as_text(found)}, but those of "
-                f"'train' are {as_text(expected)}: every split needs the same structure, shapes and dtypes"
+                f"'train' are {as_text(expected)}: every dataset needs the same structure, shapes and dtypes"
             )
 
 
-def _check_micro_batches(micro_batches: int, share: int) -> None:
-    """Raises BadInput unless a replica's share can be computed in `micro_batches` equal parts."""
-    if share % micro_batches:
-        divisors = ", ".join(str(number) for number in range(1, share + 1) if share % number == 0)
+def _check_micro_batches(micro_batches: int, size: int) -> None:
+    """Raises BadInput unless a per-replica batch can be split into `micro_batches` equal parts."""
+    if size % micro_batches:
+        divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
         raise BadInput(
-            f"--micro-batches {micro_batches} does not divide the {share} examples of a replica's share: "
+            f"--micro-batches {micro_batches} does not divide the {size} examples of a per-replica batch: "
             f"use one of {divisors}"
         )

@@ -1,9 +1,12 @@
-"""Brings batches to the replicas several at a time: an element of the input is a stack of them.
+"""Stacks of batches: they bring several batches at a time to the replicas, where a compiled function takes the steps.
 
-Fetching an element for several replicas costs more than a small step does, and so does every return to Python.
+A stack is several batches in one tensor, [batches, per-replica batch, ...] on each replica. Fetching an element for
+several replicas takes longer than a small step does, and so does every return to Python.
 """
 
 import atexit
+import contextlib
+import dataclasses
 import functools
 import gc
 import itertools
@@ -15,21 +18,85 @@ from typing import Any
 
 import tensorflow as tf
 
+from engine.data.element_spec import batched
+from engine.data.padding import Padding
 from engine.errors import BadInput
 
 # The size of a stack at most, for all replicas together.
 BYTES_OF_STACK = 2**22
-# Each of a run's first stacks is so many times as large as the one before, so that the first one is there soon.
+# Each of the first stacks is this many times as large as the one before, so that the first one is ready soon.
 GROWTH = 4
 
-_feeds: weakref.WeakSet = weakref.WeakSet()
+_iterators: weakref.WeakSet = weakref.WeakSet()
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledSteps:
+    """A compiled function that takes steps on a stack."""
+
+    function: Any
+    """The tf.function."""
+
+    def __call__(self, stack: Any, first: int | tf.Tensor, count: int | tf.Tensor) -> tf.Tensor:
+        """Takes `count` steps, from batch number `first` of the stack on; returns their losses ([count])."""
+        return self.function(stack, first, count)
+
+    def graph(self) -> tf.Graph | None:
+        """Returns the graph of the steps, traced now if it was not before; None if no graph runs in this process."""
+        if tf.config.functions_run_eagerly():
+            return None
+        return self.function.get_concrete_function().graph
+
+    def trace_count(self) -> int:
+        """Returns how many times the steps were traced."""
+        return self.function.experimental_get_tracing_count()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Stacks:
+    """How steps take batches out of the stacks of a dataset."""
+
+    strategy: tf.distribute.Strategy
+    batch_spec: Any
+    """Element spec of a replica's batch in a stack, of static shapes; with padding, the examples' lengths are in it."""
+    padding: Padding | None
+
+    @tf.autograph.experimental.do_not_convert
+    def pick(self, stack: Any, index: tf.Tensor) -> Any:
+        """Returns batch number `index` of a stack: (features, labels, sample_weights) on each replica."""
+        return self.strategy.run(self._pick_on_replica, args=(stack, index))
+
+    @tf.autograph.experimental.do_not_convert
+    def _pick_on_replica(self, stack: Any, index: tf.Tensor) -> Any:
+        context = tf.distribute.get_replica_context()
+        # The stack of a single replica is in the host's memory, and a GPU would fetch all of it for each batch.
+        is_single = context.num_replicas_in_sync == 1
+        with tf.device("CPU:0") if is_single else contextlib.nullcontext():
+            batch = tf.nest.map_structure(lambda part: tf.gather(part, index), stack)
+            return self.padding.cut(batch, context) if self.padding else batch
+
+    def compile(self, steps: Callable[..., tf.Tensor]) -> CompiledSteps:
+        """Compiles a function of (stack, first, count) that returns losses ([count]); all stacks share one graph."""
+        scalar = tf.TensorSpec((), tf.int32)
+        return CompiledSteps(tf.function(steps, input_signature=[self._stack_spec(), scalar, scalar]))
+
+    def _stack_spec(self) -> Any:
+        if self.strategy.num_replicas_in_sync > 1:
+            # Only a distributed dataset tells the spec of a stack on several replicas.
+            stacks = tf.data.Dataset.range(0).map(self._empty_stack)
+            return self.strategy.distribute_datasets_from_function(lambda _: stacks).element_spec
+        return batched(self.batch_spec)
+
+    @tf.autograph.experimental.do_not_convert
+    def _empty_stack(self, zero: tf.Tensor) -> Any:
+        return tf.nest.map_structure(lambda spec: tf.zeros([zero, *spec.shape], spec.dtype), self.batch_spec)
 
 
 class StackIterator:
-    """The batches of a set from some batch of a pass on, pass after pass.
+    """The stacks of a dataset from a batch of a pass on, pass after pass.
 
     Attributes:
-        seconds_waited: how long the program has waited for batches so far.
+        seconds_waited: seconds that the program has waited for batches so far.
     """
 
     def __init__(
@@ -39,29 +106,34 @@ class StackIterator:
         first_pass: int,
         first_step: int,
         *,
-        refusal: Callable[[tf.errors.OpError, int, int], BadInput],
+        rejection: Callable[[tf.errors.OpError, int, int], BadInput],
     ) -> None:
-        """`stacks` begins with batch number `first_step` of a pass; `sizes` is what `stack_sizes` returned.
+        """Starts at a batch of a pass.
 
-        `refusal` returns what to raise if TensorFlow cannot give the stack that begins at a batch of a pass.
+        Args:
+            stacks: the stacks from there on.
+            sizes: the result of `stack_sizes`.
+            first_pass: the number of the pass.
+            first_step: the number of the batch in it.
+            rejection: returns the error for a stack that cannot be read, given its first batch's pass and number.
         """
         self._stacks = stacks
         self._sizes = itertools.chain(sizes[0], itertools.cycle(sizes[1]))
         self._steps_of_pass = sum(sizes[1])
         self._pass, self._step = first_pass, first_step
-        self._refusal = refusal
-        self._refused: BadInput | None = None
+        self._rejection = rejection
+        self._rejected: BadInput | None = None
         self._stack: Any = None
         self._next = self._end = 0  # The next batch of the stack to take, and how many there are.
         self.seconds_waited = 0.0
-        _feeds.add(self)
+        _iterators.add(self)
 
     def is_at(self, number: int | None, step: int) -> bool:
         """Returns whether the next batch is number `step` of a pass; None means any."""
         return self._step == step and number in (None, self._pass)
 
     def take(self, count: int) -> Iterator[tuple[Any, int, int]]:
-        """Yields where the next `count` batches are: a stack, the first one's number in it, how many.
+        """Yields the next `count` batches: a stack, the number of the first one in it, how many to take from there.
 
         Raises:
             BadInput: the rest of them cannot be read; a later call raises it again.
@@ -78,38 +150,39 @@ class StackIterator:
             yield self._stack, first, taken
 
     def _fetch(self) -> None:
-        if self._refused:
-            raise self._refused
+        if self._rejected:
+            raise self._rejected
         started = time.monotonic()
         try:
             self._stack = next(self._stacks)
         except tf.errors.OpError as problem:
-            self._refused = self._refusal(problem, self._pass, self._step)
-            raise self._refused from problem
+            self._rejected = self._rejection(problem, self._pass, self._step)
+            raise self._rejected from problem
         self.seconds_waited += time.monotonic() - started
         self._next, self._end = 0, next(self._sizes)
 
     def close(self) -> None:
         """Ends the threads that prepare batches."""
-        self._stacks = self._stack = self._refused = None
+        self._stacks = iter(())
+        self._stack = self._rejected = None
 
 
 @atexit.register
 def _close_all() -> None:
     # A thread that runs Python code of the user's, such as a generator of examples, can end only while Python runs.
-    for feed in list(_feeds):
-        feed.close()
-    for name in ("last_exc", "last_value", "last_traceback"):  # Their frames hold the feed that failed.
+    for iterator in list(_iterators):
+        iterator.close()
+    for name in ("last_exc", "last_value", "last_traceback"):  # Their frames hold the iterator that failed.
         if hasattr(sys, name):
             delattr(sys, name)
     gc.collect()
 
 
 def stack_sizes(steps: int, first_step: int, bytes_of_batch: int) -> tuple[list[int], list[int]]:
-    """Returns how many batches to put into each stack: of a pass from `first_step` on, and of each whole one after it.
+    """Returns how many batches each stack has: in a pass from `first_step` on, and in each complete pass after it.
 
     Args:
-        steps: batches of a whole pass.
+        steps: batches of a complete pass.
         first_step: the first batch of the first pass.
         bytes_of_batch: the size of one, for all replicas.
     """
@@ -125,35 +198,36 @@ def stack_sizes(steps: int, first_step: int, bytes_of_batch: int) -> tuple[list[
     return growing or sizes, sizes
 
 
-def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, share: int) -> tf.data.Dataset:
-    """Returns stacks, [batches, share, ...] each, in tuples of one for each replica.
+def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, per_replica_batch_size: int) -> tf.data.Dataset:
+    """Returns stacks, [batches, per-replica batch, ...] each, in tuples of one for each replica.
 
     Args:
-        prepared: elements of any number of examples, [n, ...]; the replicas' shares of a batch follow each other.
+        prepared: elements of any number of examples, [n, ...]; the per-replica batches of a batch follow each other.
         sizes: how many batches go into each stack (int64).
         replicas: how many share a batch.
-        share: examples of a batch on each.
+        per_replica_batch_size: examples of a batch on each.
     """
+    size = per_replica_batch_size
 
     def for_replica(replica: int, part: tf.Tensor) -> tf.Tensor:
         if replicas == 1:
-            return tf.reshape(part, [-1, share, *part.shape[1:]])
-        # Whole shares side by side, so that each is copied in one piece.
-        shares = tf.reshape(part, [-1, replicas, share * part.shape[1:].num_elements()])
-        return tf.reshape(tf.gather(shares, replica, axis=1), [-1, share, *part.shape[1:]])
+            return tf.reshape(part, [-1, size, *part.shape[1:]])
+        # Complete per-replica batches side by side, so that each is copied in one piece.
+        of_each = tf.reshape(part, [-1, replicas, size * part.shape[1:].num_elements()])
+        return tf.reshape(tf.gather(of_each, replica, axis=1), [-1, size, *part.shape[1:]])
 
     def split(*stack: Any) -> tuple[Any, ...]:
         return tuple(
             tf.nest.map_structure(functools.partial(for_replica, replica), stack) for replica in range(replicas)
         )
 
-    return prepared.rebatch(replicas * share * sizes).map(split)
+    return prepared.rebatch(replicas * size * sizes).map(split)
 
 
 def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
     """Yields stacks as strategy.run takes them; `stacks` are tuples of one for each of this process's replicas.
 
-    Each is brought to its replica's device. If there is one replica, its stack stays in the host's memory.
+    Each is brought to its replica's device. The stack of a single replica stays in the host's memory.
     """
     if strategy.num_replicas_in_sync == 1:
         yield from (stack for (stack,) in stacks)

@@ -1,11 +1,11 @@
 """What --check and the evaluation use of train.py, which hands itself to them."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import tensorflow as tf
 
 from engine.data.batches import Batches
+from engine.data.stacks import CompiledSteps
 from engine.run.run import Run
 
 
@@ -16,7 +16,7 @@ class Program(Protocol):
     strategy: tf.distribute.Strategy
     batches: dict[str, Batches]
     """Dataset ("train", "validation" or "validation/<name>", "test" or "test/<name>") -> its batches."""
-    run_steps: dict[str, Callable[..., tf.Tensor]]
+    run_steps: dict[str, CompiledSteps]
     """Split -> takes steps on a stack of batches, in the graph; returns their losses ([count])."""
     run: Run
     """How far the run has come, and what it keeps on disk."""

@@ -82,9 +82,9 @@ def describe_records(batches: dict[str, Batches]) -> dict[str, Any]:
 def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
     """Prints the run summary; `start` is how it starts: "resumed from ...", "with new weights"."""
     settings, info, train = run.settings, strategy_info(run.strategy), batches["train"]
-    steps = f"{train.steps} steps"
-    if train.steps_per_epoch != train.steps:
-        steps = f"{train.steps_per_epoch} steps; a pass over the examples has {train.steps}"
+    steps = f"{train.steps_per_pass} steps"
+    if train.steps_per_epoch != train.steps_per_pass:
+        steps = f"{train.steps_per_epoch} steps; a pass over the examples has {train.steps_per_pass}"
     limited = {}
     if settings.limit_steps:
         text = f"to {settings.limit_steps} steps of each dataset (--limit-steps): metrics are of a part of the data"
@@ -100,7 +100,7 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
         "devices": info.devices,
         **({"all-reduce": info.all_reduce} if info.all_reduce else {}),
         "arithmetic": describe_arithmetic(settings.precision, settings.simulated_devices),
-        "batch": f"{train.size} examples, {train.per_replica_batch_size} on each replica{to_evaluate}",
+        "batch": f"{train.global_batch_size} examples, {train.per_replica_batch_size} on each replica{to_evaluate}",
         "examples": ", ".join(examples),
         "shuffled": f"train {shuffled}",
         **_too_much_memory(taken, run.workers.on_one_machine),

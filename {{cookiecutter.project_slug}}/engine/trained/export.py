@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from engine.console import print_facts
 from engine.data.records import Records
-from engine.data.sets import named
+from engine.data.splits import named
 from engine.errors import BadInput, ProgramExit
 from engine.files import sync, writing
 from engine.model.build import set_up

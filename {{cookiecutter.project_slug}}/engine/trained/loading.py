@@ -10,10 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from engine.cluster.workers import Workers
-from engine.data.batches import evaluation_seed
-from engine.data.element_spec import batched, decode
-from engine.data.examples import as_text, stand_in
+from engine.data.element_spec import as_text, batched, decode
 from engine.data.padding import of_largest_length
+from engine.data.pipeline import evaluation_seed
 from engine.data.preparation import Preparation
 from engine.errors import BadInput, Damaged
 from engine.files import read_json
@@ -115,9 +114,8 @@ def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_s
 def _preparation(task: Task, settings: Settings, example_spec: Any) -> tuple[Any, Callable[[tf.Tensor, Any], Any]]:
     """Returns the element spec of prepared features, [None, ...], and a function from numbers and examples to them."""
     preparation = Preparation(task.prepare_example, training=False, pad_to=settings.pad_to or ())
-    examples, seed = stand_in(example_spec), evaluation_seed(settings.seed)
-    spec = preparation.batch_spec(examples)[0]
-    return spec, lambda numbers, batch: preparation.features(examples, numbers, batch, seed)
+    prepared, seed = preparation.trace(example_spec), evaluation_seed(settings.seed)
+    return prepared.batch_spec[0], lambda numbers, batch: preparation.features(prepared, numbers, batch, seed)
 
 
 def _recorded_specs(run_dir: Path) -> tuple[Any, Any]:

@@ -1,0 +1,39 @@
+"""The batches of one dataset, made from hooks."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import tensorflow as tf
+
+from config import Config
+from engine.cluster.strategy import create_strategy
+from engine.data.batches import Batches
+from engine.data.preparation import Preparation
+from engine.data.splits import load_datasets, load_splits
+from engine.data.worker_batches import WorkerBatches
+
+
+def batches_of(
+    split: str,
+    load_examples: Callable[..., Any],
+    prepare_example: Callable[..., Any],
+    config: Config,
+    *,
+    strategy: tf.distribute.Strategy | None = None,
+    pipelines: tuple[int, int] = (1, 0),
+) -> Batches:
+    """Returns the batches of one process; `pipelines` is the number of processes, and which of them it is."""
+    context = tf.distribute.InputContext(*pipelines)
+    (examples,) = load_datasets(split, load_examples, config, context).values()
+    preparation = Preparation(prepare_example, training=split == "train", pad_to=config.pad_to or ())
+    return Batches(split, examples, preparation, strategy or create_strategy(config), config, context)
+
+
+def batches_of_two_workers(
+    load_examples: Callable[..., Any], prepare_example: Callable[..., Any], config: Config
+) -> WorkerBatches:
+    """Returns training batches as with parameter servers, without any."""
+    task = SimpleNamespace(load_examples=load_examples, prepare_example=prepare_example)
+    pool = SimpleNamespace(count=2)
+    return load_splits(["train"], task, config, create_strategy(config), workers=pool)["train"]

@@ -1,0 +1,248 @@
+"""The records of files in an order that follows from a seed: each process reads its shard only, from any place in them.
+
+A pass goes over the records in the order of the blocks, which are shuffled; a block is some consecutive records of a
+file. This sequence is cut into segments of equal length, as many as `segment_count` says, and a batch takes equally
+many records of each segment. Before that, the records of a segment are shuffled in windows. The windows of all segments
+together are in memory.
+
+Everything follows from the seed of the pass and from the place of a record, which is its number in the sequence.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from engine.data.examples import Pick, Shard, megabytes, rejection, shuffled
+from engine.data.record_index import FileIndex, damaged
+from engine.errors import BadInput
+
+MOST_SEGMENTS = 64
+# Consecutive records that are read at once. Small datasets have smaller blocks, and at least this many.
+BYTES_OF_BLOCK = 2**18
+BLOCKS_OF_SMALL_DATASET = 1024
+# Memory for the windows where nothing is shuffled, to read ahead.
+BYTES_WITHOUT_SHUFFLE = 2**24
+# Memory that a record takes besides its data.
+BYTES_BESIDES = 300
+# The next window of a segment is read when this fraction of the one before is left.
+READ_AHEAD = 1 / 8
+
+
+def in_file_order(files: list[FileIndex]) -> tf.data.Dataset:
+    """Returns the records of the files, one by one."""
+    return tf.data.TFRecordDataset([each.path for each in files])
+
+
+def segment_count(examples_per_batch: int) -> int:
+    """Returns the number of segments of a pass: the largest up to 64 that divides a batch, for any processes."""
+    return max(count for count in range(1, MOST_SEGMENTS + 1) if examples_per_batch % count == 0)
+
+
+class RecordExamples:
+    """The records of files, never cached; Examples documents the methods."""
+
+    element_spec = tf.TensorSpec([], tf.string)
+
+    def __init__(
+        self, files: list[FileIndex], hook: str, shuffle_bytes: int | None, fingerprint: dict[str, Any] | None
+    ) -> None:
+        """`shuffle_bytes` is for the windows of all processes that share a batch; None: no shuffling."""
+        self._files, self._hook, self.fingerprint = files, hook, fingerprint
+        self.length = sum(each.length for each in files)
+        if not self.length:
+            raise BadInput(f"{hook} returned no examples: each dataset needs at least one")
+        self._file_first = np.cumsum([0, *(each.length for each in files)])
+        self._bytes_of_files = sum(int(each.offsets[-1]) for each in files)
+        bytes_of_block = min(BYTES_OF_BLOCK, max(1, self._bytes_of_files // BLOCKS_OF_SMALL_DATASET))
+        blocks = [_blocks(each.offsets, bytes_of_block) for each in files]
+        block_files = np.repeat(np.arange(len(files)), [len(each) - 1 for each in blocks])
+        block_firsts = np.concatenate([each[:-1] for each in blocks]) + self._file_first[block_files]
+        block_sizes = np.concatenate(list(map(np.diff, blocks)))
+        with tf.init_scope(), tf.device("CPU:0"):  # Made once. As constants they would be in every graph.
+            self.paths = tf.constant([each.path for each in files])
+            self.blocks = [tf.constant(each, tf.int64) for each in (block_files, block_firsts, block_sizes)]
+            # Of all files, one after the other: a file of n records has n + 1.
+            self.offsets = tf.constant(np.concatenate([each.offsets for each in files]), tf.int64)
+        self._window_bytes = shuffle_bytes or BYTES_WITHOUT_SHUFFLE
+        self.records_in_memory = int(self._window_bytes / (self._bytes_of_files / self.length + BYTES_BESIDES))
+
+    def cache(self) -> None:
+        """Does nothing: the operating system caches files that are read often."""
+
+    def stream(self) -> None:
+        """Does nothing: records are always streamed."""
+
+    def describe_shuffling(self, processes: int) -> tuple[str, int]:
+        taken = min(self._bytes_of_files, self._window_bytes) // processes
+        return f"by records, in blocks and windows, {megabytes(taken)} in each process", taken
+
+    def batches(
+        self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int
+    ) -> tuple[tf.data.Dataset, Pick]:
+        elements = self.one_by_one(shard, first, seed).batch(shard.size * at_once)
+        return elements, lambda places, records: (places, records)
+
+    def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
+        segments = _Segments(self, shard, first, seed)
+        per_batch, places = segments.per_batch, shard.places
+        first_segment, end_segment = places.start // per_batch, -(-places.stop // per_batch)
+        count = end_segment - first_segment
+        of_shard = tf.data.Dataset.range(first_segment, end_segment)
+        together = of_shard.interleave(segments.read, cycle_length=count, block_length=per_batch)
+        taken = count * per_batch
+        if taken == shard.size:
+            return together
+        # The first or the last segment is shared with another process.
+        low, high = places.start - first_segment * per_batch, places.stop - first_segment * per_batch
+        return (
+            together.enumerate()
+            .filter(lambda number, _: (number % taken >= low) & (number % taken < high))
+            .map(lambda _, example: example)
+        )
+
+    def unshuffled(self) -> tf.data.Dataset:
+        return in_file_order(self._files).take(self.length).enumerate()
+
+    def for_worker(self, load: Callable[[], Any]) -> "RecordExamples":
+        return self
+
+    def rejection(self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str) -> BadInput:
+        if found := re.search(r"corrupted record at (\d+)", str(problem)):
+            offset = int(found[1])
+            for each in self._files:
+                number = int(np.searchsorted(each.offsets, offset, side="right")) - 1
+                if number < each.length and not _can_be_read(each, number):
+                    return damaged(each.path, number, each.offsets[number], "the checksum of its data is wrong")
+        return rejection(problem, self._hook, one_by_one, during, self._name)
+
+    def _name(self, number: int) -> str:
+        file = int(np.searchsorted(self._file_first, number, side="right")) - 1
+        return f"record {number - self._file_first[file]}, counted from 0, of {self._files[file].path}"
+
+
+def _blocks(offsets: np.ndarray, bytes_of_block: int) -> np.ndarray:
+    """Returns the numbers of the records at which the blocks of a file begin, and the number of its records."""
+    starts = np.searchsorted(offsets[:-1], np.arange(0, offsets[-1], bytes_of_block))
+    return np.unique([*starts, len(offsets) - 1])
+
+
+def _can_be_read(file: FileIndex, number: int) -> bool:
+    start, end = file.offsets[number : number + 2]
+    # TensorFlow cannot iterate over a dataset with an offset that is in no other one's function.
+    block = tf.data.Dataset.from_tensors((file.path, start, end - start, np.int64(1)))
+    try:
+        next(iter(block.flat_map(_read_block)))
+    except tf.errors.OpError:
+        return False
+    return True
+
+
+class _Segments:
+    """The segments of a pass, and their windows.
+
+    Attributes:
+        per_batch: records of a segment in each batch.
+    """
+
+    def __init__(self, examples: RecordExamples, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> None:
+        size, steps = shard.examples_per_batch, shard.end // shard.examples_per_batch
+        self._count = segment_count(size)
+        self.per_batch = per_batch = size // self._count
+        self._segment_length = tf.constant(steps * per_batch, tf.int64)
+        self._skipped = tf.cast(first // size * per_batch, tf.int64)
+        # The last batch's records are in its first segments, and the rest of it is padding.
+        self._in_other_batches = (steps - 1) * per_batch
+        self._in_last_batch = tf.constant(min(size, examples.length - (steps - 1) * size), tf.int64)
+        window = examples.records_in_memory // self._count
+        self._is_one_window = steps * per_batch <= window
+        # Otherwise two windows of a segment are in memory at times: one that is used up, and the next.
+        self._window = steps * per_batch if self._is_one_window else max(per_batch, window // 2)
+        self._sequence, self._seed = _Sequence(examples, seed), seed
+
+    def read(self, segment: tf.Tensor) -> tf.data.Dataset:
+        """Returns (place, record) of a segment, one by one."""
+        # The first windows differ in length, so that not all segments read at the same time.
+        length, window = self._segment_length, self._window
+        first_end = length if self._is_one_window else tf.minimum(length, (segment + 1) * window // self._count + 1)
+        first_window = tf.maximum((self._skipped - first_end) // window + 1, 0)
+        end_window = (length - first_end + window - 1) // window + 1
+
+        def begin_of(number: tf.Tensor) -> tf.Tensor:
+            return tf.clip_by_value(first_end + (number - 1) * window, 0, length) * tf.sign(number)
+
+        def read_window(number: tf.Tensor) -> tf.data.Dataset:
+            return self._read_window(segment, number, begin_of(number), begin_of(number + 1))
+
+        windows = tf.data.Dataset.range(first_window, end_window).flat_map(read_window)
+        return windows.prefetch(max(self.per_batch, int(window * READ_AHEAD)))
+
+    def _read_window(self, segment: tf.Tensor, number: tf.Tensor, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
+        """Returns (place, record) from `begin` to `end`, counted in the segment; the first ones may be skipped."""
+        in_segments_before = tf.minimum(segment * self.per_batch, self._in_last_batch)
+        first_place = segment * self._in_other_batches + in_segments_before
+        in_last_batch = tf.clip_by_value(self._in_last_batch - segment * self.per_batch, 0, self.per_batch)
+        records = self._in_other_batches + in_last_batch
+        first_padding = self._sequence.length + segment * self.per_batch - in_segments_before
+        end_of_records = tf.clip_by_value(end, begin, tf.maximum(begin, records))
+        examples = self._sequence.examples(first_place + begin, first_place + end_of_records)
+        if self._seed is not None:
+            seed = tf.stack([self._seed, 1])
+            for each in (segment, number):
+                seed = tf.random.experimental.stateless_fold_in(seed, each)
+            # Use both seed words: the first does not depend on the last fold_in.
+            seed_of_order = tf.random.stateless_uniform([], seed, maxval=2**31 - 1, dtype=tf.int64)
+            # Moves the records, which tf.gather would copy.
+            examples = shuffled(examples, tf.maximum(end_of_records - begin, 1), seed_of_order)
+        padding = self._sequence.padding(first_padding + end_of_records - records, end - end_of_records)
+        return examples.concatenate(padding).skip(tf.maximum(self._skipped - begin, 0))
+
+
+class _Sequence:
+    """The records of a pass in the order of their blocks."""
+
+    def __init__(self, examples: RecordExamples, seed: tf.Tensor | None) -> None:
+        files, firsts, sizes = examples.blocks
+        order = tf.range(tf.size(sizes, tf.int64))
+        if seed is not None:
+            order = tf.random.experimental.stateless_shuffle(order, tf.stack([seed, 0]))
+        self._files, self._firsts, self._sizes = (tf.gather(each, order) for each in (files, firsts, sizes))
+        self._ends = tf.cumsum(self._sizes)
+        self._paths, self._offsets = examples.paths, examples.offsets
+        self.length = tf.constant(examples.length, tf.int64)
+
+    def examples(self, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
+        """Returns (place, record) of the places from `begin` to `end`."""
+        return tf.data.Dataset.zip(tf.data.Dataset.range(begin, end), self._records(begin, end))
+
+    def padding(self, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
+        """Returns (place, record) of places behind the last record: copies of it."""
+        last = self._records(self.length - 1, self.length).repeat(count)
+        return tf.data.Dataset.zip(tf.data.Dataset.range(first, first + count), last)
+
+    def _records(self, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
+        """Returns the records at the places from `begin` to `end`."""
+        first_block = tf.searchsorted(self._ends, [begin], side="right", out_type=tf.int64)[0]
+        end_block = tf.searchsorted(self._ends, [end], side="left", out_type=tf.int64)[0] + 1
+        ends, sizes, firsts, files = (
+            each[first_block:end_block] for each in (self._ends, self._sizes, self._firsts, self._files)
+        )
+        begins = ends - sizes
+        skipped = tf.maximum(begin - begins, 0)
+        counts = tf.minimum(end, ends) - begins - skipped
+        # A file before adds one offset more than it has records.
+        records = firsts + skipped + files
+        starts, stops = tf.gather(self._offsets, records), tf.gather(self._offsets, records + counts)
+        blocks = tf.data.Dataset.from_tensor_slices((tf.gather(self._paths, files), starts, stops - starts, counts))
+        return blocks.flat_map(_read_block)
+
+
+def _read_block(path: tf.Tensor, start: tf.Tensor, size: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
+    """Returns consecutive records of a file, and reads no byte besides."""
+    # tf.data.TFRecordDataset always starts at a file's first record.
+    variant = tf.raw_ops.TFRecordDatasetV2(
+        filenames=[path], byte_offsets=[start], compression_type="", buffer_size=size
+    )
+    return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string)).take(count)

@@ -1,0 +1,100 @@
+"""With parameter servers: training batches of each worker's own, which takes steps without waiting for the others."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from engine.data.batches import Batches
+from engine.data.examples import input_options
+from engine.data.pipeline import pass_seed
+from engine.data.stacks import CompiledSteps, StackIterator, Stacks
+
+
+class WorkerPool(Protocol):
+    """The workers, as the chief reaches them."""
+
+    @property
+    def count(self) -> int:
+        """The number of workers."""
+
+    def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any:
+        """Returns the workers' iterators, as one value; each worker calls `dataset` for its own."""
+
+    def take_steps(self, steps: Callable[..., tf.Tensor], iterators: Any, count: int) -> np.ndarray:
+        """Has the workers take `count` steps together; returns their losses ([count]), in any order."""
+
+
+class WorkerBatches(Batches):
+    """Training batches of which each worker has its own: its shard of the examples, again and again.
+
+    Its iterator's stacks are the workers' iterators.
+    """
+
+    def __init__(self, *arguments: Any, load: Callable[[], Any], workers: WorkerPool) -> None:
+        """`load` calls task.load_examples; the other arguments are those of Batches."""
+        super().__init__(*arguments)
+        self._load, self._workers = load, workers
+        self._examples.stream()
+
+    @property
+    def stacks(self) -> Stacks:
+        return WorkerStacks(self._stacks.strategy, self._stacks.batch_spec, self._stacks.padding, self._workers)
+
+    def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
+        """Returns an iterator over the workers' own batches of an epoch, from number `first_step` on."""
+
+        @tf.autograph.experimental.do_not_convert
+        def dataset() -> tf.data.Dataset:
+            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+            return self.endless(epoch, first_step, self._workers.count, worker)
+
+        iterators, steps = self._workers.iterate(dataset), self.steps_per_pass
+        return StackIterator(
+            itertools.repeat(iterators), ([steps - first_step], [steps]), epoch, first_step, rejection=self._rejection
+        )
+
+    def endless(self, epoch: int, first_step: int, workers: int, worker: tf.Tensor) -> tf.data.Dataset:
+        """Returns batches of every `workers`-th example, again and again, in the graph of a worker."""
+        # Loaded where they are used, because a dataset of the chief's cannot be sent to a worker.
+        examples, pipeline = self._examples.for_worker(self._load), self._pipeline
+        seed = pass_seed(pipeline.seed, tf.constant(epoch, tf.int64))
+        first = tf.constant(first_step * self.global_batch_size, tf.int64)
+        numbered = examples.one_by_one(pipeline.shard, first, seed).shard(workers, worker).repeat()
+        prepared = pipeline.preparation.one_by_one(numbered, pipeline.prepared, examples.length, tf.stack([seed, 0]))
+        batches = prepared.batch(self.per_replica_batch_size, drop_remainder=True)
+        if padding := pipeline.prepared.padding:
+            batches = batches.map(tf.autograph.experimental.do_not_convert(lambda *batch: padding.cut(batch)))
+        return batches.prefetch(tf.data.AUTOTUNE).with_options(input_options())
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerStacks(Stacks):
+    """A stack is the workers' iterators, of which each worker sees its own."""
+
+    workers: WorkerPool
+
+    @tf.autograph.experimental.do_not_convert
+    def pick(self, stack: Any, index: tf.Tensor) -> Any:
+        """Returns a worker's next batch."""
+        return next(stack)
+
+    def compile(self, steps: Callable[..., tf.Tensor]) -> CompiledSteps:
+        """Compiles steps for the workers."""
+        return WorkerSteps(tf.function(steps), self.workers)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerSteps(CompiledSteps):
+    """Steps that the workers take."""
+
+    workers: WorkerPool
+
+    def __call__(self, stack: Any, first: int | tf.Tensor, count: int | tf.Tensor) -> np.ndarray:
+        return self.workers.take_steps(self.function, stack, int(count))
+
+    def graph(self) -> None:
+        """Returns None: the workers run the graph."""
