@@ -15,6 +15,7 @@ import train
 from config import Config
 from engine import user_errors
 from engine.check.check import check_task
+from engine.data import CompiledSteps
 
 Check = Callable[..., tuple[bool, list[str]]]
 ORIGINAL = {name: getattr(task, name) for name in ("train_step", "create_metrics", "compute_loss")}
