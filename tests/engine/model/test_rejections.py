@@ -37,9 +37,9 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         (("--global-batch-size=5000",), "--global-batch-size 5000 is larger than the 1258 examples"),
         (("--simulated-devices=4", "--global-batch-size=3"), "--global-batch-size 3 cannot be shared equally by 4"),
         (("--simulated-devices=2", "--global-batch-size=33"), "--global-batch-size 33 cannot be shared equally by 2"),
-        (("--simulated-devices=9",), "--simulated-devices 9 is more than 5, with which TensorFlow has already started in this process"),
+        (("--simulated-devices=9",), "--simulated-devices 9 is more than 5, with which TensorFlow has already started"),
         (("--micro-batches=3",), "--micro-batches 3 does not divide the 32 examples of a per-replica batch: use"),
-        (("--strategy=one_device", "--simulated-devices=2"), "--simulated-devices 2 is too high for --strategy one_device"),
+        (("--strategy=one_device", "--simulated-devices=2"), "--simulated-devices 2 is too high for --strategy one"),
         (("--strategy=mirrored",), "--strategy mirrored needs GPUs and this machine shows none"),
         (
             ("--monitor=validation/f1",),
