@@ -74,6 +74,7 @@ def model_of_many_layers() -> keras.Model:
     return linear_model(frozen, *random, synchronized, regularizer=keras.regularizers.L2(0.1))
 
 
+@pytest.mark.long
 def test_options_an_odd_batch_and_layers_of_many_kinds_are_no_false_alarm(check: Check) -> None:
     options = {
         "micro_batches": 2,
@@ -86,11 +87,13 @@ def test_options_an_odd_batch_and_layers_of_many_kinds_are_no_false_alarm(check:
     assert any("not the same on one replica and two: dropout, gaussian_noise" in line for line in lines)
 
 
+@pytest.mark.long
 def test_batch_that_two_replicas_cannot_share_is_named_with_the_one_used(check: Check) -> None:
     (line,) = [line for line in assert_sound(check(global_batch_size=65)) if "--global-batch-size" in line]
     assert "65 can be shared by 1, 5, 13, 65 replicas; one replica and two are compared with 64" in line
 
 
+@pytest.mark.long
 def test_layers_that_cannot_be_switched_off_are_not_compared(check: Check) -> None:
     def flipping_model() -> keras.Model:
         return linear_model(keras.layers.Reshape((8, 8, 1)), keras.layers.RandomFlip(), keras.layers.Flatten())
@@ -148,6 +151,7 @@ def update_by_class(*, weighted: bool) -> Callable[..., None]:
 SETS = {"load_examples": several_sets, "create_metrics": metrics_by_class}
 
 
+@pytest.mark.long
 def test_datasets_no_test_and_metrics_by_class_are_no_false_alarm(check: Check) -> None:
     hooks = {**SETS, "update_metrics": update_by_class(weighted=True)}
     options = {"evaluation_batch_size": 25, "steps_per_epoch": 50, "validate_every_steps": 20}
@@ -159,6 +163,7 @@ def test_datasets_no_test_and_metrics_by_class_are_no_false_alarm(check: Check) 
     assert "test changes nothing" not in text
 
 
+@pytest.mark.long
 def test_array_that_counts_padding_fails_once_for_each_dataset(check: Check) -> None:
     passed, lines = check({**SETS, "update_metrics": update_by_class(weighted=False)}, monitor="train/loss")
     found = [line for line in lines if "depends on how much padding" in line]
