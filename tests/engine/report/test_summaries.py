@@ -31,7 +31,7 @@ def row(epoch: int, **metrics: float) -> dict[str, Any]:
     return {**counters, **{name.replace("__", "/"): value for name, value in metrics.items()}}
 
 
-def test_sets_of_a_metric_have_one_tag_in_folders_of_their_own(tmp_path: Path) -> None:
+def test_datasets_of_a_metric_have_one_tag_in_folders_of_their_own(tmp_path: Path) -> None:
     report = Report(tmp_path, NAMES, epochs=1)
     report.open(epochs_done=0, validated_step=0, step=0, settings={"seed": 7})
     report.epoch(row(1, train__loss=0.5, validation__easy__loss=0.25), is_best=True)

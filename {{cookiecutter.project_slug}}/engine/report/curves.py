@@ -15,7 +15,7 @@ import matplotlib.ticker
 import numpy as np
 
 from engine.files import write_whole
-from engine.model.metrics import ResultNames
+from engine.model.metrics import ResultNames, split_of
 from engine.report.tables import Row, is_metric
 
 CURVES = "curves.png"
@@ -83,7 +83,7 @@ def figure_of_run(
     score = f"; best {monitor} {best[1]:.4g} in epoch {math.ceil(best[0] - 1e-9)}" if best else ""
     more = f"; {dropped} more are in metrics.csv" if dropped else ""
     figure.suptitle(f"{title}, epoch {last}{score}{more}", parse_math=False)
-    in_order = dict.fromkeys(names.sets) | handles  # The datasets come first.
+    in_order = dict.fromkeys(names.datasets) | handles  # The datasets come first.
     handles = {name: line for name, line in in_order.items() if line}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, frameon=False)
     return figure
@@ -93,8 +93,8 @@ def _curve(column: str, names: ResultNames, rows: Sequence[Row], epochs: Sequenc
     points = _points(rows, column, epochs)
     if not is_metric(column):  # A learning rate or the speed belongs to no dataset.
         return Curve(column, points, None, {"color": GREY})
-    dataset = next((each for each in names.sets if column.startswith(f"{each}/")), column.split("/")[0])
-    evaluated = (each for each in names.sets if each != "train")
+    dataset = names.dataset(column) or split_of(column)
+    evaluated = (each for each in names.datasets if each != "train")
     colours = dict(zip(evaluated, itertools.cycle((VERMILLION, GREEN, PURPLE, ORANGE, SKY)), strict=False))
     return Curve(column, points, dataset, {"color": BLUE if dataset == "train" else colours.get(dataset, VERMILLION)})
 
