@@ -83,8 +83,6 @@ def figure_of_run(
     score = f"; best {monitor} {best[1]:.4g} in epoch {math.ceil(best[0] - 1e-9)}" if best else ""
     more = f"; {dropped} more are in metrics.csv" if dropped else ""
     figure.suptitle(f"{title}, epoch {last}{score}{more}", parse_math=False)
-    in_order = dict.fromkeys(names.datasets) | handles  # The datasets come first.
-    handles = {name: line for name, line in in_order.items() if line}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, frameon=False)
     return figure
 
@@ -148,7 +146,7 @@ def draw_panels(
     handles: dict[str, matplotlib.lines.Line2D] = {}
     for (title, curves), axes in zip(panels.items(), cells, strict=False):
         for curve in curves:
-            (line,) = _plot(axes, curve)
+            line = _plot(axes, curve)
             if curve.legend:
                 handles[curve.legend] = line
         if any(curve.legend for curve in curves) and _falls_far(curves):
@@ -163,12 +161,12 @@ def draw_panels(
     return figure, cells[:count], handles
 
 
-def _plot(axes: matplotlib.axes.Axes, curve: Curve) -> list[matplotlib.lines.Line2D]:
-    """Draws a curve; where a value is not finite it has a gap."""
+def _plot(axes: matplotlib.axes.Axes, curve: Curve) -> matplotlib.lines.Line2D:
+    """Draws a curve, with a gap where a value is not finite."""
     xs = [x for x, _ in curve.points]
     ys = [y if math.isfinite(y) else math.nan for _, y in curve.points]
     markers = {"marker": "o", "markersize": 7.0 if len(xs) == 1 else 3.5} if len(xs) <= MOST_MARKERS else {}
-    return axes.plot(xs, ys, label=curve.label, **{"linewidth": 1.6, **markers, **curve.style})
+    return axes.plot(xs, ys, label=curve.label, **{"linewidth": 1.6, **markers, **curve.style})[0]
 
 
 def _falls_far(curves: Iterable[Curve]) -> bool:
