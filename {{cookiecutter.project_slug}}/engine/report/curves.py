@@ -54,8 +54,8 @@ def figure_of_run(
 ) -> matplotlib.figure.Figure:
     """Returns a panel for each metric, with a line for each dataset; then the learning rate and the speed.
 
-    `rows` are the rows of metrics.csv, at least one; `validations` lie between the ends of epochs. The steps from which
-    the run was `resumed` are marked, and the best score ("min" or "max") of `monitor`, whose panel comes first.
+    `rows` are those of metrics.csv, at least one; `validations` lie between the ends of epochs. The steps from which the
+    run was `resumed` are marked, and the best score ("min" or "max") of `monitor`, whose panel comes first.
     """
     both = sorted([*validations, *rows], key=lambda row: row["step"])
     columns = dict.fromkeys(name for row in both for name in row)
@@ -137,10 +137,10 @@ def draw_panels(
     """
     # The figure is made directly: matplotlib.pyplot would choose a window system, and keep every figure in memory.
     count = len(panels)
-    width = min(count, 2 if count == 4 else 3 if count <= 9 else 4)
-    height = math.ceil(count / width)
-    figure = matplotlib.figure.Figure(figsize=(max(4.2 * width, 6), 2.9 * height + 0.9), layout="constrained", dpi=100)
-    cells = list(figure.subplots(height, width, squeeze=False).flat)
+    columns = min(count, 2 if count == 4 else 3 if count <= 9 else 4)
+    rows = math.ceil(count / columns)
+    figure = matplotlib.figure.Figure(figsize=(max(4.2 * columns, 6), 2.9 * rows + 0.9), layout="constrained", dpi=100)
+    cells = list(figure.subplots(rows, columns, squeeze=False).flat)
     for empty in cells[count:]:
         empty.remove()
     handles: dict[str, matplotlib.lines.Line2D] = {}
@@ -151,8 +151,7 @@ def draw_panels(
                 handles[curve.legend] = line
         if any(curve.legend for curve in curves) and _falls_far(curves):
             axes.set_yscale("log")
-        first, end = (0.5, 1.5) if last_epoch == 1 else (min(1, axes.get_xlim()[0]), 1.02 * last_epoch)
-        axes.set_xlim(first, end)
+        axes.set_xlim((0.5, 1.5) if last_epoch == 1 else (min(1, axes.get_xlim()[0]), 1.02 * last_epoch))
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
         axes.set_xlabel("epoch")
         axes.grid(alpha=0.3)

@@ -20,8 +20,7 @@ class Summaries:
 
     def __init__(self, folder: Path, names: ResultNames) -> None:
         """Writes nothing yet: before the first values there may be no run, whose directory must be empty."""
-        self._folder = folder
-        self._names = names
+        self._folder, self._names = folder, names
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
 
     def cut(self, step: int) -> None:
