@@ -179,9 +179,9 @@ def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check
     for name in one.without_gradient:
         text = f"{name} gets no gradient: use it in the loss, or set its layer's trainable = False"
         yield Check(False, "task.py train_step", text)
-    draws, python, stacks = draws_in_step(step), python_in_step(step), measure.first_stacks(program)
-    repeats = not python or close(one.losses, measure.losses_and_gradients(program, task, stacks)[0])
-    yield from _check_repeats("train_step", "losses", draws, python, repeats=repeats)
+    draws, python = draws_in_step(step), python_in_step(step)
+    again, _ = measure.losses_and_gradients(program, task, measure.first_stacks(program))
+    yield from _check_repeats("train_step", "losses", draws, python, repeats=close(one.losses, again))
     if layers.still_random:
         names = ", ".join(layers.still_random)
         text = f"not compared, because {names} cannot be switched off: augment in task.prepare_example instead"

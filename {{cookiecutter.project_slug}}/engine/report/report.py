@@ -155,7 +155,7 @@ class Report:
     def draw_curves(self) -> None:
         """Draws curves.png, if an epoch has ended."""
         if self.rows:
-            marks = {"resumed": self._resumed, **self._monitored}
+            marks: dict[str, Any] = {"resumed": self._resumed, **self._monitored}
             figure = figure_of_run(self.run_dir.name, self.names, self.rows, validations=self.validations, **marks)
             write_figure(self.run_dir / CURVES, figure)
             self._curves_drawn = time.monotonic()
