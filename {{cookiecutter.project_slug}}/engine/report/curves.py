@@ -15,7 +15,7 @@ import matplotlib.ticker
 import numpy as np
 
 from engine.files import write_whole
-from engine.model.metrics import ResultNames, split_of
+from engine.model.metrics import ResultNames
 from engine.report.tables import Row, is_metric
 
 CURVES = "curves.png"
@@ -91,7 +91,7 @@ def _curve(column: str, names: ResultNames, rows: Sequence[Row], epochs: Sequenc
     points = _points(rows, column, epochs)
     if not is_metric(column):  # A learning rate or the speed belongs to no dataset.
         return Curve(column, points, None, {"color": GREY})
-    dataset = names.dataset(column) or split_of(column)
+    dataset = names.dataset(column) or column.split("/")[0]
     evaluated = (each for each in names.datasets if each != "train")
     colours = dict(zip(evaluated, itertools.cycle((VERMILLION, GREEN, PURPLE, ORANGE, SKY)), strict=False))
     return Curve(column, points, dataset, {"color": BLUE if dataset == "train" else colours.get(dataset, VERMILLION)})
