@@ -89,8 +89,8 @@ def _check_examples(program: Program, task: Task, settings: Settings, global_bat
     for split in program.SPLITS:
         once, again = (each_dataset(task.load_examples(split), _fingerprints) for _ in range(2))
         if once != again:
-            rule = "keep their order; the engine shuffles them"
-            raise BadInput(f"task.load_examples({split!r}) returned other examples the second time: {rule}")
+            text = "returned other examples the second time: keep their order; the engine shuffles them"
+            raise BadInput(f"task.load_examples({split!r}) {text}")
     program.build(dataclasses.replace(settings, simulated_devices=1))
     sizes = ", ".join(f"{name} {each.number_of_examples}" for name, each in program.batches.items())
     yield Check(True, "task.py load_examples", f"{sizes} examples of one structure, in the same order twice")
@@ -141,8 +141,8 @@ def _refuse_wrong_labels(task: Any, name: str, batch: Any, predict: Callable[[An
     with contextlib.suppress(tf.errors.InvalidArgumentError):
         if math.isfinite(float(task.compute_loss(labels, predictions, sample_weights)[0])):
             return
-    rule = f"the model predicts classes from 0 to {classes - 1}: fix the labels or the model's last layer"
-    raise BadInput(f"{hook_of(name)} returned labels from {low} to {high}, and {rule}")
+    text = f"returned labels from {low} to {high}, and the model predicts {classes} classes, 0 to {classes - 1}"
+    raise BadInput(f"{hook_of(name)} {text}: fix the labels or the model's last layer")
 
 
 def _check_predictions(program: Program, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
