@@ -9,13 +9,12 @@ Everything follows from the seed of the pass and from the place of a record, whi
 """
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from engine.data.examples import Pick, Shard, megabytes, rejection, shuffled
+from engine.data.examples import Examples, Shard, megabytes, shuffled
 from engine.data.record_index import FileIndex, damaged
 from engine.errors import BadInput
 
@@ -41,19 +40,15 @@ def segment_count(examples_per_batch: int) -> int:
     return max(count for count in range(1, MOST_SEGMENTS + 1) if examples_per_batch % count == 0)
 
 
-class RecordExamples:
-    """The records of files, never cached; Examples documents the methods."""
-
-    element_spec = tf.TensorSpec([], tf.string)
+class RecordExamples(Examples):
+    """The records of files, never cached."""
 
     def __init__(
         self, files: list[FileIndex], hook: str, shuffle_bytes: int | None, fingerprint: dict[str, Any] | None
     ) -> None:
         """`shuffle_bytes` is for the windows of all processes that share a batch; None: no shuffling."""
-        self._files, self._hook, self.fingerprint = files, hook, fingerprint
-        self.length = sum(each.length for each in files)
-        if not self.length:
-            raise BadInput(f"{hook} returned no examples: each dataset needs at least one")
+        super().__init__(hook, sum(each.length for each in files), tf.TensorSpec([], tf.string))
+        self._files, self.fingerprint = files, fingerprint
         self._file_first = np.cumsum([0, *(each.length for each in files)])
         self._bytes_of_files = sum(int(each.offsets[-1]) for each in files)
         bytes_of_block = min(BYTES_OF_BLOCK, max(1, self._bytes_of_files // BLOCKS_OF_SMALL_DATASET))
@@ -72,18 +67,9 @@ class RecordExamples:
     def cache(self) -> None:
         """Does nothing: the operating system caches files that are read often."""
 
-    def stream(self) -> None:
-        """Does nothing: records are always streamed."""
-
     def describe_shuffling(self, processes: int) -> tuple[str, int]:
         taken = min(self._bytes_of_files, self._window_bytes) // processes
         return f"by records, in blocks and windows, {megabytes(taken)} in each process", taken
-
-    def batches(
-        self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int
-    ) -> tuple[tf.data.Dataset, Pick]:
-        elements = self.one_by_one(shard, first, seed).batch(shard.size * at_once)
-        return elements, lambda places, records: (places, records)
 
     def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
         segments = _Segments(self, shard, first, seed)
@@ -106,17 +92,16 @@ class RecordExamples:
     def unshuffled(self) -> tf.data.Dataset:
         return in_file_order(self._files).take(self.length).enumerate()
 
-    def for_worker(self, load: Callable[[], Any]) -> "RecordExamples":
-        return self
-
-    def rejection(self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str) -> BadInput:
+    def rejection(
+        self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str = "while it was read"
+    ) -> BadInput:
         if found := re.search(r"corrupted record at (\d+)", str(problem)):
             offset = int(found[1])
             for each in self._files:
                 number = int(np.searchsorted(each.offsets, offset, side="right")) - 1
                 if number < each.length and not _can_be_read(each, number):
                     return damaged(each.path, number, each.offsets[number], "the checksum of its data is wrong")
-        return rejection(problem, self._hook, one_by_one, during, self._name)
+        return super().rejection(problem, one_by_one, during)
 
     def _name(self, number: int) -> str:
         file = int(np.searchsorted(self._file_first, number, side="right")) - 1
@@ -141,16 +126,12 @@ def _can_be_read(file: FileIndex, number: int) -> bool:
 
 
 class _Segments:
-    """The segments of a pass, and their windows.
-
-    Attributes:
-        per_batch: records of a segment in each batch.
-    """
+    """The segments of a pass, and their windows."""
 
     def __init__(self, examples: RecordExamples, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> None:
         size, steps = shard.examples_per_batch, shard.end // shard.examples_per_batch
         self._count = segment_count(size)
-        self.per_batch = per_batch = size // self._count
+        self.per_batch = per_batch = size // self._count  # Records of a segment in each batch.
         self._segment_length = tf.constant(steps * per_batch, tf.int64)
         self._skipped = tf.cast(first // size * per_batch, tf.int64)
         # The last batch's records are in its first segments, and the rest of it is padding.
@@ -187,7 +168,8 @@ class _Segments:
         records = self._in_other_batches + in_last_batch
         first_padding = self._sequence.length + segment * self.per_batch - in_segments_before
         end_of_records = tf.clip_by_value(end, begin, tf.maximum(begin, records))
-        examples = self._sequence.examples(first_place + begin, first_place + end_of_records)
+        first = first_place + begin
+        examples = self._sequence.records(first, first_place + end_of_records).enumerate(first)
         if self._seed is not None:
             seed = tf.stack([self._seed, 1])
             for each in (segment, number):
@@ -196,7 +178,9 @@ class _Segments:
             seed_of_order = tf.random.stateless_uniform([], seed, maxval=2**31 - 1, dtype=tf.int64)
             # Moves the records, which tf.gather would copy.
             examples = shuffled(examples, tf.maximum(end_of_records - begin, 1), seed_of_order)
-        padding = self._sequence.padding(first_padding + end_of_records - records, end - end_of_records)
+        # Copies of the last record of all.
+        padding = self._sequence.records(self._sequence.length - 1, self._sequence.length).repeat(end - end_of_records)
+        padding = padding.enumerate(first_padding + end_of_records - records)
         return examples.concatenate(padding).skip(tf.maximum(self._skipped - begin, 0))
 
 
@@ -213,16 +197,7 @@ class _Sequence:
         self._paths, self._offsets = examples.paths, examples.offsets
         self.length = tf.constant(examples.length, tf.int64)
 
-    def examples(self, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
-        """Returns (place, record) of the places from `begin` to `end`."""
-        return tf.data.Dataset.zip(tf.data.Dataset.range(begin, end), self._records(begin, end))
-
-    def padding(self, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
-        """Returns (place, record) of places behind the last record: copies of it."""
-        last = self._records(self.length - 1, self.length).repeat(count)
-        return tf.data.Dataset.zip(tf.data.Dataset.range(first, first + count), last)
-
-    def _records(self, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
+    def records(self, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
         """Returns the records at the places from `begin` to `end`."""
         first_block = tf.searchsorted(self._ends, [begin], side="right", out_type=tf.int64)[0]
         end_block = tf.searchsorted(self._ends, [end], side="left", out_type=tf.int64)[0] + 1

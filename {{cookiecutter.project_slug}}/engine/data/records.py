@@ -22,7 +22,6 @@ class Records:
     """
 
     def __init__(self, *patterns: str | Path | list[str | Path]) -> None:
-        """Looks for no file yet."""
         given = [each for pattern in patterns for each in (pattern if isinstance(pattern, list | tuple) else [pattern])]
         self.patterns = [os.fspath(each) for each in given]
         self._count: int | None = None
@@ -80,11 +79,11 @@ def examples_of(loaded: Any, hook: str, shuffle_bytes: int | None) -> Examples:
 
 
 def _shortened(files: list[FileIndex], count: int) -> list[FileIndex]:
-    kept = []
+    shortened = []
     for each in files:
         offsets = each.offsets[: count + 1]
         count -= len(offsets) - 1
-        kept.append(FileIndex(each.path, offsets, each.sha256))
+        shortened.append(FileIndex(each.path, offsets, each.sha256))
         if not count:
             break
-    return kept
+    return shortened
