@@ -147,11 +147,8 @@ class DatasetExamples(Examples):
         """The bytes of one example. Where its element spec does not tell them, the first examples are read."""
         if is_exact(self.element_spec):
             return bytes_of(self.element_spec)
-        try:
-            with tf.init_scope():  # Outside of the graph that is being built.
-                return measured_bytes(self._dataset.with_options(input_options()))
-        except tf.errors.OpError as problem:
-            raise self.rejection(problem, self._dataset) from problem
+        with tf.init_scope():  # Outside of the graph that is being built.
+            return measured_bytes(self._dataset.with_options(input_options()))
 
     @functools.cached_property
     def fits_in_memory(self) -> bool:
@@ -172,15 +169,17 @@ class DatasetExamples(Examples):
         return f"streamed, {examples}, {megabytes(taken)} in each process", taken
 
     def cache(self) -> None:
-        if self._cached is None and self.fits_in_memory:
-            try:
+        if self._dataset is None:
+            return
+        try:
+            if self.fits_in_memory:
                 with tf.device("CPU:0"):
                     self._cached = self._dataset.batch(self.length).with_options(input_options()).get_single_element()
-            except tf.errors.OpError as problem:
-                raise self.rejection(problem, self._dataset) from problem
-            self._dataset = None  # It may refer to arrays, which would stay in memory too.
-        elif self._cached is None and self._shuffle_bytes is not None:
-            _ = self.buffer_size  # If the first examples cannot be read, this is noticed now.
+                self._dataset = None  # It may refer to arrays, which would stay in memory too.
+            elif self._shuffle_bytes is not None:
+                _ = self.buffer_size  # If the first examples cannot be read, this is noticed now.
+        except tf.errors.OpError as problem:
+            raise self.rejection(problem, self._dataset) from problem
 
     def batches(
         self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int

@@ -26,6 +26,9 @@ HEADER, FOOTER = 12, 4  # Bytes of a record before and behind its data.
 # The first bytes of files that gzip or zlib has compressed.
 COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 SMALL_RECORD = 2**12  # To read a smaller one takes less time than to skip it.
+CRC_TABLE = np.arange(256, dtype=np.uint32)  # What each byte adds to a CRC-32C.
+for _ in range(8):
+    CRC_TABLE = np.where(CRC_TABLE & 1, CRC_TABLE >> 1 ^ np.uint32(0x82F63B78), CRC_TABLE >> 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,21 +130,11 @@ def is_cache(path: str) -> bool:
     return found is not None and tf.io.gfile.exists(os.path.join(folder, found[1]))
 
 
-def _crc_table() -> np.ndarray:
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        table = np.where(table & 1, table >> 1 ^ np.uint32(0x82F63B78), table >> 1)
-    return table
-
-
-_CRC_TABLE = _crc_table()
-
-
 def _are_headers(headers: np.ndarray) -> np.ndarray:
     """Returns for each header (uint8 [n, 12]) whether it is a length and the masked CRC-32C of that length."""
     crc = np.full(len(headers), 0xFFFFFFFF, np.uint32)
     for column in headers[:, :8].T:
-        crc = _CRC_TABLE[(crc ^ column) & 0xFF] ^ crc >> 8
+        crc = CRC_TABLE[(crc ^ column) & 0xFF] ^ crc >> 8
     crc = ~crc
     masked = (crc >> 15 | crc << 17) + np.uint32(0xA282EAD8)
     return masked == headers[:, 8:].copy().view("<u4")[:, 0]

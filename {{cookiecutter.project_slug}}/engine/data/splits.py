@@ -1,5 +1,6 @@
 """The batches of every split, by the names of its datasets, as the hooks of task.py give them."""
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,9 +10,9 @@ import tensorflow as tf
 
 from engine.data.batches import Batches
 from engine.data.element_spec import as_text, unbatched
-from engine.data.examples import Examples, hook_of
+from engine.data.examples import DatasetExamples, Examples, hook_of
 from engine.data.preparation import Preparation
-from engine.data.records import Records, examples_of
+from engine.data.records import Records
 from engine.data.worker_batches import WorkerBatches, WorkerPool
 from engine.errors import BadInput
 from engine.protocols import Task
@@ -78,16 +79,17 @@ def load_datasets(
         of_process = {"input_context": tf.distribute.InputContext(count, number)} if count > 1 else {}
         loaded = named(split, load_examples(split, **of_process))
         for name in datasets or loaded:
-            hook = hook_of(name)
+            hook, found = hook_of(name), loaded.get(name)
             if name not in loaded:
                 raise BadInput(f"{hook} is missing for worker {number}: return the same datasets for all workers")
-            if count > 1 and isinstance(loaded[name], Records):
+            if count > 1 and isinstance(found, Records):
+                problem = f"{hook} takes an input_context and returned Records"
                 raise BadInput(
-                    f"{hook} takes an input_context and returned Records: remove it from load_examples, because each "
-                    "worker reads its own shard of the records anyway"
+                    f"{problem}: remove it from load_examples, because each worker reads its own shard anyway"
                 )
             hook += f" for worker {number} of {count}" if count > 1 else ""
-            datasets.setdefault(name, []).append(examples_of(loaded[name], hook, shuffle_bytes))
+            read = found.examples if isinstance(found, Records) else functools.partial(DatasetExamples, found)
+            datasets.setdefault(name, []).append(read(hook, shuffle_bytes))
     return datasets
 
 

@@ -78,15 +78,11 @@ class Stacks:
         return CompiledSteps(tf.function(steps, input_signature=[self._stack_spec(), scalar, scalar]))
 
     def _stack_spec(self) -> Any:
-        if self.strategy.num_replicas_in_sync > 1:
-            # Only a distributed dataset tells the spec of a stack on several replicas.
-            stacks = tf.data.Dataset.range(0).map(self._empty_stack)
-            return self.strategy.distribute_datasets_from_function(lambda _: stacks).element_spec
-        return batched(self.batch_spec)
-
-    @tf.autograph.experimental.do_not_convert
-    def _empty_stack(self, zero: tf.Tensor) -> Any:
-        return tf.nest.map_structure(lambda spec: tf.zeros([zero, *spec.shape], spec.dtype), self.batch_spec)
+        if self.strategy.num_replicas_in_sync == 1:
+            return batched(self.batch_spec)
+        # Only a distributed dataset tells the spec of a stack on several replicas.
+        no_stacks = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=batched(self.batch_spec))
+        return self.strategy.distribute_datasets_from_function(lambda _: no_stacks).element_spec
 
 
 class StackIterator:
