@@ -64,7 +64,6 @@ class Batches:
         flag = "--evaluation-batch-size" if own else "--global-batch-size"
         self.per_replica_batch_size = per_replica_batch_size(size, strategy.num_replicas_in_sync, flag)
         self._count_steps([each.length for each in examples], settings)
-
         part = context.input_pipeline_id if len(examples) > 1 else 0
         self._examples, size_of_part = examples[part], size // len(examples)
         self.example_spec, self.fingerprint = self._examples.element_spec, self._examples.fingerprint
