@@ -80,7 +80,7 @@ def test_splits_may_be_missing_and_have_several_sets() -> None:
         ({"validation": {"none": numbers(0, 0)}}, r"task.load_examples\('validation'\)\['none'\] returned no examples"),
         (
             {"validation": {"shorts": numbers(0, 9).map(lambda one, two: (tf.cast(one, tf.int16), two))}},
-            r"task.load_examples\('validation'\)\['shorts'\] and task.prepare_example gave batches of \(int16",
+            r"task.load_examples\('validation'\)\['shorts'\] and task.prepare_example gave \(int16",
         ),
     ],
 )

@@ -153,7 +153,7 @@ STARTS = np.cumsum([0, *(length + 16 for length in LENGTHS)]).tolist()
 HUGE = struct.pack("<Q", 2**63)
 BAD = {
     "empty": (lambda _: b"", "is empty: write it again"),
-    "text": (lambda _: b"image,label\n1,2\n" * 9, "is not a TFRecord file (the checksum of its first record's length"),
+    "text": (lambda _: b"image,label\n1,2\n" * 9, "is not a TFRecord file (its first record's length"),
     "a few bytes": (lambda _: b"abc", "is not a TFRecord file"),
     "gzip": (gzip.compress, "is compressed: unpack it, or read it with tf.data.TFRecordDataset"),
     "zlib": (zlib.compress, "is compressed: unpack it"),

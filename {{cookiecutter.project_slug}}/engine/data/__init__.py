@@ -19,9 +19,4 @@ from engine.data.records import Records
 from engine.data.splits import load_splits
 from engine.data.stacks import CompiledSteps
 
-__all__ = [
-    "Batches",
-    "CompiledSteps",
-    "Records",
-    "load_splits",
-]
+__all__ = ["Batches", "CompiledSteps", "Records", "load_splits"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.data.element_spec import bytes_of, is_static, unbatched
+from engine.data.element_spec import batched, bytes_of, is_static, unbatched
 from engine.data.examples import Examples, Shard, hook_of
 from engine.data.pipeline import Pipeline
 from engine.data.preparation import Preparation
@@ -29,18 +29,17 @@ class Batches:
     Attributes:
         split: "train", "validation" or "test".
         name: the split, or "<split>/<dataset>" if it has several.
-        number_of_examples: the examples of the dataset.
-        global_batch_size: examples in a batch.
-        per_replica_batch_size: examples of a batch on one replica.
+        number_of_examples: the examples of the dataset, on all processes.
+        global_batch_size, per_replica_batch_size: examples in a batch, and those of it on one replica.
         steps_per_pass: batches in one pass.
-        steps_per_epoch: batches in an epoch, or an evaluation: a pass, unless --steps-per-epoch or --limit-steps
-            says otherwise.
+        steps_per_epoch: batches in an epoch or evaluation: a pass, without --steps-per-epoch and --limit-steps.
         dropped: examples that one pass drops.
         shards_by_file: whether each of several processes loads files of its own.
         element_spec: of a per-replica batch: static shapes [batch, ...].
         example_spec: the element spec of task.load_examples.
         fingerprint: of record files, which must be the same when a run is resumed; None for other examples.
         traced: what task.prepare_example does; None if it runs in Python, with --eager.
+        stacks: how steps take batches out of the stacks that `iterator` yields.
     """
 
     def __init__(
@@ -56,14 +55,7 @@ class Batches:
     ) -> None:
         """Traces task.prepare_example. Raises BadInput, naming the hook, for examples that cannot be batched.
 
-        Args:
-            name: the split, or "<split>/<dataset>".
-            examples: all examples; or if each process loads files of its own, the examples of every process.
-            preparation: of the split; datasets may share it.
-            strategy: its replicas share a batch.
-            settings: the settings.
-            context: how many processes share a batch, and the number of this one.
-            shards_by_file: see the attribute.
+        `examples` are all of the dataset; or, if each process of `context` loads files of its own, those of each.
         """
         self.name, self.split, self.shards_by_file = name, name.partition("/")[0], shards_by_file
         self._training, self._strategy = self.split == "train", strategy
@@ -71,33 +63,17 @@ class Batches:
         self.global_batch_size = size = own or settings.global_batch_size
         flag = "--evaluation-batch-size" if own else "--global-batch-size"
         self.per_replica_batch_size = per_replica_batch_size(size, strategy.num_replicas_in_sync, flag)
+        self._count_steps([each.length for each in examples], settings)
         part = context.input_pipeline_id if len(examples) > 1 else 0
         self._examples, size_of_part = examples[part], size // len(examples)
-
-        # Every process takes the same number of steps, however many examples it has.
-        lengths = [each.length for each in examples]
-        if settings.keep_last_batch or not self._training:
-            self.steps_per_pass = max(-(-length // size_of_part) for length in lengths)
-        else:
-            self.steps_per_pass = min(lengths) // size_of_part
-        self.number_of_examples = sum(lengths)
-        self.dropped = max(0, self.number_of_examples - self.steps_per_pass * size)
-        if not self.steps_per_pass:
-            raise BadInput(
-                f"--global-batch-size {settings.global_batch_size} is larger than the {self.number_of_examples} "
-                f"examples of {hook_of(name)}: use a smaller one, or --keep-last-batch"
-            )
-        self.steps_per_epoch = (self._training and settings.steps_per_epoch) or self.steps_per_pass
-        self.steps_per_epoch = min(self.steps_per_epoch, settings.limit_steps or self.steps_per_epoch)
-
         self.example_spec, self.fingerprint = self._examples.element_spec, self._examples.fingerprint
-        prepared = preparation.trace(self.example_spec, hook_of(name), self._first_example)
-        self.traced = prepared.traced
-        batch_spec = tf.nest.map_structure(
-            lambda leaf: tf.TensorSpec([self.per_replica_batch_size, *leaf.shape[1:]], leaf.dtype), prepared.batch_spec
+        prepared = preparation.trace(
+            self.example_spec, hook_of(name), first_example=lambda: next(iter(self._examples.unshuffled()))[1]
         )
+        self.traced = prepared.traced
+        batch_spec = batched(unbatched(prepared.batch_spec), self.per_replica_batch_size)
         self.element_spec = batch_spec[:3]
-        self._stacks = Stacks(strategy, batch_spec, prepared.padding)
+        self.stacks = Stacks(strategy, batch_spec, prepared.padding)
         self._bytes_of_batch = strategy.num_replicas_in_sync * bytes_of(self.element_spec)
         bytes_read = size * bytes_of(self.example_spec) if is_static(self.example_spec) else 0
         size_of_process = size // context.num_input_pipelines
@@ -117,19 +93,28 @@ class Batches:
         self._processes = context.num_input_pipelines
         self._iterator: StackIterator | None = None
 
-    def _first_example(self) -> Any:
-        _, example = next(iter(self._examples.unshuffled()))
-        return example
-
-    @property
-    def stacks(self) -> Stacks:
-        """How steps take batches out of the stacks that `iterator` yields."""
-        return self._stacks
+    def _count_steps(self, lengths: list[int], settings: Settings) -> None:
+        """Sets the numbers of examples and steps; processes with files of their own have `lengths` examples."""
+        # Every process takes the same number of steps, however many examples it has.
+        size = self.global_batch_size // len(lengths)
+        if settings.keep_last_batch or not self._training:
+            self.steps_per_pass = max(-(-length // size) for length in lengths)
+        else:
+            self.steps_per_pass = min(lengths) // size
+        self.number_of_examples = sum(lengths)
+        self.dropped = max(0, self.number_of_examples - self.steps_per_pass * self.global_batch_size)
+        if not self.steps_per_pass:
+            raise BadInput(
+                f"--global-batch-size {self.global_batch_size} is larger than the {self.number_of_examples} "
+                f"examples of {hook_of(self.name)}: use a smaller one, or --keep-last-batch"
+            )
+        self.steps_per_epoch = (self._training and settings.steps_per_epoch) or self.steps_per_pass
+        self.steps_per_epoch = min(self.steps_per_epoch, settings.limit_steps or self.steps_per_epoch)
 
     @property
     def features_spec(self) -> Any:
         """The element spec of an example's prepared features; with --pad-to, sequences are of unknown length."""
-        features, padding = unbatched(self.element_spec[0]), self._stacks.padding
+        features, padding = unbatched(self.element_spec[0]), self.stacks.padding
         return padding.of_any_length(features) if padding else features
 
     def examples_in_epoch(self, epoch: int) -> int:
@@ -161,7 +146,7 @@ class Batches:
 
     def one_by_one(self, epoch: int = 0, first_step: int = 0) -> Iterator[Any]:
         """Yields the global batches of an epoch one by one, to look at; training takes them from `iterator`."""
-        pick = tf.function(self._stacks.pick, autograph=False)
+        pick = tf.function(self.stacks.pick, autograph=False)
         iterator = self._new_iterator(*self._place(epoch, first_step))
         for stack, first, count in iterator.take(self.steps_per_epoch - first_step):
             yield from (pick(stack, tf.constant(first + index)) for index in range(count))
@@ -184,7 +169,7 @@ class Batches:
 
 
 def per_replica_batch_size(size: int, replicas: int, flag: str = "--global-batch-size") -> int:
-    """Returns one replica's part of a global batch, in examples. Raises BadInput unless all parts are equal."""
+    """Returns how many examples of a global batch one replica gets. Raises BadInput unless all get equally many."""
     if rest := size % replicas:
         below = size - rest
         use = " or ".join(str(each) for each in (below, below + replicas) if each)

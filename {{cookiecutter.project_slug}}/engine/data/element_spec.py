@@ -19,7 +19,7 @@ BYTES_OF_TEXT = 2**14
 
 
 def encode(spec: Any) -> Any:
-    """Returns an element spec as JSON values. A leaf that is not a tensor, such as a ragged one, becomes its kind."""
+    """Returns an element spec as JSON values; a leaf that is not a tensor, such as a ragged one, becomes its kind."""
     if isinstance(spec, Mapping):
         return {name: encode(each) for name, each in spec.items()}
     if isinstance(spec, tuple | list):
@@ -110,10 +110,8 @@ def bytes_of(spec: Any) -> int:
 
 def measured_bytes(dataset: tf.data.Dataset) -> float:
     """Returns the mean bytes of the first examples; reads them. Raises tf.errors.OpError if they cannot be read."""
-    sizes = [
-        sum(map(_bytes_of_tensor, tf.nest.flatten(example, expand_composites=True)))
-        for example in dataset.take(MEASURED)
-    ]
+    examples = (tf.nest.flatten(example, expand_composites=True) for example in dataset.take(MEASURED))
+    sizes = [sum(map(_bytes_of_tensor, tensors)) for tensors in examples]
     return sum(sizes) / max(1, len(sizes))
 
 

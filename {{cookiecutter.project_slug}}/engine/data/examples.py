@@ -3,12 +3,13 @@
 The order follows from the seed alone. An example's place is its number in that order.
 """
 
+import abc
 import copy
 import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -46,11 +47,11 @@ class Shard:
 Pick = Callable[..., tuple[tf.Tensor, Any]]
 
 
-class Examples(Protocol):
+class Examples(abc.ABC):
     """A finite number of single examples: all of a dataset, or those in the files that one process loads.
 
-    In the methods, `first` is a place at the beginning of a batch (int64), and `seed` shuffles the examples (int64,
-    scalar) or, if it is None, keeps them in the order of task.load_examples.
+    In the methods, `first` is a place at the beginning of a batch (int64), and `seed` (int64, scalar) shuffles the
+    examples; None keeps them in the order of task.load_examples.
 
     Attributes:
         length: the number of examples.
@@ -58,21 +59,37 @@ class Examples(Protocol):
         fingerprint: of the files that the examples are in, for a resumed run to compare; None if these are not known.
     """
 
-    length: int
-    element_spec: Any
-    fingerprint: dict[str, Any] | None
+    fingerprint: dict[str, Any] | None = None
 
+    def __init__(self, hook: str, length: int, element_spec: Any) -> None:
+        """Raises BadInput, naming the hook, if there are no examples."""
+        if not length:
+            raise BadInput(f"{hook} returned no examples: each dataset needs at least one")
+        self._hook, self.length, self.element_spec = hook, length, element_spec
+
+    @functools.cached_property
+    def fits_in_memory(self) -> bool:
+        """Whether the examples are read once and cached; others are streamed."""
+        return False
+
+    @abc.abstractmethod
     def cache(self) -> None:
         """Reads the examples into memory if they fit. Raises BadInput if they cannot be read."""
 
-    def stream(self) -> None:
-        """Streams the examples from now on, even if they fit into memory."""
-
+    @abc.abstractmethod
     def describe_shuffling(self, processes: int) -> tuple[str, int]:
         """Returns how the examples are shuffled, if they are, and the bytes that this takes in one process.
 
         `processes` share the memory for record files; a shuffle buffer is each process's own.
         """
+
+    @abc.abstractmethod
+    def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
+        """Returns (place, example) of the shard."""
+
+    @abc.abstractmethod
+    def unshuffled(self) -> tf.data.Dataset:
+        """Returns (number, example) of all examples in the order of task.load_examples."""
 
     def batches(
         self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int
@@ -81,38 +98,48 @@ class Examples(Protocol):
 
         The function that comes with it returns places (int64, [n]) and examples ([n, ...]), given an element's parts.
         """
-
-    def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
-        """Returns (place, example) of the shard."""
-
-    def unshuffled(self) -> tf.data.Dataset:
-        """Returns (number, example) of all examples in the order of task.load_examples."""
+        elements = self.one_by_one(shard, first, seed).batch(shard.size * at_once)
+        return elements, lambda places, examples: (places, examples)
 
     def for_worker(self, load: Callable[[], Any]) -> "Examples":
         """Returns the same examples for the graph of a worker, where `load` returns what task.load_examples does."""
+        return self
 
-    def rejection(self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str) -> BadInput:
+    def rejection(
+        self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str = "while it was read"
+    ) -> BadInput:
         """Returns the error for examples that cannot be read or prepared; it names the first one that fails.
 
         To find it, `one_by_one` has the examples in their order, read or prepared. If that fails, `during` says where.
         """
+        if "was expected to contain" in str(problem):
+            return BadInput(f"{self._hook}: {first_line(problem)}: give assert_cardinality the real number of examples")
+        if found := _first_that_fails(one_by_one):
+            number, problem = found
+            during = f"on {self._name(number)}"
+        failed = f"{self._hook} failed {during}"
+        if "_prepare_" in str(problem):  # TensorFlow names the function whose operation failed, here of preparation.py.
+            failed = f"task.prepare_example failed {during}, of {self._hook}"
+        place = f"{where_raised(problem)}: " if is_users(problem) else ""
+        return BadInput(f"{failed} ({place}{first_line(problem)}): fix it, or drop it")
+
+    def _name(self, number: int) -> str:
+        return f"example {number}, counted from 0"
 
 
-class DatasetExamples:
-    """The examples of a tf.data.Dataset; Examples documents the methods."""
-
-    fingerprint: dict[str, Any] | None = None
+class DatasetExamples(Examples):
+    """The examples of a tf.data.Dataset."""
 
     def __init__(self, dataset: tf.data.Dataset, hook: str, shuffle_bytes: int | None) -> None:
         """Raises BadInput, naming the hook, unless it returned a finite dataset of single examples.
 
-        `shuffle_bytes` is the size of the buffer through which examples that are streamed are shuffled, if they are.
+        Examples that are streamed are shuffled through a buffer of `shuffle_bytes`, or not at all.
         """
-        self._hook, self._shuffle_bytes = hook, shuffle_bytes
-        self.length = _checked_length(hook, dataset)
+        length = _checked_length(hook, dataset)
+        super().__init__(hook, length, dataset.element_spec)
+        self._shuffle_bytes = shuffle_bytes
         # A dataset with fewer examples than it says would shift all batches after it.
-        self._dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.length))
-        self.element_spec = dataset.element_spec
+        self._dataset = dataset.apply(tf.data.experimental.assert_cardinality(length))
         self._cached: Any = None  # All examples in one structure of tensors [length, ...].
 
     @functools.cached_property
@@ -120,15 +147,11 @@ class DatasetExamples:
         """The bytes of one example. Where its element spec does not tell them, the first examples are read."""
         if is_exact(self.element_spec):
             return bytes_of(self.element_spec)
-        try:
-            with tf.init_scope():  # Outside of the graph that is being built.
-                return measured_bytes(self._dataset.with_options(input_options()))
-        except tf.errors.OpError as problem:
-            raise self.rejection(problem, self._dataset) from problem
+        with tf.init_scope():  # Outside of the graph that is being built.
+            return measured_bytes(self._dataset.with_options(input_options()))
 
     @functools.cached_property
     def fits_in_memory(self) -> bool:
-        """Whether the examples are read once and cached; others are streamed."""
         margin = 1.0 if is_exact(self.element_spec) else MARGIN
         return is_static(self.element_spec) and self.length * self._bytes_of_example * margin <= BYTES_IN_MEMORY
 
@@ -138,9 +161,6 @@ class DatasetExamples:
         in_buffer = bytes_in_buffer(self.element_spec, self._bytes_of_example)
         return min(self.length, max(1, int((self._shuffle_bytes or 0) / in_buffer)))
 
-    def stream(self) -> None:
-        self.fits_in_memory = False
-
     def describe_shuffling(self, processes: int) -> tuple[str, int]:
         if self.fits_in_memory:
             return "in memory", 0
@@ -149,29 +169,23 @@ class DatasetExamples:
         return f"streamed, {examples}, {megabytes(taken)} in each process", taken
 
     def cache(self) -> None:
-        if self._cached is None and self.fits_in_memory:
-            try:
+        if self._dataset is None:
+            return
+        try:
+            if self.fits_in_memory:
                 with tf.device("CPU:0"):
                     self._cached = self._dataset.batch(self.length).with_options(input_options()).get_single_element()
                 self._dataset = None  # It may refer to arrays, which would stay in memory too.
-            except tf.errors.OpError as problem:
-                raise self.rejection(problem, self._dataset) from problem
-        elif self._cached is None and self._shuffle_bytes is not None:
-            _ = self.buffer_size  # If the first examples cannot be read, this is noticed now.
+            elif self._shuffle_bytes is not None:
+                _ = self.buffer_size  # If the first examples cannot be read, this is noticed now.
+        except tf.errors.OpError as problem:
+            raise self.rejection(problem, self._dataset) from problem
 
     def batches(
         self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int
     ) -> tuple[tf.data.Dataset, Pick]:
-        size = shard.examples_per_batch
         if not self.fits_in_memory:
-
-            def of_shard(part: tf.Tensor) -> tf.Tensor:
-                by_batch = tf.reshape(part, [-1, size, *part.shape[1:]])[:, shard.places]
-                return tf.reshape(by_batch, [-1, *part.shape[1:]])
-
-            elements = self._in_order(first, shard.end, seed).batch(size * at_once)
-            return elements, lambda *element: tf.nest.map_structure(of_shard, element)
-
+            return super().batches(shard, first, seed, at_once)
         order = tf.range(self.length, dtype=tf.int64)
         if seed is not None:
             order = tf.random.experimental.stateless_shuffle(order, tf.stack([seed, 0]))
@@ -183,18 +197,23 @@ class DatasetExamples:
             numbers = tf.reshape(numbers, [-1])
             return tf.reshape(places, [-1]), tf.nest.map_structure(lambda part: tf.gather(part, numbers), cached)
 
-        by_batch = (tf.reshape(each, [-1, size])[:, shard.places] for each in (tf.range(first, shard.end), order))
+        rows = [-1, shard.examples_per_batch]
+        by_batch = (tf.reshape(each, rows)[:, shard.places] for each in (tf.range(first, shard.end), order))
         return tf.data.Dataset.from_tensor_slices(tuple(by_batch)).batch(at_once), pick
 
     def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
         size, places = shard.examples_per_batch, shard.places
-        if self.fits_in_memory or (shard.size < size and is_static(self.element_spec)):
+        if self.fits_in_memory:
             elements, pick = self.batches(shard, first, seed, at_once=1)
             return elements.map(pick, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
         numbered = self._in_order(first, shard.end, seed)
-        if shard.size < size:  # Slow: it calls a function for each example of the batch.
-            numbered = numbered.filter(lambda place, _: (place % size >= places.start) & (place % size < places.stop))
-        return numbered
+        if shard.size == size:
+            return numbered
+        if is_static(self.element_spec):
+            batches = numbered.batch(size)
+            return batches.map(lambda *batch: tf.nest.map_structure(lambda part: part[places], batch)).unbatch()
+        # Slow: it calls a function for each example of the batch.
+        return numbered.filter(lambda place, _: (place % size >= places.start) & (place % size < places.stop))
 
     def unshuffled(self) -> tf.data.Dataset:
         return self._in_order(0, self.length)
@@ -214,11 +233,6 @@ class DatasetExamples:
         examples = copy.copy(self)
         examples._dataset = load().apply(tf.data.experimental.assert_cardinality(self.length))
         return examples
-
-    def rejection(
-        self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str = "while it was read"
-    ) -> BadInput:
-        return rejection(problem, self._hook, one_by_one, during, lambda number: f"example {number}, counted from 0")
 
 
 def hook_of(name: str) -> str:
@@ -250,23 +264,6 @@ def input_options() -> tf.data.Options:
     return options
 
 
-def rejection(
-    problem: tf.errors.OpError, hook: str, one_by_one: tf.data.Dataset, during: str, name: Callable[[int], str]
-) -> BadInput:
-    """Returns the error of Examples.rejection; `name` returns the name of an example, given its number."""
-    if "was expected to contain" in str(problem):
-        what_to_do = "give assert_cardinality the number of examples that it really has"
-        return BadInput(f"{hook}: {first_line(problem)}: {what_to_do}")
-    if found := _first_that_fails(one_by_one):
-        number, problem = found
-        during = f"on {name(number)}"
-    # TensorFlow names the function whose operation failed, which is one of preparation.py.
-    prepares = "_prepare_" in str(problem)
-    failed = f"task.prepare_example failed {during}, of {hook}" if prepares else f"{hook} failed {during}"
-    place = f"{where_raised(problem)}: " if is_users(problem) else ""
-    return BadInput(f"{failed} ({place}{first_line(problem)}): fix it, or drop it")
-
-
 def _first_that_fails(dataset: tf.data.Dataset) -> tuple[int, tf.errors.OpError] | None:
     """Returns the number of the first element that raises, and its error; None if none does within a minute."""
     number, end = 0, time.monotonic() + SECONDS_TO_SEARCH
@@ -281,17 +278,15 @@ def _first_that_fails(dataset: tf.data.Dataset) -> tuple[int, tf.errors.OpError]
 
 
 def _checked_length(hook: str, dataset: Any) -> int:
-    """Returns the number of examples. Raises BadInput unless it is known, above 0 and finite."""
+    """Returns the number of examples. Raises BadInput unless it is known and finite."""
     if not isinstance(dataset, tf.data.Dataset):
         raise BadInput(f"{hook} returned a {type(dataset).__name__}: return a tf.data.Dataset of single examples")
     length = int(dataset.cardinality())
-    if length == tf.data.INFINITE_CARDINALITY:
-        raise BadInput(f"{hook} returned endless examples: remove repeat(); the epochs are counted for you")
-    if length == tf.data.UNKNOWN_CARDINALITY:
-        raise BadInput(
-            f"{hook} returned examples of unknown number: end it with "
-            ".apply(tf.data.experimental.assert_cardinality(<number of examples>))"
-        )
-    if length == 0:
-        raise BadInput(f"{hook} returned no examples: each dataset needs at least one")
+    rejected = {
+        tf.data.INFINITE_CARDINALITY: "endless examples: remove repeat(); the epochs are counted for you",
+        tf.data.UNKNOWN_CARDINALITY: "examples of unknown number: end it with "
+        ".apply(tf.data.experimental.assert_cardinality(<number of examples>))",
+    }
+    if length in rejected:
+        raise BadInput(f"{hook} returned {rejected[length]}")
     return length

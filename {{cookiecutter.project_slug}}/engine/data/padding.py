@@ -25,11 +25,9 @@ class Padding:
     """Whether each tensor of the features and labels is a sequence."""
 
     def cut(self, batch: Any, context: tf.distribute.ReplicaContext | None = None) -> Any:
-        """Returns (features, labels, sample_weights) of a padded batch, its sequences cut to the length that it needs.
+        """Returns (features, labels, sample_weights) of a replica's padded batch, cut to the length that it needs.
 
-        Args:
-            batch: (features, labels, sample_weights, lengths) of a replica.
-            context: tf.distribute's, in which all replicas cut to the same length; None cuts this batch by itself.
+        In a `context`, all replicas cut to the same length. A padded batch has the examples' lengths as its last part.
         """
         # An example of weight 0 may be padding, of which there is more in larger batches.
         longest = tf.reduce_max(tf.where(batch[2] == 0, 0, batch[LENGTHS]))
@@ -48,7 +46,7 @@ class Padding:
         """Returns the element spec of an example's features, with sequences of unknown length."""
         # `sequences` continues with the labels.
         leaves = zip(tf.nest.flatten(features), self.sequences, strict=False)
-        of_any = [tf.TensorSpec([None, *each.shape[1:]], each.dtype) if is_it else each for each, is_it in leaves]
+        of_any = [tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) if each else leaf for leaf, each in leaves]
         return tf.nest.pack_sequence_as(features, of_any)
 
 

@@ -1,7 +1,8 @@
-"""Calls task.prepare_example: for a complete batch in one go where that is possible, else for one example at a time."""
+"""Calls task.prepare_example, for a complete batch in one go where possible, else for one example at a time."""
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,21 +32,16 @@ class PreparedSpec:
 
 
 class Preparation:
-    """Prepares examples, and gives each a sample weight: its own or 1, and 0 to the padding behind the last one.
-
-    Attributes:
-        depends_on_training: whether examples are prepared for training in another way than for evaluation.
-    """
+    """Prepares examples, and gives each a sample weight: its own or 1, and 0 to the padding behind the last one."""
 
     def __init__(
         self, prepare_example: Callable[..., Any], *, training: bool, pad_to: Sequence[int] = (), eager: bool = False
     ) -> None:
         """With `pad_to`, sequences are padded to these lengths; else, with `eager`, the hook runs in Python."""
-        self._prepare_example = converted(prepare_example)
-        self._pad_to, self._is_eager = pad_to, eager and not pad_to
         parameters = inspect.signature(prepare_example).parameters
-        self.depends_on_training = "training" in parameters
-        self._options = {"training": training} if self.depends_on_training else {}
+        options = {"training": training} if "training" in parameters else {}
+        self._prepare_example = functools.partial(converted(prepare_example), **options)
+        self._pad_to, self._is_eager = pad_to, eager and not pad_to
         self._takes_seed = "seed" in parameters
         of_example = [each for name, each in parameters.items() if name not in ("training", "seed")]
         self._takes_two = len(of_example) == 2 and not any(each.kind == each.VAR_POSITIONAL for each in of_example)
@@ -60,10 +56,7 @@ class Preparation:
     ) -> PreparedSpec:
         """Finds out how examples of an element spec can be prepared. Raises BadInput if they cannot, or not be batched.
 
-        Args:
-            example_spec: the element spec.
-            hook: the call that loads the examples, for messages.
-            first_example: reads one of them, on which the hook runs with `eager`.
+        `hook` is the call that loads the examples, for messages. With `eager`, the hook runs on the `first_example`.
         """
         if (key := str(example_spec)) not in self._prepared:
             _, weight = self._arguments(example_spec)
@@ -95,32 +88,33 @@ class Preparation:
             # Any exception may mean that an operation cannot be vectorized. A user error is raised again below.
             with contextlib.suppress(Exception), _silent():
                 batch_spec = numbered.batch(1).map(self.batch_function(0, seed)).element_spec
-                if not self._newest[0]:  # Sequences would need to have one length.
-                    return PreparedSpec(batch_spec, None, True, self._newest[1])
+                padding, traced = self._newest
+                if not padding:  # Sequences would need to have one length.
+                    return PreparedSpec(batch_spec, None, True, traced)
         batch_spec = numbered.map(_bound(self._one, 0, seed)).batch(1).element_spec
-        return PreparedSpec(batch_spec, self._newest[0], False, self._newest[1])
+        padding, traced = self._newest
+        return PreparedSpec(batch_spec, padding, False, traced)
 
     def _check_batches(self, prepared: PreparedSpec, hook: str) -> None:
         """Raises BadInput unless prepared examples are tensors of static shapes, or --pad-to has made them so."""
         example = unbatched(prepared.batch_spec[:2])
+        returned = f"task.prepare_example returned {as_text(example)} for {hook}"
         if not is_static(example):
             or_pad = ", or use --pad-to 64 128 256" if any(are_sequences(example)) else ""
             raise BadInput(
-                f"task.prepare_example returned {as_text(example)} for {hook}: each must be a tensor of static shape, "
-                f"the same for all examples; resize or pad, then tf.ensure_shape{or_pad}"
+                f"{returned}: each must be a tensor of static shape, the same for all examples; resize or pad, then "
+                f"tf.ensure_shape{or_pad}"
             )
         if self._pad_to and not prepared.padding:
             raise BadInput(
-                f"--pad-to {' '.join(map(str, self._pad_to))}: task.prepare_example returned {as_text(example)} for "
-                f"{hook}, where no tensor's first size differs: remove --pad-to, or do not pad in prepare_example"
+                f"--pad-to {' '.join(map(str, self._pad_to))}: {returned}, where no tensor's first size differs: "
+                "remove --pad-to, or do not pad in prepare_example"
             )
 
     def batch_function(self, length: int, seed: tf.Tensor) -> Callable[[tf.Tensor, Any], Any]:
         """Returns a function from places (int64, [n]) and examples ([n, ...]) to (features, labels, sample_weights).
 
-        Args:
-            length: the first place of padding.
-            seed: int64 [2]; each example's seed is made from it and its place.
+        Padding begins at place `length`. From `seed` (int64, [2]) and its place each example's seed is made.
         """
         return _bound(self._batch, length, seed)
 
@@ -140,26 +134,23 @@ class Preparation:
         `places` (int64, [n]) and `seed` are as in `batch_function`.
         """
 
-        def prepare(each: Any) -> Any:
-            return self._prepare_one(each[0], each[1], tf.int64.max, seed)[0]
+        def prepare(each: tuple[tf.Tensor, Any]) -> Any:
+            return self._prepare_one(*each, tf.int64.max, seed)[0]
 
         if prepared.takes_batches:
             return tf.vectorized_map(prepare, (places, batch), fallback_to_while_loop=False)
         return tf.map_fn(prepare, (places, batch), fn_output_signature=unbatched(prepared.batch_spec[0]))
 
     def _prepare_batch(self, places: tf.Tensor, examples: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
+        def prepare(each: tuple[tf.Tensor, Any]) -> Any:
+            return self._prepare_one(*each, length, seed)
+
         # Without fallback, because an operation that cannot be vectorized would run for one example after the other.
-        return tf.vectorized_map(
-            lambda each: self._prepare_one(each[0], each[1], length, seed),
-            (places, examples),
-            fallback_to_while_loop=False,
-        )
+        return tf.vectorized_map(prepare, (places, examples), fallback_to_while_loop=False)
 
     def _prepare_one(self, place: tf.Tensor, example: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
-        options: dict[str, Any] = dict(self._options)
-        if self._takes_seed:
-            # Made from the place in the pass: the same after a resume and for any replicas.
-            options["seed"] = tf.random.experimental.stateless_fold_in(seed, place)
+        # Made from the place in the pass: the same after a resume and for any replicas.
+        options = {"seed": tf.random.experimental.stateless_fold_in(seed, place)} if self._takes_seed else {}
         arguments, weight = self._arguments(example)
         prepared = self._prepare_example(*arguments, **options)
         traced = None if tf.executing_eagerly() else look_at(tf.compat.v1.get_default_graph())

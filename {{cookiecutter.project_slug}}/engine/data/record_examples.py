@@ -3,9 +3,7 @@
 A pass goes over the records in the order of the blocks, which are shuffled; a block is some consecutive records of a
 file. This sequence is cut into segments of equal length, as many as `segment_count` says, and a batch takes equally
 many records of each segment. Before that, the records of a segment are shuffled in windows. The windows of all segments
-together are in memory.
-
-Everything follows from the seed of the pass and from the place of a record, which is its number in the sequence.
+together are in memory. A record's place is its number in the sequence; all else follows from the seed of the pass.
 """
 
 import re
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from engine.data.examples import Pick, Shard, megabytes, rejection, shuffled
+from engine.data.examples import Examples, Shard, megabytes, shuffled
 from engine.data.record_index import FileIndex, damaged
 from engine.errors import BadInput
 
@@ -41,19 +39,15 @@ def segment_count(examples_per_batch: int) -> int:
     return max(count for count in range(1, MOST_SEGMENTS + 1) if examples_per_batch % count == 0)
 
 
-class RecordExamples:
-    """The records of files, never cached; Examples documents the methods."""
-
-    element_spec = tf.TensorSpec([], tf.string)
+class RecordExamples(Examples):
+    """The records of files, never cached."""
 
     def __init__(
         self, files: list[FileIndex], hook: str, shuffle_bytes: int | None, fingerprint: dict[str, Any] | None
     ) -> None:
         """`shuffle_bytes` is for the windows of all processes that share a batch; None: no shuffling."""
-        self._files, self._hook, self.fingerprint = files, hook, fingerprint
-        self.length = sum(each.length for each in files)
-        if not self.length:
-            raise BadInput(f"{hook} returned no examples: each dataset needs at least one")
+        super().__init__(hook, sum(each.length for each in files), tf.TensorSpec([], tf.string))
+        self._files, self.fingerprint = files, fingerprint
         self._file_first = np.cumsum([0, *(each.length for each in files)])
         self._bytes_of_files = sum(int(each.offsets[-1]) for each in files)
         bytes_of_block = min(BYTES_OF_BLOCK, max(1, self._bytes_of_files // BLOCKS_OF_SMALL_DATASET))
@@ -72,18 +66,9 @@ class RecordExamples:
     def cache(self) -> None:
         """Does nothing: the operating system caches files that are read often."""
 
-    def stream(self) -> None:
-        """Does nothing: records are always streamed."""
-
     def describe_shuffling(self, processes: int) -> tuple[str, int]:
         taken = min(self._bytes_of_files, self._window_bytes) // processes
         return f"by records, in blocks and windows, {megabytes(taken)} in each process", taken
-
-    def batches(
-        self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int
-    ) -> tuple[tf.data.Dataset, Pick]:
-        elements = self.one_by_one(shard, first, seed).batch(shard.size * at_once)
-        return elements, lambda places, records: (places, records)
 
     def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
         segments = _Segments(self, shard, first, seed)
@@ -97,26 +82,22 @@ class RecordExamples:
             return together
         # The first or the last segment is shared with another process.
         low, high = places.start - first_segment * per_batch, places.stop - first_segment * per_batch
-        return (
-            together.enumerate()
-            .filter(lambda number, _: (number % taken >= low) & (number % taken < high))
-            .map(lambda _, example: example)
-        )
+        numbered = together.enumerate().filter(lambda number, _: (number % taken >= low) & (number % taken < high))
+        return numbered.map(lambda _, example: example)
 
     def unshuffled(self) -> tf.data.Dataset:
         return in_file_order(self._files).take(self.length).enumerate()
 
-    def for_worker(self, load: Callable[[], Any]) -> "RecordExamples":
-        return self
-
-    def rejection(self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str) -> BadInput:
+    def rejection(
+        self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str = "while it was read"
+    ) -> BadInput:
         if found := re.search(r"corrupted record at (\d+)", str(problem)):
             offset = int(found[1])
             for each in self._files:
                 number = int(np.searchsorted(each.offsets, offset, side="right")) - 1
                 if number < each.length and not _can_be_read(each, number):
                     return damaged(each.path, number, each.offsets[number], "the checksum of its data is wrong")
-        return rejection(problem, self._hook, one_by_one, during, self._name)
+        return super().rejection(problem, one_by_one, during)
 
     def _name(self, number: int) -> str:
         file = int(np.searchsorted(self._file_first, number, side="right")) - 1
@@ -133,24 +114,16 @@ def _can_be_read(file: FileIndex, number: int) -> bool:
     start, end = file.offsets[number : number + 2]
     # TensorFlow cannot iterate over a dataset with an offset that is in no other one's function.
     block = tf.data.Dataset.from_tensors((file.path, start, end - start, np.int64(1)))
-    try:
-        next(iter(block.flat_map(_read_block)))
-    except tf.errors.OpError:
-        return False
-    return True
+    return bool(list(block.flat_map(_read_block).ignore_errors()))
 
 
 class _Segments:
-    """The segments of a pass, and their windows.
-
-    Attributes:
-        per_batch: records of a segment in each batch.
-    """
+    """The segments of a pass, and their windows."""
 
     def __init__(self, examples: RecordExamples, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> None:
         size, steps = shard.examples_per_batch, shard.end // shard.examples_per_batch
         self._count = segment_count(size)
-        self.per_batch = per_batch = size // self._count
+        self.per_batch = per_batch = size // self._count  # Records of a segment in each batch.
         self._segment_length = tf.constant(steps * per_batch, tf.int64)
         self._skipped = tf.cast(first // size * per_batch, tf.int64)
         # The last batch's records are in its first segments, and the rest of it is padding.
@@ -160,7 +133,8 @@ class _Segments:
         self._is_one_window = steps * per_batch <= window
         # Otherwise two windows of a segment are in memory at times: one that is used up, and the next.
         self._window = steps * per_batch if self._is_one_window else max(per_batch, window // 2)
-        self._sequence, self._seed = _Sequence(examples, seed), seed
+        self._records, self._seed = _in_block_order(examples, seed), seed
+        self._number_of_records = tf.constant(examples.length, tf.int64)
 
     def read(self, segment: tf.Tensor) -> tf.data.Dataset:
         """Returns (place, record) of a segment, one by one."""
@@ -185,9 +159,10 @@ class _Segments:
         first_place = segment * self._in_other_batches + in_segments_before
         in_last_batch = tf.clip_by_value(self._in_last_batch - segment * self.per_batch, 0, self.per_batch)
         records = self._in_other_batches + in_last_batch
-        first_padding = self._sequence.length + segment * self.per_batch - in_segments_before
+        first_padding = self._number_of_records + segment * self.per_batch - in_segments_before
         end_of_records = tf.clip_by_value(end, begin, tf.maximum(begin, records))
-        examples = self._sequence.examples(first_place + begin, first_place + end_of_records)
+        first = first_place + begin
+        examples = self._records(first, first_place + end_of_records).enumerate(first)
         if self._seed is not None:
             seed = tf.stack([self._seed, 1])
             for each in (segment, number):
@@ -196,47 +171,34 @@ class _Segments:
             seed_of_order = tf.random.stateless_uniform([], seed, maxval=2**31 - 1, dtype=tf.int64)
             # Moves the records, which tf.gather would copy.
             examples = shuffled(examples, tf.maximum(end_of_records - begin, 1), seed_of_order)
-        padding = self._sequence.padding(first_padding + end_of_records - records, end - end_of_records)
+        last_record = self._records(self._number_of_records - 1, self._number_of_records)
+        padding = last_record.repeat(end - end_of_records).enumerate(first_padding + end_of_records - records)
         return examples.concatenate(padding).skip(tf.maximum(self._skipped - begin, 0))
 
 
-class _Sequence:
-    """The records of a pass in the order of their blocks."""
+def _in_block_order(examples: RecordExamples, seed: tf.Tensor | None) -> Callable[..., tf.data.Dataset]:
+    """Returns a function that reads the records of a pass, in the order of their blocks, from one place to another."""
+    files, firsts, sizes = examples.blocks
+    order = tf.range(tf.size(sizes, tf.int64))
+    if seed is not None:
+        order = tf.random.experimental.stateless_shuffle(order, tf.stack([seed, 0]))
+    files, firsts, sizes = (tf.gather(each, order) for each in (files, firsts, sizes))
+    ends = tf.cumsum(sizes)
 
-    def __init__(self, examples: RecordExamples, seed: tf.Tensor | None) -> None:
-        files, firsts, sizes = examples.blocks
-        order = tf.range(tf.size(sizes, tf.int64))
-        if seed is not None:
-            order = tf.random.experimental.stateless_shuffle(order, tf.stack([seed, 0]))
-        self._files, self._firsts, self._sizes = (tf.gather(each, order) for each in (files, firsts, sizes))
-        self._ends = tf.cumsum(self._sizes)
-        self._paths, self._offsets = examples.paths, examples.offsets
-        self.length = tf.constant(examples.length, tf.int64)
-
-    def examples(self, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
-        """Returns (place, record) of the places from `begin` to `end`."""
-        return tf.data.Dataset.zip(tf.data.Dataset.range(begin, end), self._records(begin, end))
-
-    def padding(self, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
-        """Returns (place, record) of places behind the last record: copies of it."""
-        last = self._records(self.length - 1, self.length).repeat(count)
-        return tf.data.Dataset.zip(tf.data.Dataset.range(first, first + count), last)
-
-    def _records(self, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
-        """Returns the records at the places from `begin` to `end`."""
-        first_block = tf.searchsorted(self._ends, [begin], side="right", out_type=tf.int64)[0]
-        end_block = tf.searchsorted(self._ends, [end], side="left", out_type=tf.int64)[0] + 1
-        ends, sizes, firsts, files = (
-            each[first_block:end_block] for each in (self._ends, self._sizes, self._firsts, self._files)
-        )
-        begins = ends - sizes
+    def records(begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
+        first_block = tf.searchsorted(ends, [begin], side="right", out_type=tf.int64)[0]
+        end_block = tf.searchsorted(ends, [end], side="left", out_type=tf.int64)[0] + 1
+        read = slice(first_block, end_block)
+        begins = ends[read] - sizes[read]
         skipped = tf.maximum(begin - begins, 0)
-        counts = tf.minimum(end, ends) - begins - skipped
+        counts = tf.minimum(end, ends[read]) - begins - skipped
         # A file before adds one offset more than it has records.
-        records = firsts + skipped + files
-        starts, stops = tf.gather(self._offsets, records), tf.gather(self._offsets, records + counts)
-        blocks = tf.data.Dataset.from_tensor_slices((tf.gather(self._paths, files), starts, stops - starts, counts))
-        return blocks.flat_map(_read_block)
+        numbers = firsts[read] + skipped + files[read]
+        starts, stops = tf.gather(examples.offsets, numbers), tf.gather(examples.offsets, numbers + counts)
+        paths = tf.gather(examples.paths, files[read])
+        return tf.data.Dataset.from_tensor_slices((paths, starts, stops - starts, counts)).flat_map(_read_block)
+
+    return records
 
 
 def _read_block(path: tf.Tensor, start: tf.Tensor, size: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:

@@ -1,8 +1,8 @@
 """Where the records of TFRecord files are: found without reading the records, and cached beside the files.
 
-A record is its length (8 bytes), a checksum of the length, its data, and a checksum of the data. The index reads all
-but the data. The index of a file is cached in a hidden file beside it, and made again when the file's size or time of
-change differs, or when the cache is damaged.
+A record is its length (8 bytes), a checksum of the length, its data, and a checksum of the data. Of large records the
+data are not read. The index of a file is cached in a hidden file beside it, and made again when the file's size or time
+of change differs, or when the cache is damaged.
 """
 
 import array
@@ -26,6 +26,9 @@ HEADER, FOOTER = 12, 4  # Bytes of a record before and behind its data.
 # The first bytes of files that gzip or zlib has compressed.
 COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 SMALL_RECORD = 2**12  # To read a smaller one takes less time than to skip it.
+CRC_TABLE = np.arange(256, dtype=np.uint32)  # What each byte adds to a CRC-32C.
+for _ in range(8):
+    CRC_TABLE = np.where(CRC_TABLE & 1, CRC_TABLE >> 1 ^ np.uint32(0x82F63B78), CRC_TABLE >> 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,24 +49,21 @@ class FileIndex:
 
 def index_files(paths: list[str]) -> list[FileIndex]:
     """Returns the index of each file. Raises BadInput, naming the file, unless it contains complete records."""
-    not_cached: list[str] = []
-    found = [_index_file(path, not_cached) for path in paths]
+    indexes, not_cached = [], []
+    for path in paths:
+        try:
+            key = _key(path)
+            cached = _read_cache(path, key)
+            index = cached or _make(path, key["size"])
+        except (OSError, tf.errors.OpError) as problem:
+            reason = getattr(problem, "strerror", None) or getattr(problem, "message", None) or problem
+            raise BadInput(f"{path} cannot be read ({reason}): restore it, or exclude it") from None
+        indexes.append(index)
+        if not cached and not _write_cache(index, key):
+            not_cached.append(path)
     if not_cached:
         console.print(f"The index of {not_cached[0]} cannot be cached: it is made again at each start")
-    return found
-
-
-def _index_file(path: str, not_cached: list[str]) -> FileIndex:
-    try:
-        key = _key(path)
-        cached = _read_cache(path, key)
-        index = cached or _make(path, key["size"])
-    except (OSError, tf.errors.OpError) as problem:
-        reason = getattr(problem, "strerror", None) or getattr(problem, "message", None) or str(problem)
-        raise BadInput(f"{path} cannot be read ({reason}): restore it, or exclude it") from None
-    if not cached and not _write_cache(index, key):
-        not_cached.append(path)
-    return index
+    return indexes
 
 
 # --- Making -----------------------------------------------------------------------------------------------------------
@@ -77,11 +77,9 @@ def _make(path: str, size: int) -> FileIndex:
         if not _are_headers(np.frombuffer(start.ljust(HEADER, b"\0"), np.uint8)[None]).all():
             if start.startswith(COMPRESSED):
                 raise BadInput(f"{path} is compressed: unpack it, or read it with tf.data.TFRecordDataset")
-            reason = "the checksum of its first record's length is wrong"
-            raise BadInput(f"{path} is not a TFRecord file ({reason}): exclude it")
+            raise BadInput(f"{path} is not a TFRecord file (its first record's length is damaged): exclude it")
         offsets, headers, checksums = _walk(file, start, size)
-    wrong = np.flatnonzero(~_are_headers(headers))
-    if len(wrong):
+    if len(wrong := np.flatnonzero(~_are_headers(headers))):
         raise damaged(path, wrong[0], offsets[wrong[0]], "the checksum of its length is wrong")
     if offsets[-1] > size:
         raise damaged(path, len(offsets) - 2, offsets[-2], "it is cut short")
@@ -116,10 +114,8 @@ def _walk(file: BinaryIO, header: bytes, size: int) -> tuple[np.ndarray, np.ndar
 
 def damaged(path: str, number: int, offset: int, reason: str) -> BadInput:
     """Returns the error for a record that cannot be read."""
-    return BadInput(
-        f"{path}: record {number}, counted from 0, at byte {offset} is damaged ({reason}): restore the file from a "
-        "backup, or write it again without that record"
-    )
+    what_to_do = "restore the file from a backup, or write it again without that record"
+    return BadInput(f"{path}: record {number}, counted from 0, at byte {offset} is damaged ({reason}): {what_to_do}")
 
 
 def is_remote(path: str) -> bool:
@@ -134,21 +130,11 @@ def is_cache(path: str) -> bool:
     return found is not None and tf.io.gfile.exists(os.path.join(folder, found[1]))
 
 
-def _crc_table() -> np.ndarray:
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        table = np.where(table & 1, table >> 1 ^ np.uint32(0x82F63B78), table >> 1)
-    return table
-
-
-_CRC_TABLE = _crc_table()
-
-
 def _are_headers(headers: np.ndarray) -> np.ndarray:
     """Returns for each header (uint8 [n, 12]) whether it is a length and the masked CRC-32C of that length."""
     crc = np.full(len(headers), 0xFFFFFFFF, np.uint32)
     for column in headers[:, :8].T:
-        crc = _CRC_TABLE[(crc ^ column) & 0xFF] ^ crc >> 8
+        crc = CRC_TABLE[(crc ^ column) & 0xFF] ^ crc >> 8
     crc = ~crc
     masked = (crc >> 15 | crc << 17) + np.uint32(0xA282EAD8)
     return masked == headers[:, 8:].copy().view("<u4")[:, 0]
@@ -159,11 +145,12 @@ def _are_headers(headers: np.ndarray) -> np.ndarray:
 
 def _key(path: str) -> dict[str, Any]:
     """Returns the key (version, name, size, time of change) that a cached index must match."""
-    key = {"version": VERSION, "name": os.path.basename(path)}
     if is_remote(path):
         found = tf.io.gfile.stat(path)
-        return {**key, "size": found.length, "changed": found.mtime_nsec}
-    return {**key, "size": os.stat(path).st_size, "changed": os.stat(path).st_mtime_ns}
+        size, changed = found.length, found.mtime_nsec
+    else:  # TensorFlow would round the time to seconds.
+        size, changed = os.stat(path).st_size, os.stat(path).st_mtime_ns
+    return {"version": VERSION, "name": os.path.basename(path), "size": size, "changed": changed}
 
 
 def _cache_path(path: str) -> str:
@@ -172,7 +159,7 @@ def _cache_path(path: str) -> str:
 
 
 def _read_cache(path: str, key: dict[str, Any]) -> FileIndex | None:
-    """Returns the index that is cached, or None without one that matches the key."""
+    """Returns the index that is cached, or None without an intact one that matches the key."""
     try:
         with tf.io.gfile.GFile(_cache_path(path), "rb") as file:
             first_line, body = file.read().split(b"\n", 1)

@@ -5,11 +5,9 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 
-from engine.data.examples import DatasetExamples, Examples
 from engine.data.record_examples import RecordExamples, in_file_order
 from engine.data.record_index import FileIndex, index_files, is_cache, is_remote
 from engine.errors import BadInput
@@ -22,7 +20,6 @@ class Records:
     """
 
     def __init__(self, *patterns: str | Path | list[str | Path]) -> None:
-        """Looks for no file yet."""
         given = [each for pattern in patterns for each in (pattern if isinstance(pattern, list | tuple) else [pattern])]
         self.patterns = [os.fspath(each) for each in given]
         self._count: int | None = None
@@ -63,7 +60,7 @@ class Records:
         return sorted(found.values())
 
     def examples(self, hook: str, shuffle_bytes: int | None) -> RecordExamples:
-        """Returns the examples; None: they are not shuffled. Raises BadInput if they cannot be read."""
+        """Returns the examples; with None they are not shuffled. Raises BadInput if they cannot be read."""
         files = index_files(self.paths(hook))
         sha256 = hashlib.sha256("".join(each.sha256 for each in files).encode()).hexdigest()
         length = sum(each.length for each in files)
@@ -72,19 +69,12 @@ class Records:
         return RecordExamples(files, hook, shuffle_bytes, fingerprint)
 
 
-def examples_of(loaded: Any, hook: str, shuffle_bytes: int | None) -> Examples:
-    """Returns the examples that a hook returned; None: they are not shuffled. Raises BadInput if it cannot be used."""
-    if isinstance(loaded, Records):
-        return loaded.examples(hook, shuffle_bytes)
-    return DatasetExamples(loaded, hook, shuffle_bytes)
-
-
 def _shortened(files: list[FileIndex], count: int) -> list[FileIndex]:
-    kept = []
+    shortened = []
     for each in files:
         offsets = each.offsets[: count + 1]
         count -= len(offsets) - 1
-        kept.append(FileIndex(each.path, offsets, each.sha256))
+        shortened.append(FileIndex(each.path, offsets, each.sha256))
         if not count:
             break
-    return kept
+    return shortened

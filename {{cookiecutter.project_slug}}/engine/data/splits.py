@@ -1,5 +1,6 @@
 """The batches of every split, by the names of its datasets, as the hooks of task.py give them."""
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -8,10 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from engine.data.batches import Batches
-from engine.data.element_spec import as_text
-from engine.data.examples import Examples, hook_of
+from engine.data.element_spec import as_text, unbatched
+from engine.data.examples import DatasetExamples, Examples, hook_of
 from engine.data.preparation import Preparation
-from engine.data.records import Records, examples_of
+from engine.data.records import Records
 from engine.data.worker_batches import WorkerBatches, WorkerPool
 from engine.errors import BadInput
 from engine.protocols import Task
@@ -28,26 +29,21 @@ def load_splits(
 ) -> dict[str, Batches]:
     """Returns the batches of every dataset: "train", "validation" or "validation/<dataset>", "test" or the like.
 
-    A split without examples is skipped. Raises BadInput if hooks, settings and replicas do not fit together.
-
-    Args:
-        splits: names for task.load_examples, "train" among them.
-        task: has load_examples and prepare_example.
-        settings: the settings.
-        strategy: its replicas share a global batch.
-        context: how many processes these are in, and the number of this one; by default it is the only one.
-        workers: with parameter servers, the workers: each takes training steps on batches of its own.
+    A split without examples is skipped. By default this process, `context`, is the only one. With parameter servers,
+    each of the `workers` takes training steps on batches of its own. Raises BadInput if hooks, settings and replicas do
+    not fit together.
     """
     context = context or tf.distribute.InputContext()
-    hook, pad_to = task.prepare_example, settings.pad_to or ()
     evaluating, training = (
-        Preparation(hook, training=training, pad_to=pad_to, eager=settings.eager) for training in (False, True)
+        Preparation(task.prepare_example, training=trains, pad_to=settings.pad_to or (), eager=settings.eager)
+        for trains in (False, True)
     )
+    if "training" not in inspect.signature(task.prepare_example).parameters:
+        training = evaluating  # It is traced once for all splits.
+    by_file = _takes_context(task.load_examples)
     batches: dict[str, Batches] = {}
     for split in splits:
-        # A hook that prepares all examples alike is traced once for all splits.
-        preparation = training if split == "train" and training.depends_on_training else evaluating
-        by_file = "input_context" in inspect.signature(task.load_examples).parameters
+        preparation = training if split == "train" else evaluating
         for name, examples in load_datasets(split, task.load_examples, settings, context).items():
             arguments = name, examples, preparation, strategy, settings, context
             if workers and split == "train":
@@ -60,7 +56,11 @@ def load_splits(
             f"--validate-every-steps {settings.validate_every_steps}: task.load_examples('validation') returned None, "
             "so there is no validation: remove the flag"
         )
-    _check_micro_batches(settings.micro_batches, batches["train"].per_replica_batch_size)
+    size, count = batches["train"].per_replica_batch_size, settings.micro_batches
+    if size % count:
+        divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+        problem = f"--micro-batches {count} does not divide the {size} examples of a per-replica batch"
+        raise BadInput(f"{problem}: use one of {divisors}")
     return batches
 
 
@@ -73,43 +73,45 @@ def load_datasets(
     BadInput if they cannot be used.
     """
     shuffle_bytes = settings.shuffle_megabytes * 2**20 if split == "train" else None
-    by_file = "input_context" in inspect.signature(load_examples).parameters
-    count = context.num_input_pipelines if by_file else 1
+    count = context.num_input_pipelines if _takes_context(load_examples) else 1
     datasets: dict[str, list[Examples]] = {}
     for number in range(count):
         of_process = {"input_context": tf.distribute.InputContext(count, number)} if count > 1 else {}
         loaded = named(split, load_examples(split, **of_process))
         for name in datasets or loaded:
-            hook = hook_of(name)
+            hook, found = hook_of(name), loaded.get(name)
             if name not in loaded:
                 raise BadInput(f"{hook} is missing for worker {number}: return the same datasets for all workers")
-            if count > 1 and isinstance(loaded[name], Records):
+            if count > 1 and isinstance(found, Records):
+                problem = f"{hook} takes an input_context and returned Records"
                 raise BadInput(
-                    f"{hook} takes an input_context and returned Records: remove it from load_examples, because each "
-                    "worker reads its own shard of the records anyway"
+                    f"{problem}: remove it from load_examples, because each worker reads its own shard anyway"
                 )
             hook += f" for worker {number} of {count}" if count > 1 else ""
-            datasets.setdefault(name, []).append(examples_of(loaded[name], hook, shuffle_bytes))
+            read = found.examples if isinstance(found, Records) else functools.partial(DatasetExamples, found)
+            datasets.setdefault(name, []).append(read(hook, shuffle_bytes))
     return datasets
+
+
+def _takes_context(load_examples: Callable[..., Any]) -> bool:
+    return "input_context" in inspect.signature(load_examples).parameters
 
 
 def named(split: str, loaded: Any) -> dict[str, Any]:
     """Returns the datasets that task.load_examples returned, as "validation", or each as "validation/<dataset>".
 
-    Raises:
-        BadInput: a dictionary is empty, or the name of a dataset has other characters than letters, digits, "_", "-"
-            and ".".
+    Raises BadInput for an empty dictionary, and for a name of other characters than letters, digits, "_", "-" and ".".
     """
-    if split == "train":  # There must be one; None or a dictionary is refused where it is read.
+    if split == "train":  # There must be one; None or a dictionary is rejected where it is read.
         return {split: loaded}
     if not isinstance(loaded, Mapping):
         return {} if loaded is None else {split: loaded}
+    hook = f"task.load_examples({split!r})"
     if not loaded:
-        raise BadInput(f"task.load_examples({split!r}) returned an empty dict: return None if there is no {split}")
+        raise BadInput(f"{hook} returned an empty dict: return None if there is no {split}")
     for name in loaded:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            rule = "use letters, digits, '_', '-' and '.'"
-            raise BadInput(f"task.load_examples({split!r}) returned a dataset called {name!r}: {rule}")
+            raise BadInput(f"{hook} returned a dataset called {name!r}: use letters, digits, '_', '-' and '.'")
     return {f"{split}/{name}": each for name, each in loaded.items()}
 
 
@@ -122,26 +124,11 @@ def each_dataset(loaded: Any, change: Callable[[Any], Any]) -> Any:
 
 def check_same_structure(batches: Mapping[str, Batches]) -> None:
     """Raises BadInput if an example of one dataset has another structure, shape or dtype than one of "train"."""
-    size = batches["train"].per_replica_batch_size
-
-    def structure(each: Batches) -> Any:
-        spec = each.element_spec[:2]  # With the batch size of training.
-        return tf.nest.map_structure(lambda leaf: tf.TensorSpec([size, *leaf.shape[1:]], leaf.dtype), spec)
-
-    expected = structure(batches["train"])
-    for name, each in batches.items():
-        if (found := structure(each)) != expected:
+    # The third part is the sample weights.
+    examples = {name: unbatched(each.element_spec[:2]) for name, each in batches.items()}
+    for name, found in examples.items():
+        if found != examples["train"]:
             raise BadInput(
-                f"{hook_of(name)} and task.prepare_example gave batches of {as_text(found)}, but those of "
-                f"'train' are {as_text(expected)}: every dataset needs the same structure, shapes and dtypes"
+                f"{hook_of(name)} and task.prepare_example gave {as_text(found)}, but 'train' gave "
+                f"{as_text(examples['train'])}: every dataset needs the same structure, shapes and dtypes"
             )
-
-
-def _check_micro_batches(micro_batches: int, size: int) -> None:
-    """Raises BadInput unless a per-replica batch can be split into `micro_batches` equal parts."""
-    if size % micro_batches:
-        divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
-        raise BadInput(
-            f"--micro-batches {micro_batches} does not divide the {size} examples of a per-replica batch: "
-            f"use one of {divisors}"
-        )

@@ -32,10 +32,9 @@ _iterators: weakref.WeakSet = weakref.WeakSet()
 
 @dataclasses.dataclass(frozen=True)
 class CompiledSteps:
-    """A compiled function that takes steps on a stack."""
+    """A compiled function, a tf.function, that takes steps on a stack."""
 
     function: Any
-    """The tf.function."""
 
     def __call__(self, stack: Any, first: int | tf.Tensor, count: int | tf.Tensor) -> tf.Tensor:
         """Takes `count` steps, from batch number `first` of the stack on; returns their losses ([count])."""
@@ -43,9 +42,7 @@ class CompiledSteps:
 
     def graph(self) -> tf.Graph | None:
         """Returns the graph of the steps, traced now if it was not before; None if no graph runs in this process."""
-        if tf.config.functions_run_eagerly():
-            return None
-        return self.function.get_concrete_function().graph
+        return None if tf.config.functions_run_eagerly() else self.function.get_concrete_function().graph
 
     def trace_count(self) -> int:
         """Returns how many times the steps were traced."""
@@ -81,15 +78,11 @@ class Stacks:
         return CompiledSteps(tf.function(steps, input_signature=[self._stack_spec(), scalar, scalar]))
 
     def _stack_spec(self) -> Any:
-        if self.strategy.num_replicas_in_sync > 1:
-            # Only a distributed dataset tells the spec of a stack on several replicas.
-            stacks = tf.data.Dataset.range(0).map(self._empty_stack)
-            return self.strategy.distribute_datasets_from_function(lambda _: stacks).element_spec
-        return batched(self.batch_spec)
-
-    @tf.autograph.experimental.do_not_convert
-    def _empty_stack(self, zero: tf.Tensor) -> Any:
-        return tf.nest.map_structure(lambda spec: tf.zeros([zero, *spec.shape], spec.dtype), self.batch_spec)
+        if self.strategy.num_replicas_in_sync == 1:
+            return batched(self.batch_spec)
+        # Only a distributed dataset tells the spec of a stack on several replicas.
+        no_stacks = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=batched(self.batch_spec))
+        return self.strategy.distribute_datasets_from_function(lambda _: no_stacks).element_spec
 
 
 class StackIterator:
@@ -108,14 +101,9 @@ class StackIterator:
         *,
         rejection: Callable[[tf.errors.OpError, int, int], BadInput],
     ) -> None:
-        """Starts at a batch of a pass.
+        """Starts at batch `first_step` of pass `first_pass`; `stacks` begin there, and have these `stack_sizes`.
 
-        Args:
-            stacks: the stacks from there on.
-            sizes: the result of `stack_sizes`.
-            first_pass: the number of the pass.
-            first_step: the number of the batch in it.
-            rejection: returns the error for a stack that cannot be read, given its first batch's pass and number.
+        `rejection` returns the error for a stack that cannot be read, given its first batch's pass and number.
         """
         self._stacks = stacks
         self._sizes = itertools.chain(sizes[0], itertools.cycle(sizes[1]))
@@ -135,8 +123,7 @@ class StackIterator:
     def take(self, count: int) -> Iterator[tuple[Any, int, int]]:
         """Yields the next `count` batches: a stack, the number of the first one in it, how many to take from there.
 
-        Raises:
-            BadInput: the rest of them cannot be read; a later call raises it again.
+        Raises BadInput if the rest cannot be read; a later call raises it again.
         """
         while count:
             if self._next == self._end:
@@ -181,10 +168,7 @@ def _close_all() -> None:
 def stack_sizes(steps: int, first_step: int, bytes_of_batch: int) -> tuple[list[int], list[int]]:
     """Returns how many batches each stack has: in a pass from `first_step` on, and in each complete pass after it.
 
-    Args:
-        steps: batches of a complete pass.
-        first_step: the first batch of the first pass.
-        bytes_of_batch: the size of one, for all replicas.
+    A complete pass has `steps` batches, each of `bytes_of_batch` for all replicas together.
     """
     # A stack can be used only when all of it is prepared, so a long pass has several.
     largest = max(1, min(BYTES_OF_STACK // bytes_of_batch, max(64, steps // 4)))
@@ -201,11 +185,8 @@ def stack_sizes(steps: int, first_step: int, bytes_of_batch: int) -> tuple[list[
 def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, per_replica_batch_size: int) -> tf.data.Dataset:
     """Returns stacks, [batches, per-replica batch, ...] each, in tuples of one for each replica.
 
-    Args:
-        prepared: elements of any number of examples, [n, ...]; the per-replica batches of a batch follow each other.
-        sizes: how many batches go into each stack (int64).
-        replicas: how many share a batch.
-        per_replica_batch_size: examples of a batch on each.
+    Elements of `prepared` are any number of examples, [n, ...]; the per-replica batches of a batch follow each other.
+    `sizes` (int64) says how many batches go into each stack.
     """
     size = per_replica_batch_size
 
@@ -217,9 +198,7 @@ def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, per_repl
         return tf.reshape(tf.gather(of_each, replica, axis=1), [-1, size, *part.shape[1:]])
 
     def split(*stack: Any) -> tuple[Any, ...]:
-        return tuple(
-            tf.nest.map_structure(functools.partial(for_replica, replica), stack) for replica in range(replicas)
-        )
+        return tuple(tf.nest.map_structure(functools.partial(for_replica, each), stack) for each in range(replicas))
 
     return prepared.rebatch(replicas * size * sizes).map(split)
 
@@ -232,10 +211,9 @@ def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ..
     if strategy.num_replicas_in_sync == 1:
         yield from (stack for (stack,) in stacks)
         return
-    devices = strategy.extended.worker_devices
     for parts in stacks:
         brought = []
-        for device, stack in zip(devices, parts, strict=True):
+        for device, stack in zip(strategy.extended.worker_devices, parts, strict=True):
             with tf.device(device):
                 brought.append(tf.nest.map_structure(tf.identity, stack))
         in_turn = iter(brought)

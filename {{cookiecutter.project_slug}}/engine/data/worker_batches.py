@@ -38,11 +38,8 @@ class WorkerBatches(Batches):
         """`load` calls task.load_examples; the other arguments are those of Batches."""
         super().__init__(*arguments)
         self._load, self._workers = load, workers
-        self._examples.stream()
-
-    @property
-    def stacks(self) -> Stacks:
-        return WorkerStacks(self._stacks.strategy, self._stacks.batch_spec, self._stacks.padding, self._workers)
+        self._examples.fits_in_memory = False  # Each worker loads them again.
+        self.stacks = WorkerStacks(self.stacks.strategy, self.stacks.batch_spec, self.stacks.padding, workers)
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
         """Returns an iterator over the workers' own batches of an epoch, from number `first_step` on."""
@@ -73,17 +70,16 @@ class WorkerBatches(Batches):
 
 @dataclasses.dataclass(frozen=True)
 class WorkerStacks(Stacks):
-    """A stack is the workers' iterators, of which each worker sees its own."""
+    """Stacks that are the workers' iterators, of which each worker sees its own."""
 
     workers: WorkerPool
 
     @tf.autograph.experimental.do_not_convert
     def pick(self, stack: Any, index: tf.Tensor) -> Any:
-        """Returns a worker's next batch."""
+        """Returns the worker's next batch."""
         return next(stack)
 
     def compile(self, steps: Callable[..., tf.Tensor]) -> CompiledSteps:
-        """Compiles steps for the workers."""
         return WorkerSteps(tf.function(steps), self.workers)
 
 
