@@ -45,10 +45,9 @@ def describe_own_devices(simulated_devices: int, *, only_one: bool = False) -> s
 
 
 def describe_arithmetic(precision: str, simulated_devices: int) -> str:
-    """Returns the precision of the layers: "float32 (TF32)" where GPUs multiply float32 with fewer digits.
+    """Returns the precision of the layers: "float32 (TF32)" where GPUs multiply float32 to about 3e-4 only.
 
-    NVIDIA's GPUs do so from Ampere (compute capability 8.0) on, unless it is turned off; products then have a relative
-    error of about 3e-4 (tensorflow#127346).
+    NVIDIA's GPUs do so from Ampere (compute capability 8.0) on, unless it is turned off (tensorflow#127346).
     """
     gpus = [] if simulated_devices else tf.config.list_physical_devices("GPU")
     capable = any(tuple(_details(gpu).get("compute_capability", ())) >= (8, 0) for gpu in gpus)
@@ -60,10 +59,8 @@ def long_sums_reported(all_reduce: str) -> contextlib.AbstractContextManager[Non
     """Warns if the steps inside take over ten minutes and NCCL, which may hang, sums in them."""
     if not all_reduce.startswith("nccl"):
         return contextlib.nullcontext()
-    message = (
-        f"No step has ended for {SECONDS_WITHOUT_AN_END:g} s. If NCCL hangs, NCCL_DEBUG=INFO shows where; on one "
-        "machine --all-reduce one_device does without it"
-    )
+    hint = "If NCCL hangs, NCCL_DEBUG=INFO shows where; on one machine --all-reduce one_device does without it"
+    message = f"No step has ended for {SECONDS_WITHOUT_AN_END:g} s. {hint}"
     return called_after(SECONDS_WITHOUT_AN_END, lambda: console.print(message))
 
 
