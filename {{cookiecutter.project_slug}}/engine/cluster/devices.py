@@ -59,8 +59,8 @@ def long_sums_reported(all_reduce: str) -> contextlib.AbstractContextManager[Non
     """Warns if the steps inside take over ten minutes and NCCL, which may hang, sums in them."""
     if not all_reduce.startswith("nccl"):
         return contextlib.nullcontext()
-    hint = "If NCCL hangs, NCCL_DEBUG=INFO shows where; on one machine --all-reduce one_device does without it"
-    message = f"No step has ended for {SECONDS_WITHOUT_AN_END:g} s. {hint}"
+    remedy = "set NCCL_DEBUG=INFO to see where; on one machine --all-reduce one_device does without it"
+    message = f"No step has ended for {SECONDS_WITHOUT_AN_END:g} s. If NCCL hangs, {remedy}"
     return called_after(SECONDS_WITHOUT_AN_END, lambda: console.print(message))
 
 
