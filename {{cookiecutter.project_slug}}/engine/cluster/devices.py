@@ -12,8 +12,7 @@ from engine.cluster.nvidia import why_no_gpu
 from engine.cluster.rendezvous import called_after
 from engine.console import console
 
-# The first steps are compiled, which takes minutes for large models.
-SECONDS_WITHOUT_AN_END = 600.0
+SECONDS_WITHOUT_AN_END = 600.0  # The first steps are compiled, which takes minutes for large models.
 
 
 def let_gpu_memory_grow() -> None:

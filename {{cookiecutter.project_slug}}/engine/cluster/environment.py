@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from engine.errors import BadInput
 
-# The order in which a cluster's processes are counted. A chief is a worker too, the first one.
-JOBS = ("chief", "worker", "ps")
+JOBS = ("chief", "worker", "ps")  # In the order in which processes are counted. A chief is the first worker.
 KUBERNETES_PORT = 12345
 
 

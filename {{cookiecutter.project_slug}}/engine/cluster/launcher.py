@@ -19,8 +19,7 @@ from engine.errors import BadInput, Diverged, Stopped
 
 PROGRAM = Path(__file__).parents[2] / "train.py"
 
-# Exit codes of train.py that a restart does not fix: bad input, and a loss that is not finite.
-FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)
+FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)  # Exit codes of train.py that a restart does not fix.
 # When one process has decided to end, the others end by themselves, because they know the same; not when one has died.
 SECONDS_TO_FOLLOW = 60.0
 SECONDS_BETWEEN_CHECKS = 0.2
@@ -93,8 +92,7 @@ def _end_with_launcher() -> None:
 
 
 _LAUNCHER = os.getpid()
-# Loaded before any fork.
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # Loaded before any fork.
 
 
 class Launcher:

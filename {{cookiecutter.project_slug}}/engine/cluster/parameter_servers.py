@@ -22,12 +22,9 @@ from engine.console import console
 from engine.errors import BadInput, PeerLost
 from engine.settings import Settings
 
-# An execution is cut into this many pieces per worker, so that a fast worker can take more of them.
-PIECES_PER_WORKER = 4
-# A chief that does not answer for this long has ended.
-SECONDS_WITHOUT_CHIEF = 5.0
-# A chief waits this long for workers that may be restarted.
-SECONDS_WITHOUT_WORKERS = 30.0
+PIECES_PER_WORKER = 4  # The pieces of an execution for each worker, so that a fast worker can take more of them.
+SECONDS_WITHOUT_CHIEF = 5.0  # A chief that does not answer for this long has ended.
+SECONDS_WITHOUT_WORKERS = 30.0  # A chief waits this long for workers that may be restarted.
 SECONDS_BETWEEN_LOOKS = 1.0
 
 

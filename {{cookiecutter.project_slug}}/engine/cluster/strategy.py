@@ -239,7 +239,7 @@ def _tpu() -> tf.distribute.Strategy:
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (ValueError, tf.errors.OpError) as problem:
-        local = "libtpu, and the newest, of tensorflow-tpu 2.20.0, is older than pyproject.toml allows"
+        local = "libtpu, whose newest package, tensorflow-tpu 2.20.0, is older than pyproject.toml allows"
         remedy = f"set TPU_NAME to one of another machine (a local one needs {local}), or train on CPUs or GPUs"
         raise BadInput(f"--strategy tpu finds no TPU ({first_line(problem)}): {remedy}") from problem
     return tf.distribute.TPUStrategy(resolver)

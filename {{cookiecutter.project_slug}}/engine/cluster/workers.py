@@ -20,12 +20,9 @@ from engine.cluster.rendezvous import lost
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost
 from engine.user_errors import CONNECTION_ERRORS
 
-# Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
-CHUNK = 2**24
-# Integers in the first operation of `from_chief`, which is usually the only one.
-HEAD = 256
-# A process that is ending may keep its port for a moment.
-SECONDS_UNTIL_GONE = 5.0
+CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
+HEAD = 256  # Integers in the first operation of `from_chief`, which is usually the only one.
+SECONDS_UNTIL_GONE = 5.0  # A process that is ending may keep its port for a moment.
 
 
 class Workers:

@@ -35,12 +35,9 @@ from engine.trained.saved_model import Endpoint, write_saved_model
 from engine.user_errors import first_line, user_errors_named
 
 EXPORT = "export"  # In a run's directory.
-# Largest allowed distance between outputs, relative to the largest output.
-TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2
-# Largest allowed share of differing integers, such as the classes of pixels: rounding decides a tie.
-SHARE_OF_TIES = 1e-3
-# The number of made-up examples to compare, and the sizes that their element spec leaves open.
-EXAMPLES, UNKNOWN_SIZE = 3, 8
+TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
+SHARE_OF_TIES = 1e-3  # Allowed share of differing integers, such as the classes of pixels: rounding decides a tie.
+EXAMPLES, UNKNOWN_SIZE = 3, 8  # The number of made-up examples, and the sizes that their element spec leaves open.
 SUFFIXES = {"litert": ".tflite", "onnx": ".onnx"}
 
 Facts = dict[str, Any]  # The text to print for each file.

@@ -73,14 +73,13 @@ class Predictor:
     def _predict(self, batches: Iterable[Batch]) -> tuple[list[Name], Arrays]:
         names: list[Name] = []
         parts: list[Arrays] = []
-        options: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
-        with rich.progress.Progress(*COLUMNS, **options) as progress:
-            bar = progress.add_task("predictions", total=None)
+        with rich.progress.Progress(*COLUMNS, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("predictions", total=None)
             for batch_names, arrays in batches:
                 features = _as_tensors(batch_names, arrays, self._serve.spec)
                 parts.append(self._predict_batch(batch_names, features, first=len(names)))
                 names += batch_names
-                progress.update(bar, completed=len(names))
+                bar.update(task, completed=len(names))
         if not parts:
             raise BadInput("there are no examples to predict")
         for name in parts[0]:
