@@ -123,4 +123,6 @@ def worker_pool(strategy: tf.distribute.Strategy) -> WorkerPool | None:
         return None
     # A strategy has one coordinator: the constructor returns it again.
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-    return WorkerPool(coordinator, strategy.cluster_resolver.cluster_spec().job_tasks("worker"))
+    # The strategy's own cluster_resolver is None; TF_CONFIG is what `coordinate` made it from.
+    cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver().cluster_spec()
+    return WorkerPool(coordinator, cluster.job_tasks("worker"))
