@@ -65,10 +65,7 @@ def load(run_dir: str | Path) -> "Predictor":
     """Returns a function that predicts examples with a run's best weights; it needs none of the run's data.
 
     It sets task.config and task.model, clears Keras's session, seeds the random numbers, and sets Keras's dtype policy
-    to the run's --precision.
-
-    Raises:
-        BadInput: there is no run, or the hooks of task.py do not fit it.
+    to the run's --precision. Raises BadInput if there is no run, or the hooks of task.py do not fit it.
     """
     settings = settings_of_run(Config, Path(run_dir))
     import task

@@ -446,7 +446,7 @@ def test_ties_of_classes_may_differ_and_numbers_by_rounding_only() -> None:
 def test_weights_that_no_prediction_uses_are_compared_too(two_models: Callable[..., str], capsys) -> None:
     with pytest.raises(SystemExit):
         two_models(Unsaved(10), use_head=False)
-    assert "ERROR: --export: head.keras has other weights than the model" in capsys.readouterr().err
+    assert "ERROR: --export: head.keras, once loaded, has other weights than the model" in capsys.readouterr().err
 
 
 def test_format_of_keras_is_written_and_its_failure_leaves_the_other_files(

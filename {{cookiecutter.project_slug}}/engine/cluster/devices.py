@@ -12,8 +12,7 @@ from engine.cluster.nvidia import why_no_gpu
 from engine.cluster.rendezvous import called_after
 from engine.console import console
 
-# The first steps are compiled, which takes minutes for large models.
-SECONDS_WITHOUT_AN_END = 600.0
+SECONDS_WITHOUT_AN_END = 600.0  # The first steps are compiled, which takes minutes for large models.
 
 
 def let_gpu_memory_grow() -> None:
@@ -45,10 +44,9 @@ def describe_own_devices(simulated_devices: int, *, only_one: bool = False) -> s
 
 
 def describe_arithmetic(precision: str, simulated_devices: int) -> str:
-    """Returns the precision of the layers: "float32 (TF32)" where GPUs multiply float32 with fewer digits.
+    """Returns the precision of the layers: "float32 (TF32)" where GPUs multiply float32 to about 3e-4 only.
 
-    NVIDIA's GPUs do so from Ampere (compute capability 8.0) on, unless it is turned off; products then have a relative
-    error of about 3e-4 (tensorflow#127346).
+    NVIDIA's GPUs do so from Ampere (compute capability 8.0) on, unless it is turned off (tensorflow#127346).
     """
     gpus = [] if simulated_devices else tf.config.list_physical_devices("GPU")
     capable = any(tuple(_details(gpu).get("compute_capability", ())) >= (8, 0) for gpu in gpus)
@@ -60,10 +58,8 @@ def long_sums_reported(all_reduce: str) -> contextlib.AbstractContextManager[Non
     """Warns if the steps inside take over ten minutes and NCCL, which may hang, sums in them."""
     if not all_reduce.startswith("nccl"):
         return contextlib.nullcontext()
-    message = (
-        f"No step has ended for {SECONDS_WITHOUT_AN_END:g} s. If NCCL hangs, NCCL_DEBUG=INFO shows where; on one "
-        "machine --all-reduce one_device does without it"
-    )
+    remedy = "set NCCL_DEBUG=INFO to see where; on one machine --all-reduce one_device does without it"
+    message = f"No step has ended for {SECONDS_WITHOUT_AN_END:g} s. If NCCL hangs, {remedy}"
     return called_after(SECONDS_WITHOUT_AN_END, lambda: console.print(message))
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from engine.errors import BadInput
 
-# The order in which a cluster's processes are counted. A chief is a worker too, the first one.
-JOBS = ("chief", "worker", "ps")
+JOBS = ("chief", "worker", "ps")  # In the order in which processes are counted. A chief is the first worker.
 KUBERNETES_PORT = 12345
 
 
@@ -19,10 +18,8 @@ KUBERNETES_PORT = 12345
 class Cluster:
     """The processes of a cluster, by job, and which of them this process is."""
 
-    source: str
-    """What described it, for messages."""
-    addresses: dict[str, list[str]]
-    """job -> "host:port" of each of its processes."""
+    source: str  # What described it, for messages.
+    addresses: dict[str, list[str]]  # job -> "host:port" of each of its processes.
     job: str
     index: int
 
@@ -30,6 +27,10 @@ class Cluster:
         """Returns the address of every process by its name, the chief first: "worker 1" -> "host1:12345"."""
         listed = [(job, self.addresses.get(job, [])) for job in JOBS]
         return {process_name(job, index): each for job, addresses in listed for index, each in enumerate(addresses)}
+
+    def others(self) -> dict[str, str]:
+        """Returns `processes` without this one."""
+        return {name: address for name, address in self.processes().items() if name != self.name}
 
     @property
     def name(self) -> str:
@@ -54,8 +55,7 @@ def process_name(job: str, index: int) -> str:
 def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
     """Returns the cluster that the environment describes; None without one, or if it has a single process.
 
-    Raises:
-        BadInput: the description contradicts itself, or no cluster can be like it.
+    Raises BadInput if the description contradicts itself, or no cluster can be like it.
     """
     if environment.get("TF_CONFIG"):
         cluster = _from_tf_config(environment["TF_CONFIG"])
@@ -107,12 +107,9 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
     if len(host_by_rank) != _number(environment, "SLURM_STEP_NUM_TASKS", 0) or rank >= len(host_by_rank):
         listed = ", ".join(f"{name}={value}" for name, value in given.items())
         raise BadInput(f"Slurm's variables contradict each other ({listed}): start the program with srun")
-    host = environment.get("SLURMD_NODENAME", host_by_rank[rank])
-    if host != host_by_rank[rank]:
-        raise BadInput(
-            f"SLURM_PROCID {rank} runs on {host}, but --distribution=block would put it on {host_by_rank[rank]}: use "
-            "srun --distribution=block"
-        )
+    if (host := environment.get("SLURMD_NODENAME", host_by_rank[rank])) != host_by_rank[rank]:
+        rule = f"runs on {host}, but --distribution=block would put it on {host_by_rank[rank]}"
+        raise BadInput(f"SLURM_PROCID {rank} {rule}: use srun --distribution=block")
     # Each job gets its own ports, so that jobs can share a node, below those that systems use for outgoing connections.
     first = 12000 + _number(environment, "SLURM_JOB_ID", 0) * 37 % 20000
     addresses = [f"{host}:{first + number}" for number, host in enumerate(host_by_rank)]

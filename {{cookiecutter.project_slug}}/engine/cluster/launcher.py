@@ -19,8 +19,7 @@ from engine.errors import BadInput, Diverged, Stopped
 
 PROGRAM = Path(__file__).parents[2] / "train.py"
 
-# Exit codes of train.py that a restart does not fix: bad input, and a loss that is not finite.
-FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)
+FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)  # Exit codes of train.py that a restart does not fix.
 # When one process has decided to end, the others end by themselves, because they know the same; not when one has died.
 SECONDS_TO_FOLLOW = 60.0
 SECONDS_BETWEEN_CHECKS = 0.2
@@ -93,21 +92,16 @@ def _end_with_launcher() -> None:
 
 
 _LAUNCHER = os.getpid()
-# Loaded before any fork.
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # Loaded before any fork.
 
 
 class Launcher:
     """Runs the cluster, restarts it if necessary, and passes on the signals that the launcher gets."""
 
-    def __init__(
-        self, workers: int, servers: int, max_restarts: int, arguments: list[str], gpus: list[list[str]]
-    ) -> None:
-        """`gpus` lists the GPUs of each worker; it is empty on a machine without GPUs."""
-        self._jobs = {"chief": 1, "worker": workers, "ps": servers} if servers else {"worker": workers}
-        self._gpus = gpus
+    def __init__(self, jobs: dict[str, int], arguments: list[str], visible: list[str], max_restarts: int) -> None:
+        """`visible` is each worker's CUDA_VISIBLE_DEVICES; it is empty on a machine without GPUs."""
+        self._jobs, self._arguments, self._visible = jobs, arguments, visible
         self._restarts_left = max_restarts
-        self._arguments = ["--strategy=parameter_server", *arguments] if servers else arguments
         # Shared by all restarts, so that --fresh moves only an older run aside.
         os.environ.setdefault("TRAINING_START_ID", uuid.uuid4().hex)
         self._signal: int | None = None
@@ -142,8 +136,9 @@ class Launcher:
         try:
             for job, number in self._jobs.items():
                 for index in range(number):
-                    cluster = Cluster("launch.py", addresses, job, index)
-                    process = Process(cluster, self._arguments, self._visible_gpus(job, index))
+                    # Only workers use GPUs, and each sees only its own.
+                    visible = {VISIBLE: self._visible[index] if job == "worker" else "-1"} if self._visible else {}
+                    process = Process(Cluster("launch.py", addresses, job, index), self._arguments, visible)
                     process.start()
                     self._processes.append(process)
             if self._signal:  # It came while they were started.
@@ -153,16 +148,9 @@ class Launcher:
             for process in self._processes:
                 process.end()
 
-    def _visible_gpus(self, job: str, index: int) -> dict[str, str]:
-        """Returns the variable that lets a process see its own GPUs only; only workers have some."""
-        if not self._gpus:
-            return {}
-        return {VISIBLE: (",".join(self._gpus[index]) if job == "worker" else "") or "-1"}
-
     def _wait(self) -> int:
         """Shows the processes' output until the cluster has ended; returns its exit code."""
-        ending: int | None = None  # The exit code of the first that ended, if the others should follow it.
-        deadline = float("inf")
+        ending, deadline = 0, float("inf")  # The exit code of the first that ended, and when the others must have.
         running = list(self._processes)
         while running:
             unread = [process for process in self._processes if process.is_open]
@@ -183,13 +171,13 @@ class Launcher:
                 if code not in (0, Stopped.exit_code, *FINAL_CODES):
                     print_line("launcher", f"{process.name} ended with exit code {code}")
                     return ending or code
-                if ending in (None, 0):
+                if not ending:
                     ending, deadline = code, time.monotonic() + SECONDS_TO_FOLLOW
             if time.monotonic() > deadline:
                 names = ", ".join(process.name for process in running)
                 print_line("launcher", f"{names} did not end within {SECONDS_TO_FOLLOW:g} s of the others")
                 return ending or 1
-        return ending or 0
+        return ending
 
     def _replaces(self, process: Process, death: str, running: list[Process]) -> bool:
         """Restarts a worker that was killed beside a chief, or leaves its work to the others; returns whether."""
@@ -229,20 +217,21 @@ def main(description: str) -> int:
     for name, least in (("workers", 1), ("parameter_servers", 0), ("max_restarts", 0)):
         if (value := getattr(options, name)) < least:
             parser.error(f"--{name.replace('_', '-')} {value} must be {least} or more")
-    workers = options.workers
-    gpus = visible_gpus(os.environ)
+    workers, gpus = options.workers, visible_gpus(os.environ)
     # Simulated devices need none. All GPUs are then hidden from all processes, so that none takes memory of a GPU.
     used = [] if _simulates_devices(options.arguments) else gpus
     each, left_over = divmod(len(used), workers)
     if left_over:
+        rule = f"cannot share {len(used)} GPU(s) ({', '.join(used)}) equally"
         fitting = " or ".join(str(number) for number in range(1, len(used) + 1) if len(used) % number == 0)
-        parser.error(
-            f"--workers {workers} cannot share {len(used)} GPU(s) ({', '.join(used)}) equally: use {fitting} "
-            f"worker(s), or choose the GPUs with {VISIBLE} ({VISIBLE}=-1 excludes them all)"
-        )
-    gpus_of_workers = [used[index * each : (index + 1) * each] for index in range(workers)] if gpus else []
-    launcher = Launcher(workers, options.parameter_servers, options.max_restarts, options.arguments, gpus_of_workers)
-    return launcher.run()
+        remedy = f"use {fitting} worker(s), or choose the GPUs with {VISIBLE} (-1 excludes them all)"
+        parser.error(f"--workers {workers} {rule}: {remedy}")
+    visible = [",".join(used[index * each : (index + 1) * each]) or "-1" for index in range(workers)] if gpus else []
+    jobs, arguments = {"worker": workers}, options.arguments
+    if options.parameter_servers:
+        jobs = {"chief": 1, **jobs, "ps": options.parameter_servers}
+        arguments = ["--strategy=parameter_server", *arguments]
+    return Launcher(jobs, arguments, visible, options.max_restarts).run()
 
 
 def _simulates_devices(arguments: list[str]) -> bool:

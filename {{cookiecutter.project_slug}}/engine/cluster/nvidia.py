@@ -9,10 +9,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-# Contains a folder for each GPU (in a container, of the container), named by its PCI bus id.
-NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-# Differs between machines, and is equal in all containers of a machine.
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # Has a folder for each GPU (of the container), named by PCI bus id.
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Differs between machines; all containers of a machine share it.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 

@@ -1,17 +1,15 @@
 """Asynchronous training: parameter servers have the weights, each worker changes them without waiting for the others.
 
 A gradient may be of weights that others have changed since, so no two runs give the same results. Keras's authors call
-it unsupported with Keras 3 (keras#18624). Its advantage is that a lost worker costs nothing but time.
-
-The program runs on the chief, which hands executions of training steps to the workers and evaluates by itself. Workers
-and parameter servers do the work that the chief sends.
+it unsupported with Keras 3 (keras#18624). Its advantage is that a lost worker costs nothing but time. The program runs
+on the chief, which sends training steps to the workers and evaluates by itself.
 """
 
 import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import keras
@@ -24,29 +22,18 @@ from engine.console import console
 from engine.errors import BadInput, PeerLost
 from engine.settings import Settings
 
-# An execution is cut into this many pieces per worker, so that a fast worker can take more of them.
-PIECES_PER_WORKER = 4
-# A chief that does not answer for this long has ended.
-SECONDS_WITHOUT_CHIEF = 5.0
-# A chief waits this long for workers that may be restarted.
-SECONDS_WITHOUT_WORKERS = 30.0
+PIECES_PER_WORKER = 4  # The pieces of an execution for each worker, so that a fast worker can take more of them.
+SECONDS_WITHOUT_CHIEF = 5.0  # A chief that does not answer for this long has ended.
+SECONDS_WITHOUT_WORKERS = 30.0  # A chief waits this long for workers that may be restarted.
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
-    """Does the work that the chief sends until the chief has ended, then ends the process.
-
-    Raises:
-        BadInput: the chief did not join within `timeout` seconds.
-    """
-    tf.distribute.Server(
-        tf.train.ClusterSpec(cluster.addresses),
-        job_name=cluster.job,
-        task_index=cluster.index,
-        protocol="grpc",
-        # A server does not read tf.config.
-        config=tf.compat.v1.ConfigProto(gpu_options=tf.compat.v1.GPUOptions(allow_growth=True)),
-    )
+    """Does what the chief sends, then ends the process; raises BadInput if no chief joins within `timeout` seconds."""
+    # A server does not read tf.config.
+    config = tf.compat.v1.ConfigProto(gpu_options=tf.compat.v1.GPUOptions(allow_growth=True))
+    spec = tf.train.ClusterSpec(cluster.addresses)
+    tf.distribute.Server(spec, cluster.job, cluster.index, protocol="grpc", config=config)
     chief = cluster.processes()["chief"]
     console.print(f"{cluster.name} serves the chief ({chief})")
     _wait_until_listening(cluster, ["chief"], timeout)
@@ -60,12 +47,8 @@ def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
 
 
 def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
-    """Returns the strategy, for the chief, when all the others have joined.
-
-    Raises:
-        BadInput: some did not join within `timeout` seconds.
-    """
-    _wait_until_listening(cluster, [name for name in cluster.processes() if name != cluster.name], timeout)
+    """Returns the chief's strategy when all others have joined. Raises BadInput if some do not within `timeout` s."""
+    _wait_until_listening(cluster, cluster.others(), timeout)
     with tensorflow_starts(cluster, timeout):
         strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
     strategy.extended._allow_run_without_coordinator = True  # The chief evaluates by itself.
@@ -73,8 +56,7 @@ def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
     return strategy
 
 
-def _wait_until_listening(cluster: Cluster, names: list[str], timeout: float) -> None:
-    """Returns when these processes can be reached at their addresses. Raises BadInput after `timeout` seconds."""
+def _wait_until_listening(cluster: Cluster, names: Iterable[str], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while missing := [name for name in names if not is_listening(cluster.processes()[name])]:
         if time.monotonic() > deadline:
@@ -95,10 +77,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def _add_atomically(variable: keras.Variable, value: Any) -> tf.Tensor:
-    """Replaces keras.Variable.assign_add, which reads, adds and writes, and so loses writes of other workers.
-
-    Optimizers count their steps with it, and metrics their examples.
-    """
+    """Replaces keras.Variable.assign_add, which reads, adds and writes, and so loses counts of other workers."""
     return variable.value.assign_add(tf.cast(value, variable.dtype))
 
 
@@ -111,7 +90,6 @@ class WorkerPool:
 
     @property
     def count(self) -> int:
-        """The number of workers."""
         return len(self.addresses)
 
     def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any:
@@ -121,12 +99,22 @@ class WorkerPool:
     def take_steps(self, steps: Callable[..., tf.Tensor], iterators: Any, count: int) -> np.ndarray:
         """Has the workers take `count` steps together; returns their losses ([count]), in any order."""
         pieces = np.array_split(np.arange(count), min(count, PIECES_PER_WORKER * self.count))
-        losses = [
-            self.coordinator.schedule(steps, args=(iterators, tf.constant(0), tf.constant(len(piece))))
-            for piece in pieces
-        ]
-        _wait(self.coordinator, self.addresses)
+        arguments = [(iterators, tf.constant(0), tf.constant(len(piece))) for piece in pieces]
+        losses = [self.coordinator.schedule(steps, args=each) for each in arguments]
+        self._wait()
         return np.concatenate([each.fetch() for each in losses])
+
+    def _wait(self) -> None:
+        """Returns when all that was scheduled is done. Raises PeerLost if no worker is left to do it."""
+        alive = time.monotonic()
+        while not self.coordinator.done():
+            time.sleep(0.01)
+            if time.monotonic() > alive + SECONDS_BETWEEN_LOOKS:
+                if any(map(is_listening, self.addresses)):
+                    alive = time.monotonic()
+                elif time.monotonic() > alive + SECONDS_WITHOUT_WORKERS:
+                    raise PeerLost("all workers are gone: check their logs, then restart the cluster")
+        self.coordinator.join()  # Raises what a worker has raised.
 
 
 def worker_pool(strategy: tf.distribute.Strategy) -> WorkerPool | None:
@@ -135,17 +123,6 @@ def worker_pool(strategy: tf.distribute.Strategy) -> WorkerPool | None:
         return None
     # A strategy has one coordinator: the constructor returns it again.
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-    return WorkerPool(coordinator, strategy.cluster_resolver.cluster_spec().job_tasks("worker"))
-
-
-def _wait(coordinator: Any, addresses: list[str]) -> None:
-    """Returns when all that was scheduled is done. Raises PeerLost if no worker is left to do it."""
-    alive = time.monotonic()
-    while not coordinator.done():
-        time.sleep(0.01)
-        if time.monotonic() > alive + SECONDS_BETWEEN_LOOKS:
-            if any(is_listening(address) for address in addresses):
-                alive = time.monotonic()
-            elif time.monotonic() > alive + SECONDS_WITHOUT_WORKERS:
-                raise PeerLost("all workers are gone: check their logs, then restart the cluster")
-    coordinator.join()  # Raises what a worker has raised.
+    # The strategy's own cluster_resolver is None; TF_CONFIG is what `coordinate` made it from.
+    cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver().cluster_spec()
+    return WorkerPool(coordinator, cluster.job_tasks("worker"))

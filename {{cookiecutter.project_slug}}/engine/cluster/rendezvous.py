@@ -2,8 +2,8 @@
 
 TensorFlow waits for a missing process silently and without limit, and accepts different settings. So the processes
 first hold a rendezvous over plain sockets, with a deadline. Each sends a hello, one line of JSON, to whoever connects
-to its address, and reads nothing from them: it knows a process by its address only, so no stranger can disturb it. The
-chief asks the others until all answer; the others ask the chief until it knows the outcome.
+to its address, and reads nothing: it knows a process by its address only, so no stranger can disturb it. The chief
+asks the others until all answer; the others ask the chief until it knows the outcome.
 
 TensorFlow's own ports, which open next, trust everybody: the network must be private.
 """
@@ -38,11 +38,8 @@ def rendezvous(
     """Waits until every process answers; returns the `own` of each, by its name.
 
     The `facts` must be equal in all processes. Both are JSON values; of dictionaries, messages name only the keys that
-    differ. The chief waits `timeout` seconds for the others, and the others for the chief.
-
-    Raises:
-        BadInput: a process is missing, or has other facts or another description of the cluster, or this one's address
-            is not free.
+    differ. The chief waits `timeout` seconds for the others, and the others for the chief. Raises BadInput if a process
+    is missing, or has other facts or another description of the cluster, or if this one's address is not free.
     """
     hello: Hello = {"task": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}}
     hello |= {"refusal": "", "everyone": {}}  # The chief sets one of them as soon as it knows the outcome.
@@ -52,12 +49,9 @@ def rendezvous(
 
 
 def did_not_join(cluster: Cluster, missing: list[str], timeout: float) -> str:
-    """Returns the message of this process about others that did not answer it within `timeout` seconds."""
     named = ", ".join(f"{name} ({cluster.processes()[name]})" for name in missing)
-    return (
-        f"{named} did not join within {timeout:g} s (--cluster-timeout): check its log, and that {cluster.name} can "
-        "reach that address"
-    )
+    remedy = f"check its log, and that {cluster.name} can reach that address"
+    return f"{named} did not join within {timeout:g} s (--cluster-timeout): {remedy}"
 
 
 def _wait_while(condition: Callable[[], object], seconds: float) -> None:
@@ -69,19 +63,18 @@ def _wait_while(condition: Callable[[], object], seconds: float) -> None:
 
 def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[str, Any]]:
     """Asks the others until all answer, on the chief; then keeps the outcome in `hello` until they know it."""
-    addresses = {name: address for name, address in cluster.processes().items() if name != cluster.name}
-    deadline = time.monotonic() + timeout
-    with concurrent.futures.ThreadPoolExecutor(max_workers=min(32, len(addresses))) as threads:
+    others, deadline = cluster.others(), time.monotonic() + timeout
+    with concurrent.futures.ThreadPoolExecutor(max_workers=min(32, len(others))) as threads:
 
         def ask_all() -> dict[str, Hello]:
-            answers = zip(addresses, threads.map(_ask, addresses.values()), strict=True)
+            answers = zip(others, threads.map(_ask, others.values()), strict=True)
             return {name: answer for name, answer in answers if answer}
 
         while not hello["refusal"] and not hello["everyone"]:
             answers = ask_all()
-            missing = [name for name in addresses if name not in answers]
-            differences = (_difference(name, answer, hello) for name, answer in answers.items())
-            if difference := next(filter(None, differences), ""):
+            missing = [name for name in others if name not in answers]
+            differences = filter(None, (_difference(name, answer, hello) for name, answer in answers.items()))
+            if difference := next(differences, ""):
                 hello["refusal"] = difference
             elif not missing:
                 hello["everyone"] = {name: answer["own"] for name, answer in {cluster.name: hello, **answers}.items()}
@@ -151,10 +144,8 @@ def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
     try:
         servers = _listen(address)
     except OSError as problem:
-        raise BadInput(
-            f"{cluster.source} puts {cluster.name} at {address}, where it cannot listen ({problem.strerror}): end the "
-            "program that uses the port, or choose another port"
-        ) from None
+        fact = f"{cluster.source} puts {cluster.name} at {address}, where it cannot listen ({problem.strerror})"
+        raise BadInput(f"{fact}: end the program that uses the port, or choose another port") from None
     over = threading.Event()
 
     def answer(server: socket.socket) -> None:
@@ -239,9 +230,7 @@ def lost(cluster: Cluster) -> list[str]:
     Silent processes come first: the others may have ended because of them.
     """
     silent, ended = [], []
-    for name, address in cluster.processes().items():
-        if name == cluster.name:
-            continue
+    for name, address in cluster.others().items():
         try:
             with _connect(address) as connection:
                 # A gRPC server speaks first. The system also accepts connections for a stopped process.
@@ -265,11 +254,10 @@ def is_listening(address: str) -> bool:
 
 def tensorflow_starts(cluster: Cluster, timeout: float) -> contextlib.AbstractContextManager[None]:
     """Sets TF_CONFIG for TensorFlow, and ends the process with exit code 2 if its start inside takes too long."""
-    names = ", ".join(cluster.processes())
-    message = f"ERROR: TensorFlow did not start on all of {names} within {timeout:g} s (--cluster-timeout)"
 
     def end() -> None:
-        print(message, file=sys.stderr, flush=True)
+        late = f"TensorFlow did not start on all of {', '.join(cluster.processes())} within {timeout:g} s"
+        print(f"ERROR: {late} (--cluster-timeout)", file=sys.stderr, flush=True)
         os._exit(2)  # Nothing else can stop TensorFlow here.
 
     os.environ["TF_CONFIG"] = cluster.tf_config()
@@ -278,7 +266,7 @@ def tensorflow_starts(cluster: Cluster, timeout: float) -> contextlib.AbstractCo
 
 @contextlib.contextmanager
 def called_after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
-    """Calls a function, in a thread, if the code inside takes longer."""
+    """Calls a function, in a thread, if the code inside takes longer than some seconds."""
     timer = threading.Timer(seconds, function)
     timer.daemon = True
     timer.start()

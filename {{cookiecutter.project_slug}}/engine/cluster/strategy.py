@@ -45,10 +45,8 @@ def create_strategy(settings: Settings) -> tf.distribute.Strategy:
     """Returns the strategy for the settings, the same object for the same devices.
 
     In a cluster it waits for the other processes, whose settings must be equal. Call it before anything else uses
-    TensorFlow: once the runtime has started, devices cannot be simulated and a cluster cannot be joined.
-
-    Raises:
-        BadInput: devices are missing, or the cluster does not fit the settings.
+    TensorFlow: once the runtime has started, devices cannot be simulated and a cluster cannot be joined. Raises
+    BadInput if devices are missing, or the cluster does not fit the settings.
     """
     if settings.eager:
         refuse_cluster("--eager")
@@ -91,43 +89,33 @@ def strategy_info(strategy: tf.distribute.Strategy) -> StrategyInfo:
 
 def _check_cluster(name: str, cluster: Cluster | None) -> None:
     """Raises BadInput if a strategy cannot train on the cluster that the environment describes, or on none."""
-    jobs = {job for job, addresses in cluster.addresses.items() if addresses} if cluster else set()
-    if name == "parameter_server" and not {"chief", "worker", "ps"} <= jobs:
-        raise BadInput(
-            "--strategy parameter_server needs a cluster with a chief, workers and parameter servers (ps) in "
-            "TF_CONFIG: use python launch.py --workers 2 --parameter-servers 1 -- ..."
-        )
+    jobs = [job for job, addresses in cluster.addresses.items() if addresses] if cluster else []
+    if name == "parameter_server" and not {"chief", "worker", "ps"} <= set(jobs):
+        needed = "a cluster with a chief, workers and parameter servers (ps) in TF_CONFIG"
+        remedy = "use python launch.py --workers 2 --parameter-servers 1 -- ..."
+        raise BadInput(f"--strategy {name} needs {needed}: {remedy}")
     if name == "multi_worker" and not cluster:
-        raise BadInput(
-            "--strategy multi_worker needs a cluster, but neither TF_CONFIG nor Slurm nor Kubernetes describes one of "
-            "several processes: use srun, or python launch.py --workers 2 -- ..."
-        )
+        needed = "a cluster of several processes, described by TF_CONFIG, Slurm or Kubernetes"
+        raise BadInput(f"--strategy {name} needs {needed}: use srun, or python launch.py --workers 2 -- ...")
     needed = "parameter_server" if "ps" in jobs else "multi_worker"
     if cluster and name not in (needed, "tpu"):
-        raise BadInput(
-            f"--strategy {name} does not fit, because {cluster.source} describes a cluster of "
-            f"{len(cluster.processes())} processes ({', '.join(cluster.addresses)}): use --strategy {needed}, or start "
-            f"the program without {cluster.source}"
-        )
+        found = f"{cluster.source} describes a cluster of {len(cluster.processes())} processes ({', '.join(jobs)})"
+        remedy = f"use --strategy {needed}, or start the program without {cluster.source}"
+        raise BadInput(f"--strategy {name} does not fit, because {found}: {remedy}")
 
 
 def _check_devices(name: str, simulated: int, gpus: int) -> None:
-    """Raises BadInput if a strategy cannot use the devices of this process."""
     most = {"mirrored": simulated, "one_device": 1, "multi_worker": 1}.get(name, 0)
     if simulated > most:
-        raise BadInput(
-            f"--simulated-devices {simulated} is too high for --strategy {name}, which uses {most} in each process: "
-            "use --strategy mirrored in one process, or remove --simulated-devices"
-        )
+        rule = f"is too high for --strategy {name}, which uses {most} in each process"
+        raise BadInput(f"--simulated-devices {simulated} {rule}: remove it, or use --strategy mirrored in one process")
     if name == "mirrored" and not simulated and not gpus:
-        raise BadInput(
-            f"--strategy mirrored needs GPUs and {why_no_gpu(os.environ) or 'this machine shows none'}: use "
-            "--simulated-devices N for N replicas on the CPU, or --strategy one_device"
-        )
+        reason = why_no_gpu(os.environ) or "this machine shows none"
+        remedy = "use --simulated-devices N for N replicas on the CPU, or --strategy one_device"
+        raise BadInput(f"--strategy mirrored needs GPUs and {reason}: {remedy}")
 
 
 def _check_all_reduce(name: str, settings: Settings, gpus: int) -> None:
-    """Raises BadInput if the devices cannot sum as --all-reduce asks."""
     asked, simulated = settings.all_reduce, settings.simulated_devices
     if name in ("tpu", "parameter_server"):
         where, possible = f"--strategy {name}", ["auto"]
@@ -147,12 +135,11 @@ def _check_all_reduce(name: str, settings: Settings, gpus: int) -> None:
 def _check_gpus_are_not_shared(workers: dict[str, dict[str, Any]]) -> None:
     """Raises BadInput if two workers use the same GPU; `workers` is the `own` of each."""
     users: dict[str, str] = {}
+    remedy = "set CUDA_VISIBLE_DEVICES for each, as launch.py does, or start one process for all GPUs of a machine"
     for worker, gpu in [(worker, gpu) for worker, own in workers.items() for gpu in own["gpus"]]:
         if gpu in users:
-            raise BadInput(
-                f"{users[gpu]} and {worker} use the same GPU {gpu.split()[-1]} of {workers[worker]['host']}: give each "
-                "its own with CUDA_VISIBLE_DEVICES, as launch.py does, or start one process for all GPUs of a machine"
-            )
+            problem = f"use the same GPU {gpu.split()[-1]} of {workers[worker]['host']}"
+            raise BadInput(f"{users[gpu]} and {worker} {problem}: {remedy}")
         users[gpu] = worker
 
 
@@ -163,7 +150,7 @@ def _create(
     name: str, settings: Settings, gpus: int, cluster: Cluster | None
 ) -> tuple[tf.distribute.Strategy, StrategyInfo]:
     devices = describe_own_devices(settings.simulated_devices, only_one=name == "one_device")
-    workers, all_reduce = "", ""
+    workers = all_reduce = ""
     if cluster and name == "parameter_server":
         strategy = (coordinate if cluster.job == "chief" else serve)(cluster, timeout=settings.cluster_timeout)
         devices += " (the chief; the workers have their own)"
@@ -190,8 +177,7 @@ def _create(
 
 def _simulate(count: int) -> None:
     """Splits the CPU into at least `count` logical devices."""
-    # Without this, operations that are placed on no device would run on a GPU.
-    tf.config.set_visible_devices([], "GPU")
+    tf.config.set_visible_devices([], "GPU")  # Otherwise operations that are placed on no device would run on a GPU.
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu) or [None]
     if len(configured) >= count:
@@ -199,10 +185,8 @@ def _simulate(count: int) -> None:
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     except RuntimeError:
-        raise BadInput(
-            f"--simulated-devices {count} is more than {len(configured)}, with which {ALREADY_STARTED}. To build for "
-            "several numbers in one process, start with the largest"
-        ) from None
+        rule = f"is more than {len(configured)}, with which {ALREADY_STARTED}"
+        raise BadInput(f"--simulated-devices {count} {rule}. In one process, use the largest number first") from None
 
 
 def _mirrored(simulated: int, gpus: int, all_reduce: str) -> tf.distribute.Strategy:
@@ -227,16 +211,14 @@ def _multi_worker(cluster: Cluster, gpus: int, settings: Settings) -> tuple[tf.d
     # Only the chief uses --run-dir.
     facts = {flag(name): value for name, value in settings.as_json().items() if name != "run_dir"}
     facts |= {**shared_facts(), "GPUs": gpus}
-    own: dict[str, Any] = {"host": socket.gethostname(), "devices": describe_own_devices(settings.simulated_devices)}
-    own["gpus"] = identify_gpus(os.environ, gpus)
+    devices = describe_own_devices(settings.simulated_devices)
+    own = {"host": socket.gethostname(), "devices": devices, "gpus": identify_gpus(os.environ, gpus)}
     workers = rendezvous(cluster, facts, own, timeout=settings.cluster_timeout)
     _check_gpus_are_not_shared(workers)
     console.quiet = not cluster.is_chief
-    implementations = tf.distribute.experimental.CommunicationImplementation
-    implementation = implementations.NCCL if gpus else implementations.RING
     # With timeout_seconds, TensorFlow would keep two threads for that time for each sum (5,000 threads after 2,500 sums
     # with 60 s). `peers_named` finds which process is gone.
-    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+    options = tf.distribute.experimental.CommunicationOptions(implementation="NCCL" if gpus else "RING")
     try:
         with tensorflow_starts(cluster, settings.cluster_timeout):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
@@ -244,10 +226,9 @@ def _multi_worker(cluster: Cluster, gpus: int, settings: Settings) -> tuple[tf.d
         if "program startup" not in str(problem):
             raise
         raise BadInput(f"--strategy multi_worker: {ALREADY_STARTED}") from None
-    devices = {worker: each["devices"] for worker, each in workers.items()}
-    if len(set(devices.values())) == 1:
-        return strategy, f"{devices[cluster.name]} for each worker"
-    return strategy, "; ".join(f"{worker}: {text}" for worker, text in devices.items())
+    if all(each["devices"] == devices for each in workers.values()):
+        return strategy, f"{devices} for each worker"
+    return strategy, "; ".join(f"{worker}: {each['devices']}" for worker, each in workers.items())
 
 
 def _tpu() -> tf.distribute.Strategy:
@@ -258,9 +239,7 @@ def _tpu() -> tf.distribute.Strategy:
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (ValueError, tf.errors.OpError) as problem:
-        raise BadInput(
-            f"--strategy tpu finds no TPU ({first_line(problem)}): set TPU_NAME to one of another machine, or train on "
-            f"CPUs or GPUs. A local TPU needs libtpu, which no package of TensorFlow {tf.__version__} has: the newest, "
-            "tensorflow-tpu 2.20.0, is older than pyproject.toml allows"
-        ) from problem
+        local = "libtpu, whose newest package, tensorflow-tpu 2.20.0, is older than pyproject.toml allows"
+        remedy = f"set TPU_NAME to one of another machine (a local one needs {local}), or train on CPUs or GPUs"
+        raise BadInput(f"--strategy tpu finds no TPU ({first_line(problem)}): {remedy}") from problem
     return tf.distribute.TPUStrategy(resolver)

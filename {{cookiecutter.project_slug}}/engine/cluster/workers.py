@@ -20,12 +20,9 @@ from engine.cluster.rendezvous import lost
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost
 from engine.user_errors import CONNECTION_ERRORS
 
-# Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
-CHUNK = 2**24
-# Integers in the first operation of `from_chief`, which is usually the only one.
-HEAD = 256
-# A process that is ending may keep its port for a moment.
-SECONDS_UNTIL_GONE = 5.0
+CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
+HEAD = 256  # Integers in the first operation of `from_chief`, which is usually the only one.
+SECONDS_UNTIL_GONE = 5.0  # A process that is ending may keep its port for a moment.
 
 
 class Workers:
@@ -81,10 +78,9 @@ class Workers:
         return [name for name, is_set in zip(self.names, flags, strict=True) if is_set]
 
     def from_chief(self, function: Callable[[], Any]) -> Any:
-        """Calls `function` on the chief only; returns its result, which is pickled, or raises its error, on all.
+        """Calls `function` on the chief only; returns its result, which is pickled, on all workers.
 
-        Raises:
-            BadInput, CannotWrite, Damaged: `function` did. Any other exception of it is raised on the chief only.
+        A BadInput, CannotWrite or Damaged that it raises is raised on all; any other exception on the chief only.
         """
         if self.count == 1:
             return function()
@@ -99,8 +95,7 @@ class Workers:
         head[0], head[1 : 1 + packed.size] = packed.size, packed[: HEAD - 1]
         head = self._sum(head)
         rest = packed[HEAD - 1 :] if self.is_chief else np.zeros(max(0, head[0] - (HEAD - 1)), np.int32)
-        packed = np.concatenate([head[1:], self._sum_in_chunks(rest)])
-        value, error = pickle.loads(packed.tobytes())
+        value, error = pickle.loads(np.concatenate([head[1:], self._sum_in_chunks(rest)]).tobytes())
         if error is not None:
             raise error
         return value
@@ -130,18 +125,15 @@ def peers_named() -> Iterator[None]:
             gone = f"{accused} does not answer, or failed"
         if not gone:
             raise
-        todo = "check its log, then start the same command, without --fresh, on all; everything saved before is intact"
-        raise PeerLost(f"{gone}: {todo}") from problem
+        remedy = "check its log, then start the same command, without --fresh, on all; everything saved is intact"
+        raise PeerLost(f"{gone}: {remedy}") from problem
 
 
 def _accused(message: str, cluster: Cluster) -> str:
     """Returns the other processes that TensorFlow's message says failed; "" if it is about something else."""
-    processes = cluster.processes()
-    found = re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", message)
+    others, found = cluster.others(), re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", message)
     names = [process_name(job, int(index)) for job, index in found]
     if "CoordinationService" in message:  # The first worker runs it.
-        names.append(next(iter(processes)))
-    others = [name for name in dict.fromkeys(names) if name in processes and name != cluster.name]
-    if not others and "Collective ops is aborted" not in message:
-        return ""
-    return ", ".join(f"{name} ({processes[name]})" for name in others) or "another worker"
+        names.append(next(iter(cluster.processes())))
+    accused = ", ".join(f"{name} ({others[name]})" for name in dict.fromkeys(names) if name in others)
+    return accused or ("another worker" if "Collective ops is aborted" in message else "")

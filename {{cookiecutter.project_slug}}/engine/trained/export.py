@@ -35,12 +35,9 @@ from engine.trained.saved_model import Endpoint, write_saved_model
 from engine.user_errors import first_line, user_errors_named
 
 EXPORT = "export"  # In a run's directory.
-# Largest allowed distance between outputs, relative to the largest output.
-TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2
-# Largest allowed share of differing integers, such as the classes of pixels: rounding decides a tie.
-SHARE_OF_TIES = 1e-3
-# The number of made-up examples to compare, and the sizes that their element spec leaves open.
-EXAMPLES, UNKNOWN_SIZE = 3, 8
+TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
+SHARE_OF_TIES = 1e-3  # Allowed share of differing integers, such as the classes of pixels: rounding decides a tie.
+EXAMPLES, UNKNOWN_SIZE = 3, 8  # The number of made-up examples, and the sizes that their element spec leaves open.
 SUFFIXES = {"litert": ".tflite", "onnx": ".onnx"}
 
 Facts = dict[str, Any]  # The text to print for each file.
@@ -50,15 +47,11 @@ Facts = dict[str, Any]  # The text to print for each file.
 def export(task: Task, settings: Settings) -> None:
     """Writes the run's best weights to export/ in its directory: all of it or nothing. An earlier export is replaced.
 
-    Call it in the chief, outside any strategy. task.model is then the model with those weights.
-
-    Raises:
-        BadInput: something cannot be exported, or differs from the model once it is loaded again.
-        CannotWrite: the disk is full, or the directory is read-only.
+    Call it in the chief, outside any strategy. task.model is then the model with those weights. Raises CannotWrite, or
+    BadInput if something cannot be exported, or differs from the model once it is loaded again.
     """
     trained, path = load_trained(task, settings), settings.run_dir / EXPORT
     facts: Facts = {"weights": trained.weights}
-    problem: BadInput | None = None
     with _replaced(path) as folder:
         if unlisted := ", ".join(trained.unlisted):
             facts["Keras's files"] = f"skipped: they cannot contain {unlisted}, made without add_weight"
@@ -67,11 +60,11 @@ def export(task: Task, settings: Settings) -> None:
                 facts |= write(folder, task, trained)
                 gc.collect()  # Frees the copies that were compared.
         facts |= _write_saved_model(folder / "saved_model", task, trained)
-        if settings.export_format:
-            problem = _write_format(folder, settings.export_format, trained, facts)
+        kind = settings.export_format
+        failure = _write_format(folder, kind, trained, facts) if kind else None
     print_facts(f"Exported to {path}", facts)
-    if problem:
-        raise problem
+    if failure:
+        raise failure
 
 
 @contextlib.contextmanager
@@ -112,8 +105,8 @@ def _failing_as(text: str) -> Iterator[None]:
 
 def _write_models(folder: Path, task: Task, trained: Trained) -> Facts:
     facts: Facts = {}
-    loaded = by_name(trained.model, "model")
-    for name, model in by_name(trained.model, "model").items():
+    loaded = dict(trained.models)
+    for name, model in trained.models.items():
         file = folder / f"{name}.keras"
         try:
             with writing(file):
@@ -124,10 +117,8 @@ def _write_models(folder: Path, task: Task, trained: Trained) -> Facts:
             raise
         except Exception as problem:  # noqa: BLE001 - A layer of the user's own may raise anything.
             file.unlink(missing_ok=True)
-            facts[file.name] = (
-                f"skipped: Keras cannot save and load this model ({first_line(problem)}): layers of your own need "
-                "@keras.saving.register_keras_serializable() and get_config"
-            )
+            remedy = "layers of your own need @keras.saving.register_keras_serializable() and get_config"
+            facts[file.name] = f"skipped: Keras cannot save and load this model ({first_line(problem)}): {remedy}"
     note = _compare_models(".keras", loaded, task, trained)
     return {name: text + note for name, text in facts.items()}
 
@@ -142,7 +133,7 @@ def _load(file: Path) -> tuple[keras.Model, str]:
 def _write_weights(folder: Path, task: Task, trained: Trained) -> Facts:
     set_up(task, trained.settings)  # Starts the names of layers over, so that the new models have the same.
     loaded = by_name(new_model(task, trained.settings, trained.serve.spec), "model")
-    for name, model in by_name(trained.model, "model").items():
+    for name, model in trained.models.items():
         file = folder / f"{name}.weights.h5"
         with _failing_as(f"{file.name} cannot be written and loaded"):
             with writing(file):
@@ -154,16 +145,14 @@ def _write_weights(folder: Path, task: Task, trained: Trained) -> Facts:
 
 def _compare_models(kind: str, loaded: dict[str, keras.Model], task: Task, trained: Trained) -> str:
     """Returns a note as `_compare` does. Raises BadInput unless loaded models have the same weights and outputs."""
-    for name, model in by_name(trained.model, "model").items():
+    remedy = "create the weights of your own layers with add_weight, and return every argument in get_config"
+    for name, model in trained.models.items():
         values, found = (
             [value.numpy() for path, value in model_variables(each).items() if not is_seed(path)]
             for each in (model, loaded[name])
         )
         if len(values) != len(found) or not all(map(np.array_equal, values, found)):
-            raise BadInput(
-                f"--export: {name}{kind} has other weights than the model once it is loaded: create the weights of "
-                "your own layers with add_weight, and return every argument in get_config"
-            )
+            raise BadInput(f"--export: {name}{kind}, once loaded, has other weights than the model: {remedy}")
     task.model = loaded if isinstance(trained.model, dict) else loaded["model"]
     try:
         serve = Endpoint(compiled_predict_step(task, trained.serve.spec), trained.serve.spec)
@@ -174,10 +163,9 @@ def _compare_models(kind: str, loaded: dict[str, keras.Model], task: Task, train
 
 def _write_format(folder: Path, kind: str, trained: Trained, facts: Facts) -> BadInput | None:
     """Has Keras write another format, and adds it to `facts`; returns its failure, as the other files are good."""
-    models = by_name(trained.model, "model")
     # Only Keras may know the inputs of each of several models.
-    signature = [trained.serve.spec] if len(models) == 1 else None
-    for name, model in models.items():
+    signature = [trained.serve.spec] if len(trained.models) == 1 else None
+    for name, model in trained.models.items():
         file = folder / f"{name}{SUFFIXES[kind]}"
         try:
             model.export(file, format=kind, input_signature=signature, verbose=False)
@@ -230,30 +218,28 @@ def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Task, traine
                 limit = f"by more than {tolerance:g} of its largest value"
                 if not values.dtype.is_floating:
                     limit = f"in more than {SHARE_OF_TIES:g} of its values"
-                raise BadInput(
-                    f"--export: {name}, once loaded, returns another {output!r} than the model, {limit}: keep the "
-                    "state of your own layers with add_weight and get_config"
-                )
+                fact = f"{name}, once loaded, returns another {output!r} than the model, {limit}"
+                raise BadInput(f"--export: {fact}: keep the state of your own layers with add_weight and get_config")
         return ""
     return f"; not compared, because examples of the data, if there are any, and made-up ones fail ({reason})"
 
 
 def _few_features(endpoint: Endpoint, task: Task, trained: Trained) -> Iterator[Any]:
-    """Yields features of a few examples: made-up ones and those of the data."""
-    leaves = tf.nest.flatten(endpoint.spec)
-    # Text may be records, so the data come first; other data are loaded only if needed.
-    have_text = any(leaf.dtype == tf.string for leaf in leaves)
-    for from_data in (have_text, not have_text):
-        if not from_data:
-            yield tf.nest.map_structure(_made_up, endpoint.spec)
-        elif endpoint is trained.serve_examples:
-            count = EXAMPLES if all(leaf.shape[1:].is_fully_defined() for leaf in leaves) else 1
-            with contextlib.suppress(Exception):  # The data need not be on this machine.
-                found = (named(split, task.load_examples(split)) for split in ("test", "validation", "train"))
-                examples = next(each for datasets in found for each in datasets.values())
-                examples = examples.dataset() if isinstance(examples, Records) else examples
-                # Labels, if there are any, follow the features in a tuple.
-                yield next(iter(examples.map(lambda *example: example[0]).batch(count)))
+    """Yields features of a few examples: made-up ones, and those of the data, which come first if they have text."""
+    leaves, made_up = tf.nest.flatten(endpoint.spec), tf.nest.map_structure(_made_up, endpoint.spec)
+    have_text = any(leaf.dtype == tf.string for leaf in leaves)  # It may be records, which cannot be made up.
+    if not have_text:
+        yield made_up
+    if endpoint is trained.serve_examples:
+        count = EXAMPLES if all(leaf.shape[1:].is_fully_defined() for leaf in leaves) else 1
+        with contextlib.suppress(Exception):  # The data need not be on this machine.
+            found = (named(split, task.load_examples(split)) for split in ("test", "validation", "train"))
+            examples = next(each for datasets in found for each in datasets.values())
+            examples = examples.dataset() if isinstance(examples, Records) else examples
+            # Labels, if there are any, follow the features in a tuple.
+            yield next(iter(examples.map(lambda *example: example[0]).batch(count)))
+    if have_text:
+        yield made_up
 
 
 def _made_up(leaf: tf.TensorSpec) -> tf.Tensor:

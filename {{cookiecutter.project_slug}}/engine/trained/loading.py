@@ -3,10 +3,10 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from engine.cluster.workers import Workers
@@ -18,7 +18,7 @@ from engine.errors import BadInput, Damaged
 from engine.files import read_json
 from engine.model.build import build_models, set_up
 from engine.model.hidden_state import HiddenState, recorded_variables
-from engine.model.variables import model_variables
+from engine.model.variables import by_name, model_variables
 from engine.protocols import Task
 from engine.run.checkpoints import Checkpoints, find_best, read_checkpoint
 from engine.run.directory import BEST, CHECKPOINTS
@@ -39,18 +39,20 @@ class Trained:
     weights: Path  # The checkpoint of the weights.
     unlisted: list[str]  # The names of the variables that task.predict_step uses and Keras does not list.
     outputs: dict[str, tf.TensorSpec]  # The element spec of each output of task.predict_step, [None, ...].
-    serve: Endpoint
-    """Takes prepared features: task.predict_step."""
+    serve: Endpoint  # Takes prepared features: task.predict_step.
+    # Takes features as task.load_examples returns them, and optionally the number of the first example; they are
+    # prepared as in an evaluation. None if they are not tensors.
     serve_examples: Endpoint | None
-    """Takes the features of examples as task.load_examples returns them, and optionally the number of the first one;
-    they are prepared as in an evaluation. None if they are not tensors."""
+
+    @property
+    def models(self) -> dict[str, keras.Model]:
+        return by_name(self.model, "model")
 
 
 def load_trained(task: Task, settings: Settings) -> Trained:
     """Builds the task's model with the best weights of the run in --run-dir; sets task.config and task.model.
 
-    Raises:
-        BadInput: there is no such run, it has no best weights yet, its files are damaged, or task.py does not fit it.
+    Raises BadInput if no such run has best weights yet, its files are damaged, or task.py does not fit it.
     """
     example_spec, features_spec = _recorded_specs(settings.run_dir)
     task.config = settings
@@ -89,12 +91,11 @@ def compiled_predict_step(task: Task, features_spec: Any) -> tf.types.experiment
 
 def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_spec: Any) -> Endpoint:
     """Returns Trained.serve_examples."""
-    prepared_spec, prepare = _preparation(task, settings, example_spec)
-    if prepared_spec != _with_lengths(serve.spec, settings):
-        raise BadInput(
-            f"task.prepare_example returns features of {as_text(prepared_spec)}, and the run in {settings.run_dir} has "
-            f"{as_text(serve.spec)}: restore the hook that it was trained with"
-        )
+    preparation = Preparation(task.prepare_example, training=False, pad_to=settings.pad_to or ())
+    prepared, seed = preparation.trace(example_spec), evaluation_seed(settings.seed)
+    if prepared.batch_spec[0] != _with_lengths(serve.spec, settings):
+        fact = f"{as_text(prepared.batch_spec[0])}, and the run in {settings.run_dir} has {as_text(serve.spec)}"
+        raise BadInput(f"task.prepare_example returns features of {fact}: restore the hook it was trained with")
 
     def predict_examples(features: Any, first: tf.Tensor) -> Outputs:
         count = tf.shape(tf.nest.flatten(features)[0], tf.int64)[0]
@@ -102,20 +103,13 @@ def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_s
         if isinstance(example_spec, tuple):
             placeholder = functools.partial(_placeholder, features=tf.nest.flatten(features))
             examples = (features, *tf.nest.map_structure(placeholder, example_spec[1:]))
-        return serve.function(prepare(first + tf.range(count), examples))
+        return serve.function(preparation.features(prepared, first + tf.range(count), examples, seed))
 
     spec = batched(example_spec[0] if isinstance(example_spec, tuple) else example_spec)
     signature = [spec, tf.TensorSpec([], tf.int64)]
     function = tf.function(predict_examples, input_signature=signature, autograph=False)
     function.get_concrete_function()  # Traced now, because loading another run replaces task.config.
     return Endpoint(lambda features, first=0: function(features, tf.constant(first, tf.int64)), spec)
-
-
-def _preparation(task: Task, settings: Settings, example_spec: Any) -> tuple[Any, Callable[[tf.Tensor, Any], Any]]:
-    """Returns the element spec of prepared features, [None, ...], and a function from numbers and examples to them."""
-    preparation = Preparation(task.prepare_example, training=False, pad_to=settings.pad_to or ())
-    prepared, seed = preparation.trace(example_spec), evaluation_seed(settings.seed)
-    return prepared.batch_spec[0], lambda numbers, batch: preparation.features(prepared, numbers, batch, seed)
 
 
 def _recorded_specs(run_dir: Path) -> tuple[Any, Any]:
@@ -147,19 +141,15 @@ def _restore_best(run_dir: Path, model: Any, hidden: HiddenState) -> Path:
     except Damaged as problem:
         raise BadInput(f"{problem}: restore it from a backup") from problem
     if missing := hidden.used_in_evaluation().keys() - values.keys():
-        raise BadInput(
-            f"{path} does not contain {min(missing)}, a variable of task.predict_step: use it in the evaluation too, "
-            "or make it with add_weight"
-        )
+        remedy = "use it in the evaluation too, or make it with add_weight"
+        raise BadInput(f"{path} does not contain {min(missing)}, a variable of task.predict_step: {remedy}")
     # Other unlisted variables in the checkpoint are of metrics and optimizers.
     unlisted = {name: each for name, each in hidden.unlisted.items() if name in values}
     values = {name: value for name, value in values.items() if name in unlisted or not name.startswith("hidden/")}
     state = State(strategy, workers, model_variables(model), unlisted)
     if differences := state.differences(values):
-        raise BadInput(
-            f"{path} is of another model ({len(differences)} variables differ: {', '.join(differences[:3])}): restore "
-            "the hooks it was made with"
-        )
+        listed = f"{len(differences)} variables differ: {', '.join(differences[:3])}"
+        raise BadInput(f"{path} is of another model ({listed}): restore the hooks it was made with")
     state.assign(values)
     return path
 

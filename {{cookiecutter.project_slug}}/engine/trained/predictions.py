@@ -44,8 +44,7 @@ class Predictor:
     def __call__(self, examples: Any, batch_size: int = 128) -> Arrays:
         """Returns the outputs of task.predict_step, [n, ...] each, for features [n, ...]: an array or a dict of arrays.
 
-        Raises:
-            BadInput: these are not examples of the run, or one of them cannot be prepared.
+        Raises BadInput if these are not examples of the run, or one of them cannot be prepared.
         """
         arrays = {name: _as_array(each) for name, each in leaves(examples).items()}
         lengths = {array.shape[:1] for array in arrays.values()}
@@ -59,8 +58,7 @@ class Predictor:
     def predict(self, examples: Iterable[tuple[Name, Any]], batch_size: int) -> tuple[list[Name], Arrays]:
         """Returns the names and the outputs of examples, which are pairs of a name and features.
 
-        Raises:
-            BadInput: one of them is not an example of the run, or cannot be prepared. The text names it.
+        Raises BadInput, which names the first of them that is not an example of the run, or cannot be prepared.
         """
         return self._predict(_batches(examples, batch_size))
 
@@ -75,14 +73,13 @@ class Predictor:
     def _predict(self, batches: Iterable[Batch]) -> tuple[list[Name], Arrays]:
         names: list[Name] = []
         parts: list[Arrays] = []
-        options: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
-        with rich.progress.Progress(*COLUMNS, **options) as progress:
-            bar = progress.add_task("predictions", total=None)
+        with rich.progress.Progress(*COLUMNS, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("predictions", total=None)
             for batch_names, arrays in batches:
                 features = _as_tensors(batch_names, arrays, self._serve.spec)
                 parts.append(self._predict_batch(batch_names, features, first=len(names)))
                 names += batch_names
-                progress.update(bar, completed=len(names))
+                bar.update(task, completed=len(names))
         if not parts:
             raise BadInput("there are no examples to predict")
         for name in parts[0]:
@@ -135,8 +132,7 @@ def _as_tensors(names: Sequence[Name], arrays: Arrays, spec: Any) -> Any:
         array, dtype = arrays[name], leaf.dtype
         is_text = array.dtype.kind in "OSU"
         if is_text != (dtype == tf.string) or not leaf.shape.is_compatible_with(array.shape):
-            wanted = leaf_text(tf.TensorSpec(leaf.shape[1:], dtype))
-            given = f"{array.dtype}{list(array.shape[1:])}"
+            given, wanted = f"{array.dtype}{list(array.shape[1:])}", leaf_text(tf.TensorSpec(leaf.shape[1:], dtype))
             raise BadInput(f"{EXAMPLE} {names[0]}: {name} is {given} and must be {wanted}, as in task.load_examples")
         with np.errstate(all="ignore"):
             found = array if is_text else array.astype(dtype.as_numpy_dtype)

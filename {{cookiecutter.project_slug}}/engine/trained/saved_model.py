@@ -51,11 +51,7 @@ class Endpoint:
 def write_saved_model(folder: Path, endpoints: dict[str, Endpoint]) -> tuple[dict[str, Endpoint], dict[str, str]]:
     """Writes the endpoints that a file can contain; the first one is also the default for requests.
 
-    Returns:
-        The endpoints that were written, loaded again, and the reasons why the others were skipped.
-
-    Raises:
-        CannotWrite: the disk is full, or the directory is read-only.
+    Returns those that were written, loaded again, and why the others were skipped. Raises CannotWrite.
     """
     signatures, skipped = {}, {}
     for name, endpoint in endpoints.items():
