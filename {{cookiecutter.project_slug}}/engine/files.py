@@ -28,7 +28,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from problem
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Calls `write` with a temporary path, and renames that to `path`, so that nobody reads half a file.
 
     Raises:
@@ -47,7 +47,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` as indented JSON. Raises CannotWrite."""
-    write_whole(path, lambda temporary: temporary.write_text(as_text(value), encoding="utf-8"))
+    write_atomically(path, lambda temporary: temporary.write_text(as_text(value), encoding="utf-8"))
 
 
 def read_json(path: Path, flag: str = "") -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput
-from engine.files import write_whole, writing
+from engine.files import write_atomically, writing
 from engine.user_errors import first_line
 
 # The columns that are not metrics, in the order of metrics.csv; metrics follow. Each of several optimizers has its own
@@ -47,7 +47,7 @@ def write_rows(path: Path, rows: list[Row]) -> list[str]:
             writer.writeheader()
             writer.writerows(rows)
 
-    write_whole(path, write)
+    write_atomically(path, write)
     return columns
 
 
