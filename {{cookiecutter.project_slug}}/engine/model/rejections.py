@@ -77,11 +77,9 @@ def check_weight_decay(optimizer: Any, model: Any) -> None:
             parts = [] if "(" in pattern else [part for part in pattern.split("|") if part.endswith("$")]
             for part in parts or [pattern]:
                 if part and not any(re.search(part, name) for name in names):
-                    raise BadInput(
-                        f"task.create_optimizer: exclude_from_weight_decay(var_names=[{part!r}]) excludes nothing, "
-                        f"because Keras compares it with TensorFlow's names, such as {names[0]!r}: pass the variables "
-                        "themselves, as var_list"
-                    )
+                    call = f"task.create_optimizer: exclude_from_weight_decay(var_names=[{part!r}])"
+                    reason = f"because Keras compares it with TensorFlow's names, such as {names[0]!r}"
+                    raise BadInput(f"{call} excludes nothing, {reason}: pass the variables themselves, as var_list")
 
 
 def check_monitor(names: ResultNames, monitor: str) -> None:
@@ -97,15 +95,13 @@ def check_monitor(names: ResultNames, monitor: str) -> None:
 def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
     """Returns "min" or "max": the setting, or with "auto" the metric's direction as Keras knows it.
 
-    Raises:
-        BadInput: the setting is "auto", Keras knows no direction of the metric, and it is not called a loss.
+    Raises BadInput for "auto" if Keras knows no direction of the metric, and it is not called a loss.
     """
     if setting != "auto":
         return setting
     metric, name = names.metrics[monitor]
     known = {"up": "max", "down": "min"}.get(getattr(metric, "_direction", ""))
     if known is None and not name.endswith("loss"):
-        raise BadInput(
-            f"--monitor {monitor}: whether lower or higher is better is unknown: pass --monitor-direction min or max"
-        )
+        problem = "whether lower or higher is better is unknown"
+        raise BadInput(f"--monitor {monitor}: {problem}: pass --monitor-direction min or max")
     return known or "min"
