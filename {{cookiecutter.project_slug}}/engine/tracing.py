@@ -42,8 +42,8 @@ class Traced:
     used: frozenset[int]
     """The ids of the handles of the variables, each of a single replica, that it reads or changes."""
     changed: dict[int, str]
-    """The ids of the handles that it changes, with the variables' names; "" if the graph names none, as of the tokens by
-    which TensorFlow keeps collective operations in order."""
+    """The ids of the handles that it changes, with the variables' names; "" if the graph names none, as of the tokens
+    by which TensorFlow keeps collective operations in order."""
     random_operations: list[str]
     """Operations that count their draws by themselves, from 0 in each process, whatever their seed is: not stateless
     ones, nor those of a generator, which keeps its state in a variable."""

@@ -86,10 +86,8 @@ def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
     built = {}
     for name, each in by_name(optimizer, "optimizer").items():
         if isinstance(optimizer, Mapping) and name not in models:
-            raise BadInput(
-                f"task.create_optimizer returned an optimizer {name!r}, and task.create_model the models "
-                f"{sorted(models)}: name each optimizer after the model it trains"
-            )
+            problem = f"an optimizer {name!r}, and task.create_model the models {sorted(models)}"
+            raise BadInput(f"task.create_optimizer returned {problem}: name each optimizer after the model it trains")
         trained = [models[name]] if isinstance(optimizer, Mapping) else models.values()
         built[name] = prepare_optimizer(each, precision)
         built[name].build([variable for one in trained for variable in one.trainable_variables])

@@ -156,10 +156,9 @@ def _check_order(loss: tf.Tensor, call: int) -> None:
     if call == 0:
         _step.operations = len(operations)
     elif loss.op not in operations[: _step.operations]:
-        raise BadInput(
-            "--micro-batches: task.train_step computes a loss after an update, which waits for the last micro-batch: "
-            "compute all losses before the first apply_gradients, or remove --micro-batches"
-        )
+        problem = "task.train_step computes a loss after an update, which waits for the last micro-batch"
+        remedy = "compute all losses before the first apply_gradients, or remove --micro-batches"
+        raise BadInput(f"--micro-batches: {problem}: {remedy}")
 
 
 def _update(
@@ -193,16 +192,11 @@ def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> 
     Raises BadInput if it would clip, accumulate, average or scale by itself.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise BadInput(
-            "task.create_optimizer returned a LossScaleOptimizer: return its inner_optimizer, and use --precision "
-            "mixed_float16"
-        )
+        raise BadInput("task.create_optimizer returned a LossScaleOptimizer: use --precision mixed_float16 instead")
     for argument, setting in REJECTED_ARGUMENTS.items():
         if value := getattr(optimizer, argument, None):
-            raise BadInput(
-                f"task.create_optimizer returned an optimizer with {argument}={value}, which is wrong on several "
-                f"replicas: remove it and use {setting}"
-            )
+            problem = f"an optimizer with {argument}={value}, which is wrong on several replicas"
+            raise BadInput(f"task.create_optimizer returned {problem}: remove it and use {setting}")
     return keras.optimizers.LossScaleOptimizer(optimizer) if precision == "mixed_float16" else optimizer
 
 

@@ -108,15 +108,11 @@ class HiddenState:
             if lost and is_seed(lost[0].removesuffix(":0")):
                 raise BadInput(UNSEEDED)
             if lost:
-                raise BadInput(
-                    f"task.{step} changes the variable {lost[0]}, which no checkpoint contains, because it was made "
-                    "outside the create_* hooks: make it in one of them"
-                )
+                problem = f"changes the variable {lost[0]}, which no checkpoint contains"
+                raise BadInput(f"task.{step} {problem}: make it in a create_* hook, not elsewhere")
             if traced.table_changes:
-                raise BadInput(
-                    f"task.{step} changes a lookup table, which no checkpoint contains: {traced.table_changes[0]}: "
-                    "fill it in a create_* hook, or use a tf.Variable instead"
-                )
+                problem = f"changes a lookup table, which no checkpoint contains: {traced.table_changes[0]}"
+                raise BadInput(f"task.{step} {problem}: fill it in a create_* hook, or use a tf.Variable instead")
 
     def _handles(self, variables: Iterable[tf.Variable]) -> set[int]:
         return {id(each.handle) for variable in variables for each in self._local_results(variable)}

@@ -98,10 +98,8 @@ def _arrays(name: str, result: Any, subject: str) -> Iterator[tuple[str, np.ndar
 
 def _over_replicas(variable: tf.Variable, subject: str) -> tf.Tensor:
     if isinstance(variable, tf.distribute.DistributedValues) and variable.aggregation == tf.VariableAggregation.NONE:
-        raise BadInput(
-            f"{subject} variable {variable.name} does not say how to combine the replicas' values: make it with "
-            "self.add_variable(shape=..., initializer=...), which sums"
-        )
+        problem = f"variable {variable.name} does not say how to combine the replicas' values"
+        raise BadInput(f"{subject} {problem}: make it with self.add_variable(shape=..., initializer=...), which sums")
     return tf.convert_to_tensor(variable)
 
 

@@ -48,10 +48,8 @@ def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> No
             continue
         for variable in each.variables:
             if not strategy.extended.variable_created_in_scope(inner_variable(variable)):
-                raise BadInput(
-                    f"{hook} returned the variable {variable_path(variable)}, which was made outside the strategy's "
-                    "scope: make it inside the hook, not when the file is imported"
-                )
+                problem = f"the variable {variable_path(variable)}, which was made outside the strategy's scope"
+                raise BadInput(f"{hook} returned {problem}: make it inside the hook, not when the file is imported")
 
 
 def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
@@ -61,10 +59,9 @@ def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
     for name, loss in loss_objects.items():
         reduction = getattr(loss, "reduction", None)
         if reduction not in (None, "none"):
-            raise BadInput(
-                f"task.create_loss_objects returned {name!r} with reduction={reduction!r}, which Keras divides by the "
-                "number of replicas as well: use reduction='none'; task.compute_loss averages"
-            )
+            problem = f"{name!r} with reduction={reduction!r}, which Keras divides by the number of replicas as well"
+            remedy = "use reduction='none'; task.compute_loss averages"
+            raise BadInput(f"task.create_loss_objects returned {problem}: {remedy}")
 
 
 def check_weight_decay(optimizer: Any, model: Any) -> None:
