@@ -62,7 +62,7 @@ def test_run_leaves_what_the_design_says(trained: tuple[Path, str]) -> None:
     assert found["test/accuracy"] > 0.5
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step-00000039", "step-00000078"]
-    for text in ("mirrored, 2 replica(s)", "32 examples, 16 on each", "39 steps, 10 examples left out", "121,994"):
+    for text in ("mirrored, 2 replica(s)", "32 examples, 16 on each", "39 steps, each drops 10 examples", "121,994"):
         assert text in out
 
 
@@ -122,7 +122,7 @@ def test_check_of_the_shipped_task_has_nothing_to_fix(default_bake: Bake) -> Non
     before = default_bake.files()
     out = default_bake.run("python", "train.py", "--check").stdout.splitlines()
     assert all(line.startswith("ok ") for line in out[:-1])
-    assert out[-1] == f"All {len(out) - 1} hold."
+    assert out[-1] == f"All {len(out) - 1} checks passed."
     assert default_bake.files() == before
 
 
@@ -178,7 +178,7 @@ def test_terminal_gets_a_live_line_that_vanishes_and_the_users_level_is_kept(
             written += data
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
     text = written.decode()
-    assert re.search(r"^I0000 .*oneDNN", text, re.MULTILINE)
+    assert re.search(r"^I0000 ", text, re.MULTILINE)
     # The last live line of training is erased before the first one of the validation.
     before, validation, after = text.partition("epoch 1/1  validation  0 %")
     assert validation

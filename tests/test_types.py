@@ -10,12 +10,12 @@ from rendering import PROJECT, STARTERS, Bake, run
 
 # What stands in task.py -> what a user might write in its place, and what mypy says of it.
 MISTAKES = {
-    "compute_loss(labels, predictions, weights)\n    update_metrics(split": (
+    "compute_loss(labels, predictions, sample_weights)\n    update_metrics(split": (
         "compute_loss(labels, predictions)\n    update_metrics(split",
-        'Missing positional argument "weights" in call to "compute_loss"',
+        'Missing positional argument "sample_weights" in call to "compute_loss"',
     ),
     "config.learning_rate,": ("config.learning_rat,", '"Config" has no attribute "learning_rat"'),
-    'evaluation_step("test", batch)': ("evaluation_step(3, batch)", 'Argument 1 to "evaluation_step" has incompatible'),
+    'update_metrics("train", labels': ("update_metrics(3, labels", 'Argument 1 to "update_metrics" has incompatible'),
 }
 
 

@@ -78,6 +78,16 @@ def test_rate_is_halved_when_nothing_improves_and_stays_so_after_a_stop(
     assert [row["learning_rate"] for row in rows][5:] == [0.25, 0.125, 0.125]
 
 
+def test_two_rates_are_halved_together(apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply("Two learning rates, for encoder and head")
+    apply("A smaller rate when nothing improves")
+    scores = iter([1.0, *[2.0] * 20])
+    monkeypatch.setattr(train, "validate", lambda epoch=0: {"validation/loss": next(scores)})
+    _, rows = run(tmp_path / "run", "--epochs=5", "--limit-steps=1", "--learning-rate=0.01")
+    assert [row["learning_rate/head"] for row in rows] == pytest.approx([0.01] * 3 + [0.005] * 2)
+    assert [row["learning_rate/encoder"] for row in rows] == pytest.approx([0.001] * 3 + [0.0005] * 2)
+
+
 def test_encoder_and_head_have_rates_of_their_own(apply: Apply, tmp_path: Path) -> None:
     apply("Two learning rates, for encoder and head")
     settings = train.read_settings(train.Config, [*FLAGS, "--learning-rate=0.01"])
@@ -141,6 +151,24 @@ def test_several_outputs_are_learnt_and_agree_on_one_replica(apply: Apply, tmp_p
     assert two["test/accuracy_is_odd"] > 0.8
     for name, value in one.items():
         assert name in ("seconds", "weights_sha256") or two[name] == pytest.approx(value, rel=1e-4), name
+
+
+def test_missing_labels_count_nothing_on_any_replicas(apply: Apply, tmp_path: Path) -> None:
+    apply("Several outputs, each with its loss")
+    apply("Several losses, where labels are missing")
+    two, _ = run(tmp_path / "two", "--epochs=3", "--simulated-devices=2")
+    one, _ = run(tmp_path / "one", "--epochs=3")
+    for name, value in one.items():
+        assert name in ("seconds", "weights_sha256") or two[name] == pytest.approx(value, rel=1e-4), name
+
+    images, labels = (np.stack(part) for part in zip(*task.load_examples("test").as_numpy_iterator(), strict=True))
+    outputs = {name: each.numpy().astype("float64") for name, each in task.model(images / 16.0, training=False).items()}
+    logits, is_odd = outputs["class"], labels % 2
+    of_class = np.log(np.exp(logits).sum(axis=-1)) - logits[np.arange(len(labels)), labels]
+    of_odd = np.log1p(np.exp(np.where(is_odd, -1, 1) * outputs["is_odd"][:, 0]))
+    assert one["test/loss"] == pytest.approx((of_class + 2 * of_odd * (labels < 5)).mean(), rel=1e-5)
+    is_right = (outputs["is_odd"][:, 0] > 0) == is_odd
+    assert one["test/accuracy_is_odd"] == pytest.approx(is_right[labels < 5].mean(), rel=1e-5)
 
 
 def test_confidence_is_the_mean_over_all_examples(apply: Apply, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_run_goes_on_bit_equal_once_the_cause_is_fixed(
     saved = saved_steps(tmp_path / "run")
     assert train.run.progress.step > 0
     assert (saved[-1] == train.run.progress.step) is is_saved
-    assert f"goes on from {tmp_path / 'run' / 'checkpoints'}/step-{saved[-1]:08d}" in line
+    assert f"resumes from {tmp_path / 'run' / 'checkpoints'}/step-{saved[-1]:08d}" in line
     if fault != "examples":
         assert "compute_loss: InvalidArgumentError: Received a label value of 11" in line
         assert f"(in {fault}" in line

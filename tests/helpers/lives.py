@@ -93,7 +93,7 @@ def live(arguments: list[str], end: End, log: Path, sets: int) -> int:
 
         if end.place == split == "validation":
             logged = kill(logged)
-        logged.get_concrete_function = steps.get_concrete_function
+        logged.graph = steps.graph
         return logged
 
     def load_sets(split: str) -> Any:

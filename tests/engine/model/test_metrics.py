@@ -150,7 +150,7 @@ def test_results_are_named_and_sorted_by_where_they_are_shown() -> None:
     expected = [" … ".join(f"validation/{each}/{name}" for name in ends) for each in "ab" for ends in of_set]
     expected = ["train/loss", *expected]
     assert str(refused.value) == (
-        f"--monitor validation/per_class_loss/2 names no metric: use one of {', '.join(expected)}"
+        f"--monitor validation/per_class_loss/2 is not the name of a metric: use one of {', '.join(expected)}"
     )
     with pytest.raises(BadInput, match=r"not measured, because task.load_examples\('validation'\) returned None: use"):
         check_monitor(ResultNames(metrics, ["train"]), "validation/loss")

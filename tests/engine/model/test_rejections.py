@@ -37,9 +37,9 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         (("--global-batch-size=5000",), "--global-batch-size 5000 is larger than the 1258 examples"),
         (("--simulated-devices=4", "--global-batch-size=3"), "--global-batch-size 3 cannot be shared equally by 4"),
         (("--simulated-devices=2", "--global-batch-size=33"), "--global-batch-size 33 cannot be shared equally by 2"),
-        (("--simulated-devices=9",), "--simulated-devices 9: TensorFlow has already started in this process with 5"),
+        (("--simulated-devices=9",), "--simulated-devices 9 is more than 5, with which TensorFlow has already started"),
         (("--micro-batches=3",), "--micro-batches 3 does not divide the 32 examples of a per-replica batch: use"),
-        (("--strategy=one_device", "--simulated-devices=2"), "--simulated-devices 2 with --strategy one_device"),
+        (("--strategy=one_device", "--simulated-devices=2"), "--simulated-devices 2 is too high for --strategy one"),
         (("--strategy=mirrored",), "--strategy mirrored needs GPUs and this machine shows none"),
         (
             ("--monitor=validation/f1",),
@@ -62,7 +62,7 @@ def test_strategy_of_one_machine_in_a_cluster_is_refused(refused: Refused, monke
     for strategy in ("one_device", "mirrored"):
         assert "use --strategy multi_worker" in refused(f"--strategy={strategy}")
     for alone in ("--check", "--evaluate-continuously"):
-        assert f"{alone} is for one process, and TF_CONFIG describes a cluster" in refused(alone)
+        assert f"{alone} is for one process, but TF_CONFIG describes a cluster" in refused(alone)
 
 
 def test_run_with_other_settings_or_another_model_is_refused(
@@ -76,7 +76,7 @@ def test_run_with_other_settings_or_another_model_is_refused(
     narrower = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
     monkeypatch.setattr(task, "create_model", lambda: keras.models.clone_model(narrower))
     line = refused("--epochs=2")
-    assert "step-00000002 is of another model or optimizer" in line
+    assert "step-00000002 belongs to another model or optimizer" in line
     assert "--fresh" in line
 
     monkeypatch.setattr(task, "create_model", create_model)

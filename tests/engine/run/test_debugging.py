@@ -131,7 +131,7 @@ def test_limited_run_takes_so_many_steps_of_everything(
     assert sum(sizes) == 2 * 179
     assert result["step"] == 6
     out = capsys.readouterr().out
-    assert "limited        to 3 steps of each set (--limit-steps)" in out
+    assert "limited        to 3 steps of each dataset (--limit-steps)" in out
     assert json.loads((tmp_path / "run" / "config.json").read_text())["settings"]["limit_steps"] == 3
 
 
@@ -151,9 +151,9 @@ def test_limited_evaluation_is_of_the_first_batches_each_time(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--eager", "--jit"), "--jit compiles the hooks, and --eager does not: leave one out"),
-        (("--eager", "--check"), "--check compiles the hooks, and --eager does not: leave one out"),
-        (("--eager", "--export"), "--export compiles the hooks, and --eager does not: leave one out"),
+        (("--eager", "--jit"), "--jit compiles the hooks, which --eager does not: remove one of the two"),
+        (("--eager", "--check"), "--check compiles the hooks, which --eager does not: remove one of the two"),
+        (("--eager", "--export"), "--export compiles the hooks, which --eager does not: remove one of the two"),
         (("--eager", "--strategy=multi_worker"), "--strategy multi_worker cannot be combined with --eager"),
         (("--limit-steps=0",), "--limit-steps 0 must be from 1 to"),
     ],

@@ -42,7 +42,7 @@ def test_directory_that_cannot_be_one_is_refused(tmp_path: Path, monkeypatch: py
         (tmp_path / ("n" * 300), "File name too long"),
         (Path("/proc/run"), "No such file or directory"),  # The tests may run as root, who may write anywhere else.
     ):
-        assert refused(path) == f"--run-dir {path} cannot be used ({reason}): choose another directory"
+        assert refused(path) == f"--run-dir {path} cannot be used ({reason}): use another one"
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
     assert f"cannot be used ({tmp_path} is not writable)" in refused(tmp_path / "a" / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -106,10 +106,10 @@ def test_killed_damaged_and_changed_files_end_bit_equal_or_are_refused(
     # Refused while the files are others, with as many records.
     write(path, range(501, 701))
     line = ended(tmp_path / "killed")
-    assert line.startswith(f"ERROR: {data}/train*.tfrecord has changed since the run in {tmp_path}/killed began: ")
-    assert "its records of 'train' are others (1,258 in 3 files then, 1,258 in 3 now): bring the files back" in line
+    assert line.startswith(f"ERROR: {data}/train*.tfrecord: the 'train' records (1,258 in 3 files) differ from ")
+    assert "those the run started with (1,258 in 3): restore the files" in line
     write(path, range(500, 690))
-    assert "are others (1,258 in 3 files then, 1,248 in 3 now)" in ended(tmp_path / "killed")
+    assert "(1,248 in 3 files) differ from those the run started with (1,258 in 3)" in ended(tmp_path / "killed")
 
     # A record whose data are damaged ends it when it is read, and nothing is lost.
     spoiled = bytearray(content)
@@ -117,7 +117,7 @@ def test_killed_damaged_and_changed_files_end_bit_equal_or_are_refused(
     path.write_bytes(spoiled)
     line = ended(tmp_path / "damaged")
     assert f"ERROR: {path}: record 20, counted from 0, at byte 5460 is damaged" in line
-    assert f"goes on from {tmp_path}/damaged/checkpoints/step-" in line
+    assert f"resumes from {tmp_path}/damaged/checkpoints/step-" in line
 
     path.write_bytes(content)
     os.utime(path, ns=(1, 1))  # As a copy may have it.

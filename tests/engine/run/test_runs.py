@@ -743,7 +743,7 @@ def test_fewer_epochs_than_were_begun_are_refused(
     with monkeypatch.context() as stopping:
         stopping.setattr(Signals, "check", stopped_after(12))
         assert ended(tmp_path, "--epochs=3", "--steps-per-execution=4")[0] == 42
-    assert "--epochs 1 is too low: the run already reached epoch 2; pass at least" in ended(tmp_path, "--epochs=1")[1]
+    assert "--epochs 1: the run already reached epoch 2; pass at least 2" in ended(tmp_path, "--epochs=1")[1]
     assert run(tmp_path, "--epochs=2")["step"] == 40
 
 

@@ -106,7 +106,7 @@ def test_finished_run_is_exported_with_its_own_settings_and_not_trained(
     for refused, rule in (
         (("--export", "--check"), "--export cannot be combined with --check, --evaluate-only"),
         (("--export-format=onnx",), "--export-format onnx needs --export"),
-        (("--export", "--seed=3"), "holds a run with other settings (--seed 0 there and 3 now)"),
+        (("--export", "--seed=3"), "contains a run with other settings (--seed 0 there and 3 now)"),
     ):
         with pytest.raises(SystemExit) as ending:
             train.main([f"--run-dir={path}", *refused])

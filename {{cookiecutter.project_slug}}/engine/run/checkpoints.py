@@ -53,7 +53,7 @@ class Writer:
         self._pending.append(self._thread.submit(write_after, list(self._pending)))
 
     def wait_for_room(self) -> None:
-        """Returns when there is memory for one more. Raises CannotWrite as `wait` does."""
+        """Returns when there is memory for one more. Raises what `wait` raises."""
         if len(self._pending) > 1:
             self.wait()
 
@@ -86,7 +86,6 @@ class Checkpoints:
         return max(self._same_step(step), key=_place, default=self.directory / f"step-{step:08d}")
 
     def _same_step(self, step: int) -> list[Path]:
-        """Returns the checkpoints of `step`; the newest may still be pending."""
         saved = [*self.paths(), *([self._newest] if self._newest else [])]
         return [path for path in saved if step_of(path) == step]
 
@@ -104,12 +103,10 @@ class Checkpoints:
         from_chief(self.writer.wait_for_room)
         values, record = self.state.values(), {**record, "step": step}
         for name, value in values.items():
-            if name.startswith("metrics/") or _all_finite(value):
-                continue
-            if name not in self._infinite or np.isnan(value).any():
+            is_fine = name.startswith("metrics/") or _all_finite(value)
+            if not is_fine and (name not in self._infinite or np.isnan(value).any()):
                 raise Diverged(f"after step {step} the variable {name} is not finite")
-        self._newest = from_chief(lambda: self._free_path(step))
-        path = self._newest
+        self._newest = path = from_chief(lambda: self._free_path(step))
         from_chief(lambda: self.writer.submit(lambda: self._write(path, values, record)))
         return path
 
@@ -124,16 +121,12 @@ class Checkpoints:
         if differences := self.state.differences(values):
             raise BadInput(
                 f"{path} belongs to another model or optimizer ({len(differences)} variables differ: "
-                f"{', '.join(differences[:3])}): restore the hooks that it was trained with, or use another --run-dir, "
-                "or --fresh"
+                f"{', '.join(differences[:3])}): restore its hooks, or use another --run-dir, or --fresh"
             )
         return values, record
 
     def restore(self, path: Path) -> dict[str, Any]:
-        """Sets the state, on all workers, from the checkpoint at `path`, which only the chief needs to see.
-
-        Returns its record, and raises what `read` raises.
-        """
+        """Sets the state, on all workers, from the checkpoint at `path`; returns its record. Raises as `read` does."""
 
         def read() -> tuple[Values, dict[str, Any]]:
             self.writer.wait()
@@ -144,7 +137,6 @@ class Checkpoints:
         return record
 
     def _free_path(self, step: int) -> Path:
-        """Returns a path that no checkpoint has, after all others of the step."""
         newest = self.path(step)
         if newest not in self._same_step(step):
             return newest
@@ -192,22 +184,20 @@ class Checkpoints:
 
 
 def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Values, Progress] | None:
-    """Reads the newest checkpoint that is intact and whose best weights are; names the damaged ones.
+    """Returns the path, values and progress of the newest checkpoint that is intact, as its best weights must be.
 
-    Returns:
-        The checkpoint, its values and its progress, or None if there is none.
-
-    Raises:
-        BadInput: none of the checkpoints is intact, or its variables are others. Nothing is deleted.
+    Prints which are damaged; returns None if there is no checkpoint. Raises BadInput if none is intact, or its
+    variables are others. Deletes nothing.
     """
-    problems, intact = [], None
+    problems: list[Exception] = []
+    intact = None
     for path in reversed(checkpoints.paths()):
         try:
             values, record = checkpoints.read(path)
-            progress, intact = _progress(path, record), intact or path
+            progress, intact = Progress(**record), intact or path
             if progress.best_step is not None:
                 best.read(best.path(progress.best_step))
-        except Damaged as problem:
+        except (Damaged, TypeError) as problem:  # TypeError: its counts are of another version.
             problems.append(problem)
             console.print(f"{path.name} is skipped: {problem}")
             continue
@@ -215,33 +205,22 @@ def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Valu
     if problems:
         raise BadInput(
             f"{checkpoints.directory} has no usable checkpoint ({problems[0]}): restore the files from a backup, "
-            f"{f'start a new --run-dir with --init-from {intact}, ' if intact else ''}or use --fresh, which moves the "
-            "run aside"
+            f"{f'start a new --run-dir with --init-from {intact}, ' if intact else ''}or use --fresh"
         )
     return None
 
 
 def find_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
-    """Returns the path of the best weights, as the newest of a run's checkpoints names them.
+    """Returns the path of the best weights, as the newest checkpoint of a run names them.
 
-    Raises:
-        BadInput: there are none yet.
-        Damaged: the newest checkpoint's progress cannot be read.
+    Raises BadInput if there are none yet, Damaged if the newest checkpoint's progress cannot be read.
     """
     paths = checkpoints.paths()
     if not paths:
         raise BadInput(f"{checkpoints.directory} is empty: train first")
-    step = read_record(paths[-1]).get("best_step")
-    if step is None:
+    if (step := read_record(paths[-1]).get("best_step")) is None:
         raise BadInput(f"{paths[-1]} was saved before the first validation: continue the training first")
     return best.path(step)
-
-
-def _progress(path: Path, record: dict[str, Any]) -> Progress:
-    try:
-        return Progress(**record)
-    except TypeError as problem:
-        raise Damaged(f"{path} is damaged ({PROGRESS} is not a run's: {problem})") from None
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
@@ -251,7 +230,6 @@ def checkpoint_paths(directory: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Returns the step of a checkpoint."""
     return _place(path)[0]
 
 
@@ -298,7 +276,7 @@ def plain_name(prefix: Path) -> Iterator[str]:
 
 
 def _checksums(path: Path) -> str:
-    """Returns the checksums of the small files, as sha256sum writes them; the index has those of the tensors."""
+    """Returns checksums of the small files, as sha256sum writes them; the index contains those of the tensors."""
     return "".join(f"{file_sha256(path / name)}  {name}\n" for name in (PROGRESS, INDEX))
 
 

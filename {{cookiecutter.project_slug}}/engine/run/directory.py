@@ -53,7 +53,7 @@ class RunDirectory:
             )
 
     def code_sha256(self) -> dict[str, str]:
-        """Returns the fingerprints of the code with which the run here started, or is about to start."""
+        """Returns the fingerprints of the code with which the run here started, or now starts."""
         recorded = read_json(self.path / CONFIG) or {}
         return {**code_sha256(), **recorded.get("code_sha256", {})}
 
@@ -72,13 +72,10 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:
-        """Turns an error of the disk into BadInput."""
         try:
             yield
         except OSError as problem:
-            raise BadInput(
-                f"--run-dir {self.path} cannot be used ({problem.strerror}): choose another directory"
-            ) from None
+            raise BadInput(f"--run-dir {self.path} cannot be used ({problem.strerror}): use another one") from None
 
     def _exists(self) -> bool:
         """Returns whether the directory contains a run. Raises BadInput if it cannot."""
@@ -92,10 +89,7 @@ class RunDirectory:
                 return False
         # A run that was killed before it wrote config.json may have left hidden files.
         if CONFIG not in names and not all(name.startswith(".") for name in names):
-            raise BadInput(
-                f"--run-dir {self.path} is not empty and contains no run ({CONFIG} is missing): choose another "
-                "directory"
-            )
+            raise BadInput(f"--run-dir {self.path} is not empty and contains no run ({CONFIG} is missing): use another")
         return CONFIG in names
 
     def _acquire(self) -> None:
@@ -103,9 +97,7 @@ class RunDirectory:
             try:
                 self._lock.acquire(timeout=0)
             except filelock.Timeout:
-                raise BadInput(
-                    f"--run-dir {self.path} is in use by another run: wait until it ends, or use another --run-dir"
-                ) from None
+                raise BadInput(f"--run-dir {self.path} is in use by another run: wait, or use another one") from None
             except NotImplementedError:
                 console.print(f"{self.path} is on a file system without locks: let only one run use it")
 

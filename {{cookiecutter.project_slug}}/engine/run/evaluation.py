@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from engine.cluster.environment import refuse_cluster
 from engine.cluster.strategy import create_strategy
@@ -23,12 +24,13 @@ from engine.settings import CONFIG, Settings
 
 SECONDS_BETWEEN_LOOKS = 1.0
 
+T = TypeVar("T")
+
 
 def evaluate(program: Program, settings: Settings) -> dict[str, float]:
     """Prints and returns the validation and test metrics of --init-from, or else of the run's best weights.
 
-    Raises:
-        BadInput: there is no such run, or a setting contradicts it.
+    Raises BadInput if there is no such run, or a setting contradicts it.
     """
     if not settings.init_from:
         workers = Workers(create_strategy(settings))
@@ -69,11 +71,7 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
 
     The metrics go to the console, to evaluations.csv and to TensorBoard. It ends when the run has ended, or after
     --evaluation-timeout seconds without a new checkpoint. Checkpoints that the run removes before their turn are
-    skipped.
-
-    Args:
-        program: the module train.py.
-        read_settings: returns the settings; once there is a run, its settings are the defaults.
+    skipped. `read_settings` returns the settings; once there is a run, its settings are the defaults.
 
     Raises:
         BadInput: a setting contradicts the run's, or its directory is not writable.
@@ -82,7 +80,7 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
     refuse_cluster("--evaluate-continuously")
     settings = read_settings()
     console.print(f"Validating the checkpoints of {settings.run_dir} as they appear")
-    if not _appears((settings.run_dir / CONFIG).exists, settings):
+    if not _wait_for((settings.run_dir / CONFIG).exists, settings):
         return
     settings = read_settings()
     RunDirectory(settings.run_dir).check_same_run(settings)
@@ -100,40 +98,38 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
         )
     file, result = settings.run_dir / "evaluations.csv", settings.run_dir / RESULT
     rows, summaries = read_rows(file, key="step"), Summaries(settings.run_dir / TENSORBOARD / "evaluation", names)
-    damaged: set[Path] = set()
+    seen: set[Any] = {row["step"] for row in rows}  # Steps; and the paths of damaged checkpoints.
 
-    def new() -> list[Path]:
-        done = {row["step"] for row in rows}
-        return [path for path in run.checkpoints.paths() if path not in damaged and step_of(path) not in done]
+    def new() -> Path | str | None:
+        # The result is looked for first, because the last checkpoint is written before it.
+        has_ended = result.exists()
+        path = next((path for path in run.checkpoints.paths() if seen.isdisjoint((path, step_of(path)))), None)
+        return path or ("ended" if has_ended else None)
 
-    while _appears(lambda: result.exists() or bool(new()), settings):
-        has_ended = result.exists()  # Read first: the last checkpoint is written before the result.
-        path = next(iter(new()), None)
-        if path is None and has_ended:
-            console.print("The run has ended.")
-            return
-        if path is None:
-            continue
+    while isinstance(path := _wait_for(new, settings), Path):
         try:
             metrics = _validate(program, path)
-        except Damaged:
-            damaged.add(path)
+        except Damaged:  # Or removed meanwhile.
+            seen.add(path)
             continue
-        rows = sorted([*rows, {"step": step_of(path), **metrics}], key=lambda row: row["step"])
+        seen.add(step := step_of(path))
         console.print(f"{path.name}  {in_short(names, metrics)}")
-        summaries.add(step_of(path), names.scalars(metrics))
+        summaries.add(step, names.scalars(metrics))
+        rows = sorted([*rows, {"step": step, **metrics}], key=lambda row: row["step"])
         write_rows(file, rows)
+    if path:
+        console.print("The run has ended.")
 
 
-def _appears(condition: Callable[[], bool], settings: Settings) -> bool:
-    """Returns whether a condition holds within --evaluation-timeout; prints a line if it does not."""
+def _wait_for(find: Callable[[], T | None], settings: Settings) -> T | None:
+    """Returns what is found within --evaluation-timeout; prints a line if nothing is."""
     deadline = time.monotonic() + settings.evaluation_timeout
-    while not condition():
+    while not (found := find()):
         if time.monotonic() > deadline:
             console.print(f"Nothing new for {settings.evaluation_timeout:g} s (--evaluation-timeout)")
-            return False
+            return None
         time.sleep(SECONDS_BETWEEN_LOOKS)
-    return True
+    return found
 
 
 def _validate(program: Program, checkpoint: Path) -> dict[str, float]:

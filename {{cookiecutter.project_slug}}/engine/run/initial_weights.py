@@ -63,10 +63,7 @@ def load_initial_weights(path: Path, model: Any, *, partial: bool) -> str:
     if unused:
         report += f"; {unused} in the file are unused"
     if len(missing) == len(floats):
-        raise BadInput(
-            f"--init-from {path} matches none of the model's variables: pass weights of this model, or load those of a "
-            "part in task.create_model"
-        )
+        raise BadInput(f"--init-from {path} matches no variable of the model: load those of a part in create_model")
     if (missing or unused) and not partial:
         raise BadInput(f"--init-from {path} gives {report}: --init-partial loads what matches")
     return report

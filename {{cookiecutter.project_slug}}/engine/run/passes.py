@@ -22,11 +22,7 @@ PROFILED, PROFILED_STEPS = 3, 30
 
 
 class Executions:
-    """How many steps the next call of a compiled function runs, for each split; about a second's worth.
-
-    Attributes:
-        trained: the executions of training steps so far.
-    """
+    """How many steps the next call of a compiled function runs, for each split; about a second's worth."""
 
     def __init__(self, settings: Settings, workers: Workers, all_reduce: str = "") -> None:
         """`all_reduce` says how the strategy sums over its devices, if it does."""
@@ -34,7 +30,7 @@ class Executions:
         self._is_measured = settings.steps_per_execution == "auto" and not settings.eager
         self._every = [each for each in (settings.checkpoint_every_steps, settings.validate_every_steps) if each]
         self._lengths: dict[str, int] = {}
-        self.trained = 0
+        self._trained = 0  # The executions of training steps so far.
 
     def length(self, split: str, *, left: int, step: int) -> int:
         """Returns how many steps to run now, if so many are `left` of the pass, after training `step` in all."""
@@ -56,11 +52,11 @@ class Executions:
                 tf.profiler.experimental.start(str(folder))
                 profile.callback(tf.profiler.experimental.stop)
             yield
-        self.trained += split == "train"
+        self._trained += split == "train"
 
     @property
     def _profiles_next(self) -> bool:
-        return self._settings.profile and self.trained == PROFILED
+        return self._settings.profile and self._trained == PROFILED
 
     def took(self, split: str, count: int, seconds: float) -> None:
         """Adjusts the length to the time that an execution took; every worker must call it."""
@@ -69,9 +65,8 @@ class Executions:
             self._lengths[split] = self.workers.broadcast(max(1, min(2 * count, int(count / seconds))))
 
     def report_missing_profile(self) -> None:
-        """Prints a line if --profile was given and the run was too short for one."""
-        if self._settings.profile and self.trained <= PROFILED:
-            console.print(f"--profile: the run had {self.trained} executions of training steps, and a profile needs 4")
+        if self._settings.profile and self._trained <= PROFILED:
+            console.print(f"--profile: the run had {self._trained} executions of training steps, and a profile needs 4")
 
 
 class Pass:
@@ -110,11 +105,8 @@ class Pass:
     def next_execution(self) -> Iterator[tuple[Any, int, int]]:
         """Yields where the batches of the next execution are: a stack, the first one's number in it, how many.
 
-        Take all of them, and pass the losses to `Run.record_losses`, which counts the steps. It yields nothing if a
-        validation is due first.
-
-        Raises:
-            BadInput: examples cannot be read. In a single process the steps before them are taken and counted first.
+        Pass the losses of all of them to `Run.record_losses`. Yields nothing if a validation is due first. Raises
+        BadInput if examples cannot be read; in a single process the steps before them are taken and counted first.
         """
         if self.waits or self._iterator is None:
             self.waits = False
@@ -134,10 +126,8 @@ class Pass:
     def record(self, losses: Sequence[Any]) -> tuple[np.ndarray, float, float]:
         """Counts the steps of an execution by their losses, one tensor ([count]) for each stack.
 
-        Returns the losses ([steps]), the seconds that the steps took, and those of them without batches.
-
-        Raises:
-            Diverged: a loss is not finite.
+        Returns the losses ([steps]), the seconds that the steps took, and those of them without batches. Raises
+        Diverged if a loss is not finite.
         """
         # Read when all steps are under way, so that a GPU continues meanwhile.
         values = np.concatenate([np.asarray(each) for each in losses])

@@ -55,22 +55,20 @@ class Progress:
         return under_way
 
     def is_evaluating(self) -> bool:
-        """Returns whether an evaluation is under way."""
         return bool({*self.steps_of_pass, *self.metrics} - {"train"})
 
     def end_epoch(self) -> tuple[float, float, float]:
         """Counts one more epoch; returns its seconds, those in training, and those of these without batches."""
-        seconds, train_seconds = sum(self.seconds_of_epoch.values()), self.seconds_of_epoch.get("train", 0.0)
-        waited = self.seconds_waited
+        seconds = sum(self.seconds_of_epoch.values())
+        times = seconds, self.seconds_of_epoch.get("train", 0.0), self.seconds_waited
         self.epoch += 1
         self.seconds += seconds
         self.metrics, self.seconds_of_epoch, self.seconds_waited = {}, {}, 0.0
-        return seconds, train_seconds, waited
+        return times
 
     def consider(self, score: float, direction: str) -> bool:
         """Returns whether a score is the best so far ("min" or "max"), and remembers it if it is."""
-        improved = is_better(score, self.best_score, direction)
-        if improved:
+        if improved := is_better(score, self.best_score, direction):
             self.best_epoch, self.best_step, self.best_score = self.epochs_started(), self.step, score
         return improved
 
@@ -87,7 +85,6 @@ class Progress:
         return self.step, sum(self.steps_of_pass.values()), list(self.metrics)
 
     def record(self) -> dict[str, Any]:
-        """Returns the values from which `Progress(**record)` is made again."""
         return dataclasses.asdict(self)
 
 

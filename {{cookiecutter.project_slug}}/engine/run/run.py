@@ -39,10 +39,10 @@ class Run:
         progress: its counts and scores.
         objects: the task's objects, which the steps use and change.
         hidden: the variables of the steps that Keras does not list.
-        workers: the processes that train together: usually one, this one.
+        workers: the processes that train together, usually only this one.
         checkpoints: the complete state, at the end of each epoch and every --checkpoint-every-steps.
         best: the weights that are the best by --monitor.
-        report: the console's lines and the files to read; None until the run has started.
+        report: lines, tables and curves; None until the run has started.
         live: the console's line of the pass that is under way.
     """
 
@@ -79,10 +79,9 @@ class Run:
 
     def start_pass(self, batches: Batches, epoch: int = 0) -> Pass:
         """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0."""
-        trains = batches.split == "train"
-        if trains:
+        if batches.split == "train":
             self._examples = batches.examples_in_epoch(epoch)
-        has_epochs = trains or self.report is not None
+        has_epochs = batches.split == "train" or self.report is not None
         steps = Pass(batches, epoch, self.progress, self._executions, has_epochs=has_epochs)
         steps.waits = self.validation_is_due(steps)  # The run was stopped in that validation.
         if not steps.has_ended:
@@ -102,23 +101,19 @@ class Run:
         self.progress.add(steps.name, len(values), seconds, waited)
         self.live.took(values)
         if steps.split == "train" and self.report and self.workers.is_chief:
-            epoch = (steps.epoch or 0) + 1
-            self.report.steps(self.progress.step, epoch, values, seconds, self.objects.learning_rates)
+            self.report.steps(self.progress.step, self.epoch + 1, values, seconds, self.objects.learning_rates)
         self.objects.check_loss_scales(self.progress.step)
 
     def save_is_due(self, training: Pass) -> bool:
         """Returns whether --checkpoint-every-steps asks for a checkpoint now, before the epoch ends."""
-        is_due = training.steps_left > 0 and self._is_multiple(self.settings.checkpoint_every_steps)
-        return is_due and self.progress.step != self._saved_step
+        every, step = self.settings.checkpoint_every_steps, self.progress.step
+        return bool(every and training.steps_left and step % every == 0 and step != self._saved_step)
 
     def validation_is_due(self, training: Pass) -> bool:
         """Returns whether --validate-every-steps asks for a validation now, before the epoch ends."""
+        every, step = self.settings.validate_every_steps, self.progress.step
         is_within = training.split == "train" and 0 < training.done < training.steps
-        is_due = is_within and self._is_multiple(self.settings.validate_every_steps)
-        return is_due and self.progress.validated_step != self.progress.step
-
-    def _is_multiple(self, every: int | None) -> bool:
-        return every is not None and self.progress.step % every == 0
+        return bool(every and is_within and step % every == 0 and step != self.progress.validated_step)
 
     def stop_if_asked(self) -> None:
         """Raises Stopped, on all workers, if one of them got a signal. What was done so far is in the state."""
@@ -134,8 +129,7 @@ class Run:
 
     def results(self, split: str) -> Scores:
         """Returns the metrics of an evaluation's datasets, and forgets them, so that the next one starts over."""
-        metrics = self.progress.metrics
-        results: Scores = {}
+        metrics, results = self.progress.metrics, Scores()
         for name in [name for name in metrics if split_of(name) == split]:
             results |= metrics.pop(name)
         return results
@@ -151,7 +145,7 @@ class Run:
         return self.progress.epoch
 
     def should_continue(self) -> bool:
-        """Returns whether another epoch is due: neither --epochs nor --patience are used up."""
+        """Returns whether another epoch is due: neither --epochs nor --patience is used up."""
         return self.epoch < self.settings.epochs and not self._is_out_of_patience()
 
     def _is_out_of_patience(self) -> bool:
@@ -221,9 +215,9 @@ class Run:
     def finish(self, test: Callable[[], Scores]) -> dict[str, Any]:
         """Tests the best weights; writes and returns the contents of result.json."""
         settings, progress = self.settings, self.progress
+        without_improvement = progress.epochs_without_improvement()
         if self._is_out_of_patience():
-            epochs = progress.epochs_without_improvement()
-            console.print(f"No better {settings.monitor} for {epochs} epochs: stopped.")
+            console.print(f"No better {settings.monitor} for {without_improvement} epochs: stopped.")
         self._executions.report_missing_profile()
         fingerprint = weights_sha256(self.objects.weights)
         if progress.best_step is None:
@@ -231,8 +225,7 @@ class Run:
         try:
             self.best.restore(self.best.path(progress.best_step))
         except Damaged as problem:
-            resumes = "the same command, without --fresh, resumes from an older checkpoint"
-            raise BadInput(f"{problem}: {resumes}") from problem
+            raise BadInput(f"{problem}: the same command, without --fresh, resumes from an older one") from problem
         with self.steps_named():
             metrics = test()
         result: dict[str, Any] = {
@@ -241,7 +234,7 @@ class Run:
             "step": progress.step,
             "best_epoch": progress.best_epoch,
             f"best_{settings.monitor}": progress.best_score,
-            "epochs_without_improvement": progress.epochs_without_improvement(),
+            "epochs_without_improvement": without_improvement,
             "seconds": progress.seconds,
             "weights_sha256": fingerprint,
         }

@@ -38,10 +38,9 @@ class Start:
 
 
 def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: Workers) -> dict[str, Any] | None:
-    """Locks the directory; returns the result of the run in it, if nothing is left to do.
+    """Locks the directory; returns the result of the run in it if nothing is left to do.
 
-    Raises:
-        BadInput: the directory cannot be used, or contains a run with other settings.
+    Raises BadInput if the directory cannot be used, or contains a run with other settings.
     """
 
     def look() -> dict[str, Any] | None:
@@ -51,12 +50,13 @@ def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: W
         directory.lock()
         return None if fresh else read_json(settings.run_dir / RESULT)
 
-    result = workers.from_chief(look)
-    epochs, without_improvement = ((result or {}).get(name) for name in ("epochs", "epochs_without_improvement"))
-    if not isinstance(epochs, int) or not isinstance(without_improvement, int):
-        return None
-    more = "--epochs" if epochs >= settings.epochs else "--patience"
-    if more == "--patience" and (settings.patience is None or without_improvement < settings.patience):
+    result = workers.from_chief(look) or {}
+    epochs, without_improvement = result.get("epochs", 0), result.get("epochs_without_improvement", 0)
+    if epochs >= settings.epochs:
+        more = "--epochs"
+    elif settings.patience is not None and without_improvement >= settings.patience:
+        more = "--patience"
+    else:
         return None
     console.print(f"Finished already after {epochs} epochs (more {more} would continue it; --fresh starts over)")
     print_result(result, settings)
@@ -65,17 +65,15 @@ def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: W
 
 def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) -> None:
     """Starts the run and its files. Raises BadInput, before anything is written, if it cannot."""
-    settings, from_chief = run.settings, run.workers.from_chief
+    settings, from_chief, objects = run.settings, run.workers.from_chief, run.objects
     _check_same_examples(run.workers, batches)
     _check_steps(run, batches)
     fresh = from_chief(lambda: _is_fresh(settings))
     start = resume_or_initialize(run, batches, fresh=fresh)
     for each in batches.values():
         each.cache()  # Examples that cannot be read are rejected before anything is written.
-    direction = run.objects.monitor_direction
-    report = Report(
-        settings.run_dir, run.objects.names, epochs=settings.epochs, monitor=settings.monitor, direction=direction
-    )
+    monitor = {"monitor": settings.monitor, "direction": objects.monitor_direction}
+    report = Report(settings.run_dir, objects.names, epochs=settings.epochs, **monitor)
     start.progress.workers = run.workers.count
     run.start(start.progress, report)
     from_chief(lambda: _write_files(run, report, directory, batches, fresh))
@@ -84,11 +82,8 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
 
 def resume_or_initialize(run: Run, batches: dict[str, Batches], *, fresh: bool) -> Start:
     """Sets the run's variables; returns where it starts. Raises BadInput if it cannot."""
-    # 1. The newest checkpoint that is intact.
     if not fresh and (start := _resume(run, batches)):
         return start
-    # 2. Otherwise the weights of --init-from.
-    # 3. Otherwise the weights that task.create_model has made.
     message = initialize(run) if run.settings.init_from else "with new weights"
     return Start(Progress(learning_rates=_created_rates(run)), message)
 
@@ -108,30 +103,26 @@ def _is_fresh(settings: Settings) -> bool:
 def _check_same_examples(workers: Workers, batches: dict[str, Batches]) -> None:
     """Raises BadInput, in every process, if their examples differ: each would take its shard of another order."""
     own = {name: (each.number_of_examples, (each.fingerprint or {}).get("sha256")) for name, each in batches.items()}
-    chiefs = workers.broadcast(own)
-    if others := workers.names_where(own != chiefs):
-        counts = [f"{name} has {own[name][0]:,}" for name in own if own[name] != chiefs.get(name)]
-        here = f" ({', '.join(counts)} here)" if counts else ""
+    if others := workers.names_where(own != workers.broadcast(own)):
+        counts = ", ".join(f"{count:,} for {name!r}" for name, (count, _) in own.items())
         raise BadInput(
-            f"{', '.join(others)}: task.load_examples returned other examples than in the first process{here}: give "
-            "all processes the same files"
+            f"{', '.join(others)}: task.load_examples returned other examples than in the first process (here "
+            f"{counts}): give all processes the same files"
         )
 
 
 def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
     """Warns of operations in the hooks that a resumed run may not repeat.
 
-    Raises:
-        BadInput: a step changes state that no checkpoint can contain.
+    Raises BadInput if a step changes state that no checkpoint can contain.
     """
     run.hidden.check(run.checkpoints.state.variables())
     found = []
     if step := run.hidden.training:
         found += [f"task.train_step: {text}" for text in (*draws_in_step(step), *python_in_step(step))]
-    for each in batches.values():
-        if each.traced:  # Not with --eager.
-            texts = (*draws_in_preparation(each.traced), *python_in_preparation(each.traced))
-            found += [f"task.prepare_example: {text}" for text in texts]
+    for traced in [each.traced for each in batches.values() if each.traced]:  # None with --eager.
+        texts = (*draws_in_preparation(traced), *python_in_preparation(traced))
+        found += [f"task.prepare_example: {text}" for text in texts]
     for text in dict.fromkeys(found):
         console.print(text)
 
@@ -143,9 +134,9 @@ def _check_same_records(run: Run, batches: dict[str, Batches]) -> None:
         before = recorded.get(name, now)
         if any(now[key] != before.get(key) for key in ("files", "records", "sha256")):
             raise BadInput(
-                f"{now['patterns']}: the {name!r} records differ from those the run in {run.settings.run_dir} started "
-                f"with ({before.get('records'):,} in {before.get('files')} files then, {now['records']:,} in "
-                f"{now['files']} now): restore the files, or use another --run-dir, or --fresh"
+                f"{now['patterns']}: the {name!r} records ({now['records']:,} in {now['files']} files) differ from "
+                f"those the run started with ({before.get('records'):,} in {before.get('files')}): restore the files, "
+                "or use another --run-dir, or --fresh"
             )
 
 
@@ -153,12 +144,7 @@ def _check_same_records(run: Run, batches: dict[str, Batches]) -> None:
 
 
 def _resume(run: Run, batches: dict[str, Batches]) -> Start | None:
-    """Restores the newest intact checkpoint; returns None if there is none yet.
-
-    Raises:
-        BadInput: there was one, or the run has already gone further than it is asked to, or its position means other
-            examples to this number of workers.
-    """
+    """Restores the newest intact checkpoint; returns None if there is none yet. Raises BadInput if it cannot."""
     settings, from_chief, workers = run.settings, run.workers.from_chief, run.workers.count
     newest = from_chief(lambda: read_newest(run.checkpoints, run.best))
     if newest is None:
@@ -169,19 +155,14 @@ def _resume(run: Run, batches: dict[str, Batches]) -> Start | None:
             )
         return None
     path, values, progress = newest
-    if progress.epochs_started() > settings.epochs:
-        reached = progress.epochs_started()
-        raise BadInput(
-            f"--epochs {settings.epochs} is too low: the run already reached epoch {reached}; pass at least --epochs "
-            f"{reached}"
-        )
+    if (reached := progress.epochs_started()) > settings.epochs:
+        raise BadInput(f"--epochs {settings.epochs}: the run already reached epoch {reached}; pass at least {reached}")
     is_within_pass = any(progress.steps_of_pass.values()) or settings.steps_per_epoch
     if progress.workers != workers and is_within_pass and batches["train"].shards_by_file:
         later = "" if settings.steps_per_epoch else ", and change the number after an epoch"
         raise BadInput(
-            f"{path} is from the middle of a pass on {progress.workers} worker(s), and there are {workers}: for each "
-            "number of them task.load_examples, which has input_context, gives other batches: resume with "
-            f"{progress.workers}{later}"
+            f"{path} is from the middle of a pass on {progress.workers} worker(s), and there are {workers}: with "
+            f"input_context each number of them has other batches: resume with {progress.workers}{later}"
         )
     from_chief(lambda: _check_same_records(run, batches))
     created = _created_rates(run)
@@ -194,8 +175,9 @@ def _resume(run: Run, batches: dict[str, Batches]) -> Start | None:
 def initialize(run: Run) -> str:
     """Starts with the weights of --init-from; returns which they are. Raises BadInput if they do not fit."""
     settings, objects = run.settings, run.objects
-    weights = {name: each for name, each in objects.weights.items() if not is_seed(name)}
-    state = State(run.strategy, run.workers, weights)
+    state = State(
+        run.strategy, run.workers, {name: each for name, each in objects.weights.items() if not is_seed(name)}
+    )
 
     def load() -> tuple[str, Values]:
         assert settings.init_from is not None  # The caller has looked.
@@ -210,9 +192,9 @@ def initialize(run: Run) -> str:
 
 
 def _created_rates(run: Run) -> dict[str, float]:
-    """Returns --learning-rate, and the constant learning rates that task.create_optimizer made, by optimizer.
+    """Returns --learning-rate, and the constant rates that task.create_optimizer gave to the optimizers.
 
-    Call it before a checkpoint is restored, which may contain other rates. Schedules are part of no checkpoint.
+    A checkpoint, which may contain other rates, must not have been restored yet. No checkpoint contains a schedule.
     """
     rates = {"--learning-rate": run.settings.learning_rate}
     for name, optimizer in run.objects.optimizers.items():
@@ -228,16 +210,13 @@ def _set_changed_rates(run: Run, progress: Progress, created: dict[str, float]) 
     A rate that it makes as before stays the checkpoint's: the run may have changed it by itself.
     """
     before, progress.learning_rates = progress.learning_rates, created
-    changes = {}
+    texts: dict[str, str] = {}  # What changed -> where. The optimizers usually have what --learning-rate says.
     for name, rate in created.items():
         if before.get(name, rate) != rate:
-            changes[name] = f"{before[name]:g} -> {rate:g}"
+            texts.setdefault(f"{before[name]:g} -> {rate:g}", name if name[0] == "-" else f"learning rate of {name!r}")
             if name in run.objects.optimizers:
                 run.objects.optimizers[name].learning_rate = rate
-    setting = changes.pop("--learning-rate", "")
-    texts = [f"; --learning-rate {setting}"] if setting else []
-    texts += [f"; learning rate of {name!r} {change}" for name, change in changes.items() if change != setting]
-    return "".join(texts)
+    return "".join(f"; {where} {change}" for change, where in texts.items())
 
 
 # --- The files --------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def describe_run(settings: Settings, strategy: tf.distribute.Strategy, code_sha2
 
 
 def describe_start(step: int, settings: Settings) -> dict[str, Any]:
-    """Returns the entry of config.json for a start after `step`: by which command, from which code."""
+    """Returns what config.json says of a start after `step`."""
     return {
         "step": step,
         "learning_rate": settings.learning_rate,
@@ -66,11 +66,8 @@ def _git_commit() -> str | None:
 
 
 def describe_examples(batches: dict[str, Batches]) -> dict[str, Any]:
-    """Returns the specs of an example and of its features for config.json: --export and predict.py have no data.
-
-    They are taken from the last dataset: the test's, if there is one.
-    """
-    *_, last = batches.values()
+    """Returns the specs of an example and of its features for config.json: --export and predict.py have no data."""
+    *_, last = batches.values()  # The test's, if there is one.
     return {"example": element_spec.encode(last.example_spec), "features": element_spec.encode(last.features_spec)}
 
 
@@ -85,44 +82,40 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
     steps = f"{train.steps_per_pass} steps"
     if train.steps_per_epoch != train.steps_per_pass:
         steps = f"{train.steps_per_epoch} steps; a pass over the examples has {train.steps_per_pass}"
-    limited = {}
-    if settings.limit_steps:
-        text = f"to {settings.limit_steps} steps of each dataset (--limit-steps): metrics are of a part of the data"
-        limited = {"limited": text}
     shuffled, taken = train.describe_shuffling()
     dropped = f", each drops {train.dropped} examples (--keep-last-batch keeps them)" if train.dropped else ""
     splits = {each.split for each in batches.values()}
     examples = [f"{name} {each.number_of_examples}" for name, each in batches.items()]
     examples += [f"no {split}" for split in ("validation", "test") if split not in splits]
     to_evaluate = f", {settings.evaluation_batch_size} to evaluate" if settings.evaluation_batch_size else ""
+    limited = f"to {settings.limit_steps} steps of each dataset (--limit-steps): metrics are of a part of the data"
     facts = {
         "strategy": f"{info.name}, {info.size}",
         "devices": info.devices,
-        **({"all-reduce": info.all_reduce} if info.all_reduce else {}),
+        "all-reduce": info.all_reduce,
         "arithmetic": describe_arithmetic(settings.precision, settings.simulated_devices),
         "batch": f"{train.global_batch_size} examples, {train.per_replica_batch_size} on each replica{to_evaluate}",
         "examples": ", ".join(examples),
         "shuffled": f"train {shuffled}",
-        **_too_much_memory(taken, run.workers.on_one_machine),
+        "memory": _memory_warning(taken, run.workers.on_one_machine),
         "epochs": f"{settings.epochs}, each of {steps}{dropped}",
-        **limited,
+        "limited": limited if settings.limit_steps else "",
         "parameters": f"{sum(model.count_params() for model in by_name(run.objects.model, 'model').values()):,}",
         "starts": start,
         "run directory": str(settings.run_dir),
-        **({"export": f"to {settings.run_dir / 'export'}, after the training"} if settings.export else {}),
+        "export": f"to {settings.run_dir / 'export'}, after the training" if settings.export else "",
     }
-    print_facts("Training", facts)
+    print_facts("Training", {name: fact for name, fact in facts.items() if fact})
 
 
-def _too_much_memory(taken: int, processes: int) -> dict[str, str]:
-    """Returns another line if processes that take `taken` bytes each need over half of their machine's memory."""
+def _memory_warning(taken: int, processes: int) -> str:
+    """Returns a text if processes that take `taken` bytes each need over half of their machine's memory, or ""."""
     if not hasattr(os, "sysconf"):  # On Windows.
-        return {}
+        return ""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # A container may have less.
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
     if processes * taken <= memory / 2:
-        return {}
+        return ""
     in_all = f"{processes * taken / 2**30:,.1f} GB in {processes} process(es)"
-    text = f"{in_all}, more than half of the {memory / 2**30:,.1f} GB of this machine: lower --shuffle-megabytes"
-    return {"memory": text}
+    return f"{in_all}, more than half of the {memory / 2**30:,.1f} GB of this machine: lower --shuffle-megabytes"
