@@ -155,7 +155,7 @@ def in_short(names: Names, metrics: Mapping[str, Any]) -> str:
 
 
 class LiveLine(rich.progress.Progress):
-    """The line of the present pass, redrawn about once a second; without a terminal it is printed rarely.
+    """The line of the current pass, redrawn about once a second; without a terminal it is printed rarely.
 
     epoch 3/10  train  41 %  412/1,000 steps  00:42 left  12.3 steps/s  loss 0.4123  GPU 3.2 GB
     """
@@ -224,7 +224,7 @@ class LiveLine(rich.progress.Progress):
             self.end()
 
     def get_renderable(self) -> Text:
-        """Returns the present line. Its speed does not include the first steps, during which they are compiled."""
+        """Returns the current line. Its speed does not include the first steps, during which they are compiled."""
         if not self.tasks:
             return Text()
         (task,) = self.tasks
@@ -250,10 +250,7 @@ def gpu_memory() -> str:
 
 
 def print_result(result: dict[str, Any], settings: Settings) -> None:
-    """Prints the test, the best epoch, the files, and the commands to type next: in a terminal, in a panel.
-
-    `result` is the content of result.json. The elements of arrays, "test/f1/3", are not printed.
-    """
+    """Prints the results in result.json, without elements of arrays ("test/f1/3"), and the commands to type next."""
     test = {name: value for name, value in result.items() if name.split("/")[0] == "test" and value is not None}
     shown = {name: digits(value) for name, value in test.items() if not name.rsplit("/", 1)[-1].isdecimal()}
     run_dir, seconds = settings.run_dir, result["seconds"]
