@@ -74,6 +74,7 @@ def test_two_runs_with_one_seed_are_the_same_and_another_seed_differs(
         assert (result(tmp_path / seed)["weights_sha256"] == result(trained[0])["weights_sha256"]) is is_same
 
 
+@pytest.mark.long
 def test_finished_run_says_so_goes_on_with_more_epochs_and_starts_anew(
     default_bake: Bake, trained: tuple[Path, str], tmp_path: Path
 ) -> None:

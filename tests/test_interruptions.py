@@ -157,7 +157,9 @@ with Signals().listening():
         process.kill()
 
 
-@pytest.mark.parametrize("output", ["> /dev/full", "| true"], ids=["full disk", "nobody reads"])
+@pytest.mark.parametrize(
+    "output", [pytest.param("> /dev/full", marks=pytest.mark.long), "| true"], ids=["full disk", "nobody reads"]
+)
 def test_output_that_goes_nowhere_does_not_end_the_training(output: str, tmp_path: Path) -> None:
     command = f"{sys.executable} train.py --run-dir={tmp_path / 'run'} --epochs=1 {output}; exit ${{PIPESTATUS[0]}}"
     done = run("bash", "-c", command, folder=PROJECT)

@@ -9,6 +9,7 @@ import pytest
 from rendering import TASKS, Bake, run
 
 
+@pytest.mark.long
 def test_repeated_steps_are_bit_equal(bake: Callable[..., Bake]) -> None:
     # Where four gradients are summed in an order that depends on the timing, a fifth of the repetitions differ.
     project = bake()

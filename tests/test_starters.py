@@ -48,6 +48,7 @@ def test_rendered_files_differ_in_the_starter_s_page_and_packages_only(
     assert len(set(texts.values())) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("starter", [name for name in STARTERS if name != "image_classification"])
 def test_what_is_special_to_a_starter(starter: str, bake: Callable[..., Bake]) -> None:
     bake(starter=starter).run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_task.py")
@@ -63,6 +64,7 @@ def write_idx(path: Path, array: np.ndarray) -> None:
         file.write(header + array.astype(np.uint8).tobytes())
 
 
+@pytest.mark.long
 def test_fashion_mnist_is_taken_from_where_keras_keeps_it(
     default_bake: Bake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

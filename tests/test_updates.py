@@ -133,7 +133,7 @@ def test_update_with_git_alone(tmp_path: Path, shell: Callable[..., str], versio
     assert shell("git status --porcelain", folder) == ""
 
 
-@pytest.mark.parametrize("beginning", ["create", "link"])
+@pytest.mark.parametrize("beginning", [pytest.param("create", marks=pytest.mark.long), "link"])
 def test_update_with_cruft(
     beginning: str, tmp_path: Path, shell: Callable[..., str], versions: dict[str, dict[str, str]]
 ) -> None:

@@ -236,6 +236,7 @@ def test_synchronized_batchnorm_agrees_over_replicas_in_micro_batches(install: C
     assert_same(on_replicas(2, 48, micro_batches=3), on_replicas(1, 48, micro_batches=3))
 
 
+@pytest.mark.long
 def test_synchronized_batchnorm_agrees_over_replicas_with_xla(install: Callable[[Case], None]) -> None:
     install(CASES["synchronized BatchNorm"])
     expected = on_replicas(1, 48)

@@ -55,6 +55,7 @@ def test_every_recipe_is_run() -> None:
     assert not [title for title in with_code if f'apply("{title}")' not in tested]
 
 
+@pytest.mark.long
 def test_rate_rises_and_falls_in_straight_lines(apply: Apply, tmp_path: Path) -> None:
     apply("Warm-up, then a straight line to zero")
     _, rows = run(tmp_path / "run", "--epochs=4", "--learning-rate=0.01")
@@ -64,6 +65,7 @@ def test_rate_rises_and_falls_in_straight_lines(apply: Apply, tmp_path: Path) ->
     assert float(task.optimizer._learning_rate(4)) == pytest.approx(0.005)
 
 
+@pytest.mark.long
 def test_rate_is_halved_when_nothing_improves_and_stays_so_after_a_stop(
     apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +80,7 @@ def test_rate_is_halved_when_nothing_improves_and_stays_so_after_a_stop(
     assert [row["learning_rate"] for row in rows][5:] == [0.25, 0.125, 0.125]
 
 
+@pytest.mark.long
 def test_two_rates_are_halved_together(apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     apply("Two learning rates, for encoder and head")
     apply("A smaller rate when nothing improves")
@@ -88,6 +91,7 @@ def test_two_rates_are_halved_together(apply: Apply, tmp_path: Path, monkeypatch
     assert [row["learning_rate/encoder"] for row in rows] == pytest.approx([0.001] * 3 + [0.0005] * 2)
 
 
+@pytest.mark.long
 def test_encoder_and_head_have_rates_of_their_own(apply: Apply, tmp_path: Path) -> None:
     apply("Two learning rates, for encoder and head")
     settings = train.read_settings(train.Config, [*FLAGS, "--learning-rate=0.01"])
@@ -105,6 +109,7 @@ def test_encoder_and_head_have_rates_of_their_own(apply: Apply, tmp_path: Path) 
     assert rows[0]["learning_rate/head"] == pytest.approx(0.01)
 
 
+@pytest.mark.long
 def test_frozen_encoder_stays_until_a_second_run_trains_it(
     apply: Apply, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +126,10 @@ def test_frozen_encoder_stays_until_a_second_run_trains_it(
         assert not np.array_equal(variable.numpy(), value)
 
 
-@pytest.mark.parametrize("file", ["encoder.keras", "encoder.weights.h5", "encoder"])
+OTHER_FILES = [pytest.param(file, marks=pytest.mark.long) for file in ("encoder.keras", "encoder.weights.h5")]
+
+
+@pytest.mark.parametrize("file", ["encoder", *OTHER_FILES])
 def test_part_of_the_model_starts_with_the_weights_of_a_file(file: str, apply: Apply, tmp_path: Path) -> None:
     """Two blocks of the encoder are alike, and 8 of the model's 10 variables are in the file."""
     apply("Weights for a part of the model")
@@ -143,6 +151,7 @@ def test_part_of_the_model_starts_with_the_weights_of_a_file(file: str, apply: A
     train.main([f"--run-dir={tmp_path / 'run'}", "--simulated-devices=1", "--evaluate-only"])
 
 
+@pytest.mark.long
 def test_several_outputs_are_learnt_and_agree_on_one_replica(apply: Apply, tmp_path: Path) -> None:
     apply("Several outputs, each with its loss")
     two, _ = run(tmp_path / "two", "--epochs=5", "--simulated-devices=2")
@@ -153,6 +162,7 @@ def test_several_outputs_are_learnt_and_agree_on_one_replica(apply: Apply, tmp_p
         assert name in ("seconds", "weights_sha256") or two[name] == pytest.approx(value, rel=1e-4), name
 
 
+@pytest.mark.long
 def test_missing_labels_count_nothing_on_any_replicas(apply: Apply, tmp_path: Path) -> None:
     apply("Several outputs, each with its loss")
     apply("Several losses, where labels are missing")
@@ -180,6 +190,7 @@ def test_confidence_is_the_mean_over_all_examples(apply: Apply, tmp_path: Path) 
     assert result["test/confidence"] == pytest.approx(probabilities[np.arange(len(labels)), labels].mean(), rel=1e-5)
 
 
+@pytest.mark.long
 def test_gradient_norm_is_reported_and_the_same_in_micro_batches(
     apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

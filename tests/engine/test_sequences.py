@@ -159,6 +159,7 @@ def test_lengths_that_do_not_go_with_the_examples_are_refused(case: str, monkeyp
 # --- The trained model ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_trained_model_takes_sequences_of_any_length(tmp_path: Path) -> None:
     flags = ("--simulated-devices=1", "--pad-to", *map(str, LENGTHS))
     outcome(tmp_path, *flags, "--export")

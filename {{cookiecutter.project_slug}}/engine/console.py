@@ -94,10 +94,10 @@ def print_facts(title: str, facts: Mapping[str, Any], *, boxed: bool = False) ->
 class Names(Protocol):
     """The part of engine.model.metrics.ResultNames that lines need."""
 
-    sets: tuple[str, ...]
-    """The names of the datasets."""
+    datasets: tuple[str, ...]
 
     def lines(self, values: Mapping[str, Any]) -> dict[str, Any]: ...
+    def dataset(self, name: str) -> str: ...
     def metric(self, name: str) -> str: ...
 
 
@@ -121,7 +121,8 @@ class Lines:
         values = self._names.lines(metrics)
         if self._monitor in metrics:  # It may be an element of an array.
             values[self._monitor] = metrics[self._monitor]
-        datasets = [name for name in self._names.sets if any(value.startswith(f"{name}/") for value in values)]
+        measured = set(map(self._names.dataset, values))
+        datasets = [name for name in self._names.datasets if name in measured]
         texts: dict[str, str] = {}
         for name, value in values.items():
             metric = self._names.metric(name)

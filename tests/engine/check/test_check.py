@@ -74,6 +74,7 @@ def model_of_many_layers() -> keras.Model:
     return linear_model(frozen, *random, synchronized, regularizer=keras.regularizers.L2(0.1))
 
 
+@pytest.mark.long
 def test_options_an_odd_batch_and_layers_of_many_kinds_are_no_false_alarm(check: Check) -> None:
     options = {
         "micro_batches": 2,
@@ -86,11 +87,13 @@ def test_options_an_odd_batch_and_layers_of_many_kinds_are_no_false_alarm(check:
     assert any("not the same on one replica and two: dropout, gaussian_noise" in line for line in lines)
 
 
+@pytest.mark.long
 def test_batch_that_two_replicas_cannot_share_is_named_with_the_one_used(check: Check) -> None:
     (line,) = [line for line in assert_sound(check(global_batch_size=65)) if "--global-batch-size" in line]
     assert "65 can be shared by 1, 5, 13, 65 replicas; one replica and two are compared with 64" in line
 
 
+@pytest.mark.long
 def test_layers_that_cannot_be_switched_off_are_not_compared(check: Check) -> None:
     def flipping_model() -> keras.Model:
         return linear_model(keras.layers.Reshape((8, 8, 1)), keras.layers.RandomFlip(), keras.layers.Flatten())
@@ -114,7 +117,7 @@ def test_random_layers_inside_layers_are_no_false_alarm(check: Check) -> None:
     assert_sound(check({"create_model": model_with_random_layers_inside_layers}))
 
 
-def several_sets(split: str) -> Any:
+def several_datasets(split: str) -> Any:
     few = few_examples(split)
     return {"train": few, "validation": {"easy": few.take(50), "hard": few.skip(50).take(31)}, "test": None}[split]
 
@@ -145,11 +148,12 @@ def update_by_class(*, weighted: bool) -> Callable[..., None]:
     return update_metrics
 
 
-SETS = {"load_examples": several_sets, "create_metrics": metrics_by_class}
+DATASETS = {"load_examples": several_datasets, "create_metrics": metrics_by_class}
 
 
+@pytest.mark.long
 def test_datasets_no_test_and_metrics_by_class_are_no_false_alarm(check: Check) -> None:
-    hooks = {**SETS, "update_metrics": update_by_class(weighted=True)}
+    hooks = {**DATASETS, "update_metrics": update_by_class(weighted=True)}
     options = {"evaluation_batch_size": 25, "steps_per_epoch": 50, "validate_every_steps": 20}
     lines = assert_sound(check(hooks, monitor="validation/hard/by_class/3", monitor_direction="max", **options))
     text = "\n".join(lines)
@@ -159,8 +163,9 @@ def test_datasets_no_test_and_metrics_by_class_are_no_false_alarm(check: Check) 
     assert "test changes nothing" not in text
 
 
+@pytest.mark.long
 def test_array_that_counts_padding_fails_once_for_each_dataset(check: Check) -> None:
-    passed, lines = check({**SETS, "update_metrics": update_by_class(weighted=False)}, monitor="train/loss")
+    passed, lines = check({**DATASETS, "update_metrics": update_by_class(weighted=False)}, monitor="train/loss")
     found = [line for line in lines if "depends on how much padding" in line]
     assert not passed
     assert [re.search(r"(\S+)/\d+ depends", line)[1] for line in found] == [
@@ -170,7 +175,7 @@ def test_array_that_counts_padding_fails_once_for_each_dataset(check: Check) -> 
 
 def test_dataset_whose_order_changes_is_named(check: Check) -> None:
     def shuffled(split: str) -> Any:
-        found = several_sets(split)
+        found = several_datasets(split)
         return {**found, "hard": found["hard"].shuffle(50)} if split == "validation" else found
 
     passed, lines = check({"load_examples": shuffled}, monitor="train/loss")

@@ -139,6 +139,9 @@ def test_results_are_named_and_sorted_by_where_they_are_shown() -> None:
     assert [names.metric(each) for each in ("validation/b/scores/recall", "validation/a/own", "train/loss", "own")] == [
         *("scores/recall", "own", "loss", "own")
     ]
+    assert [names.dataset(each) for each in ("validation/a/own", "train/loss", "validation/c/loss", "step")] == [
+        *("validation/a", "train", "", "")
+    ]
     check_monitor(names, "validation/a/per_class_loss/2")
     assert monitor_direction(names, "validation/a/per_class_loss/2", "auto") == "min"
     with pytest.raises(BadInput, match="whether lower or higher is better is unknown"):

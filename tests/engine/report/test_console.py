@@ -67,8 +67,8 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", text)
 
 
-def names(*sets: str) -> ResultNames:
-    return ResultNames({each.split("/")[0]: {} for each in sets}, sets)
+def names(*datasets: str) -> ResultNames:
+    return ResultNames({each.split("/")[0]: {} for each in datasets}, datasets)
 
 
 def metrics(*numbers: str) -> dict[str, float]:
@@ -78,7 +78,7 @@ def metrics(*numbers: str) -> dict[str, float]:
 # --- Lines of epochs --------------------------------------------------------------------------------------------------
 
 
-def test_epoch_line_groups_the_sets_and_explains_them_once(console: Make) -> None:
+def test_epoch_line_groups_the_datasets_and_explains_them_once(console: Make) -> None:
     output = console(80)
     lines = Lines(names("train", "validation"), "validation/loss", rest="runs/a/metrics.csv")
     numbers = {"train/loss": 1.98524, "validation/loss": 0.97771, "train/accuracy": 0.25, "validation/accuracy": 1.0}
@@ -110,7 +110,7 @@ def test_line_of_many_metrics_has_the_monitored_one_and_the_losses(
     assert explained == f"Each metric as train / validation; {13 - len(shown)} more in runs/a/metrics.csv"
 
 
-def test_metric_of_some_sets_keeps_its_full_name(console: Make) -> None:
+def test_metric_of_some_datasets_keeps_its_full_name(console: Make) -> None:
     output = console(None, terminal=False)
     lines = Lines(names("train", "validation/easy", "validation/hard"), "validation/easy/loss", rest="metrics.csv")
     values = {"train/loss": 1.0, "validation/easy/loss": 2.0, "validation/hard/loss": 3.0, "validation/easy/auc": 0.5}

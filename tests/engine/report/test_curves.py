@@ -47,7 +47,7 @@ def marks(axes: matplotlib.axes.Axes) -> dict[str, list[float]]:
     return found
 
 
-def test_sets_of_a_metric_share_a_panel_and_elements_of_arrays_have_none() -> None:
+def test_datasets_of_a_metric_share_a_panel_and_elements_of_arrays_have_none() -> None:
     names = ResultNames({"train": {}, "validation": {}}, ["train", "validation/easy", "validation/hard"])
     scores = {f"validation/hard/f1/{index}": 0.5 for index in range(100)}
     names.arrays = dict.fromkeys(scores, "validation/hard/f1")
@@ -72,7 +72,7 @@ def test_thirteen_metrics_are_in_a_grid_and_a_hundred_are_cut_with_a_word() -> N
     assert many.get_suptitle() == "run, epoch 2; 76 more are in metrics.csv"
 
 
-def test_a_set_has_the_same_colour_in_every_panel() -> None:
+def test_a_dataset_has_the_same_colour_in_every_panel() -> None:
     drawn = panels(figure_of_run("run", PLAIN, rows(2, train__loss=1.0, validation__loss=1.0, validation__auc=0.5)))
     colours = {line.get_label(): line.get_color() for axes in drawn.values() for line in axes.get_lines()}
     assert colours == {"train/loss": BLUE, "validation/loss": VERMILLION, "validation/auc": VERMILLION}

@@ -296,6 +296,7 @@ def test_without_a_whole_checkpoint_nothing_is_deleted(tmp_path: Path, ended: Ca
 # --- --patience -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_patience_ends_a_run_and_more_of_it_continues_it(tmp_path: Path, monkeypatch, capsys) -> None:
     scores = [0.5, 0.6, 0.55, 0.58, 0.59, 0.7, 0.1, 0.1, 0.1]
     validate = train.validate
@@ -472,6 +473,7 @@ def test_changed_learning_rate_is_printed_and_every_optimizer_takes_its_own(
 # --- --fresh ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_fresh_begins_once_in_all_lives_of_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, ended: Callable[..., tuple[int, str]]
 ) -> None:
@@ -693,6 +695,7 @@ def test_gradients_that_are_never_finite_end_a_float16_run(
     assert "the loss scale at step 36 is down to" in line
 
 
+@pytest.mark.long
 def test_lost_files_are_told_and_nothing_more_is_lost(
     tmp_path: Path, ended: Callable[..., tuple[int, str]], capsys
 ) -> None:
@@ -723,6 +726,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.long
 def test_files_broken_by_hand_are_one_line(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
     expected = run(tmp_path / "run", "--epochs=1")
     for number, (file, content) in enumerate(BROKEN):
@@ -773,8 +777,8 @@ def test_signal_before_the_first_step_saves_too(
 
 
 def test_own_column_in_a_row_is_reported(tmp_path: Path) -> None:
-    report = Report(tmp_path, ResultNames({}, []), epochs=1)
-    report.open(epochs_done=0, validated_step=0)
+    report = Report(tmp_path, ResultNames({}, []), epochs=1, monitor="validation/loss", direction="min")
+    report.open(epochs_done=0, validated_step=0, step=0, settings={})
     report.epoch(
         {"epoch": 1, "step": 1, "seconds": 1.0, "examples_per_second": 1.0, "learning_rate": 0.1, "mine": 2.0},
         is_best=False,

@@ -96,6 +96,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return refuse
 
 
+@pytest.mark.long
 def test_run_stopped_in_its_second_validation_set_ends_bit_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,6 +114,7 @@ def test_finished_run_is_exported_with_its_own_settings_and_not_trained(
         assert rule in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_run_that_is_not_finished_is_trained_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

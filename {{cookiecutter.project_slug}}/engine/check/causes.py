@@ -13,11 +13,10 @@ from engine.run.program import Program
 def why_losses_differ(program: Program, task: Task, one: float, two: float) -> tuple[str, str]:
     """Returns the hook to look at, and the cause that the losses of one and of two replicas point to."""
     batch = next(program.batches["train"].one_by_one())
-    weights, activities = _losses_of_model(task.model, batch)
-    hidden = ", ".join(name.removeprefix("hidden/") for name in program.run.hidden.changed())
     shape = _shape_of_losses(task, batch)
     if len(shape) != 1:  # The metrics differ for the same reason.
         raise BadInput(f"task.compute_loss returned a per-example loss of shape {shape}: return one value per example")
+    weights, activities = _losses_of_model(task.model, batch)
     if weights and close(two - one, weights):
         why = "it adds model.losses once per replica; use tf.nn.scale_regularization_loss(model.losses)"
     elif activities and close(one - two, activities / 2):
@@ -26,8 +25,8 @@ def why_losses_differ(program: Program, task: Task, one: float, two: float) -> t
         why = "it is divided by the per-replica batch size; divide by config.global_batch_size"
     elif close(two, one / 2):
         why = "it is divided by the number of replicas a second time; remove that division"
-    elif hidden:
-        why = f"the steps change {hidden}, which is per-replica: to keep it equal on all replicas, "
+    elif hidden := [name.removeprefix("hidden/") for name in program.run.hidden.changed()]:
+        why = f"the steps change {', '.join(hidden)}, which is per-replica: to keep it equal on all replicas, "
         return "create_model", why + "assign what tf.distribute.get_replica_context().all_reduce returns"
     else:
         why = "the ratio matches no known cause: look for a mean taken over one replica's batch"

@@ -21,10 +21,7 @@ from engine.user_errors import first_line, where_raised
 
 
 def check_task(program: Program, task: Task, settings: Settings) -> bool:
-    """Prints a table of checks of the module task.py; returns whether all passed. Saves nothing.
-
-    `settings` are the settings that training would have.
-    """
+    """Prints a table of checks of task.py, with the settings of training; returns whether all passed. Saves nothing."""
     refuse_cluster("--check")
     tf.get_logger().setLevel("ERROR")  # It warns of the many functions that are compiled here.
     checks: list[Check] = []
@@ -42,15 +39,14 @@ def check_task(program: Program, task: Task, settings: Settings) -> bool:
 
 def print_checks(checks: Sequence[Check]) -> None:
     """Prints a line for each check, with its texts wrapped in a terminal, then how many failed."""
-    results = {True: "ok", False: "FAIL"}
     if console.is_terminal:
-        styles = {True: "green", False: "bold red"}
-        rows = [(Text(results[each.ok], styles[each.ok]), Text(each.where), Text(each.text)) for each in checks]
+        ok, fail = Text("ok", "green"), Text("FAIL", "bold red")
+        rows = [(ok if each.ok else fail, Text(each.where), Text(each.text)) for each in checks]
         console.print(columns(rows), soft_wrap=False)
     else:
         width = max(len(each.where) for each in checks)
         for each in checks:
-            console.print(f"{results[each.ok]:<4}  {each.where:<{width}}  {each.text}")
+            console.print(f"{'ok' if each.ok else 'FAIL':<4}  {each.where:<{width}}  {each.text}")
     if failed := sum(not each.ok for each in checks):
         console.print(f"{failed} of {len(checks)} checks failed", style="bold red")
     else:

@@ -21,7 +21,6 @@ from engine.check import measure
 from engine.check.causes import why_losses_differ
 from engine.check.measure import Measured, close
 from engine.cluster.strategy import create_strategy
-from engine.data.batches import Batches
 from engine.data.examples import hook_of
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
@@ -47,7 +46,7 @@ class Check:
 
 
 def run_checks(program: Program, task: Task, settings: Settings, global_batch_size: int) -> Iterator[Check]:
-    """Yields the results of the checks, one after the other. BadInput, and whatever a hook raises, ends them.
+    """Yields the results of the checks; BadInput, and whatever a hook raises, ends them.
 
     `global_batch_size` is the one asked for; `settings` have one that two replicas can share.
     """
@@ -73,15 +72,13 @@ def run_checks(program: Program, task: Task, settings: Settings, global_batch_si
         yield from _check_training(program, task, settings, compare=compare)
 
 
-def _check_repeats(
-    hook: str, results: str, draws: list[str], python: list[str], is_same: Callable[[], bool]
-) -> Iterator[Check]:
-    """Numbers that a hook draws again each time cannot be compared, so these end the checks."""
-    for text in draws:
-        raise BadInput(f"task.{hook}: {text}")
+def _check_repeats(hook: str, results: str, draws: list[str], python: list[str], *, repeats: bool) -> Iterator[Check]:
+    """Results that a hook draws again each time cannot be compared, so they end the checks."""
+    if draws:
+        raise BadInput(f"task.{hook}: {draws[0]}")
+    if python and not repeats:
+        raise BadInput(f"task.{hook} returned other {results} the second time: {python[0]}")
     for text in python:
-        if not is_same():
-            raise BadInput(f"task.{hook} returned other {results} the second time: {text}")
         yield Check(True, f"task.py {hook}", f"the same {results} twice, though {text}")
 
 
@@ -97,7 +94,7 @@ def _check_examples(program: Program, task: Task, settings: Settings, global_bat
     program.build(dataclasses.replace(settings, simulated_devices=1))
     sizes = ", ".join(f"{name} {each.number_of_examples}" for name, each in program.batches.items())
     yield Check(True, "task.py load_examples", f"{sizes} examples of one structure, in the same order twice")
-    divisors = [str(number) for number in range(1, global_batch_size + 1) if global_batch_size % number == 0]
+    divisors = (str(number) for number in range(1, global_batch_size + 1) if global_batch_size % number == 0)
     text = f"{global_batch_size} can be shared by {', '.join(divisors)} replicas"
     if settings.global_batch_size != global_batch_size:
         text += f"; one replica and two are compared with {settings.global_batch_size}"
@@ -118,23 +115,18 @@ def _check_batches(program: Program, task: Task) -> Iterator[Check]:
     for name, batches in program.batches.items():
         assert batches.traced is not None  # There is one process.
         draws, python = draws_in_preparation(batches.traced), python_in_preparation(batches.traced)
-
-        def is_same(batches: Batches = batches) -> bool:
-            once, again = (tf.nest.flatten(next(batches.one_by_one())) for _ in range(2))
-            return all(map(np.array_equal, once, again))
-
-        yield from _check_repeats("prepare_example", f"batches of {name!r}", draws, python, is_same)
+        same_batch = (tf.nest.flatten(next(batches.one_by_one())) for _ in range(2))
+        repeats = not python or all(map(np.array_equal, *same_batch))
+        yield from _check_repeats("prepare_example", f"batches of {name!r}", draws, python, repeats=repeats)
         for batch in itertools.islice(batches.one_by_one(), BATCHES_LOOKED_AT):
             floats = (part for part in tf.nest.flatten(batch[0]) if part.dtype.is_floating)
             if not all(bool(tf.reduce_all(tf.math.is_finite(part))) for part in floats):
-                problem = f"returned features that are not finite for {name!r}: fix or drop them"
-                raise BadInput(f"task.prepare_example {problem}")
+                raise BadInput(f"task.prepare_example: features of {name!r} are not finite: fix or drop them")
             _refuse_wrong_labels(task, name, batch, predict)
     yield Check(True, "task.py prepare_example", "finite features, and labels that the model can predict")
 
 
 def _refuse_wrong_labels(task: Any, name: str, batch: Any, predict: Callable[[Any], Any]) -> None:
-    """Raises BadInput for labels that are not classes of the model."""
     features, labels, sample_weights = batch
     if tf.is_tensor(labels) and labels.dtype == tf.string:
         raise BadInput(f"task.prepare_example returned text labels for {name!r}: map them to numbers")
@@ -149,10 +141,8 @@ def _refuse_wrong_labels(task: Any, name: str, batch: Any, predict: Callable[[An
     with contextlib.suppress(tf.errors.InvalidArgumentError):
         if math.isfinite(float(task.compute_loss(labels, predictions, sample_weights)[0])):
             return
-    raise BadInput(
-        f"{hook_of(name)} returned labels from {low} to {high}, and the model predicts {classes} "
-        f"classes, 0 to {classes - 1}: fix the labels or the model's last layer"
-    )
+    text = f"returned labels from {low} to {high}, and the model predicts {classes} classes, 0 to {classes - 1}"
+    raise BadInput(f"{hook_of(name)} {text}: fix the labels or the model's last layer")
 
 
 def _check_predictions(program: Program, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
@@ -160,10 +150,10 @@ def _check_predictions(program: Program, predict_step: Callable[[Any], Any]) -> 
     *_, last = program.batches.values()  # The test dataset, if there is one.
     features, _, sample_weights = next(last.one_by_one())
     outputs, where = tf.function(predict_step)(features), "task.py predict_step"
-    is_dict = isinstance(outputs, dict) and all(map(tf.is_tensor, outputs.values()))
-    if not is_dict:
+    if not isinstance(outputs, dict) or not all(map(tf.is_tensor, outputs.values())):
         yield Check(False, where, f"returned {type(outputs).__name__}: return a dict of tensors by name")
-    for name, output in outputs.items() if is_dict else ():
+        return
+    for name, output in outputs.items():
         if output.shape[:1] != sample_weights.shape:
             yield Check(False, where, f"{name!r} has shape {output.shape}: return a row for each example")
         # A softmax rounds to 1 minus a bit on some CPUs.
@@ -178,22 +168,20 @@ def _check_predictions(program: Program, predict_step: Callable[[Any], Any]) -> 
 
 def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]:
     layers, step = one.layers, program.run.hidden.training
+    assert step is not None  # There is one process.
     if layers.unsynchronized:
-        text = f"the statistics of {', '.join(map(repr, layers.unsynchronized))} are of one replica's batch: use "
-        yield Check(False, "task.py create_model", text + "BatchNormalization(synchronized=True)")
+        names = ", ".join(map(repr, layers.unsynchronized))
+        text = f"the statistics of {names} are of one replica's batch: use BatchNormalization(synchronized=True)"
+        yield Check(False, "task.py create_model", text)
     if layers.random:
         text = f"random in training, so not the same on one replica and two: {', '.join(layers.random)}"
         yield Check(True, "task.py create_model", text)
     for name in one.without_gradient:
         text = f"{name} gets no gradient: use it in the loss, or set its layer's trainable = False"
         yield Check(False, "task.py train_step", text)
-
-    def is_same() -> bool:
-        losses, _ = measure.losses_and_gradients(program, task, measure.first_stacks(program))
-        return close(one.losses, losses)
-
-    assert step is not None  # There is one process.
-    yield from _check_repeats("train_step", "losses", draws_in_step(step), python_in_step(step), is_same)
+    draws, python = draws_in_step(step), python_in_step(step)
+    again, _ = measure.losses_and_gradients(program, task, measure.first_stacks(program))
+    yield from _check_repeats("train_step", "losses", draws, python, repeats=close(one.losses, again))
     if layers.still_random:
         names = ", ".join(layers.still_random)
         text = f"not compared, because {names} cannot be switched off: augment in task.prepare_example instead"
@@ -204,13 +192,13 @@ def _check_same_results(program: Program, task: Task, one: Measured, two: Measur
     gradients = measure.differing_gradients(one, two)
     if not gradients:
         yield Check(True, "task.py train_step", f"the same gradients of {len(one.rounding)} variables")
+    loss, other = one.losses[0], two.losses[0]
     # Where the loss differs, gradients and metrics differ for the same reason.
     if not close(one.losses, two.losses):
-        loss, other = one.losses[0], two.losses[0]
         hook, why = why_losses_differ(program, task, loss, other)
         yield Check(False, f"task.py {hook}", f"the loss is {loss:.6g} on one replica and {other:.6g} on two: {why}")
         return
-    yield Check(True, "task.py compute_loss", f"loss {one.losses[0]:.6g} on one replica and on two")
+    yield Check(True, "task.py compute_loss", f"loss {loss:.6g} on one replica and on two")
     if gradients:
         text = f"the loss agrees, and the gradient of {gradients[0]} differs: update with apply_gradients, without "
         text += "a sum of your own, and look for values that depend on the replica or on the size of its batch"
@@ -233,11 +221,9 @@ def _hook_of_metrics(task: Task, split: str) -> str:
 
 
 def _check_traces(program: Program) -> Iterator[Check]:
-    retraced = [split for split, each in program.run_steps.items() if each.trace_count() != 1]
-    text = "every compiled function was traced once"
-    if retraced:
-        text = f"the {', '.join(retraced)} steps were traced more than once: use stacks.compile"
-    yield Check(not retraced, "train.py compile_steps", text)
+    retraced = ", ".join(split for split, each in program.run_steps.items() if each.trace_count() != 1)
+    fault = f"the {retraced} steps were traced more than once: use stacks.compile"
+    yield Check(not retraced, "train.py compile_steps", fault if retraced else "every split's steps were traced once")
 
 
 def _check_evaluation(program: Program, task: Task, settings: Settings) -> Iterator[Check]:
@@ -256,8 +242,8 @@ def _check_evaluation(program: Program, task: Task, settings: Settings) -> Itera
         changed = [name for name, each in variables.items() if not np.array_equal(before[name], each.numpy())]
         # Recurrent layers advance their seeds in evaluation too, and draw nothing.
         if changed and not (all(map(is_seed, changed)) and evaluate() == results):
-            text = f"{split} changes {changed[0]}: call the model with training=False"
-            yield Check(False, "task.py evaluation_step", text)
+            fault = f"{split} changes {changed[0]}: call the model with training=False"
+            yield Check(False, "task.py evaluation_step", fault)
             return  # The metrics of changed weights cannot be compared.
         yield Check(True, "task.py evaluation_step", f"{split} changes nothing")
         for name in measure.differing_metrics(program.run.objects.names, results, padded):
@@ -283,18 +269,16 @@ def _check_training(program: Program, task: Task, settings: Settings, *, compare
     # Opposing losses, as in a GAN, need not decrease.
     falls = len(by_name(task.optimizer, "optimizer")) > 1 or bool(np.mean(losses[-5:]) < losses[0])
     text = f"the loss goes from {losses[0]:.4g} to {losses[-1]:.4g} in {REPEATED_STEPS} steps on one batch"
-    if not falls:
-        text += ": it must fall; check --learning-rate, and how task.create_optimizer uses it"
-    yield Check(falls, "task.py create_optimizer", text)
+    rule = ": it must fall; check --learning-rate, and how task.create_optimizer uses it"
+    yield Check(falls, "task.py create_optimizer", text if falls else text + rule)
 
 
 def _check_checkpoint(program: Program) -> Check:
-    checkpoints = program.run.checkpoints
-    saved = checkpoints.state.values()
+    checkpoints, state = program.run.checkpoints, program.run.checkpoints.state
+    saved = state.values()
     path = checkpoints.save(1, {})
-    checkpoints.state.assign({name: np.zeros_like(value) for name, value in saved.items()})
+    state.assign({name: np.zeros_like(value) for name, value in saved.items()})
     checkpoints.restore(path)
-    restored = checkpoints.state.values()
-    lost = [name for name, value in saved.items() if not np.array_equal(restored[name], value)]
-    text = f"{', '.join(lost)} differ from the saved values" if lost else f"{len(saved)} variables saved and restored"
-    return Check(not lost, "checkpoint", text)
+    lost = [name for name, value in state.values().items() if not np.array_equal(value, saved[name])]
+    fault = f"{', '.join(lost)} differ from the saved values"
+    return Check(not lost, "checkpoint", fault if lost else f"{len(saved)} variables saved and restored")

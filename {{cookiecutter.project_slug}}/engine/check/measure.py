@@ -22,39 +22,34 @@ Arrays = dict[str, np.ndarray]
 """Variable -> its value, gradient or change."""
 
 BATCHES = 3
-# Attributes of Keras layers that hold the strength of their randomness.
-RANDOMNESS = ("rate", "stddev", "dropout", "recurrent_dropout")
-# One step at this rate shows the gradient: it is so large that the weight itself rounds none of it away.
-LEARNING_RATE = 2.0**14
+RANDOMNESS = ("rate", "stddev", "dropout", "recurrent_dropout")  # Attributes of Keras layers: how much they draw.
+LEARNING_RATE = 2.0**14  # So large that a step shows the gradient: the weight itself rounds none of it away.
 TOLERANCE = 1e-4
-# Changes every weight by eight roundings of float32, as they add up over the layers.
-ROUNDED_BY = 2.0**-20
-# Several draws, because rounding shows only where a ReLU, or a maximum, is about to turn.
-DRAWS = 3
-# One replica and two round many more numbers differently, not only the weights.
-MARGIN = 10
+ROUNDED_BY = 2.0**-20  # Changes every weight by eight roundings of float32, as they add up over the layers.
+DRAWS = 3  # Several, because rounding shows only where a ReLU, or a maximum, is about to turn.
+MARGIN = 10  # One replica and two round many more numbers differently, not only the weights.
 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The names of the layers that make one replica and two differ."""
+    """The names of the layers that make one replica and two differ.
+
+    Of the `random` ones, those `still_random` cannot be switched off. All `synchronized` ones now normalize the batches
+    of all replicas together; the `unsynchronized` ones of them did not before the check.
+    """
 
     random: list[str]
     still_random: list[str]
-    """The random ones that cannot be switched off."""
     synchronized: list[str]
-    """Layers that now normalize the batches of all replicas together."""
     unsynchronized: list[str]
-    """The synchronized ones that were not before the check."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """The results of some replicas for the same batches, from the same weights."""
 
-    losses: list[float]
+    losses: list[float]  # Of each batch, as the gradients are.
     gradients: list[Arrays]
-    """The gradient of each batch by variable."""
     rounding: dict[str, float]
     """Variable -> how much its gradient changes, at most, if the weights change by a few roundings."""
     metrics: dict[str, float]
@@ -65,10 +60,8 @@ class Measured:
 def measure(program: Program, task: Task, settings: Settings, replicas: int) -> Measured:
     """Builds the program for `replicas` and returns their results for a few batches, without randomness.
 
-    Call it under `few_examples` and `recording_optimizers`.
-
-    Raises:
-        BadInput: the loss or a gradient is not finite, or a step changes a variable that no checkpoint contains.
+    Call it under `few_examples` and `recording_optimizers`. Raises BadInput if the loss or a gradient is not finite, or
+    a step changes a variable that no checkpoint contains.
     """
     program.build(dataclasses.replace(settings, simulated_devices=replicas))
     layers = _make_comparable(program, task)
@@ -78,22 +71,19 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     _check_finite(losses, gradients)
     rounding = _effect_of_rounding(program, task, lambda: losses_and_gradients(program, task, stacks)[1], gradients)
     optimizers = by_name(task.optimizer, "optimizer").values()
-    updated = set().union(*(optimizer.updated for optimizer in optimizers))
+    updated = {path for optimizer in optimizers for path in optimizer.updated}
+    trainable = [each.path for model in by_name(task.model, "model").values() for each in model.trainable_variables]
+    without_gradient = [path for path in trainable if path not in updated]
     for optimizer in optimizers:
         optimizer.learning_rate.assign(0.0)  # All metrics are of the same weights.
     metrics = program.train_epoch(1)  # Its batches are being prepared already.
     with program.run.evaluation_weights():
         metrics |= {**program.validate(), **program.test()}
-    trainable = [each.path for model in by_name(task.model, "model").values() for each in model.trainable_variables]
-    without_gradient = [path for path in trainable if path not in updated]
     return Measured(losses, gradients, rounding, metrics, without_gradient, layers)
 
 
 def _make_comparable(program: Program, task: Task) -> Layers:
-    """Switches randomness off, where a number gives its strength, and synchronizes every BatchNormalization.
-
-    Call it before anything is traced.
-    """
+    """Switches randomness off where a number gives its strength, and synchronizes every BatchNormalization."""
     layers = [layer for model in by_name(task.model, "model").values() for layer in layers_of(model)]
     random, unsynchronized = [], []
     for layer in layers:
@@ -108,7 +98,7 @@ def _make_comparable(program: Program, task: Task) -> Layers:
             unsynchronized.append(layer.name)
     synchronized = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
 
-    step = program.run.hidden.training  # This traces the training step.
+    step = program.run.hidden.training  # This traces the step, so layers are changed before.
     assert step is not None  # There is one process.
     changed = step.changed
 
@@ -192,8 +182,9 @@ def _check_finite(losses: Sequence[float], gradients: Sequence[Arrays]) -> None:
     for loss, by_variable in zip(losses, gradients, strict=True):
         if not np.isfinite(loss):
             raise BadInput(f"task.compute_loss: the loss is {loss} {hint}")
-        for name in (name for name, gradient in by_variable.items() if not np.isfinite(gradient).all()):
-            raise BadInput(f"task.compute_loss: the gradient of {name} is not finite, though the loss is, {hint}")
+        for name, gradient in by_variable.items():
+            if not np.isfinite(gradient).all():
+                raise BadInput(f"task.compute_loss: the gradient of {name} is not finite, though the loss is, {hint}")
 
 
 class _Recorder(keras.optimizers.SGD):

@@ -107,17 +107,17 @@ class ResultNames:
     """Names of all scalar metric results, per dataset.
 
     Attributes:
-        sets: "train", "validation" or "validation/<name>", ...
+        datasets: "train", "validation" or "validation/<name>", ...
         metrics: number -> the metric in task.metrics, and the name there: "f1", or "scores/recall" in a dictionary.
         arrays: number in an array -> the array: "validation/f1/3" -> "validation/f1".
     """
 
     def __init__(self, metrics: Metrics, datasets: Iterable[str]) -> None:
         """Raises BadInput for results that `metric_results` rejects, or if two numbers have one name."""
-        self.sets = tuple(datasets)
+        self.datasets = tuple(datasets)
         self.metrics: dict[str, tuple[keras.metrics.Metric, str]] = {}
         self.arrays: dict[str, str] = {}
-        for name in self.sets:
+        for name in self.datasets:
             split = split_of(name)
             for metric_name, path, array, _ in _numbers(metrics, split):
                 number = f"{name}/{path}"
@@ -145,9 +145,11 @@ class ResultNames:
         sizes = collections.Counter(self.arrays.values())
         return {name: value for name, value in values.items() if sizes[self.arrays.get(name, "")] <= LARGEST_SHOWN}
 
+    def dataset(self, name: str) -> str:
+        """Returns the dataset of a number: "validation/easy/loss" -> "validation/easy"; "" if it has none."""
+        return next((each for each in self.datasets if name.startswith(f"{each}/")), "")
+
     def metric(self, name: str) -> str:
         """Returns a number's name without the dataset: "validation/easy/loss" -> "loss"."""
-        for each in self.sets:
-            if name.startswith(f"{each}/"):
-                return name.removeprefix(f"{each}/")
-        return name.rsplit("/", 1)[-1]
+        dataset = self.dataset(name)
+        return name.removeprefix(f"{dataset}/") if dataset else name.rsplit("/", 1)[-1]

@@ -84,7 +84,7 @@ def check_monitor(names: ResultNames, monitor: str) -> None:
     if monitor in names.metrics and split_of(monitor) in ("train", "validation"):
         return
     problem = "is not the name of a metric"
-    if split_of(monitor) == "validation" and not any(split_of(each) == "validation" for each in names.sets):
+    if split_of(monitor) == "validation" and not any(split_of(each) == "validation" for each in names.datasets):
         problem = "is not measured, because task.load_examples('validation') returned None"
     raise BadInput(f"--monitor {monitor} {problem}: use one of {', '.join(names.to_monitor())}")
 

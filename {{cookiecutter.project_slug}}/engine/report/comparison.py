@@ -1,6 +1,5 @@
 """python train.py --compare runs/a runs/b: several runs in one table and one picture. Trains nothing."""
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ NOT_COMPARED = ("run_dir", "fresh", "settings_from", "compare", "check", "evalua
 class Compared:
     """The contents of a run's directory; `result` is empty until the run has finished."""
 
-    path: Path
     name: str
     settings: dict[str, Any]
     direction: str
@@ -42,9 +40,7 @@ class Compared:
 def compare(paths: Sequence[Path]) -> None:
     """Prints a table of the runs in some directories, and writes their curves to comparison.png in the current folder.
 
-    Raises:
-        BadInput: a directory contains no run, or the current folder contains one.
-        CannotWrite: the current folder cannot be written.
+    Raises BadInput if a directory contains no run or the current folder does, CannotWrite if it cannot be written.
     """
     names = [path.absolute().name for path in paths]
     if len(set(names)) < len(names):
@@ -65,27 +61,25 @@ def _read(path: Path, name: str) -> Compared:
     if settings is None:
         raise BadInput(f"--compare {path} contains no run ({CONFIG} is missing): pass directories of runs")
     direction = (read_json(path / CONFIG) or {}).get("monitor_direction", "min")
-    return Compared(
-        path, name, settings, direction, read_rows(path / "metrics.csv"), read_json(path / "result.json") or {}
-    )
+    rows, result = read_rows(path / "metrics.csv"), read_json(path / "result.json") or {}
+    return Compared(name, settings, direction, rows, result)
 
 
 def _print_table(runs: Sequence[Compared]) -> None:
     """Prints the outcomes and the settings that differ, with as many runs side by side as the console has room for."""
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in NOT_COMPARED)
     differing = [name for name in names if any(run.settings.get(name) != runs[0].settings.get(name) for run in runs)]
-    facts = [
-        _facts(run) | {flag(name): str(run.settings[name]) for name in differing if name in run.settings}
-        for run in runs
-    ]
+    columns = [_facts(run) | {flag(name): str(run.settings.get(name, "")) for name in differing} for run in runs]
+    lines = dict.fromkeys(name for each in columns for name in each)
     count = max(1, (console.width - WIDTHS[0]) // WIDTHS[1])
     for start in range(0, len(runs), count):
+        side_by_side = slice(start, start + count)
         table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         table.add_column("", overflow="fold")
-        for run in runs[start : start + count]:
+        for run in runs[side_by_side]:
             table.add_column(run.name, overflow="fold", max_width=WIDTHS[1] - 2)
-        for line in dict.fromkeys(name for each in facts for name in each):
-            table.add_row(line, *(each.get(line, "") for each in facts[start : start + count]))
+        for line in lines:
+            table.add_row(line, *(each.get(line, "") for each in columns[side_by_side]))
         console.print(table, soft_wrap=False)
 
 
@@ -97,7 +91,7 @@ def _facts(run: Compared) -> dict[str, str]:
         best = run.result["best_epoch"], run.result[f"best_{monitor}"]
     tests = {name: f"{value:.4g}" for name, value in run.result.items() if name.startswith("test/") and _is_line(name)}
     return {
-        "state": "finished" if run.result else "running" if _is_locked(run.path / ".lock") else "stopped",
+        "state": "finished" if run.result else "unfinished",
         "epochs": f"{run.rows[-1]['epoch'] if run.rows else 0} of {run.settings['epochs']}",
         "time": f"{seconds / 60:,.1f} min" if seconds >= 60 else f"{seconds:.1f} s",
         f"best {monitor}": f"{best[1]:.4g}" if best else "",
@@ -140,16 +134,3 @@ def _metric(column: str) -> str:
 def _is_line(column: str) -> bool:
     """Returns whether a column is drawn: not an element of an array ("validation/f1/3"); the tasks are unknown here."""
     return not column.rsplit("/", 1)[-1].isdigit()
-
-
-def _is_locked(path: Path) -> bool:
-    """Returns whether a running program holds a lock. Writes nothing, and does not wait."""
-    with contextlib.suppress(ImportError, FileNotFoundError, PermissionError):
-        import fcntl  # Not on Windows.
-
-        with path.open("rb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-    return False

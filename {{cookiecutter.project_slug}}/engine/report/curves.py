@@ -83,8 +83,6 @@ def figure_of_run(
     score = f"; best {monitor} {best[1]:.4g} in epoch {math.ceil(best[0] - 1e-9)}" if best else ""
     more = f"; {dropped} more are in metrics.csv" if dropped else ""
     figure.suptitle(f"{title}, epoch {last}{score}{more}", parse_math=False)
-    in_order = dict.fromkeys(names.sets) | handles  # The datasets come first.
-    handles = {name: line for name, line in in_order.items() if line}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, frameon=False)
     return figure
 
@@ -93,8 +91,8 @@ def _curve(column: str, names: ResultNames, rows: Sequence[Row], epochs: Sequenc
     points = _points(rows, column, epochs)
     if not is_metric(column):  # A learning rate or the speed belongs to no dataset.
         return Curve(column, points, None, {"color": GREY})
-    dataset = next((each for each in names.sets if column.startswith(f"{each}/")), column.split("/")[0])
-    evaluated = (each for each in names.sets if each != "train")
+    dataset = names.dataset(column) or column.split("/")[0]
+    evaluated = (each for each in names.datasets if each != "train")
     colours = dict(zip(evaluated, itertools.cycle((VERMILLION, GREEN, PURPLE, ORANGE, SKY)), strict=False))
     return Curve(column, points, dataset, {"color": BLUE if dataset == "train" else colours.get(dataset, VERMILLION)})
 
@@ -139,22 +137,21 @@ def draw_panels(
     """
     # The figure is made directly: matplotlib.pyplot would choose a window system, and keep every figure in memory.
     count = len(panels)
-    width = min(count, 2 if count == 4 else 3 if count <= 9 else 4)
-    height = math.ceil(count / width)
-    figure = matplotlib.figure.Figure(figsize=(max(4.2 * width, 6), 2.9 * height + 0.9), layout="constrained", dpi=100)
-    cells = list(figure.subplots(height, width, squeeze=False).flat)
+    columns = min(count, 2 if count == 4 else 3 if count <= 9 else 4)
+    rows = math.ceil(count / columns)
+    figure = matplotlib.figure.Figure(figsize=(max(4.2 * columns, 6), 2.9 * rows + 0.9), layout="constrained", dpi=100)
+    cells = list(figure.subplots(rows, columns, squeeze=False).flat)
     for empty in cells[count:]:
         empty.remove()
     handles: dict[str, matplotlib.lines.Line2D] = {}
     for (title, curves), axes in zip(panels.items(), cells, strict=False):
         for curve in curves:
-            (line,) = _plot(axes, curve)
+            line = _plot(axes, curve)
             if curve.legend:
                 handles[curve.legend] = line
         if any(curve.legend for curve in curves) and _falls_far(curves):
             axes.set_yscale("log")
-        first, end = (0.5, 1.5) if last_epoch == 1 else (min(1, axes.get_xlim()[0]), 1.02 * last_epoch)
-        axes.set_xlim(first, end)
+        axes.set_xlim((0.5, 1.5) if last_epoch == 1 else (min(1, axes.get_xlim()[0]), 1.02 * last_epoch))
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
         axes.set_xlabel("epoch")
         axes.grid(alpha=0.3)
@@ -163,12 +160,12 @@ def draw_panels(
     return figure, cells[:count], handles
 
 
-def _plot(axes: matplotlib.axes.Axes, curve: Curve) -> list[matplotlib.lines.Line2D]:
-    """Draws a curve; where a value is not finite it has a gap."""
+def _plot(axes: matplotlib.axes.Axes, curve: Curve) -> matplotlib.lines.Line2D:
+    """Draws a curve, with a gap where a value is not finite."""
     xs = [x for x, _ in curve.points]
     ys = [y if math.isfinite(y) else math.nan for _, y in curve.points]
     markers = {"marker": "o", "markersize": 7.0 if len(xs) == 1 else 3.5} if len(xs) <= MOST_MARKERS else {}
-    return axes.plot(xs, ys, label=curve.label, **{"linewidth": 1.6, **markers, **curve.style})
+    return axes.plot(xs, ys, label=curve.label, **{"linewidth": 1.6, **markers, **curve.style})[0]
 
 
 def _falls_far(curves: Iterable[Curve]) -> bool:

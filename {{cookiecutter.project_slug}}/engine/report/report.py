@@ -33,19 +33,8 @@ MUCH_WAITING = 0.1
 class Report:
     """Reports each epoch to all outputs, validations between the ends of epochs, and about a row of steps a second."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        names: ResultNames,
-        *,
-        epochs: int,
-        monitor: str = "validation/loss",
-        direction: str = "min",
-    ) -> None:
-        """Reads and writes nothing; `open` does.
-
-        `direction` ("min" or "max") says whether the lowest or the highest score of `monitor` is the best.
-        """
+    def __init__(self, run_dir: Path, names: ResultNames, *, epochs: int, monitor: str, direction: str) -> None:
+        """Reads and writes nothing; `open` does. The best score of `monitor` is the "min" or the "max"."""
         self.run_dir, self.names, self.epochs = run_dir, names, epochs
         self._monitored = {"monitor": monitor, "direction": direction}
         self._lines = Lines(names, monitor, rest=f"{run_dir / METRICS}")
@@ -61,9 +50,9 @@ class Report:
         *,
         epochs_done: int,
         validated_step: int,
-        step: int | None = None,
+        step: int,
         resumed: Sequence[int] = (),
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any],
     ) -> None:
         """Keeps the reports in `run_dir` up to the epoch, the validation and the step that a run continues from.
 
@@ -77,22 +66,17 @@ class Report:
         self.validations = [row for row in validations if row["step"] <= validated_step]
         self._resumed = resumed
         self._curves_drawn = time.monotonic()
-        if step is not None:
-            self._step_columns = cut_rows(self.run_dir / STEPS, step)
-            self._summaries.cut(step)
-            self._summaries.settings(step, settings or {})
+        self._step_columns = cut_rows(self.run_dir / STEPS, step)
+        self._summaries.cut(step)
+        self._summaries.settings(step, settings)
 
     def steps(
         self, step: int, epoch: int, losses: np.ndarray, seconds: float, latest: Callable[[], dict[str, float]]
     ) -> None:
         """Counts an execution of training steps that ends with `step`; about once a second they get a row of steps.csv.
 
-        Args:
-            step: counted from 1, over all epochs.
-            epoch: counted from 1.
-            losses: the loss of each step, [count].
-            seconds: the time that the steps took.
-            latest: returns the learning rates; it is called when a row is due.
+        `step`, over all epochs, and `epoch` count from 1. `losses` has one for each step ([count]); all took `seconds`.
+        `latest` returns the learning rates; it is called when a row is due.
         """
         self._losses.append(losses)
         self._seconds += seconds
@@ -130,15 +114,14 @@ class Report:
         rates = {name: value for name, value in row.items() if name.split("/")[0] == "learning_rate"}
         speed = row["examples_per_second"]
         start = f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}"
+        waiting = f"{100 * waited:.0f} %"
         ends = [f"{row['seconds']:.1f} s", f"{speed:7,.0f} examples/s"]
-        ends += [f"waited {100 * waited:.0f} %"] if waited > MUCH_WAITING else []
+        ends += [f"waited {waiting}"] if waited > MUCH_WAITING else []
         self._lines.print(start, metrics, *ends, is_best=is_best)
         is_much = waited > MUCH_WAITING and waited * row["seconds"] > 1.0
         if is_much and not self._waiting_is_reported:
-            console.print(
-                f"{100 * waited:.0f} % of the training time went into waiting for batches: make task.prepare_example "
-                "cheaper, or cache its results; read fewer and larger files; or give the program more CPU cores"
-            )
+            remedy = "make task.prepare_example cheaper or cache its results, use larger files, or use more CPU cores"
+            console.print(f"{waiting} of the training time went into waiting for batches: {remedy}")
         self._waiting_is_reported = is_much
         shown = self.names.scalars(metrics)
         self._summaries.add(row["step"], {"waited": waited, **rates, "examples_per_second": speed, **shown})
@@ -172,13 +155,7 @@ class Report:
     def draw_curves(self) -> None:
         """Draws curves.png, if an epoch has ended."""
         if self.rows:
-            figure = figure_of_run(
-                self.run_dir.name,
-                self.names,
-                self.rows,
-                validations=self.validations,
-                resumed=self._resumed,
-                **self._monitored,
-            )
+            marks: dict[str, Any] = {"resumed": self._resumed, **self._monitored}
+            figure = figure_of_run(self.run_dir.name, self.names, self.rows, validations=self.validations, **marks)
             write_figure(self.run_dir / CURVES, figure)
             self._curves_drawn = time.monotonic()

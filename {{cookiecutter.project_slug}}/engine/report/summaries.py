@@ -20,13 +20,12 @@ class Summaries:
 
     def __init__(self, folder: Path, names: ResultNames) -> None:
         """Writes nothing yet: before the first values there may be no run, whose directory must be empty."""
-        self._folder = folder
-        self._names = names
+        self._folder, self._names = folder, names
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
 
     def cut(self, step: int) -> None:
         """Removes the summaries of later steps, and the result, so that a resumed run does not show them twice."""
-        for name in ("", *self._names.sets):
+        for name in ("", *self._names.datasets):
             for path in sorted((self._folder / name).glob("events.out.tfevents.*")):
                 _cut(path, -1 if split_of(name) == "test" else step)
 
@@ -34,7 +33,7 @@ class Summaries:
         """Writes scalars; "<dataset>/<metric>" goes to the dataset's folder as "<metric>"."""
         folders: dict[str, dict[str, float]] = {}
         for column, value in values.items():
-            name = next((each for each in self._names.sets if column.startswith(f"{each}/")), "")
+            name = self._names.dataset(column)
             folders.setdefault(name, {})[column.removeprefix(f"{name}/")] = value
         for name, scalars in folders.items():
             with self.at(step, name):

@@ -9,10 +9,9 @@ from engine.errors import BadInput
 from engine.files import write_atomically, writing
 from engine.user_errors import first_line
 
-# The columns that are not metrics, in the order of metrics.csv; metrics follow. Each of several optimizers has its own
-# learning rate, as "learning_rate/<name>".
+# The columns of metrics.csv before the metrics. Several optimizers have a learning rate each: "learning_rate/<name>".
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
-COUNTS = ("epoch", "step")
+COUNTS = COLUMNS[:2]
 
 Row = dict[str, Any]
 """Column -> number; a blank cell has no entry."""
@@ -54,8 +53,7 @@ def write_rows(path: Path, rows: list[Row]) -> list[str]:
 def append_row(path: Path, row: Row, columns: list[str]) -> list[str]:
     """Appends a row to a file with these columns; returns its columns. Raises CannotWrite.
 
-    A long run has 100,000 rows and more, so the file is replaced only if the row has other columns, as the first row
-    has, or the first after a change of optimizers.
+    A long run has 100,000 rows and more, so the file is replaced only if the row has new columns, as the first row has.
     """
     if not row.keys() <= set(columns):
         return write_rows(path, [*read_rows(path, "step"), row])
@@ -88,9 +86,7 @@ def _parse(text: str, key: str) -> tuple[list[Row], str]:
         for cells in csv.DictReader(io.StringIO(text, newline=""), strict=True):
             if None in cells or None in cells.values():
                 return rows, "a row has more or fewer cells than the header"
-            row = {
-                name: int(cell) if name in ("epoch", "step") else float(cell) for name, cell in cells.items() if cell
-            }
+            row = {name: int(cell) if name in COUNTS else float(cell) for name, cell in cells.items() if cell}
             if row[key] <= (rows[-1][key] if rows else -1):
                 return rows, f"its {key}s do not increase"
             rows.append(row)

@@ -38,7 +38,7 @@ def evaluate(program: Program, settings: Settings) -> dict[str, float]:
     program.build(settings)
     run, weights = program.run, ""
     metrics: dict[str, float] = {}
-    if run.objects.names.sets == ("train",):
+    if run.objects.names.datasets == ("train",):
         raise BadInput("--evaluate-only: task.load_examples returned None for 'validation' and 'test': return one")
     with signals.listening(), run.steps_named():
         for measure in (program.validate, program.test):
@@ -91,7 +91,7 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
         )
     program.build(settings)
     run, names = program.run, program.run.objects.names
-    if not any(split_of(name) == "validation" for name in names.sets):
+    if not any(split_of(name) == "validation" for name in names.datasets):
         raise BadInput(
             "--evaluate-continuously: task.load_examples('validation') returned None, so there is no validation: "
             "return one, or use --evaluate-only for the test"
