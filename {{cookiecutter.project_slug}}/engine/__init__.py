@@ -13,9 +13,9 @@ protocols  what the engine uses of task.py
 files      files that are written completely or not       versions  the code and the packages that a run depends on
 tracing    what a traced function does                   quiet_start  a first minute without TensorFlow's lines
 
-check and trained import run; run imports report, cluster, data and model; report imports model; else no room imports
-another, and the files below the rooms import none. Nothing here imports train, task or config: what is needed of them
-is handed over.
+check and trained import run; run imports report, cluster, data and model; report imports model. No other subpackage
+imports another, and the files beside them import none. Nothing here imports train, task or config, which hand over
+what the engine needs.
 """
 
 import atexit
@@ -27,7 +27,7 @@ from engine.quiet_start import filter_stderr
 filter_stderr()
 
 # TensorFlow's import makes nearly a million objects. Searching them for garbage takes 0.4 s of the start, and 0.7 s of
-# the end. The first build leaves them out of the search, and has it done more often again.
+# the end. The first build excludes them from the search, which then is as frequent as usual.
 WHILE_IMPORTING = 1_000_000
 gc.set_threshold(WHILE_IMPORTING)
 atexit.register(gc.freeze)

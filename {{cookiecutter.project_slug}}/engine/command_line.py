@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
-from tyro.constructors import (
-    MISSING_NONPROP,
-    ConstructorRegistry,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
+from tyro import constructors
+from tyro.constructors import MISSING_NONPROP, ConstructorRegistry, StructFieldSpec
 
 from engine.errors import BadInput, end_at_signals, exit_codes
 from engine.files import read_json
@@ -50,7 +44,7 @@ def check_command_line(kind: type[Settings]) -> None:
 
 
 def _end_with_a_line(kind: type[BaseException], problem: BaseException, trace: types.TracebackType | None) -> None:
-    """Prints an error in the user's code as one line, and ends the program; prints anything else as Python does."""
+    """Ends the program with an error in the user's code as one line, with any other as Python does."""
     with contextlib.suppress(ImportError):  # TensorFlow itself may be what cannot be imported.
         from engine.user_errors import first_line, is_users, where_raised
 
@@ -64,10 +58,7 @@ def read_settings(kind: type[Kind], arguments: Sequence[str] | None = None) -> K
     """Returns the settings that the command line gives; `kind` is the Config of config.py.
 
     When a run is evaluated or exported, its recorded settings are the defaults. `arguments` replaces the process's own.
-
-    Raises:
-        BadInput: a value breaks its rule.
-        SystemExit: tyro has printed the help (code 0), or what is wrong (code 2).
+    Raises BadInput if a value breaks its rule, SystemExit if tyro has printed the help (code 0) or an error (code 2).
     """
     recorded: dict[str, Any] = {}
     with contextlib.suppress(SystemExit):  # The second call prints the help or the error.
@@ -92,11 +83,10 @@ def _parse(
 ) -> dict[str, Any]:
     """Returns the settings on the command line, by name; with `defaults` of None none of them is required.
 
-    Tyro shows a nested dataclass as a section of --help. Settings are flat, so its rule for them is replaced by one
-    that puts each section's fields into a part of its own.
+    Tyro shows a nested dataclass as a section of --help. Settings are flat, so a rule nests the fields of each section.
     """
     parts: dict[type, list[StructFieldSpec]] = {kind: []}
-    info = StructTypeInfo.make(kind, types.SimpleNamespace(**(defaults or {})), in_union_context=False)
+    info = constructors.StructTypeInfo.make(kind, types.SimpleNamespace(**(defaults or {})), in_union_context=False)
     spec: Any = ConstructorRegistry.get_struct_spec(info)
     section: type = kind
     for each in spec.fields:
@@ -112,8 +102,8 @@ def _parse(
     registry = ConstructorRegistry()
 
     @registry.struct_rule
-    def in_sections(info: StructTypeInfo) -> StructConstructorSpec | None:
-        return StructConstructorSpec(dict, tuple(parts[info.type])) if info.type in parts else None
+    def in_sections(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
+        return constructors.StructConstructorSpec(dict, tuple(parts[info.type])) if info.type in parts else None
 
     description = inspect.cleandoc(kind.__doc__ or "")
     found: Any = tyro.cli(kind, args=arguments, description=description, registry=registry, **options)
@@ -150,18 +140,15 @@ def _settings_from(kind: type[Settings], path: Path, per_launch: set[str]) -> tu
     file = path / CONFIG if path.is_dir() else path
     found = read_json(file, "--settings-from")
     if found is None:
-        raise BadInput(
-            f"--settings-from {path}: {file} does not exist: pass the directory of a run, or a JSON file of settings"
-        )
+        problem = f"{file} does not exist: pass the directory of a run, or a JSON file of settings"
+        raise BadInput(f"--settings-from {path}: {problem}")
     settings = found["settings"] if isinstance(found.get("settings"), dict) else found
     if unknown := ", ".join(sorted(settings.keys() - {each.name for each in dataclasses.fields(kind)})):
-        raise BadInput(
-            f"--settings-from {path}: this project has no setting {unknown}: remove it from a copy of {file.name}"
-        )
+        problem = f"this project has no setting {unknown}: remove it from a copy of {file.name}"
+        raise BadInput(f"--settings-from {path}: {problem}")
     if settings is found and (given := sorted(settings.keys() & per_launch)):
-        raise BadInput(
-            f"--settings-from {path}: {flag(given[0])} belongs to a single launch: pass it on the command line"
-        )
+        problem = f"{flag(given[0])} belongs to a single launch: pass it on the command line"
+        raise BadInput(f"--settings-from {path}: {problem}")
     return file, settings
 
 
@@ -170,7 +157,7 @@ def _decoded(value: Any, hint: Any) -> Any:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         hints = get_type_hints(hint)
         return hint(**{name: _decoded(each, hints[name]) for name, each in value.items()})
-    spec: Any = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
+    spec: Any = ConstructorRegistry.get_primitive_spec(constructors.PrimitiveTypeInfo.make(hint, set()))
     words = _words(value)
     if (spec.choices and not {*words} <= {*spec.choices}) or spec.nargs not in ("*", len(words)):
         raise ValueError(value)

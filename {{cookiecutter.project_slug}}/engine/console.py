@@ -5,7 +5,6 @@ gets plain lines without control characters.
 """
 
 import contextlib
-import dataclasses
 import datetime
 import os
 import shlex
@@ -27,8 +26,8 @@ from engine.settings import Settings
 
 PLAIN_WIDTH = 120  # Width of a line if the output is not a terminal and COLUMNS is not set.
 DIGITS = 4  # Digits of the numbers that people read; files contain all.
-SECONDS_BETWEEN_REFRESHES = 0.2  # Executions may end more often than anybody can read the live line.
-SECONDS_BETWEEN_LINES = 180.0  # The live line is printed this often if there is no terminal.
+SECONDS_BETWEEN_REFRESHES = 0.2  # Executions may end more often than anybody can read.
+SECONDS_BETWEEN_LINES = 180.0  # Without a terminal the live line is printed this often.
 SEPARATOR = " / "
 
 
@@ -51,7 +50,6 @@ class _Console(rich.console.Console):
 
     @property
     def line_width(self) -> int:
-        """The largest number of characters that a line should have."""
         return self.width if self.is_terminal or "COLUMNS" in os.environ else PLAIN_WIDTH
 
 
@@ -94,7 +92,7 @@ def print_facts(title: str, facts: Mapping[str, Any], *, boxed: bool = False) ->
 
 
 class Names(Protocol):
-    """The names of results that lines need: engine.model.metrics.ResultNames has them."""
+    """The part of engine.model.metrics.ResultNames that lines need."""
 
     datasets: tuple[str, ...]
 
@@ -109,17 +107,17 @@ class Lines:
         Each metric as train / validation
         epoch  1/10  loss  1.985 / 0.9777  accuracy 0.2821 / 0.7318  1.8 s      791 examples/s  best
 
-    A metric of all datasets of the line is shown once; others have their full names. If the line would be too long,
-    the ends after the first are dropped; then the monitored metric and the losses take precedence.
+    A metric that all datasets have is shown once; others have their full names. If the line would be too long, the
+    ends after the first are dropped, and then metrics; the monitored one and the losses take precedence.
     """
 
     def __init__(self, names: Names, monitor: str, rest: str) -> None:
-        """`monitor` is the result that takes precedence, `rest` the file that contains all results."""
+        """`monitor` is the result with precedence, `rest` the file that contains all results."""
         self._names, self._monitor, self._rest = names, monitor, rest
         self._explained = {""}
 
     def print(self, start: str, metrics: Mapping[str, float], *ends: str, is_best: bool) -> None:
-        """Prints the metrics, as "<dataset>/<metric>", between the start and the ends of a line."""
+        """Prints a line: its start, the metrics ("<dataset>/<metric>" -> value), and its ends."""
         values = self._names.lines(metrics)
         if self._monitor in metrics:  # It may be an element of an array.
             values[self._monitor] = metrics[self._monitor]
@@ -142,11 +140,11 @@ class Lines:
         for each in sorted(texts, key=lambda each: (each not in first, not each.endswith("loss"))):
             shown += [each] * (not shown or fits(*shown, each))
         chosen = [text for each, text in texts.items() if each in shown]  # In the order of task.create_metrics.
-        legend = [f"Each metric as {SEPARATOR.join(datasets)}"] * any(SEPARATOR in text for text in chosen)
-        legend += [f"{len(texts) - len(chosen)} more in {self._rest}"] * (len(texts) > len(chosen))
-        if "; ".join(legend) not in self._explained:
-            self._explained.add("; ".join(legend))
-            console.print("; ".join(legend), style="dim")
+        legends = [f"Each metric as {SEPARATOR.join(datasets)}"] * any(SEPARATOR in text for text in chosen)
+        legends += [f"{len(texts) - len(chosen)} more in {self._rest}"] * (len(texts) > len(chosen))
+        if (legend := "; ".join(legends)) not in self._explained:
+            self._explained.add(legend)
+            console.print(legend, style="dim")
         line = Text("  ".join([start, *chosen, *ends, *["best"] * is_best]))
         line.stylize("bold green" * is_best, -len("best"))
         console.print(line)
@@ -158,7 +156,7 @@ def in_short(names: Names, metrics: Mapping[str, Any]) -> str:
 
 
 class LiveLine(rich.progress.Progress):
-    """The line of the present pass, redrawn about once a second; without a terminal it is printed rarely.
+    """The line of the current pass, redrawn about once a second; without a terminal it is printed rarely.
 
     epoch 3/10  train  41 %  412/1,000 steps  00:42 left  12.3 steps/s  loss 0.4123  GPU 3.2 GB
     """
@@ -186,7 +184,7 @@ class LiveLine(rich.progress.Progress):
             self.end()
 
     def begin(self, name: str, epoch: int | None, done: int, steps: int) -> None:
-        """Starts the line of a pass over the dataset `name`, of which `done` of its `steps` are done already."""
+        """Starts the line of a pass over the dataset `name`, with `done` of its `steps` done already."""
         self.end()
         split = name.split("/")[0]
         title = f"epoch {epoch + 1}/{self._epochs}  {name}" if epoch is not None and split != "test" else name
@@ -214,14 +212,12 @@ class LiveLine(rich.progress.Progress):
                 self._drawn -= since
 
     def end(self) -> None:
-        """Removes the line, if there is one."""
         for task in self.tasks:
             self.remove_task(task.id)
         with contextlib.suppress(OSError):
             self.live.stop()
 
     def refresh(self) -> None:
-        """Redraws the line."""
         try:
             super().refresh()
         except OSError:  # The terminal is gone.
@@ -229,7 +225,7 @@ class LiveLine(rich.progress.Progress):
             self.end()
 
     def get_renderable(self) -> Text:
-        """Returns the present line. Its speed does not include the first steps, during which they are compiled."""
+        """Returns the current line. Its speed does not include the first steps, during which they are compiled."""
         if not self.tasks:
             return Text()
         (task,) = self.tasks
@@ -246,7 +242,7 @@ class LiveLine(rich.progress.Progress):
 
 
 def gpu_memory() -> str:
-    """Returns how much memory this process uses of the GPU on which it uses most: "GPU 3.2 GB", or "" without one."""
+    """Returns the memory that this process uses, at most, of one GPU: "GPU 3.2 GB"; "" without a GPU."""
     used: list[int] = []
     for gpu in tf.config.list_logical_devices("GPU"):
         with contextlib.suppress(ValueError, tf.errors.OpError):  # It belongs to another process, or is not counted.
@@ -255,10 +251,7 @@ def gpu_memory() -> str:
 
 
 def print_result(result: dict[str, Any], settings: Settings) -> None:
-    """Prints the test, the best epoch, the files, and the commands to type next: in a terminal, in a panel.
-
-    `result` is the content of result.json. The elements of arrays, "test/f1/3", are not printed.
-    """
+    """Prints the results in result.json, without elements of arrays ("test/f1/3"), and the commands to type next."""
     test = {name: value for name, value in result.items() if name.split("/")[0] == "test" and value is not None}
     shown = {name: digits(value) for name, value in test.items() if not name.rsplit("/", 1)[-1].isdecimal()}
     run_dir, seconds = settings.run_dir, result["seconds"]
@@ -274,7 +267,7 @@ def print_result(result: dict[str, Any], settings: Settings) -> None:
     facts["files"] = f"{run_dir}: {', '.join(files)}"
     # Each command has its own title, so that its line can be copied.
     if not settings.export:
-        is_default = run_dir in [each.default for each in dataclasses.fields(settings) if each.name == "run_dir"]
+        is_default = run_dir == type(settings).__dataclass_fields__["run_dir"].default
         flag = "" if is_default else f" --run-dir {shlex.quote(str(run_dir))}"
         facts["next: export"] = f"python train.py --export{flag}"
     facts["next: predict"] = f"python predict.py {shlex.quote(str(run_dir))} EXAMPLES"

@@ -7,8 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-# An environment variable: if it is set, the traceback is printed, too.
-TRACEBACK = "TRAINING_TRACEBACK"
+TRACEBACK = "TRAINING_TRACEBACK"  # If this environment variable is set, the traceback is printed, too.
 
 
 class ProgramExit(Exception):
@@ -18,17 +17,17 @@ class ProgramExit(Exception):
 
 
 class BadInput(ProgramExit):
-    """Something that the user gave cannot be used. The text says which, its value, the rule, and what to do."""
+    """Something that the user gave cannot be used. The text has its value, the rule, and what to do."""
 
     exit_code = 2
 
 
 class InterruptedStep(BadInput):
-    """A running step failed. It may have changed a part of the state, so the state cannot be saved."""
+    """A step failed while it ran. It may have changed a part of the state, so the state cannot be saved."""
 
 
 class Diverged(ProgramExit):
-    """The loss is not a finite number any more. The text names the step; nothing after it was saved."""
+    """The loss is no longer finite. The text names the step; nothing after it was saved."""
 
     exit_code = 3
 
@@ -70,8 +69,7 @@ def end_at_signals() -> None:
         with contextlib.suppress(OSError, RuntimeError):  # Nobody reads it, or another line was being printed.
             print(line, file=sys.stderr, flush=True)
             sys.stdout.flush()
-        # A library that is being imported could catch an exception.
-        os._exit(code)
+        os._exit(code)  # A library that is being imported could catch an exception.
 
     for number in endings:
         signal.signal(number, end)
@@ -84,10 +82,8 @@ def exit_codes() -> Iterator[None]:
         yield
     except ProgramExit as problem:
         line = " ".join(str(problem).split())  # A value may contain line breaks.
-        if isinstance(problem, Stopped):
-            line = f"{line}; the same command, without --fresh, resumes it"
-        else:
-            line = f"ERROR: {line}"
+        stopped = f"{line}; the same command, without --fresh, resumes it"
+        line = stopped if isinstance(problem, Stopped) else f"ERROR: {line}"
         with contextlib.suppress(OSError):  # Perhaps nobody reads it.
             if os.environ.get(TRACEBACK):
                 traceback.print_exception(problem)

@@ -16,7 +16,7 @@ from engine.errors import BadInput, CannotWrite
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns an error of the disk into CannotWrite, which names `path`."""
-    import tensorflow as tf  # Here, because JSON is read before it is imported, which takes seconds.
+    import tensorflow as tf  # Imported here, because it takes seconds, and JSON is read before.
 
     try:
         yield
@@ -28,11 +28,10 @@ def writing(path: Path) -> Iterator[None]:
         ) from problem
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Calls `write` with a temporary path, and renames that to `path`, so that nobody reads half a file.
 
-    Raises:
-        CannotWrite: the disk is full, or the directory is gone or read-only.
+    Raises CannotWrite if the disk is full, or the directory is gone or read-only.
     """
     temporary = path.with_name(f".{path.name}.part")
     with writing(path):
@@ -47,14 +46,13 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` as indented JSON. Raises CannotWrite."""
-    write_whole(path, lambda temporary: temporary.write_text(as_text(value), encoding="utf-8"))
+    write_atomically(path, lambda temporary: temporary.write_text(as_text(value), encoding="utf-8"))
 
 
 def read_json(path: Path, flag: str = "") -> dict[str, Any] | None:
     """Returns the JSON object in `path`; None if there is no such file.
 
-    Raises:
-        BadInput: it contains something else. The text names the `flag` that the path was given with, if any.
+    Raises BadInput if it contains something else, and names the `flag` that the path was given with, if any.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -71,7 +69,6 @@ def read_json(path: Path, flag: str = "") -> dict[str, Any] | None:
 
 
 def as_text(value: Any) -> str:
-    """Returns `value` as indented JSON."""
     return json.dumps(value, indent=2) + "\n"
 
 

@@ -9,18 +9,15 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-Metrics = dict[str, dict[str, keras.metrics.Metric]]
-"""split -> name -> metric"""
+Metrics = dict[str, dict[str, keras.metrics.Metric]]  # split -> name -> metric
 
 
 class Task(Protocol):
     """The hooks of task.py, and the global objects that train.build() puts there."""
 
     config: Any
-    model: Any
-    """A keras.Model, or a dict of them by name."""
-    optimizer: Any
-    """A keras.optimizers.Optimizer, or a dict of them under the models' names."""
+    model: Any  # A keras.Model, or a dict of them by name.
+    optimizer: Any  # A keras.optimizers.Optimizer, or a dict of them under the models' names.
     loss_objects: dict[str, keras.losses.Loss]
     metrics: Metrics
 

@@ -71,8 +71,8 @@ class Settings:
     """Compare the runs in these directories: print a table, and draw comparison.png in the current folder."""
 
     epochs: ChangeableOnResume[int]
-    """Number of epochs: one pass over the examples, or --steps-per-epoch, each. A larger number continues a finished
-    run, with its schedule stretched over all epochs."""
+    """Epochs of one pass over the examples, or of --steps-per-epoch. A larger number continues a finished run, with its
+    schedule stretched over all epochs."""
     steps_per_epoch: int | None = None
     """Steps per epoch. Passes over the examples then follow each other without a gap. Default: one pass."""
     global_batch_size: int
@@ -97,8 +97,7 @@ class Settings:
     validate_every_steps: int | None = None
     """Validate at every multiple of this many steps, in addition to the end of each epoch."""
     evaluation_batch_size: ChangeableInEvaluation[int | None] = None
-    """Examples per step of validation and test. Must be divisible by the number of replicas. Default: the global batch
-    size."""
+    """Examples per step of validation and test, a multiple of the number of replicas. Default: --global-batch-size."""
     evaluation_timeout: PerLaunch[float] = 3600.0
     """Seconds without a new checkpoint after which --evaluate-continuously ends."""
 
@@ -229,10 +228,7 @@ def marked(kind: type[Settings], mark: str) -> set[str]:
 
 
 def check_is_local(name: str, path: Path, *, is_of_task: bool = False) -> None:
-    """Raises BadInput if a path is a bucket's URL: "gs://bucket/run", which pathlib turns into "gs:/bucket/run".
-
-    `name` is how the path was given: "--run-dir". A setting of the task may be for TensorFlow, as text.
-    """
+    """Raises BadInput if a path, given by `name`, is a bucket's URL: pathlib has made "gs:/bucket" of "gs://bucket"."""
     if url := re.fullmatch(r"([A-Za-z][\w+.-]+:)/+(.*)", str(path)):
         rule = "is a bucket URL, not a local path: mount the bucket and pass its mount point, or pass a local path"
         if is_of_task:
@@ -243,8 +239,6 @@ def check_is_local(name: str, path: Path, *, is_of_task: bool = False) -> None:
 def recorded_settings(run_dir: Path) -> dict[str, Any] | None:
     """Returns the settings in a run's config.json; None without that file. Raises BadInput if it contains none."""
     recorded = read_json(run_dir / CONFIG)
-    if recorded is None:
-        return None
-    if not isinstance(recorded.get("settings"), dict):
+    if recorded is not None and not isinstance(recorded.get("settings"), dict):
         raise BadInput(f"{run_dir / CONFIG} contains no settings: restore the file, or use --fresh")
-    return recorded["settings"]
+    return recorded["settings"] if recorded is not None else None

@@ -42,15 +42,11 @@ class Traced:
     used: frozenset[int]
     """The ids of the handles of the variables, each of a single replica, that it reads or changes."""
     changed: dict[int, str]
-    """The ids of the handles that it changes, with the variables' names; "" if the graph does not name the variable.
-
-    Among these are the tokens by which TensorFlow keeps collective operations in order.
-    """
+    """The ids of the handles that it changes, with the variables' names; "" if the graph names none, as of the tokens
+    by which TensorFlow keeps collective operations in order."""
     random_operations: list[str]
-    """Operations that count their draws by themselves, from 0 in each process, whatever their seed is.
-
-    Stateless operations are not among them, nor those of a generator, which keeps its state in a variable.
-    """
+    """Operations that count their draws by themselves, from 0 in each process, whatever their seed is: not stateless
+    ones, nor those of a generator, which keeps its state in a variable."""
     python_calls: list[str]
     """Python functions in tf.py_function or tf.numpy_function."""
     table_changes: list[str]
@@ -113,9 +109,7 @@ def draws_in_preparation(traced: Traced) -> list[str]:
 
 def python_in_preparation(traced: Traced) -> list[str]:
     """Returns the Python functions of prepare_example, which may draw random numbers."""
-    instead = (
-        "draw from np.random.default_rng(np.abs(seed)), with `seed` passed to the function, so that a resume repeats it"
-    )
+    instead = "draw from np.random.default_rng(np.abs(seed)), with `seed` as its argument, so that a resume repeats it"
     return [f"{each} runs Python: {instead}" for each in traced.python_calls]
 
 

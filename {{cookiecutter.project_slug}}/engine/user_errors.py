@@ -42,15 +42,14 @@ _SAYS_LITTLE = re.compile(
 def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Turns an exception of the user's code into BadInput: where it was raised, its text, and the text of `during`.
 
-    Raises:
-        InterruptedStep: something had run before the failure, as it was an operation, or hooks run in Python. Otherwise
-            a hook was being traced, and nothing had run.
+    If a part of a step may have run, and not only traced a hook, it raises InterruptedStep.
     """
     try:
         yield
     except Exception as problem:
         if not is_users(problem):
             raise
+        # An operation failed, or hooks run in Python.
         has_run = isinstance(problem, tf.errors.OpError) or tf.config.functions_run_eagerly()
         kind = InterruptedStep if has_run else BadInput
         steps = f" ({text})" if (text := during()) else ""

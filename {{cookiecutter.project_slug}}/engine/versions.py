@@ -1,6 +1,6 @@
 """The code and the versions of packages, on which the results of a run may depend."""
 
-import hashlib
+import contextlib
 import os
 import platform
 import sys
@@ -12,6 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from engine.files import file_sha256
+
 PROJECT = Path(__file__).resolve().parents[1]
 
 
@@ -21,12 +23,8 @@ def versions() -> dict[str, str]:
 
 
 def _versions_of_packages() -> dict[str, str]:
-    return {
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
+    found = {"tensorflow": tf.__version__, "keras": keras.__version__}
+    return {**found, "python": platform.python_version(), "numpy": np.__version__}
 
 
 def _version_of_template() -> dict[str, str]:
@@ -64,8 +62,7 @@ def changes_since(recorded: dict[str, Any]) -> list[str]:
     """Returns the changes since a run wrote `recorded`, its config.json. Compares the files on disk."""
     changes = []
     for name, sha256 in recorded.get("code_sha256", {}).items():
-        now = _sha256(PROJECT / name)
-        if now != sha256:
+        if (now := _sha256(PROJECT / name)) != sha256:
             changes.append(f"{name} {'has changed' if now else 'is gone'}")
     earlier = recorded.get("versions", {})
     for name, now in versions().items():
@@ -75,7 +72,7 @@ def changes_since(recorded: dict[str, Any]) -> list[str]:
 
 
 def _is_of_project(path: Path) -> bool:
-    """Returns whether a file is in the project's folder, but not in an environment inside it."""
+    """Returns whether a file is in the project's folder, and not in an environment inside it."""
     if not path.is_relative_to(PROJECT):
         return False
     environments = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
@@ -83,7 +80,6 @@ def _is_of_project(path: Path) -> bool:
 
 
 def _sha256(path: Path) -> str | None:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        return file_sha256(path)
+    return None

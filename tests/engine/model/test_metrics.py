@@ -162,7 +162,10 @@ def test_results_are_named_and_sorted_by_where_they_are_shown() -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (np.zeros([100, 101]), "returned 'one', whose result has 10,100 numbers: each is a column of metrics.csv, and"),
+        (
+            np.zeros([100, 101]),
+            "returned 'one', whose result has 10,100 numbers: at most 10,000 can be columns of metrics.csv",
+        ),
         ({"a": np.zeros(6000), "b": np.zeros(6000)}, "whose result has 12,000 numbers"),
         ("text", "returned 'one', whose result cannot be read (of type str): it must be a number, an array"),
         (None, "whose result cannot be read (of type NoneType)"),

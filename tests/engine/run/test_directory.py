@@ -13,7 +13,7 @@ import tensorflow as tf
 from config import Config
 from engine import versions
 from engine.errors import BadInput, CannotWrite
-from engine.files import write_json, write_whole
+from engine.files import write_atomically, write_json
 from engine.run.directory import RunDirectory
 
 
@@ -148,7 +148,7 @@ def onto_a_full_disk(path: Path) -> None:
 def test_file_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("whole")
     with pytest.raises(CannotWrite, match=r"file cannot be written \(No space left on device\): free disk space"):
-        write_whole(tmp_path / "file", onto_a_full_disk)
+        write_atomically(tmp_path / "file", onto_a_full_disk)
     assert (tmp_path / "file").read_text() == "whole"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     with pytest.raises(CannotWrite, match=r"gone/file cannot be written \(No such file or directory\): .*restore"):

@@ -16,7 +16,7 @@ class MovingAverage:
         self.averages = {name: tf.Variable(variable, trainable=False) for name, variable in variables.items()}
 
     def start_over(self) -> None:
-        """Starts again with the variables' values."""
+        """Sets the averages to the variables' values."""
         for name, variable in self._variables.items():
             self.averages[name].assign(tf.identity(variable))
 

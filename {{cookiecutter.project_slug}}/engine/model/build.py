@@ -13,18 +13,10 @@ import tensorflow as tf
 
 import engine
 from engine.errors import BadInput
-from engine.model import replicas
+from engine.model import rejections, replicas
 from engine.model.averages import MovingAverage
 from engine.model.gradients import check_loss_scale, inner_optimizers, prepare_optimizer
-from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of
-from engine.model.rejections import (
-    check_hooks,
-    check_loss_objects,
-    check_monitor,
-    check_scope,
-    check_weight_decay,
-    monitor_direction,
-)
+from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
 from engine.model.variables import (
     by_name,
     metric_variables,
@@ -40,7 +32,7 @@ from engine.user_errors import first_line
 
 def set_up(task: Task, settings: Settings) -> None:
     """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
-    check_hooks(task, export=settings.export)
+    rejections.check_hooks(task, export=settings.export)
     if gc.get_threshold()[0] == engine.WHILE_IMPORTING:
         gc.freeze()
         gc.set_threshold(10_000)
@@ -50,7 +42,7 @@ def set_up(task: Task, settings: Settings) -> None:
     tf.config.run_functions_eagerly(settings.eager)
     # The input pipeline stays a graph, in which task.prepare_example runs in Python.
     warnings.filterwarnings("ignore", "Even though the `tf.config.experimental_run_functions_eagerly`")
-    # Names and random numbers start over, so that one process can build the same objects twice.
+    # Names and random numbers start over, so that a second build in this process makes the same objects.
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(settings.seed)
     keras.config.set_dtype_policy(settings.precision)
@@ -59,8 +51,7 @@ def set_up(task: Task, settings: Settings) -> None:
 def build_models(model: Any, features_spec: Any) -> Any:
     """Returns the model, or the dict of models, with all variables made, also those of layers used in training only.
 
-    Raises:
-        BadInput: the model does not accept such features, or is not a keras.Model.
+    Raises BadInput if one is not a keras.Model, or does not accept such features.
     """
     for name, each in by_name(model, "model").items():
         if not isinstance(each, keras.Model):
@@ -69,7 +60,7 @@ def build_models(model: Any, features_spec: Any) -> Any:
             continue  # One of several models may take the outputs of another.
         try:
             with warnings.catch_warnings():
-                # The warning is about layers that the next call builds; one that is never called does no harm.
+                # It warns about layers that the next call builds, or that no step calls.
                 warnings.filterwarnings("ignore", message=r"`build\(\)` was called on layer")
                 each(zeros(features_spec), training=False)
                 if not all(layer.built for layer in replicas.layers_of(each)):
@@ -77,10 +68,10 @@ def build_models(model: Any, features_spec: Any) -> Any:
                     symbols = tf.nest.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype.name), features_spec)
                     each(symbols, training=True)
         except Exception as problem:
+            shapes = tf.nest.map_structure(lambda spec: spec.shape.as_list(), features_spec)
             raise BadInput(
-                f"task.create_model returned {name!r}, which does not accept features of the shapes "
-                f"{tf.nest.map_structure(lambda spec: spec.shape.as_list(), features_spec)} ({first_line(problem)}): "
-                "let its first layer take what task.prepare_example returns"
+                f"task.create_model returned {name!r}, which does not accept features of the shapes {shapes} "
+                f"({first_line(problem)}): let its first layer take what task.prepare_example returns"
             ) from problem
     return model
 
@@ -89,18 +80,14 @@ def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
     """Returns the optimizer or optimizers with all variables made; each trains the model of its name, or all models.
 
     Variables first made inside a compiled step fail on several replicas (keras#23085), so none may be missing.
-
-    Raises:
-        BadInput: an optimizer is for no model, or clips, accumulates, averages or scales by itself.
+    Raises BadInput if an optimizer is for no model, or clips, accumulates, averages or scales by itself.
     """
     models = by_name(model, "model")
     built = {}
     for name, each in by_name(optimizer, "optimizer").items():
         if isinstance(optimizer, Mapping) and name not in models:
-            raise BadInput(
-                f"task.create_optimizer returned an optimizer {name!r}, and task.create_model the models "
-                f"{sorted(models)}: name each optimizer after the model it trains"
-            )
+            problem = f"an optimizer {name!r}, and task.create_model the models {sorted(models)}"
+            raise BadInput(f"task.create_optimizer returned {problem}: name each optimizer after the model it trains")
         trained = [models[name]] if isinstance(optimizer, Mapping) else models.values()
         built[name] = prepare_optimizer(each, precision)
         built[name].build([variable for one in trained for variable in one.trainable_variables])
@@ -109,32 +96,20 @@ def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
     return built if isinstance(optimizer, Mapping) else built["optimizer"]
 
 
-def zeros(spec: Any) -> Any:
-    """Returns tensors of zeros of the shapes and dtypes of an element spec."""
-    return tf.nest.map_structure(lambda leaf: tf.zeros(leaf.shape, leaf.dtype), spec)
-
-
 @dataclasses.dataclass(frozen=True)
 class TaskObjects:
     """What the steps use and change. Made by `finish_objects`."""
 
-    model: Any
-    """The model, or a dict of models by name."""
-    optimizer: Any
-    """The optimizer, or a dict of them under the models' names."""
+    model: Any  # A keras.Model, or a dict of them by name.
+    optimizer: Any  # An optimizer, or a dict of them under the models' names.
     metrics: Metrics
     names: ResultNames
-    """The names of the metrics' results."""
-    weights: dict[str, tf.Variable]
-    """Every variable of the models."""
-    average: MovingAverage | None
-    """The moving average of the weights, with --ema-decay."""
+    weights: dict[str, tf.Variable]  # Every variable of the models.
+    average: MovingAverage | None  # Of the weights, with --ema-decay.
     average_statistics: Callable[[], None]
     """Gives all replicas the mean of the statistics that each has measured."""
-    monitor_direction: str
-    """"min" or "max": which --monitor is better."""
+    monitor_direction: str  # "min" or "max".
     on_report: Callable[..., None] | None
-    """task.on_report, if there is one."""
 
     @property
     def optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
@@ -154,9 +129,8 @@ class TaskObjects:
         """Returns the variables that have one value on all replicas."""
         per_replica = per_replica_variables(self.model)
         weights = {name: each for name, each in self.weights.items() if name not in per_replica}
-        averages = self.average.averages if self.average else {}
-        averages = {f"average/{name}": each for name, each in averages.items()}
-        return weights | optimizer_variables(self.optimizer) | averages
+        averages = self.average.averages.items() if self.average else ()
+        return weights | optimizer_variables(self.optimizer) | {f"average/{name}": each for name, each in averages}
 
     def per_replica(self) -> dict[str, tf.Variable]:
         """Returns the variables of which each replica has a value of its own."""
@@ -169,7 +143,6 @@ class TaskObjects:
         return results
 
     def reset(self, name: str) -> None:
-        """Resets the metrics of a dataset's split."""
         for metric in self.metrics[split_of(name)].values():
             metric.reset_state()
 
@@ -200,27 +173,23 @@ def finish_objects(
 ) -> TaskObjects:
     """Builds and checks the objects that the hooks have made. Call it inside the strategy's scope.
 
-    Args:
-        task: the module task.py, with model, optimizer, loss_objects and metrics.
-        settings: those of the run.
-        batch_specs: dataset ("train", "validation" or "validation/<name>", ...) -> the tf.TensorSpecs of what one
-            replica receives of it.
-        recorded: the variables that the hooks made, from `recorded_variables`.
+    `batch_specs` are the element specs of per-replica batches by dataset ("train", "validation" or
+    "validation/<name>", ...), and `recorded` the variables that the hooks made, from `recorded_variables`.
 
     Raises:
         BadInput: the objects cannot give the same results on any number of replicas.
     """
     strategy = tf.distribute.get_strategy()
-    check_scope(strategy, task.model, "task.create_model")
-    check_scope(strategy, task.optimizer, "task.create_optimizer")
+    rejections.check_scope(strategy, task.model, "task.create_model")
+    rejections.check_scope(strategy, task.optimizer, "task.create_optimizer")
     for each in task.metrics.values():
-        check_scope(strategy, each, "task.create_metrics")
-    check_loss_objects(task.loss_objects)
+        rejections.check_scope(strategy, each, "task.create_metrics")
+    rejections.check_loss_objects(task.loss_objects)
     task.optimizer = build_optimizers(task.optimizer, task.model, settings.precision)
-    check_weight_decay(task.optimizer, task.model)
+    rejections.check_weight_decay(task.optimizer, task.model)
     build_metrics(task, strategy, batch_specs, recorded)
     names = ResultNames(task.metrics, batch_specs)
-    check_monitor(names, settings.monitor)
+    rejections.check_monitor(names, settings.monitor)
     weights = model_variables(task.model)
     replicas.spread_seeds(strategy, [variable for name, variable in weights.items() if replicas.is_seed(name)])
     decay = settings.ema_decay
@@ -232,6 +201,6 @@ def finish_objects(
         weights=weights,
         average=MovingAverage(trainable_variables(task.model), decay) if decay else None,
         average_statistics=replicas.compile_averaging(strategy, by_name(task.model, "model")),
-        monitor_direction=monitor_direction(names, settings.monitor, settings.monitor_direction),
+        monitor_direction=rejections.monitor_direction(names, settings.monitor, settings.monitor_direction),
         on_report=getattr(task, "on_report", None),
     )

@@ -1,8 +1,8 @@
 """From the tape to the changed weights: micro-batches, the sum over replicas, clipping, the update.
 
-Each of these is easy to get wrong on several replicas without an error. Keras clips each replica's gradients before the
-sum (tensorflow#33929), counts an accumulated gradient once per replica, and looks for an overflow on the first replica
-only. Therefore they are done here, and an optimizer that would do any of them is rejected.
+On several replicas Keras clips each replica's gradients before the sum (tensorflow#33929), counts an accumulated
+gradient once per replica, and looks for an overflow on the first replica only, all without an error. Therefore this is
+done here, and an optimizer that would do it is rejected.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ REJECTED_ARGUMENTS = {
     "use_ema": "--ema-decay",
     "loss_scale_factor": "--precision mixed_float16",
 }
-# The loss scale starts at 2**15. A gradient that overflows float16 at this scale is larger than any step could use.
+# Gradients that still overflow float16 at this scale are too large for any step. The scale starts at 2**15.
 LOWEST_LOSS_SCALE = 2.0**-10
 
 Gradients = list[tf.Tensor | tf.IndexedSlices | None]
@@ -40,14 +40,11 @@ class _Step(threading.local):
 
     global_clipnorm: float | None = None
     jit: bool = False
-    is_last: bool = True
-    """Whether this micro-batch is the last one of the step."""
-    calls: int = 0
-    """How often this micro-batch has called apply_gradients."""
+    is_last: bool = True  # Whether this micro-batch is the last one of the step.
+    calls: int = 0  # How often this micro-batch has called apply_gradients.
+    # For each of these calls, the sum of the gradients of the micro-batches so far.
     sums: list[Gradients] = dataclasses.field(default_factory=list)
-    """For each of these calls, the sum of the gradients of the micro-batches so far."""
-    operations: int = 0
-    """The number of operations in the graph at the first of these calls."""
+    operations: int = 0  # The number of operations in the graph at the first of these calls.
 
 
 _step = _Step()
@@ -57,11 +54,10 @@ _step = _Step()
 def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings) -> Callable[[Any], tf.Tensor]:
     """Returns a step that runs `train_step` on equal micro-batches, one after the other, and updates once.
 
-    Only the activations of one micro-batch are in memory at a time. With n micro-batches, number m contains every n-th
+    Only the activations of one micro-batch are in memory at a time. Of n micro-batches the m-th contains every n-th
     example from the m-th on, so that the m-th ones of all replicas together contain the same examples for any number of
-    replicas. The losses of the micro-batches are summed, so each must be divided by the global batch size.
-
-    `train_step` takes one replica's (features, labels, sample_weights), and updates by `apply_gradients`.
+    replicas. Their losses are summed. `train_step` takes one replica's (features, labels, sample_weights), divides the
+    loss by the global batch size, and updates by `apply_gradients`.
     """
     step, count = converted(train_step), settings.micro_batches
 
@@ -79,15 +75,14 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings)
                 raise BadInput("--micro-batches needs task.train_step to update by engine.model.apply_gradients")
             return loss
         finally:
-            # Nothing of this step remains for the next one that is traced in this thread.
+            # The next step that is traced in this thread starts over.
             _step.global_clipnorm, _step.jit, _step.is_last, _step.sums = None, False, True, []
 
     return complete_step
 
 
 def _micro_batch(batch: Any, number: int, count: int, after: tf.Tensor | None) -> Any:
-    """Returns every `count`-th example of a batch from `number` on, once the loss `after` has been computed."""
-    # By then the memory of the micro-batch before is free.
+    """Returns every `count`-th example from `number` on, once the loss `after` is computed and its memory is free."""
     before = [each for gradients in _step.sums for each in gradients if each is not None]
     with tf.control_dependencies([*before, *([] if after is None else [after])]):
         return tf.nest.map_structure(lambda tensor: tf.identity(tensor[number::count]), batch)
@@ -118,16 +113,12 @@ def apply_gradients(
         optimizer: built for these variables.
         tape: recorded the loss.
         loss: this replica's part of the batch's loss (scalar).
-        variables: what to update. A variable that the loss does not use stays as it is.
+        variables: the variables to update. One that the loss does not use stays as it is.
         gradients: this replica's gradients, one for each variable, to apply instead of the tape's.
 
-    Returns:
-        The global norm of the sum before clipping (float32, scalar), equal on all replicas; 0 in every micro-batch but
-        the last, and not finite where mixed_float16 skips the update. It is computed with --global-clipnorm or
-        mixed_float16 only, and NaN without them.
-
-    Raises:
-        BadInput: with micro-batches, the loss was computed after another update of the same step.
+    Returns the global norm of the sum before clipping (float32, scalar), equal on all replicas; 0 in every micro-batch
+    but the last, not finite where mixed_float16 skips the update, and NaN without --global-clipnorm or mixed_float16.
+    Raises BadInput if, with micro-batches, the loss was computed after another update of the same step.
     """
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     scale = optimizer.dynamic_scale.value if is_scaled else None
@@ -141,7 +132,7 @@ def apply_gradients(
 
 
 def _summed_over_micro_batches(gradients: Gradients, loss: tf.Tensor) -> Gradients:
-    """Adds the gradients of one call to those of the same call in the micro-batches before; returns the sum."""
+    """Returns the gradients of one call plus those of the same call in the micro-batches before."""
     if _step.is_last and not _step.sums:
         return gradients  # There is one micro-batch.
     call, _step.calls = _step.calls, _step.calls + 1
@@ -165,10 +156,9 @@ def _check_order(loss: tf.Tensor, call: int) -> None:
     if call == 0:
         _step.operations = len(operations)
     elif loss.op not in operations[: _step.operations]:
-        raise BadInput(
-            "--micro-batches: task.train_step computes a loss after an update, but updates wait for the last "
-            "micro-batch: compute all losses before the first apply_gradients, or remove --micro-batches"
-        )
+        problem = "task.train_step computes a loss after an update, which waits for the last micro-batch"
+        remedy = "compute all losses before the first apply_gradients, or remove --micro-batches"
+        raise BadInput(f"--micro-batches: {problem}: {remedy}")
 
 
 def _update(
@@ -177,7 +167,7 @@ def _update(
     variables: Sequence[keras.Variable],
     scale: tf.Tensor | None,
 ) -> tf.Tensor:
-    """Updates with the sum of all replicas' gradients; `scale` is the loss scale, if any. Returns the sum's norm."""
+    """Updates with the sum over the replicas, and returns its norm; `scale` is the loss scale, if any."""
     variables = [variable for variable, each in zip(variables, gradients, strict=True) if each is not None]
     # An embedding's gradient becomes a dense tensor: Adam would square the slices of a repeated token one by one.
     gradients = [tf.convert_to_tensor(each) for each in gradients if each is not None]
@@ -199,25 +189,19 @@ def _update(
 def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> keras.optimizers.Optimizer:
     """Returns the optimizer, with a loss scale around it for "mixed_float16".
 
-    Raises:
-        BadInput: it would clip, accumulate, average or scale by itself.
+    Raises BadInput if it would clip, accumulate, average or scale by itself.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise BadInput(
-            "task.create_optimizer returned a LossScaleOptimizer: return the optimizer inside it and use "
-            "--precision mixed_float16"
-        )
+        raise BadInput("task.create_optimizer returned a LossScaleOptimizer: use --precision mixed_float16 instead")
     for argument, setting in REJECTED_ARGUMENTS.items():
         if value := getattr(optimizer, argument, None):
-            raise BadInput(
-                f"task.create_optimizer returned an optimizer with {argument}={value}, which is wrong on several "
-                f"replicas: remove it and use {setting}"
-            )
+            problem = f"an optimizer with {argument}={value}, which is wrong on several replicas"
+            raise BadInput(f"task.create_optimizer returned {problem}: remove it and use {setting}")
     return keras.optimizers.LossScaleOptimizer(optimizer) if precision == "mixed_float16" else optimizer
 
 
 def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizers that one such as keras.optimizers.MultiOptimizer hands its variables to; usually none."""
+    """Returns the optimizers inside a keras.optimizers.MultiOptimizer or another like it; of others none."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # Inside a LossScaleOptimizer.
     return list(getattr(optimizer, "optimizers", []))
 

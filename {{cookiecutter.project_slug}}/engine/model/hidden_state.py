@@ -1,7 +1,6 @@
 """Unlisted variables, which Keras does not know: a layer's own tf.Variable, a tf.random.Generator's, a stateful RNN's.
 
-The steps use them all the same, so they are saved and restored with the rest. State that no checkpoint can contain is
-rejected.
+They are saved and restored with the rest. State that no checkpoint can contain is rejected.
 """
 
 import collections
@@ -26,7 +25,7 @@ UNSEEDED = (
 
 @contextlib.contextmanager
 def recorded_variables() -> Iterator[list[weakref.ref]]:
-    """Yields a list that gets every variable that is made inside; a variable that is dropped is not kept alive."""
+    """Yields a list that gets every variable that is made inside, without keeping it alive."""
     recorded: list[weakref.ref] = []
 
     def record(next_creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
@@ -41,8 +40,7 @@ def recorded_variables() -> Iterator[list[weakref.ref]]:
 class HiddenState:
     """The unlisted variables that the steps use. The steps are traced when this is asked for first.
 
-    Attributes:
-        unlisted: those that the hooks made, whether a step uses them or not, under unique names.
+    `unlisted` are all that the hooks made, whether a step uses them or not, under unique names.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class HiddenState:
         """Traces nothing yet.
 
         Args:
-            strategy: in whose scope the hooks ran.
+            strategy: the one in whose scope the hooks ran.
             recorded: all variables that the hooks made, from `recorded_variables`.
             listed: the variables that Keras lists.
             graph: returns the graph of a split's steps; None if other processes run them, or there are none.
@@ -106,27 +104,19 @@ class HiddenState:
         for step, traced in (("train_step", self.training), ("evaluation_step", self.evaluation)):
             if traced is None:
                 continue
-            for key, name in traced.changed.items():
-                if not name or key in kept:
-                    continue
-                if is_seed(name.removesuffix(":0")):
-                    raise BadInput(UNSEEDED)
-                raise BadInput(
-                    f"task.{step} changes the variable {name}, which no checkpoint contains, because it was made "
-                    "outside the create_* hooks: make it in one of them"
-                )
+            lost = [name for handle, name in traced.changed.items() if name and handle not in kept]
+            if lost and is_seed(lost[0].removesuffix(":0")):
+                raise BadInput(UNSEEDED)
+            if lost:
+                problem = f"changes the variable {lost[0]}, which no checkpoint contains"
+                raise BadInput(f"task.{step} {problem}: make it in a create_* hook, not elsewhere")
             if traced.table_changes:
-                raise BadInput(
-                    f"task.{step} changes a lookup table, which no checkpoint contains: {traced.table_changes[0]}: "
-                    "fill it in a create_* hook, or use a tf.Variable instead"
-                )
+                problem = f"changes a lookup table, which no checkpoint contains: {traced.table_changes[0]}"
+                raise BadInput(f"task.{step} {problem}: fill it in a create_* hook, or use a tf.Variable instead")
 
     def _handles(self, variables: Iterable[tf.Variable]) -> set[int]:
         return {id(each.handle) for variable in variables for each in self._local_results(variable)}
 
     def _among(self, handles: Iterable[int]) -> dict[str, tf.Variable]:
-        return {
-            name: variable
-            for name, variable in self.unlisted.items()
-            if not self._handles([variable]).isdisjoint(handles)
-        }
+        wanted = set(handles)
+        return {name: variable for name, variable in self.unlisted.items() if self._handles([variable]) & wanted}

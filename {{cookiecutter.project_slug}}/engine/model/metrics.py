@@ -1,8 +1,7 @@
 """The metrics of a task: built, read, and the names of their results.
 
-A result is a number, an array, or a dictionary of these. Each number has a name of its own: "validation/loss",
-"validation/confusion/1/2" in an array, "validation/scores/recall" in a dictionary; with several datasets
-"validation/<dataset>/loss".
+A result is a number, an array, or a dictionary of these. Each number has its own name: "validation/loss",
+"validation/confusion/1/2" in an array, "validation/scores/recall" in a dictionary.
 """
 
 import collections
@@ -19,10 +18,8 @@ from engine.errors import BadInput
 from engine.model.variables import inner_variable
 from engine.protocols import Metrics, Task
 
-# Each number is a column of metrics.csv.
-LARGEST_RESULT = 10_000
-# TensorBoard does not show larger arrays.
-LARGEST_SHOWN = 32
+LARGEST_RESULT = 10_000  # Each number is a column of metrics.csv.
+LARGEST_SHOWN = 32  # TensorBoard does not show larger arrays.
 
 
 def build_metrics(
@@ -30,23 +27,27 @@ def build_metrics(
 ) -> None:
     """Makes the variables of metrics that make them with their first update, such as F1Score.
 
-    In a compiled step that fails on several replicas. So the step of such a split runs once before, on zeros, and its
-    changes to the `recorded` variables of the hooks are undone. `batch_specs`: see `finish_objects`.
+    In a compiled step this fails on several replicas. So the step of such a split runs once before, on zeros, and its
+    changes to the `recorded` variables are undone. The arguments are those of `finish_objects`.
     """
     for split, batch_spec in {split_of(name): spec for name, spec in batch_specs.items()}.items():
-        # Keras sets `_built`, because some metrics, such as R2Score, have one of their variables from the start.
+        # `_built`, because some metrics, such as R2Score, have one of their variables from the start.
         if all(metric.variables and getattr(metric, "_built", True) for metric in task.metrics[split].values()):
             continue
         variables = [variable for each in list(recorded) if (variable := each()) is not None]
         local = [each for variable in variables for each in strategy.experimental_local_results(variable)]
         before = [tf.identity(each) for each in local]
         step = task.train_step if split == "train" else functools.partial(task.evaluation_step, split)
-        zeros = tf.nest.map_structure(lambda leaf: tf.zeros(leaf.shape, leaf.dtype), batch_spec)
-        strategy.run(step, args=(zeros,))
+        strategy.run(step, args=(zeros(batch_spec),))
         for each, value in zip(local, before, strict=True):
             each.assign(value)
         for metric in task.metrics[split].values():
             metric.reset_state()
+
+
+def zeros(spec: Any) -> Any:
+    """Returns tensors of zeros of the shapes and dtypes of an element spec."""
+    return tf.nest.map_structure(lambda leaf: tf.zeros(leaf.shape, leaf.dtype), spec)
 
 
 def split_of(name: str) -> str:
@@ -57,57 +58,48 @@ def split_of(name: str) -> str:
 def metric_results(metrics: Metrics, name: str) -> dict[str, float]:
     """Returns the results of the metrics of a dataset's split, each number as "<name>/<metric>".
 
-    Raises:
-        BadInput: a result is not a number, an array or a dictionary of these, or has too many numbers.
+    Raises BadInput if a result is not a number, an array or a dictionary of these, or has too many numbers.
     """
     return {f"{name}/{path}": number for _, path, _, number in _numbers(metrics, split_of(name))}
 
 
 def _numbers(metrics: Metrics, split: str) -> Iterator[tuple[str, str, str, float]]:
-    """Yields each number of the results of a split's metrics: the metric, its name, its array's name, and itself.
-
-    The two names are the same for a number outside an array.
-    """
+    """Yields the metric, the number's name, its array's name (the same outside arrays), and the number itself."""
     for metric_name, metric in metrics[split].items():
-        arrays = list(_arrays(metric_name, metric.result(), split, metric_name))
+        subject = f"task.create_metrics({split!r}) returned {metric_name!r}, whose"
+        arrays = list(_arrays(metric_name, metric.result(), subject))
         if (size := sum(array.size for _, array in arrays)) > LARGEST_RESULT:
             raise BadInput(
-                f"task.create_metrics({split!r}) returned {metric_name!r}, whose result has {size:,} numbers: each is "
-                f"a column of metrics.csv, and {LARGEST_RESULT:,} are the most; average it, or draw it in "
-                "task.on_report"
+                f"{subject} result has {size:,} numbers: at most {LARGEST_RESULT:,} can be columns of metrics.csv; "
+                "average it, or draw it in task.on_report"
             )
         for name, array in arrays:
             for index in np.ndindex(array.shape):
                 yield metric_name, "/".join([name, *map(str, index)]), name, float(array[index])
 
 
-def _arrays(name: str, result: Any, split: str, metric_name: str) -> Iterator[tuple[str, np.ndarray]]:
+def _arrays(name: str, result: Any, subject: str) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the arrays of a result, which may be of shape [], under their names."""
     if isinstance(result, Mapping):
         for key, each in result.items():
-            yield from _arrays(f"{name}/{key}", each, split, metric_name)
+            yield from _arrays(f"{name}/{key}", each, subject)
         return
     if isinstance(result, keras.Variable | tf.Variable):
-        result = _over_replicas(inner_variable(result), split, metric_name)
+        result = _over_replicas(inner_variable(result), subject)
     try:
         array = np.asarray(result)
         if array.dtype.kind in "OSU":
             raise ValueError(f"of type {type(result).__name__}")
         yield name, array.astype(np.float64)
     except (TypeError, ValueError) as problem:
-        raise BadInput(
-            f"task.create_metrics({split!r}) returned {metric_name!r}, whose result cannot be read ({problem}): it "
-            "must be a number, an array of numbers, or a dict of these"
-        ) from problem
+        rule = "it must be a number, an array of numbers, or a dict of these"
+        raise BadInput(f"{subject} result cannot be read ({problem}): {rule}") from problem
 
 
-def _over_replicas(variable: tf.Variable, split: str, metric: str) -> tf.Tensor:
-    """Returns a metric's variable as one value for all replicas."""
+def _over_replicas(variable: tf.Variable, subject: str) -> tf.Tensor:
     if isinstance(variable, tf.distribute.DistributedValues) and variable.aggregation == tf.VariableAggregation.NONE:
-        raise BadInput(
-            f"task.create_metrics({split!r}) returned {metric!r}, whose variable {variable.name} does not say how the "
-            "replicas' values are combined: make it with self.add_variable(shape=..., initializer=...), which sums"
-        )
+        problem = f"variable {variable.name} does not say how to combine the replicas' values"
+        raise BadInput(f"{subject} {problem}: make it with self.add_variable(shape=..., initializer=...), which sums")
     return tf.convert_to_tensor(variable)
 
 
@@ -130,10 +122,8 @@ class ResultNames:
             for metric_name, path, array, _ in _numbers(metrics, split):
                 number = f"{name}/{path}"
                 if number in self.metrics:
-                    raise BadInput(
-                        f"task.create_metrics({split!r}) returned two results called {path}: rename the metric "
-                        f"{metric_name!r}"
-                    )
+                    results = f"task.create_metrics({split!r}) returned two results called {path}"
+                    raise BadInput(f"{results}: rename the metric {metric_name!r}")
                 self.metrics[number] = metrics[split][metric_name], array
                 if path != array:
                     self.arrays[number] = f"{name}/{array}"

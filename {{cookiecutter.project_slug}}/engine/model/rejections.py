@@ -48,10 +48,8 @@ def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> No
             continue
         for variable in each.variables:
             if not strategy.extended.variable_created_in_scope(inner_variable(variable)):
-                raise BadInput(
-                    f"{hook} returned the variable {variable_path(variable)}, which was made outside the strategy's "
-                    "scope: make it inside the hook, not when the file is imported"
-                )
+                problem = f"the variable {variable_path(variable)}, which was made outside the strategy's scope"
+                raise BadInput(f"{hook} returned {problem}: make it inside the hook, not when the file is imported")
 
 
 def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
@@ -61,10 +59,9 @@ def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
     for name, loss in loss_objects.items():
         reduction = getattr(loss, "reduction", None)
         if reduction not in (None, "none"):
-            raise BadInput(
-                f"task.create_loss_objects returned {name!r} with reduction={reduction!r}, which Keras divides by the "
-                "number of replicas as well: use reduction='none'; task.compute_loss averages"
-            )
+            problem = f"{name!r} with reduction={reduction!r}, which Keras divides by the number of replicas as well"
+            remedy = "use reduction='none'; task.compute_loss averages"
+            raise BadInput(f"task.create_loss_objects returned {problem}: {remedy}")
 
 
 def check_weight_decay(optimizer: Any, model: Any) -> None:
@@ -77,11 +74,9 @@ def check_weight_decay(optimizer: Any, model: Any) -> None:
             parts = [] if "(" in pattern else [part for part in pattern.split("|") if part.endswith("$")]
             for part in parts or [pattern]:
                 if part and not any(re.search(part, name) for name in names):
-                    raise BadInput(
-                        f"task.create_optimizer: exclude_from_weight_decay(var_names=[{part!r}]) excludes nothing, "
-                        f"because Keras compares it with TensorFlow's names, such as {names[0]!r}: pass the variables "
-                        "themselves, as var_list"
-                    )
+                    call = f"task.create_optimizer: exclude_from_weight_decay(var_names=[{part!r}])"
+                    reason = f"because Keras compares it with TensorFlow's names, such as {names[0]!r}"
+                    raise BadInput(f"{call} excludes nothing, {reason}: pass the variables themselves, as var_list")
 
 
 def check_monitor(names: ResultNames, monitor: str) -> None:
@@ -97,15 +92,13 @@ def check_monitor(names: ResultNames, monitor: str) -> None:
 def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
     """Returns "min" or "max": the setting, or with "auto" the metric's direction as Keras knows it.
 
-    Raises:
-        BadInput: the setting is "auto", Keras knows no direction of the metric, and it is not called a loss.
+    Raises BadInput for "auto" if Keras knows no direction of the metric, and it is not called a loss.
     """
     if setting != "auto":
         return setting
     metric, name = names.metrics[monitor]
     known = {"up": "max", "down": "min"}.get(getattr(metric, "_direction", ""))
     if known is None and not name.endswith("loss"):
-        raise BadInput(
-            f"--monitor {monitor}: whether lower or higher is better is unknown: pass --monitor-direction min or max"
-        )
+        problem = "whether lower or higher is better is unknown"
+        raise BadInput(f"--monitor {monitor}: {problem}: pass --monitor-direction min or max")
     return known or "min"

@@ -23,10 +23,7 @@ def per_replica_variables(models: dict[str, keras.Model]) -> Iterator[keras.Vari
 
 
 def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable]) -> None:
-    """Gives every replica but the first other seeds, so that dropout does not drop the same units on all.
-
-    From then on all replicas count in the same way.
-    """
+    """Gives every replica but the first other seeds, so that dropout does not drop the same units on all."""
     if strategy.num_replicas_in_sync == 1 or not seeds:
         return
 
@@ -40,10 +37,7 @@ def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable])
 
 
 def compile_averaging(strategy: tf.distribute.Strategy, models: dict[str, keras.Model]) -> Callable[[], None]:
-    """Returns a function that gives every replica the mean of the statistics of all replicas.
-
-    Call it before every validation, save and export, because a checkpoint contains the values of the first replica.
-    """
+    """Returns a function that gives all replicas the mean of their statistics. Call it before every evaluation."""
     measured = [variable for model in models.values() for variable in _statistics(model)]
     statistics = [variable for variable in measured if variable.dtype.startswith(("float", "bfloat"))]
     if strategy.num_replicas_in_sync == 1 or not statistics:
@@ -58,7 +52,6 @@ def compile_averaging(strategy: tf.distribute.Strategy, models: dict[str, keras.
 
 
 def _statistics(model: keras.Model) -> Iterator[keras.Variable]:
-    """Yields the statistics of the layers that are not synchronized."""
     for layer in layers_of(model):
         if not getattr(layer, "synchronized", False):
             yield from layer._non_trainable_variables

@@ -14,7 +14,7 @@ import matplotlib.lines
 import matplotlib.ticker
 import numpy as np
 
-from engine.files import write_whole
+from engine.files import write_atomically
 from engine.model.metrics import ResultNames
 from engine.report.tables import Row, is_metric
 
@@ -178,4 +178,4 @@ def _falls_far(curves: Iterable[Curve]) -> bool:
 
 def write_figure(path: Path, figure: matplotlib.figure.Figure) -> None:
     """Writes a figure as PNG. Raises CannotWrite."""
-    write_whole(path, functools.partial(figure.savefig, format="png"))
+    write_atomically(path, functools.partial(figure.savefig, format="png"))

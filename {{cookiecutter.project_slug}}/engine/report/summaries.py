@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.hparams import api as hparams
 
-from engine.files import write_whole, writing
+from engine.files import write_atomically, writing
 from engine.model.metrics import ResultNames, split_of
 
 TENSORBOARD = "tensorboard"
@@ -83,4 +83,4 @@ def _cut(path: Path, step: int) -> None:
                 writer.write(record)
 
     if not is_intact:
-        write_whole(path, write)
+        write_atomically(path, write)

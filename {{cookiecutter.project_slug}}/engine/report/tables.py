@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput
-from engine.files import write_whole, writing
+from engine.files import write_atomically, writing
 from engine.user_errors import first_line
 
 # The columns of metrics.csv before the metrics. Several optimizers have a learning rate each: "learning_rate/<name>".
@@ -46,7 +46,7 @@ def write_rows(path: Path, rows: list[Row]) -> list[str]:
             writer.writeheader()
             writer.writerows(rows)
 
-    write_whole(path, write)
+    write_atomically(path, write)
     return columns
 
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from engine.console import console
 from engine.data.element_spec import leaf_text, leaves
 from engine.errors import BadInput
-from engine.files import write_whole
+from engine.files import write_atomically
 from engine.trained.loading import NO_TENSORS, Trained
 from engine.user_errors import first_line, where_raised
 
@@ -171,7 +171,7 @@ def write_predictions(path: Path, names: Sequence[Name], predictions: Arrays) ->
             writer.writerow(columns)
             writer.writerows(zip(*columns.values(), strict=True))
 
-    write_whole(path, write)
+    write_atomically(path, write)
 
 
 def report_infinite(names: Sequence[Name], predictions: Arrays) -> None:
