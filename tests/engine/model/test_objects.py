@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -13,7 +14,7 @@ import task
 import train
 from config import Config
 from engine.errors import BadInput
-from engine.model.build import build_optimizers, learning_rates
+from engine.model.build import TaskObjects, build_optimizers
 from engine.model.metrics import ResultNames
 from engine.model.rejections import monitor_direction
 from engine.model.variables import model_variables
@@ -193,6 +194,10 @@ class Silent(keras.optimizers.SGD):
     @property
     def learning_rate(self):
         raise RuntimeError("there are several")
+
+
+def learning_rates(optimizer: Any) -> dict[str, float]:
+    return TaskObjects(None, optimizer, *[None] * 7).learning_rates()
 
 
 def test_each_learning_rate_has_its_column() -> None:

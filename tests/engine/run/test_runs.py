@@ -22,7 +22,6 @@ import task
 import train
 from config import Config
 from engine.errors import Stopped, end_at_signals
-from engine.model.build import learning_rates
 from engine.model.metrics import ResultNames
 from engine.report.report import Report
 from engine.report.tables import COLUMNS
@@ -439,6 +438,13 @@ def test_changed_learning_rate_is_printed_and_every_optimizer_takes_its_own(
     def cosine(total_steps: int) -> keras.optimizers.Optimizer:
         return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(task.config.learning_rate, 100))
 
+    def several(total_steps: int) -> keras.optimizers.Optimizer:
+        weights, biases = (
+            keras.optimizers.SGD(factor * task.config.learning_rate, name=name)
+            for factor, name in ((2, "weights"), (4, "bias"))
+        )
+        return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(weights, {".*bias": biases}))
+
     def train_step(batch) -> tf.Tensor:  # That of the task takes one optimizer.
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(task.model(batch[0], training=True))
@@ -448,13 +454,18 @@ def test_changed_learning_rate_is_printed_and_every_optimizer_takes_its_own(
         return loss
 
     monkeypatch.setattr(task, "train_step", train_step)
-    for create_optimizer, printed, rate in (
-        (lambda total_steps: keras.optimizers.SGD(0.5), "; --learning-rate 0.003 -> 0.001", 0.5),
+    for create_optimizer, printed, rates in (
+        (lambda total_steps: keras.optimizers.SGD(0.5), "; --learning-rate 0.003 -> 0.001", [0.5]),
         (cosine, "; --learning-rate 0.003 -> 0.001", None),
         (
+            several,
+            "; --learning-rate 0.003 -> 0.001; learning_rate/bias 0.012 -> 0.004; learning_rate/weights 0.006 -> 0.002",
+            [0.004, 0.002],
+        ),
+        (
             lambda total_steps: {"model": keras.optimizers.SGD(2 * task.config.learning_rate)},
-            "; --learning-rate 0.003 -> 0.001; learning rate of 'model' 0.006 -> 0.002",
-            0.002,
+            "; --learning-rate 0.003 -> 0.001; learning_rate/model 0.006 -> 0.002",
+            [0.002],
         ),
     ):
         monkeypatch.setattr(task, "create_optimizer", create_optimizer)
@@ -466,8 +477,8 @@ def test_changed_learning_rate_is_printed_and_every_optimizer_takes_its_own(
         for value, expected in ((0.001, printed), (0.003, "")):
             train.build(Config(run_dir=tmp_path, learning_rate=value))
             assert _resume(train.run, train.batches).message == f"resumed from step-00000020{expected}"
-            if rate and value == 0.001:
-                assert list(learning_rates(task.optimizer).values()) == [pytest.approx(rate)]
+            if rates and value == 0.001:
+                assert list(train.run.objects.learning_rates().values()) == pytest.approx(rates)
 
 
 # --- --fresh ----------------------------------------------------------------------------------------------------------

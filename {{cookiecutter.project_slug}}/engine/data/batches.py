@@ -110,6 +110,8 @@ class Batches:
             )
         self.steps_per_epoch = (self._training and settings.steps_per_epoch) or self.steps_per_pass
         self.steps_per_epoch = min(self.steps_per_epoch, settings.limit_steps or self.steps_per_epoch)
+        if not self._training:  # An evaluation always ends where a pass does, so that its iterator serves the next.
+            self.steps_per_pass = self.steps_per_epoch
 
     @property
     def features_spec(self) -> Any:

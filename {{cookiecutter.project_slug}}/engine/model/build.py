@@ -112,8 +112,9 @@ class TaskObjects:
     on_report: Callable[..., None] | None
 
     @property
-    def optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
-        return by_name(self.optimizer, "optimizer")
+    def optimizers(self) -> dict[str, Any]:
+        """The optimizers, those in a MultiOptimizer one by one, by the column of metrics.csv for their rate."""
+        return optimizers_by_column(self.optimizer)
 
     @tf.autograph.experimental.do_not_convert
     def update_average(self) -> None:
@@ -148,24 +149,25 @@ class TaskObjects:
 
     def learning_rates(self) -> dict[str, float]:
         """Returns the learning rates of the next update, as columns of metrics.csv."""
-        return learning_rates(self.optimizer)
+        rates = {}
+        for column, optimizer in self.optimizers.items():
+            with contextlib.suppress(Exception):  # A task's own optimizer may have none, and say so by any exception.
+                rates[column] = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        return rates
 
     def check_loss_scales(self, step: int) -> None:
         """Raises Diverged if the loss scale of an optimizer is too low for any step."""
-        for optimizer in self.optimizers.values():
+        for optimizer in by_name(self.optimizer, "").values():
             check_loss_scale(optimizer, step)
 
 
-def learning_rates(optimizer: Any) -> dict[str, float]:
-    """Returns {"learning_rate": ...} for one optimizer, "learning_rate/<name>" for each of several."""
-    rates = {}
+def optimizers_by_column(optimizer: Any) -> dict[str, Any]:
+    """Returns {"learning_rate": optimizer} for one optimizer, "learning_rate/<name>" for each of several."""
+    optimizers = {}
     for name, each in by_name(optimizer, "").items():
         for inner_name, inner in ({one.name: one for one in inner_optimizers(each)} or {"": each}).items():
-            # A task's own optimizer may have no learning rate, and say so by any exception.
-            with contextlib.suppress(Exception):
-                rate = float(keras.ops.convert_to_numpy(inner.learning_rate))
-                rates["/".join(filter(None, ["learning_rate", name, inner_name]))] = rate
-    return rates
+            optimizers["/".join(filter(None, ["learning_rate", name, inner_name]))] = inner
+    return optimizers
 
 
 def finish_objects(

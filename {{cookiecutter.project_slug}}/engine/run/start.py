@@ -197,10 +197,10 @@ def _created_rates(run: Run) -> dict[str, float]:
     A checkpoint, which may contain other rates, must not have been restored yet. No checkpoint contains a schedule.
     """
     rates = {"--learning-rate": run.settings.learning_rate}
-    for name, optimizer in run.objects.optimizers.items():
+    for column, optimizer in run.objects.optimizers.items():
         with contextlib.suppress(Exception):  # A task's own optimizer may have no learning rate.
             if hasattr(optimizer.learning_rate, "assign"):
-                rates[name] = float(optimizer.learning_rate)
+                rates[column] = float(optimizer.learning_rate)
     return rates
 
 
@@ -213,7 +213,7 @@ def _set_changed_rates(run: Run, progress: Progress, created: dict[str, float]) 
     texts: dict[str, str] = {}  # What changed -> where. The optimizers usually have what --learning-rate says.
     for name, rate in created.items():
         if before.get(name, rate) != rate:
-            texts.setdefault(f"{before[name]:g} -> {rate:g}", name if name[0] == "-" else f"learning rate of {name!r}")
+            texts.setdefault(f"{before[name]:g} -> {rate:g}", name)
             if name in run.objects.optimizers:
                 run.objects.optimizers[name].learning_rate = rate
     return "".join(f"; {where} {change}" for change, where in texts.items())
