@@ -366,8 +366,8 @@ def test_asynchronous_training_learns_and_survives_the_death_of_a_worker(
     rows, result = outcome(tmp_path / "run")
     assert result["test/accuracy"] >= 0.95
     assert (len(rows), result["step"]) == (30, 30 * 39)
-    # The chief began once, and every step was counted, by the workers as by the chief.
-    assert launcher.text.count("begins ") == 1
+    # The chief started once, and every step was counted, by the workers as by the chief.
+    assert launcher.text.count("starts  ") == 1
     reader = tf.train.load_checkpoint(str(newest(tmp_path / "run") / "state"))
     (counted,) = [name for name in reader.get_variable_to_shape_map() if name.endswith("/iteration")]
     # A piece of an execution that the dead worker had started is done again by another.

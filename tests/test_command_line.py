@@ -196,7 +196,7 @@ def test_debugger_in_a_step_has_its_prompt_and_shows_your_line(bake: Callable[..
     project = bake()
     task = project.folder / "task.py"
     sound = task.read_text(encoding="utf-8")
-    line = '    update_metrics("train", labels, predictions, per_example_loss, weights)'
+    line = '    update_metrics("train", labels, predictions, per_example_loss, sample_weights)'
     task.write_text(sound.replace(line, f"    breakpoint()\n{line}"), encoding="utf-8")
     process, terminal = pty.fork()
     if not process:

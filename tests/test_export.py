@@ -89,7 +89,7 @@ def test_run_of_two_replicas_is_exported_and_predicted_on_one_device(
     with (project.folder / "task.py").open("a", encoding="utf-8") as task:
         task.write(WITH_NAMES)
     assert (
-        "Since the run in runs/default began, task.py has changed"
+        "Since the run in runs/default started, task.py has changed"
         in project.run("python", "train.py", "--export").stdout
     )
     saved_model = project.folder / "runs/default/export/saved_model"

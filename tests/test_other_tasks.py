@@ -23,7 +23,7 @@ def test_repeated_steps_are_bit_equal(bake: Callable[..., Bake]) -> None:
 BROKEN_RULES = {
     "the replica's own batch size": ("global_batch_size=config.global_batch_size", "global_batch_size=len(labels)"),
     "a metric that counts padding": (
-        "update_state(labels, predictions, sample_weight=weights)",
+        "update_state(labels, predictions, sample_weight=sample_weights)",
         "update_state(labels, predictions)",
     ),
     "a layer of each replica's own": (

@@ -200,7 +200,7 @@ def test_starter_gives_the_same_numbers_on_one_replica_and_after_a_kill(starter:
     killed.kill()
     assert killed.wait() == -signal.SIGKILL
     resumed = project.run("python", *command).stdout
-    assert "begins         resumed from step-" in resumed
+    assert "starts         resumed from step-" in resumed
     assert project.result("runs/killed")["weights_sha256"] == project.result("runs/two")["weights_sha256"]
     assert rows(project, "runs/killed") == rows(project, "runs/two")
 
