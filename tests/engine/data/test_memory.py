@@ -86,12 +86,13 @@ def test_more_than_half_of_the_machine_is_said(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(
         summary.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**20}[name]
     )  # 4 GB
-    assert summary._too_much_memory(2**30, 2) == {}
-    assert summary._too_much_memory(2**30, 3) == {
-        "memory": "3.0 GB in 3 process(es), more than half of the 4.0 GB of this machine: lower --shuffle-megabytes"
-    }
+    assert summary._memory_warning(2**30, 2) == ""
+    assert (
+        summary._memory_warning(2**30, 3)
+        == "3.0 GB in 3 process(es), more than half of the 4.0 GB of this machine: lower --shuffle-megabytes"
+    )
     limit.write_text(f"{2**30}\n")  # Of a container.
-    assert "more than half of the 1.0 GB" in summary._too_much_memory(2**30, 1)["memory"]
+    assert "more than half of the 1.0 GB" in summary._memory_warning(2**30, 1)
 
 
 # --- Folders of images ------------------------------------------------------------------------------------------------

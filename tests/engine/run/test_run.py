@@ -377,7 +377,7 @@ def test_other_examples_than_the_first_process_has_are_refused_in_every_process(
 
     check(batches(9, "a"), batches(9, "a"), ["worker 1"])
     for count, sha256 in ((9, "b"), (8, "a")):
-        with pytest.raises(BadInput, match=rf"worker 1: .* than in the first process \(train has {count} here\)"):
+        with pytest.raises(BadInput, match=rf"worker 1: .* than in the first process \(here {count} for 'train'\)"):
             check(batches(9, "a"), batches(count, sha256), ["worker 1"])
 
 

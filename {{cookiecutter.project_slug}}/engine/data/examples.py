@@ -283,10 +283,10 @@ def _checked_length(hook: str, dataset: Any) -> int:
         raise BadInput(f"{hook} returned a {type(dataset).__name__}: return a tf.data.Dataset of single examples")
     length = int(dataset.cardinality())
     rejected = {
-        tf.data.INFINITE_CARDINALITY: "endless examples: remove repeat(); the epochs are counted for you",
-        tf.data.UNKNOWN_CARDINALITY: "examples of unknown number: end it with "
+        tf.data.INFINITE_CARDINALITY: "returned endless examples: remove repeat(); the epochs are counted for you",
+        tf.data.UNKNOWN_CARDINALITY: "returned examples of unknown number: end it with "
         ".apply(tf.data.experimental.assert_cardinality(<number of examples>))",
     }
     if length in rejected:
-        raise BadInput(f"{hook} returned {rejected[length]}")
+        raise BadInput(f"{hook} {rejected[length]}")
     return length
