@@ -353,7 +353,7 @@ def test_record_of_something_else_is_damage(tmp_path: Path) -> None:
     state = variables(a=(2,))
     checkpoints = make_checkpoints(tmp_path, state)
     checkpoints.save(1, {**Progress(step=1).record(), "colour": "red"})
-    with pytest.raises(BadInput, match="has no usable checkpoint .*colour"):
+    with pytest.raises(BadInput, match=r"has no usable checkpoint .*colour"):
         read_newest(checkpoints, make_checkpoints(tmp_path / "best", state))
 
 
