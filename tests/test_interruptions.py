@@ -79,10 +79,10 @@ def test_killed_run_ends_bit_equal(whole: tuple[Path, tuple[str, ...]], tmp_path
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_often_killed_run_ends_bit_equal(layout: tuple[str, ...], tmp_path: Path) -> None:
-    lives(tmp_path / "whole", *layout, epochs=40)
+    lives(tmp_path / "whole", *layout, epochs=20)
     seed = int(time.time())
     killed = tmp_path / f"killed_by_{seed}"
-    assert_killed_run_ends_equal(tmp_path / "whole", killed, *layout, ends=50, seed=seed, epochs=40)
+    assert_killed_run_ends_equal(tmp_path / "whole", killed, *layout, ends=25, seed=seed, epochs=20)
 
 
 @pytest.mark.long

@@ -167,7 +167,8 @@ def test_check_finds_nothing_in_a_port(name: str, bake: Callable[..., Bake]) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ports.WRITE_DATA)
+# Not with bert: the starter text_pair_classification is a transformer with the same tests.
+@pytest.mark.parametrize("name", ["tutorial_cnn", "unet"])
 def test_shipped_tests_pass_with_a_port(name: str, bake: Callable[..., Bake]) -> None:
     project = bake()
     ports.place(name, project.folder)
