@@ -52,16 +52,12 @@ class Writer:
 
         self._pending.append(self._thread.submit(write_after, list(self._pending)))
 
-    def wait_for_room(self) -> None:
-        """Returns when there is memory for one more. Raises what `wait` raises."""
-        if len(self._pending) > 1:
-            self.wait()
-
-    def wait(self) -> None:
-        """Returns when everything is written. Raises CannotWrite, once, if something could not be."""
-        pending, self._pending = self._pending, []
-        for each in pending:
-            each.result()
+    def wait(self, *, at_most: int = 0) -> None:
+        """Returns when at most so many are pending. Raises CannotWrite, once, if something could not be written."""
+        if len(self._pending) > at_most:
+            pending, self._pending = self._pending, []
+            for each in pending:
+                each.result()
 
 
 class Checkpoints:
@@ -100,7 +96,7 @@ class Checkpoints:
             CannotWrite: a write failed; older checkpoints are untouched. With a thread, a later call raises it.
         """
         from_chief = self.state.workers.from_chief
-        from_chief(self.writer.wait_for_room)
+        from_chief(lambda: self.writer.wait(at_most=1))  # There is memory for one more.
         values, record = self.state.values(), {**record, "step": step}
         for name, value in values.items():
             is_fine = name.startswith("metrics/") or _all_finite(value)

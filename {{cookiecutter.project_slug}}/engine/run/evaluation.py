@@ -90,12 +90,18 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
             "or use --evaluate-only"
         )
     program.build(settings)
-    run, names = program.run, program.run.objects.names
-    if not any(split_of(name) == "validation" for name in names.datasets):
+    if not any(split_of(name) == "validation" for name in program.run.objects.names.datasets):
         raise BadInput(
             "--evaluate-continuously: task.load_examples('validation') returned None, so there is no validation: "
             "return one, or use --evaluate-only for the test"
         )
+    if _validate_as_they_appear(program, settings):
+        console.print("The run has ended.")
+
+
+def _validate_as_they_appear(program: Program, settings: Settings) -> bool:
+    """Returns whether the run has ended; False if nothing new came within --evaluation-timeout."""
+    run, names = program.run, program.run.objects.names
     file, result = settings.run_dir / "evaluations.csv", settings.run_dir / RESULT
     rows, summaries = read_rows(file, key="step"), Summaries(settings.run_dir / TENSORBOARD / "evaluation", names)
     seen: set[Any] = {row["step"] for row in rows}  # Steps; and the paths of damaged checkpoints.
@@ -117,8 +123,7 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
         summaries.add(step, names.scalars(metrics))
         rows = sorted([*rows, {"step": step, **metrics}], key=lambda row: row["step"])
         write_rows(file, rows)
-    if path:
-        console.print("The run has ended.")
+    return path is not None
 
 
 def _wait_for(find: Callable[[], T | None], settings: Settings) -> T | None:

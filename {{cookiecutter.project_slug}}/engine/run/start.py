@@ -51,7 +51,10 @@ def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: W
         return None if fresh else read_json(settings.run_dir / RESULT)
 
     result = workers.from_chief(look) or {}
-    epochs, without_improvement = result.get("epochs", 0), result.get("epochs_without_improvement", 0)
+    # A file that was edited by hand is made again.
+    epochs, without_improvement = (
+        count if isinstance(count := result.get(name), int) else 0 for name in ("epochs", "epochs_without_improvement")
+    )
     if epochs >= settings.epochs:
         more = "--epochs"
     elif settings.patience is not None and without_improvement >= settings.patience:
