@@ -12,6 +12,8 @@ from small import small_model
 
 import task
 import train
+from engine.data.batches import Batches
+from engine.data.stacks import StackIterator
 
 OPTIONS = (
     "--epochs=2",
@@ -138,8 +140,17 @@ def test_limited_run_takes_so_many_steps_of_everything(
 def test_limited_evaluation_is_of_the_first_batches_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
     monkeypatch.setattr(task, "create_model", lambda: keras.Sequential(layers))
+    made: list[str] = []
+    new_iterator = Batches._new_iterator
+
+    def counted(batches: Batches, *place: int) -> StackIterator:
+        made.append(batches.name)
+        return new_iterator(batches, *place)
+
+    monkeypatch.setattr(Batches, "_new_iterator", counted)
     options = ("--limit-steps=1", "--learning-rate=1e-30", "--steps-per-execution=1")
     _, rows = run(tmp_path / "run", *options, "--epochs=3")
+    assert made.count("validation") == 1  # It serves all epochs.
     losses = {row["validation/loss"] for row in rows}
     assert len(losses) == 1
     again = train.main([f"--run-dir={tmp_path / 'run'}", "--evaluate-only"])
