@@ -27,7 +27,7 @@ class InterruptedStep(BadInput):
 
 
 class Diverged(ProgramExit):
-    """The loss is no longer finite. The text names the step; nothing after it was saved."""
+    """The loss or a variable is no longer finite, or no loss scale is low enough. The text says where."""
 
     exit_code = 3
 

@@ -113,7 +113,7 @@ def _fingerprints(examples: Any) -> list[bytes]:
 def _check_batches(program: Program, task: Task) -> Iterator[Check]:
     predict = tf.function(lambda features: task.model(features, training=False), autograph=False)
     for name, batches in program.batches.items():
-        assert batches.traced is not None  # There is one process.
+        assert batches.traced is not None  # --check excludes --eager.
         draws, python = draws_in_preparation(batches.traced), python_in_preparation(batches.traced)
         same_batch = (tf.nest.flatten(next(batches.one_by_one())) for _ in range(2))
         repeats = not python or all(map(np.array_equal, *same_batch))

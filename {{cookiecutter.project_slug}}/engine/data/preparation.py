@@ -54,7 +54,7 @@ class Preparation:
     def trace(
         self, example_spec: Any, hook: str = "task.load_examples", first_example: Callable[[], Any] | None = None
     ) -> PreparedSpec:
-        """Finds out how examples of an element spec can be prepared. Raises BadInput if they cannot, or not be batched.
+        """Finds out how examples of an element spec can be prepared. Raises BadInput if they cannot, or cannot be batched.
 
         `hook` is the call that loads the examples, for messages. With `eager`, the hook runs on the `first_example`.
         """

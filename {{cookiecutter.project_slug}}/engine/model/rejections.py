@@ -27,7 +27,7 @@ HOOKS = (
 
 
 def check_hooks(task: Task, *, export: bool) -> None:
-    """Raises BadInput if task.py lacks a hook, or one has other parameters; an export needs one more."""
+    """Raises BadInput if task.py lacks a hook (an export needs predict_step), or on_report has other parameters."""
     needed = (*HOOKS, "predict_step") if export else HOOKS
     missing = [name for name in needed if not callable(getattr(task, name, None))]
     if missing:

@@ -105,7 +105,7 @@ class Report:
         self._summaries.add(step, {**self.names.scalars(metrics), f"best/{self._monitored['monitor']}": best})
 
     def epoch(self, row: Row, *, is_best: bool, waited: float = 0.0) -> None:
-        """Reports an epoch. `row` has the columns COLUMNS and "<split>/<metric>".
+        """Reports an epoch. `row` has the columns COLUMNS and "<dataset>/<metric>".
 
         `waited` is the fraction of the training time that was spent waiting for batches.
         """

@@ -111,7 +111,7 @@ class Checkpoints:
 
         Raises:
             Damaged: a file is missing, cut short or changed.
-            BadInput: it is intact, but its variables are others.
+            BadInput: it is intact, but its variables differ from the model's.
         """
         values, record = read_checkpoint(path)
         if differences := self.state.differences(values):

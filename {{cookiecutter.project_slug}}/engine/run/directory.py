@@ -78,7 +78,7 @@ class RunDirectory:
             raise BadInput(f"--run-dir {self.path} cannot be used ({problem.strerror}): use another one") from None
 
     def _exists(self) -> bool:
-        """Returns whether the directory contains a run. Raises BadInput if it cannot."""
+        """Returns whether the directory contains a run. Raises BadInput if the directory cannot be used for a run."""
         with self._usable():
             try:
                 names = [each.name for each in self.path.iterdir()]
