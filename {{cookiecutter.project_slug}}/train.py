@@ -158,7 +158,8 @@ def train_epoch(epoch: int = 0) -> dict[str, float]:
         if run.save_is_due(training):  # With --checkpoint-every-steps.
             run.save()
         if run.validation_is_due(training):  # With --validate-every-steps.
-            run.end_validation(validate_and_keep_best(epoch))
+            metrics = validate_and_keep_best(epoch)
+            run.end_validation(metrics)
         run.stop_if_asked()  # By a signal.
     return run.end_pass(training)
 
@@ -197,8 +198,9 @@ def run_epochs() -> None:
     """Trains, validates, reports and saves until all epochs are done, or --patience is used up."""
     while run.should_continue():
         # TODO(you): Change what happens in an epoch, and between epochs.
-        metrics = train_epoch(run.epoch) | validate_and_keep_best(run.epoch)
-        run.end_epoch(metrics)
+        train_metrics = train_epoch(run.epoch)
+        validation_metrics = validate_and_keep_best(run.epoch)
+        run.end_epoch(train_metrics | validation_metrics)
         run.save()
 
 
