@@ -33,12 +33,12 @@ def metric_variables(metrics: Metrics) -> dict[str, tf.Variable]:
 
 
 def trainable_variables(model: Any) -> dict[str, tf.Variable]:
-    """Returns those of `model_variables` that training changes."""
+    """Returns the `model_variables` that training changes."""
     return _chosen(model, (each for one in by_name(model, "model").values() for each in one.trainable_variables))
 
 
 def per_replica_variables(model: Any) -> dict[str, tf.Variable]:
-    """Returns those of `model_variables` that may differ between replicas."""
+    """Returns the `model_variables` that may differ between replicas."""
     return _chosen(model, replicas.per_replica_variables(by_name(model, "model")))
 
 
