@@ -1,4 +1,4 @@
-"""Asynchronous training: parameter servers have the weights, each worker changes them without waiting for the others.
+"""Asynchronous training: parameter servers have the weights; each worker changes them without waiting for the others.
 
 A gradient may be of weights that others have changed since, so no two runs give the same results. Keras's authors call
 it unsupported with Keras 3 (keras#18624). Its advantage is that a lost worker costs nothing but time. The program runs

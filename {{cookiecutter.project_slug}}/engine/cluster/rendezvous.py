@@ -54,10 +54,12 @@ def did_not_join(cluster: Cluster, missing: list[str], timeout: float) -> str:
     return f"{named} did not join within {timeout:g} s (--cluster-timeout): {remedy}"
 
 
-def _wait_while(condition: Callable[[], object], seconds: float) -> None:
+def wait_for(function: Callable[[], Any], seconds: float) -> Any:
+    """Calls a function until its result is true, or `seconds` have passed; returns its last result."""
     deadline = time.monotonic() + seconds
-    while condition() and time.monotonic() < deadline:
+    while not (result := function()) and time.monotonic() < deadline:
         time.sleep(SECONDS_BETWEEN_QUESTIONS)
+    return result
 
 
 def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[str, Any]]:
@@ -83,7 +85,7 @@ def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[st
                 time.sleep(SECONDS_BETWEEN_QUESTIONS)
         # A process that knows the outcome stops answering, or rejects too.
         seconds = SECONDS_FOR_REJECTION if hello["rejection"] else timeout
-        _wait_while(lambda: not all(answer["rejection"] for answer in ask_all().values()), seconds)
+        wait_for(lambda: all(answer["rejection"] for answer in ask_all().values()), seconds)
     if hello["rejection"]:
         raise BadInput(hello["rejection"])
     return hello["everyone"]
@@ -97,7 +99,7 @@ def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict
         if answer := _ask(address):
             if difference := _difference(chief, answer, hello):
                 # Until the chief has found the difference too, or is gone.
-                _wait_while(lambda: (reply := _ask(address)) and not reply["rejection"], SECONDS_FOR_REJECTION)
+                wait_for(lambda: not (reply := _ask(address)) or reply["rejection"], SECONDS_FOR_REJECTION)
             if rejection := difference or answer["rejection"]:
                 raise BadInput(rejection)
             if answer["everyone"]:

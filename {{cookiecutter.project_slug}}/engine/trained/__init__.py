@@ -8,6 +8,4 @@ saved_model  the SavedModel of an export
 
 from engine.trained.export import export
 
-__all__ = [
-    "export",
-]
+__all__ = ["export"]

@@ -34,23 +34,22 @@ from engine.trained.loading import NO_TENSORS, Trained, compiled_predict_step, l
 from engine.trained.saved_model import Endpoint, write_saved_model
 from engine.user_errors import first_line, user_errors_named
 
-EXPORT = "export"  # In a run's directory.
 TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
-SHARE_OF_TIES = 1e-3  # Allowed share of differing integers, such as the classes of pixels: rounding decides a tie.
+TIES = 1e-3  # Allowed fraction of differing integers, such as the classes of pixels: rounding decides a tie.
 EXAMPLES, UNKNOWN_SIZE = 3, 8  # The number of made-up examples, and the sizes that their element spec leaves open.
 SUFFIXES = {"litert": ".tflite", "onnx": ".onnx"}
 
 Facts = dict[str, Any]  # The text to print for each file.
 
 
-@user_errors_named()  # Here, because the other workers hear of BadInput and CannotWrite only.
+@user_errors_named()  # Here, because only BadInput and CannotWrite reach the other workers.
 def export(task: Task, settings: Settings) -> None:
-    """Writes the run's best weights to export/ in its directory: all of it or nothing. An earlier export is replaced.
+    """Writes the run's best weights to export/ in its directory, completely or not at all; replaces an earlier export.
 
     Call it in the chief, outside any strategy. task.model is then the model with those weights. Raises CannotWrite, or
     BadInput if something cannot be exported, or differs from the model once it is loaded again.
     """
-    trained, path = load_trained(task, settings), settings.run_dir / EXPORT
+    trained, path = load_trained(task, settings), settings.run_dir / "export"
     facts: Facts = {"weights": trained.weights}
     with _replaced(path) as folder:
         if unlisted := ", ".join(trained.unlisted):
@@ -217,7 +216,7 @@ def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Task, traine
             if not _are_close(values, found[output], tolerance):
                 limit = f"by more than {tolerance:g} of its largest value"
                 if not values.dtype.is_floating:
-                    limit = f"in more than {SHARE_OF_TIES:g} of its values"
+                    limit = f"in more than {TIES:g} of its values"
                 fact = f"{name}, once loaded, returns another {output!r} than the model, {limit}"
                 raise BadInput(f"--export: {fact}: keep the state of your own layers with add_weight and get_config")
         return ""
@@ -255,7 +254,7 @@ def _are_close(expected: tf.Tensor, found: tf.Tensor, tolerance: float) -> bool:
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
     if not expected.dtype.is_floating:
-        return np.count_nonzero(expected.numpy() != found.numpy()) <= SHARE_OF_TIES * expected.numpy().size
+        return np.count_nonzero(expected.numpy() != found.numpy()) <= TIES * expected.numpy().size
     expected, found = (tf.cast(each, tf.float64).numpy() for each in (expected, found))
     largest = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
     return np.allclose(found, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True)
