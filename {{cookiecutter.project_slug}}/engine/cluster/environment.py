@@ -17,7 +17,7 @@ JOBS = ("chief", "worker", "ps")  # In the order in which processes are counted.
 class Cluster:
     """The processes of a cluster, by job, and which of them this process is."""
 
-    source: str  # What described it, for messages.
+    source: str  # "TF_CONFIG", "Slurm", "Kubernetes" or "launch.py", for messages.
     addresses: dict[str, list[str]]  # job -> "host:port" of each of its processes.
     job: str
     index: int
@@ -106,8 +106,8 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
         listed = ", ".join(map("=".join, given.items()))
         raise BadInput(f"Slurm's variables contradict each other ({listed}): start the program with srun")
     if (host := environment.get("SLURMD_NODENAME", host_by_rank[rank])) != host_by_rank[rank]:
-        rule = f"runs on {host}, but --distribution=block would put it on {host_by_rank[rank]}"
-        raise BadInput(f"SLURM_PROCID {rank} {rule}: use srun --distribution=block")
+        place = f"runs on {host} instead of {host_by_rank[rank]}"
+        raise BadInput(f"SLURM_PROCID {rank} {place}: use srun --distribution=block")
     # Each job gets its own ports, so that jobs can share a node, below those that systems use for outgoing connections.
     first = 12000 + _number(environment, "SLURM_JOB_ID", 0) * 37 % 20000
     addresses = [f"{host}:{first + number}" for number, host in enumerate(host_by_rank)]

@@ -43,7 +43,7 @@ def rendezvous(
     """
     hello: Hello = {"task": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}}
     hello |= {"rejection": "", "everyone": {}}  # The chief sets one of them as soon as it knows the outcome.
-    hello = json.loads(json.dumps(hello))  # As the others receive it: a tuple becomes a list.
+    hello = json.loads(json.dumps(hello))  # JSON turns a tuple into a list: compare what the others receive.
     with _answering(cluster, hello):
         return (_gather if cluster.is_chief else _ask_chief)(cluster, hello, timeout)
 
@@ -63,7 +63,7 @@ def wait_for(function: Callable[[], Any], seconds: float) -> Any:
 
 
 def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[str, Any]]:
-    """Asks the others until all answer, on the chief; then keeps the outcome in `hello` until they know it."""
+    """Asks the others until all answer, then keeps the outcome in `hello` until they know it; runs on the chief."""
     others, deadline = cluster.others(), time.monotonic() + timeout
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(32, len(others))) as threads:
 
@@ -92,13 +92,13 @@ def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[st
 
 
 def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[str, Any]]:
-    """Asks the chief, on the others, until it knows the outcome."""
+    """Asks the chief until it knows the outcome; runs on the other processes."""
     chief, address = next(iter(cluster.processes().items()))
     deadline = time.monotonic() + timeout
     while True:
         if answer := _ask(address):
             if difference := _difference(chief, answer, hello):
-                # Until the chief has found the difference too, or is gone.
+                # Wait until the chief has found the difference too, or is gone.
                 wait_for(lambda: not (reply := _ask(address)) or reply["rejection"], SECONDS_FOR_REJECTION)
             if rejection := difference or answer["rejection"]:
                 raise BadInput(rejection)

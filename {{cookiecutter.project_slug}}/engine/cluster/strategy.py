@@ -30,7 +30,7 @@ ALREADY_STARTED = "TensorFlow has already started in this process: make tensors 
 class StrategyInfo:
     """Facts about a strategy, for the run summary and config.json."""
 
-    name: str  # As --strategy has it.
+    name: str  # The value of --strategy.
     size: str  # "2 workers, 4 replica(s)"
     devices: str  # "2 x NVIDIA A100", "CPU, 2 cores"
     all_reduce: str = ""  # How values are summed over devices: "nccl"; "" where they are not.
@@ -79,7 +79,7 @@ def create_strategy(settings: Settings) -> tf.distribute.Strategy:
 
 
 def strategy_info(strategy: tf.distribute.Strategy) -> StrategyInfo:
-    """Returns the facts about a strategy; for one that create_strategy has not made, those that it shows itself."""
+    """Returns the facts about a strategy, also about one that create_strategy has not made."""
     replicas = f"{strategy.num_replicas_in_sync} replica(s)"
     return _infos.get(strategy) or StrategyInfo(type(strategy).__name__, replicas, describe_own_devices(0))
 
@@ -123,7 +123,7 @@ def _check_all_reduce(name: str, settings: Settings, gpus: int) -> None:
     elif not gpus:
         where, possible = f"--simulated-devices {simulated}" if simulated else "one CPU", ["auto", "one_device"]
     elif name == "mirrored" and gpus % 2:
-        # Seen with three replicas on the CPU: HierarchicalCopyAllReduce drops the last one.
+        # HierarchicalCopyAllReduce drops the last of three replicas on the CPU.
         where, possible = f"an odd number of GPUs ({gpus})", ["auto", "nccl", "one_device"]
     else:
         return

@@ -66,7 +66,7 @@ def build_models(model: Any, features_spec: Any) -> Any:
         except Exception as problem:
             shapes = tf.nest.map_structure(lambda spec: spec.shape.as_list(), features_spec)
             fact = f"which does not accept features of the shapes {shapes} ({first_line(problem)})"
-            remedy = "let its first layer take what task.prepare_example returns"
+            remedy = "make its first layer accept the features of task.prepare_example"
             raise BadInput(f"task.create_model returned {name!r}, {fact}: {remedy}") from problem
     return model
 
@@ -93,14 +93,14 @@ def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TaskObjects:
-    """What the steps use and change. Made by `finish_objects`."""
+    """The objects that the steps use and change; `finish_objects` makes them."""
 
     model: Any  # A keras.Model, or a dict of them by name.
     optimizer: Any  # An optimizer, or a dict of them under the models' names.
     metrics: Metrics
     names: ResultNames
     weights: dict[str, tf.Variable]  # Every variable of the models.
-    average: MovingAverage | None  # Of the weights, with --ema-decay.
+    average: MovingAverage | None  # The moving average of the weights, with --ema-decay.
     average_statistics: Callable[[], None]  # Gives all replicas the mean of the statistics that each has measured.
     monitor_direction: str  # "min" or "max".
     on_report: Callable[..., None] | None

@@ -130,7 +130,7 @@ def apply_gradients(
 
 
 def _summed_over_micro_batches(gradients: Gradients, loss: tf.Tensor) -> Gradients:
-    """Returns the gradients of one call plus those of the same call in the micro-batches before."""
+    """Returns the gradients of one call plus the gradients of the same call in earlier micro-batches."""
     if _step.is_last and not _step.sums:
         return gradients  # There is one micro-batch.
     call, _step.calls = _step.calls, _step.calls + 1

@@ -67,7 +67,7 @@ class HiddenState:
 
     @functools.cached_property
     def training(self) -> Traced | None:
-        """What the training steps do; traces them. None if other processes run them."""
+        """The traced training steps; None if other processes run them."""
         try:
             graph = self._graph("train")
         except Exception as problem:
@@ -78,7 +78,7 @@ class HiddenState:
 
     @functools.cached_property
     def evaluation(self) -> Traced | None:
-        """What the validation steps do, or the test steps if there is no validation; traces them."""
+        """The traced validation steps, or test steps if there is no validation; None without either."""
         graphs = (self._graph(split) for split in ("validation", "test"))
         return next((look_at(graph) for graph in graphs if graph is not None), None)
 

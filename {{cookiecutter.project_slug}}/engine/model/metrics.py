@@ -1,4 +1,4 @@
-"""The metrics of a task: built, read, and the names of their results.
+"""Builds and reads the metrics of a task, and names their results.
 
 A result is a number, an array, or a dictionary of these. Each number has its own name: "validation/loss",
 "validation/confusion/1/2" in an array, "validation/scores/recall" in a dictionary.

@@ -34,7 +34,7 @@ def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> No
     """Raises BadInput unless models, optimizers or metrics were made inside the strategy's scope."""
     for each in by_name(objects, hook).values():
         if not hasattr(each, "variables"):
-            raise BadInput(f"{hook} returned {each!r}: return what its docstring says")
+            raise BadInput(f"{hook} returned {each!r}: return the objects that its docstring names")
         if strategy.num_replicas_in_sync == 1:
             continue
         for variable in each.variables:

@@ -1,4 +1,4 @@
-"""The variables of what the hooks of task.py returned, each under a unique name, in a fixed order.
+"""The variables of the objects that the hooks of task.py returned, under unique names, in a fixed order.
 
 A task has one model and one optimizer, or dictionaries of them under the same names, such as a GAN's generator and
 discriminator. `by_name` makes both the same to the rest of the engine.
