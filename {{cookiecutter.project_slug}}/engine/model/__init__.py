@@ -1,4 +1,4 @@
-"""The objects that a step uses and changes: models, optimizers, metrics and their variables. Imports no other subpackage.
+"""The objects that a step uses and changes: models, optimizers, metrics, variables. Imports no other subpackage.
 
 build         builds and checks the objects that the hooks return, in order
 rejections    rejects objects that would train wrongly without an error
