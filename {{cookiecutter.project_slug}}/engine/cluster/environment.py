@@ -33,7 +33,6 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """The name of this process among `processes`."""
         return process_name(self.job, self.index)
 
     @property

@@ -194,7 +194,6 @@ class Launcher:
 
 
 def _free_addresses(number: int) -> list[str]:
-    """Returns addresses of this machine at which nothing listens."""
     with contextlib.ExitStack() as opened:
         sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
         return [f"127.0.0.1:{server.getsockname()[1]}" for server in sockets]
@@ -233,7 +232,6 @@ def main(description: str) -> int:
 
 
 def _simulates_devices(arguments: list[str]) -> bool:
-    """Returns whether --simulated-devices among the arguments of train.py asks for any."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--simulated-devices", "--simulated_devices", default="0")
     return parser.parse_known_args(arguments)[0].simulated_devices != "0"

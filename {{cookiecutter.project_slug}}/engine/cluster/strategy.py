@@ -88,7 +88,6 @@ def strategy_info(strategy: tf.distribute.Strategy) -> StrategyInfo:
 
 
 def _check_cluster(name: str, cluster: Cluster | None) -> None:
-    """Raises BadInput if a strategy cannot train on the cluster that the environment describes, or on none."""
     jobs = [job for job, addresses in cluster.addresses.items() if addresses] if cluster else []
     if name == "parameter_server" and not {"chief", "worker", "ps"} <= set(jobs):
         remedy = "use python launch.py --workers 2 --parameter-servers 1 -- ..."

@@ -19,7 +19,6 @@ from engine.user_errors import first_line, where_raised
 
 Arrays = dict[str, np.ndarray]  # Features or outputs, by name.
 Name = int | str  # The name of an example: its number, for instance, or its file.
-Batch = tuple[Sequence[Name], Arrays]
 
 RESERVED = ("example", "file")  # The first column of a .csv file, and a parameter of np.savez.
 # UnicodeDecodeError is raised where TensorFlow's message quotes bytes that are not text.
@@ -97,7 +96,7 @@ class Predictor:
         return {name: _from_tensor(output) for name, output in outputs.items()}
 
 
-def _batches(examples: Iterable[tuple[Name, Any]], size: int) -> Iterator[Batch]:
+def _batches(examples: Iterable[tuple[Name, Any]], size: int) -> Iterator[tuple[Sequence[Name], Arrays]]:
     """Yields batches of examples of the same shapes that follow each other."""
 
     def row(example: tuple[Name, Any]) -> tuple[Name, Arrays]:
