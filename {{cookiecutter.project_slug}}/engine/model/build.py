@@ -183,7 +183,7 @@ def finish_objects(
     rejections.check_weight_decay(task.optimizer, task.model)
     build_metrics(task, strategy, batch_specs, recorded)
     names = ResultNames(task.metrics, batch_specs)
-    rejections.check_monitor(names, settings.monitor)
+    direction = rejections.monitor_direction(names, settings.monitor, settings.monitor_direction)
     weights = variables.model_variables(task.model)
     replicas.spread_seeds(strategy, [variable for name, variable in weights.items() if replicas.is_seed(name)])
     decay = settings.ema_decay
@@ -195,6 +195,6 @@ def finish_objects(
         weights=weights,
         average=MovingAverage(variables.trainable_variables(task.model), decay) if decay else None,
         average_statistics=replicas.compile_averaging(strategy, by_name(task.model, "model")),
-        monitor_direction=rejections.monitor_direction(names, settings.monitor, settings.monitor_direction),
+        monitor_direction=direction,
         on_report=getattr(task, "on_report", None),
     )

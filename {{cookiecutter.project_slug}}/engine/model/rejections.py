@@ -70,21 +70,17 @@ def check_weight_decay(optimizer: Any, model: Any) -> None:
                     raise BadInput(f"{call} excludes nothing, {reason}: pass the variables themselves, as var_list")
 
 
-def check_monitor(names: ResultNames, monitor: str) -> None:
-    """Raises BadInput if `monitor` is not a result of training or validation."""
-    if monitor in names.metrics and split_of(monitor) in ("train", "validation"):
-        return
-    problem = "is not the name of a metric"
-    if split_of(monitor) == "validation" and not any(split_of(each) == "validation" for each in names.datasets):
-        problem = "is not measured, because task.load_examples('validation') returned None"
-    raise BadInput(f"--monitor {monitor} {problem}: use one of {', '.join(names.to_monitor())}")
-
-
 def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
     """Returns "min" or "max": the setting, or with "auto" the metric's direction as Keras knows it.
 
-    Raises BadInput for "auto" if Keras knows no direction of the metric, and it is not called a loss.
+    Raises BadInput if `monitor` is not a result of training or validation, or if its direction is unknown: Keras does
+    not know it, and it is not called a loss.
     """
+    if monitor not in names.metrics or split_of(monitor) not in ("train", "validation"):
+        problem = "is not the name of a metric"
+        if split_of(monitor) == "validation" and not any(split_of(each) == "validation" for each in names.datasets):
+            problem = "is not measured, because task.load_examples('validation') returned None"
+        raise BadInput(f"--monitor {monitor} {problem}: use one of {', '.join(names.to_monitor())}")
     if setting != "auto":
         return setting
     metric, name = names.metrics[monitor]
