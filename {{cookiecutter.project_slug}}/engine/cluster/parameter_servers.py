@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster
-from engine.cluster.rendezvous import did_not_join, is_listening, tensorflow_starts
+from engine.cluster.rendezvous import did_not_join, is_listening, tensorflow_starts, wait_for
 from engine.console import console
 from engine.errors import BadInput, PeerLost
 from engine.settings import Settings
@@ -36,11 +36,8 @@ def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
     chief = cluster.processes()["chief"]
     console.print(f"{cluster.name} serves the chief ({chief})")
     _wait_until_listening(cluster, ["chief"], timeout)
-    heard = time.monotonic()
-    while time.monotonic() < heard + SECONDS_WITHOUT_CHIEF:
+    while wait_for(lambda: is_listening(chief), SECONDS_WITHOUT_CHIEF):
         time.sleep(0.5)
-        if is_listening(chief):
-            heard = time.monotonic()
     sys.stdout.flush()
     os._exit(0)  # TensorFlow's server cannot be stopped.
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -187,18 +186,15 @@ def _simulate(count: int) -> None:
 
 def _mirrored(simulated: int, gpus: int, all_reduce: str) -> tf.distribute.Strategy:
     devices = [f"CPU:{index}" for index in range(simulated)] or [f"GPU:{index}" for index in range(gpus)]
+    # One by one, because the order in which tf.add_n takes three or more depends on the timing.
+    sum_in_order = functools.partial(functools.reduce, tf.add)
     reductions = {
         "auto": lambda: None,  # TensorFlow's own choice: collective operations by NCCL.
         "nccl": tf.distribute.NcclAllReduce,
         "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
-        "one_device": functools.partial(tf.distribute.ReductionToOneDevice, accumulation_fn=_sum_in_order),
+        "one_device": functools.partial(tf.distribute.ReductionToOneDevice, accumulation_fn=sum_in_order),
     }
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=reductions[all_reduce]())
-
-
-def _sum_in_order(addends: Sequence[tf.Tensor]) -> tf.Tensor:
-    # One by one, because the order in which tf.add_n takes three or more depends on the timing.
-    return functools.reduce(tf.add, addends)
 
 
 def _multi_worker(cluster: Cluster, gpus: int, settings: Settings) -> tuple[tf.distribute.Strategy, str]:

@@ -40,14 +40,12 @@ class Workers:
         hosts = [address.rpartition(":")[0] for address in cluster.processes().values()]
         self.on_one_machine = max(map(hosts.count, hosts))  # The most workers of one machine, judged by addresses.
 
-    def _sum(self, values: np.ndarray) -> np.ndarray:
-        """Returns the sum of all workers' `values` (same shape and dtype: int32, int64, float32 or float64)."""
-        if self.count == 1:
-            return values
-        # One of a worker's replicas carries its values.
-        first = iter([values])
+    def _sum(self, integers: np.ndarray) -> np.ndarray:
+        """Returns the sum of all workers' `integers` ([n], int32)."""
+        # One of a worker's replicas carries its integers.
+        first = iter([integers])
         per_replica = self._strategy.experimental_distribute_values_from_function(
-            lambda _: tf.constant(next(first, np.zeros_like(values)))
+            lambda _: tf.constant(next(first, np.zeros_like(integers)))
         )
         return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None).numpy()
 
