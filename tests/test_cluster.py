@@ -287,7 +287,7 @@ def test_cluster_that_is_killed_once_ends_bit_equal(
     until(lambda: launcher.has_ended() or list(tmp_path.glob("killed/checkpoints/step-*")))
     assert launcher.send(signal.SIGKILL, "worker", random.Random(0))
     assert launcher.wait(300) == 0, launcher.text
-    assert "starting again, 0 restarts left" in launcher.text
+    assert "restarting (restarts left: 0)" in launcher.text
     assert "resumed from step-" in launcher.text
     assert outcome(tmp_path / "killed") == outcome(two_workers)
 
@@ -309,17 +309,17 @@ def test_cluster_that_is_disturbed_often_ends_bit_equal(
             starts = launcher.text.count("run directory") + 1
             until(lambda starts=starts: launcher.has_ended() or launcher.text.count("run directory") == starts)
         time.sleep(draw.uniform(0, 2))
-        restarts = launcher.text.count("starting again")
+        restarts = launcher.text.count(": restarting (")
         while not launcher.has_ended() and not launcher.send(sent, "worker", draw):
             time.sleep(0.05)
         # Until the cluster has ended; in the moment of its start TensorFlow may swallow a SIGTERM.
         swallowed = time.monotonic() + 30
-        while launcher.text.count("starting again") == restarts and time.monotonic() < swallowed:
+        while launcher.text.count(": restarting (") == restarts and time.monotonic() < swallowed:
             if launcher.has_ended():
                 break
             time.sleep(0.05)
     assert launcher.wait(1200) == 0, launcher.text
-    assert launcher.text.count("starting again") >= 0.7 * times
+    assert launcher.text.count(": restarting (") >= 0.7 * times
     if sent == signal.SIGTERM:
         assert "stopped by a signal to worker" in launcher.text
     assert outcome(run_dir) == outcome(tmp_path / "whole")
@@ -347,7 +347,7 @@ def test_refusal_that_only_the_chief_can_see_ends_all_alike_for_good(
     assert len(refusals) == 2
     assert refusals[0] == refusals[1]
     assert "is not empty and contains no run" in refusals[0]
-    assert "starting again" not in launcher.text
+    assert ": restarting (" not in launcher.text
 
 
 # --- Parameter servers ------------------------------------------------------------------------------------------------

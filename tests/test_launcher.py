@@ -110,7 +110,7 @@ def test_code_that_no_restart_fixes_is_returned_without_one(launched: Callable, 
 def test_cluster_is_started_again_as_the_same_start(launched: Callable, project: Path, end: str) -> None:
     done = launched("--workers=2", "--max-restarts=2", "--", "--fresh", f"worker1={end}once", "worker0=0")
     assert done.returncode == 0, done.stdout
-    assert "starting again, 1 restarts left" in done.stdout
+    assert "restarting (restarts left: 1)" in done.stdout
     # The same flags and the same id, by which the second start knows the run of the first one.
     first, second = starts(project, "worker-1")
     assert first == second
@@ -146,7 +146,7 @@ def test_dead_worker_is_started_again_beside_a_chief(launched: Callable, project
     (project / "train.py").write_text(PROGRAM.replace("time.sleep(60)", "time.sleep(3)"), encoding="utf-8")
     done = launched("--workers=2", "--parameter-servers=1", "--max-restarts=1", "--", "chief0=wait", *arguments)
     assert done.returncode == 0, done.stdout
-    assert "worker 1 was ended by SIGKILL: starting again, 0 restarts left" in done.stdout
+    assert "worker 1 was ended by SIGKILL: restarting (restarts left: 0)" in done.stdout
     assert len(starts(project, "worker-1")) == 2
     assert len(starts(project, "chief-0")) == 1
     assert starts(project, "chief-0")[0].startswith("--strategy=parameter_server ")

@@ -1,4 +1,4 @@
-"""Predictions from the best weights of a run, on whatever devices this machine has.
+"""Predictions from the best weights of a run, on the devices of this machine.
 
     python predict.py runs/default digits.npy                           writes predictions.csv
     python predict.py runs/default digits.npy --output predictions.npz  for outputs that do not fit into a table

@@ -1,4 +1,4 @@
-"""Your task: its data, its objects, and the steps of one replica on its part of a batch.
+"""Your task: its data, its objects, and the steps of one replica on a per-replica batch.
 
 Lines marked TODO(you) are yours to replace; everything works as it is. An edit of a line marked KEEP would silently
 break the distribution.
@@ -65,7 +65,7 @@ def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, training: bool, s
 def read_inputs(path: Path) -> Iterable[tuple[int | str, np.ndarray]]:
     """Yields a name and the features of each example at `path`, as load_examples returns them; predict.py calls it.
 
-    Change it together with load_examples. Here `path` is an .npy file of images, which are named by their numbers.
+    Change it together with load_examples. Here `path` is an .npy file of images, each named by its number.
     """
     return enumerate(np.load(path, mmap_mode="r"))
 
@@ -82,7 +82,7 @@ metrics: dict[str, dict[str, keras.metrics.Metric]]  # split -> name -> metric
 def create_model() -> keras.Model:
     """Returns the model, or a dict of models by name. Its predictions here are logits [batch, 10].
 
-    Weights of a part of it are loaded here: encoder.load_weights("encoder.weights.h5").
+    Load weights of some of its layers here: encoder.load_weights("encoder.weights.h5").
     """
     # TODO(you): Build your model.
     return keras.Sequential(
@@ -113,7 +113,7 @@ def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
     """Returns one loss per term of compute_loss, by name."""
     # TODO(you): Choose the losses.
-    # KEEP: reduction="none" gives a value per example; any other divides by the number of replicas a second time.
+    # KEEP: reduction="none" gives a value per example; others give one for all, and means are divided by the replicas.
     return {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")}
 
 
@@ -126,7 +126,7 @@ def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
     return {"loss": keras.metrics.Mean(), "accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
 
-# --- Steps: what one replica does with its part of a batch ------------------------------------------------------------
+# --- Steps: what one replica does with a per-replica batch ------------------------------------------------------------
 
 
 def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -150,7 +150,7 @@ def update_metrics(split: str, labels: tf.Tensor, predictions: tf.Tensor, per_ex
 
 
 def train_step(batch) -> tf.Tensor:
-    """Updates the model from this replica's part of a batch; returns its part of the loss (scalar)."""
+    """Updates the model from a per-replica batch; returns this replica's part of the loss (scalar)."""
     # TODO(you): Change the step, and evaluation_step and predict_step with it.
     features, labels, sample_weights = batch
     with tf.GradientTape() as tape:
@@ -163,7 +163,7 @@ def train_step(batch) -> tf.Tensor:
 
 
 def evaluation_step(split: str, batch) -> tf.Tensor:
-    """Measures the model on this replica's part of a batch; returns its part of the loss (scalar)."""
+    """Measures the model on a per-replica batch; returns this replica's part of the loss (scalar)."""
     features, labels, sample_weights = batch
     predictions = model(features, training=False)
     loss, per_example_loss = compute_loss(labels, predictions, sample_weights)

@@ -131,7 +131,7 @@ def test_address_that_is_in_use_is_refused() -> None:
 
 
 def hello(process: Cluster, /, **more: Any) -> bytes:
-    said = {"task": process.name, "cluster": process.addresses, "facts": {}, "own": {}, "refusal": "", "everyone": {}}
+    said = {"task": process.name, "cluster": process.addresses, "facts": {}, "own": {}, "rejection": "", "everyone": {}}
     return json.dumps({**said, **more}).encode() + b"\n"
 
 

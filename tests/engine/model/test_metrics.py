@@ -13,7 +13,7 @@ import train
 from config import Config
 from engine.errors import BadInput
 from engine.model.metrics import LARGEST_SHOWN, ResultNames, metric_results
-from engine.model.rejections import check_monitor, monitor_direction
+from engine.model.rejections import monitor_direction
 
 
 def linear_model() -> keras.Model:
@@ -142,12 +142,11 @@ def test_results_are_named_and_sorted_by_where_they_are_shown() -> None:
     assert [names.dataset(each) for each in ("validation/a/own", "train/loss", "validation/c/loss", "step")] == [
         *("validation/a", "train", "", "")
     ]
-    check_monitor(names, "validation/a/per_class_loss/2")
     assert monitor_direction(names, "validation/a/per_class_loss/2", "auto") == "min"
     with pytest.raises(BadInput, match="whether lower or higher is better is unknown"):
         monitor_direction(names, "validation/a/scores/recall", "auto")
     with pytest.raises(BadInput) as refused:
-        check_monitor(names, "validation/per_class_loss/2")
+        monitor_direction(names, "validation/per_class_loss/2", "auto")
     of_set = [["per_class_loss/0", "per_class_loss/2"], ["large/0/0", "large/1/16"], ["scores/recall"]]
     of_set += [["scores/by/class/0", "scores/by/class/1"]]
     expected = [" … ".join(f"validation/{each}/{name}" for name in ends) for each in "ab" for ends in of_set]
@@ -156,7 +155,7 @@ def test_results_are_named_and_sorted_by_where_they_are_shown() -> None:
         f"--monitor validation/per_class_loss/2 is not the name of a metric: use one of {', '.join(expected)}"
     )
     with pytest.raises(BadInput, match=r"not measured, because task.load_examples\('validation'\) returned None: use"):
-        check_monitor(ResultNames(metrics, ["train"]), "validation/loss")
+        monitor_direction(ResultNames(metrics, ["train"]), "validation/loss", "min")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from engine.check.checks import Check, run_checks
 from engine.check.measure import BATCHES
-from engine.cluster.environment import refuse_cluster
+from engine.cluster.environment import reject_cluster
 from engine.console import columns, console
 from engine.errors import BadInput
 from engine.protocols import Task
@@ -22,7 +22,7 @@ from engine.user_errors import first_line, where_raised
 
 def check_task(program: Program, task: Task, settings: Settings) -> bool:
     """Prints a table of checks of task.py, with the settings of training; returns whether all passed. Saves nothing."""
-    refuse_cluster("--check")
+    reject_cluster("--check")
     tf.get_logger().setLevel("ERROR")  # It warns of the many functions that are compiled here.
     checks: list[Check] = []
     with tempfile.TemporaryDirectory() as folder:

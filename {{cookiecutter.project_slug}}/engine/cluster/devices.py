@@ -4,7 +4,6 @@ import collections
 import contextlib
 import functools
 import os
-from typing import Any
 
 import tensorflow as tf
 
@@ -39,7 +38,8 @@ def describe_own_devices(simulated_devices: int, *, only_one: bool = False) -> s
     if simulated_devices:
         return f"{simulated_devices} simulated on {cores.replace('core', 'CPU core')}"
     gpus = tf.config.list_physical_devices("GPU")[: 1 if only_one else None]
-    names = collections.Counter(_details(gpu).get("device_name", "GPU") for gpu in gpus)
+    details = map(tf.config.experimental.get_device_details, gpus)
+    names = collections.Counter(each.get("device_name", "GPU") for each in details)
     return ", ".join(f"{number} x {name}" for name, number in names.items()) or f"CPU, {cores}"
 
 
@@ -49,7 +49,8 @@ def describe_arithmetic(precision: str, simulated_devices: int) -> str:
     NVIDIA's GPUs do so from Ampere (compute capability 8.0) on, unless it is turned off (tensorflow#127346).
     """
     gpus = [] if simulated_devices else tf.config.list_physical_devices("GPU")
-    capable = any(tuple(_details(gpu).get("compute_capability", ())) >= (8, 0) for gpu in gpus)
+    details = map(tf.config.experimental.get_device_details, gpus)
+    capable = any(tuple(each.get("compute_capability", ())) >= (8, 0) for each in details)
     enabled = tf.config.experimental.tensor_float_32_execution_enabled()
     return f"{precision} (TF32)" if precision == "float32" and capable and enabled else precision
 
@@ -65,7 +66,3 @@ def long_sums_reported(all_reduce: str) -> contextlib.AbstractContextManager[Non
 
 def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _details(gpu: Any) -> dict[str, Any]:
-    return tf.config.experimental.get_device_details(gpu)

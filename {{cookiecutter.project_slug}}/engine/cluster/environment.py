@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping
 from engine.errors import BadInput
 
 JOBS = ("chief", "worker", "ps")  # In the order in which processes are counted. A chief is the first worker.
-KUBERNETES_PORT = 12345
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """The processes of a cluster, by job, and which of them this process is."""
 
-    source: str  # What described it, for messages.
+    source: str  # "TF_CONFIG", "Slurm", "Kubernetes" or "launch.py", for messages.
     addresses: dict[str, list[str]]  # job -> "host:port" of each of its processes.
     job: str
     index: int
@@ -34,7 +33,6 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """The name of this process among `processes`."""
         return process_name(self.job, self.index)
 
     @property
@@ -55,7 +53,7 @@ def process_name(job: str, index: int) -> str:
 def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
     """Returns the cluster that the environment describes; None without one, or if it has a single process.
 
-    Raises BadInput if the description contradicts itself, or no cluster can be like it.
+    Raises BadInput if the description is malformed or contradicts itself.
     """
     if environment.get("TF_CONFIG"):
         cluster = _from_tf_config(environment["TF_CONFIG"])
@@ -70,10 +68,10 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
     return cluster if len(cluster.processes()) > 1 else None
 
 
-def refuse_cluster(flag: str) -> None:
+def reject_cluster(flag: str) -> None:
     """Raises BadInput if the environment describes a cluster, which a program with this flag cannot join."""
     if cluster := find_cluster(os.environ):
-        raise BadInput(f"{flag} is for one process, but {cluster.source} describes a cluster: start it outside of it")
+        raise BadInput(f"{flag} is for one process, but {cluster.source} describes a cluster: start it elsewhere")
 
 
 def _from_tf_config(text: str) -> Cluster:
@@ -90,26 +88,25 @@ def _from_tf_config(text: str) -> Cluster:
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Cluster:
-    """Reads the variables that srun sets for each task of a step (man srun, OUTPUT ENVIRONMENT VARIABLES)."""
+    """Reads the variables that srun sets for each process of a step (man srun, OUTPUT ENVIRONMENT VARIABLES)."""
     names = ("SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS")
     given = {name: environment.get(name, "") for name in names}
-    listed = given["SLURM_STEP_NODELIST"]
-    command = ["scontrol", "show", "hostnames", listed]
+    nodes = given["SLURM_STEP_NODELIST"]
     try:
-        hosts = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).split()
+        hosts = subprocess.check_output(["scontrol", "show", "hostnames", nodes], text=True, stderr=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError) as problem:
-        raise BadInput(f"scontrol cannot read SLURM_STEP_NODELIST={listed} ({problem}): set TF_CONFIG") from None
+        raise BadInput(f"scontrol cannot read SLURM_STEP_NODELIST={nodes} ({problem}): set TF_CONFIG") from None
     tasks_per_node: list[int] = []
     for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", given["SLURM_STEP_TASKS_PER_NODE"]):
         tasks_per_node += [int(number)] * int(times or 1)  # "2(x3),1" is 2, 2, 2, 1.
-    host_by_rank = [host for host, number in zip(hosts, tasks_per_node, strict=False) for _ in range(number)]
+    host_by_rank = [host for host, number in zip(hosts.split(), tasks_per_node, strict=False) for _ in range(number)]
     rank = _number(environment, "SLURM_PROCID", 0)
     if len(host_by_rank) != _number(environment, "SLURM_STEP_NUM_TASKS", 0) or rank >= len(host_by_rank):
-        listed = ", ".join(f"{name}={value}" for name, value in given.items())
+        listed = ", ".join(map("=".join, given.items()))
         raise BadInput(f"Slurm's variables contradict each other ({listed}): start the program with srun")
     if (host := environment.get("SLURMD_NODENAME", host_by_rank[rank])) != host_by_rank[rank]:
-        rule = f"runs on {host}, but --distribution=block would put it on {host_by_rank[rank]}"
-        raise BadInput(f"SLURM_PROCID {rank} {rule}: use srun --distribution=block")
+        place = f"runs on {host} instead of {host_by_rank[rank]}"
+        raise BadInput(f"SLURM_PROCID {rank} {place}: use srun --distribution=block")
     # Each job gets its own ports, so that jobs can share a node, below those that systems use for outgoing connections.
     first = 12000 + _number(environment, "SLURM_JOB_ID", 0) * 37 % 20000
     addresses = [f"{host}:{first + number}" for number, host in enumerate(host_by_rank)]
@@ -121,7 +118,7 @@ def _from_kubernetes(environment: Mapping[str, str]) -> Cluster:
     if missing := [name for name in ("JOB_NAME", "SERVICE_NAME") if not environment.get(name)]:
         raise BadInput(f"{', '.join(missing)} is not set beside JOB_COMPLETION_INDEX: see deploy/kubernetes.yaml")
     job, service = environment["JOB_NAME"], environment["SERVICE_NAME"]
-    port = _number(environment, "PORT", KUBERNETES_PORT)
+    port = _number(environment, "PORT", 12345)
     addresses = [f"{job}-{index}.{service}:{port}" for index in range(_number(environment, "WORKERS", 1))]
     return Cluster("Kubernetes", {"worker": addresses}, "worker", _number(environment, "JOB_COMPLETION_INDEX", 0))
 
@@ -134,9 +131,9 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _problems(cluster: Cluster) -> Iterator[str]:
-    """Yields mistakes at which TensorFlow would wait or fail without an explanation."""
+    """Yields contradictions at which TensorFlow would wait or fail without an explanation."""
     if unknown := sorted(set(cluster.addresses) - set(JOBS)):
-        hint = "; start an evaluator outside of it, with --evaluate-continuously" if "evaluator" in unknown else ""
+        hint = "; replace an evaluator by a process with --evaluate-continuously" if "evaluator" in unknown else ""
         yield f"the job {', '.join(unknown)}: use only {', '.join(JOBS)}{hint}"
     if len(chiefs := cluster.addresses.get("chief", [])) > 1:
         yield f"{len(chiefs)} chiefs: keep one, and make the others workers"

@@ -18,10 +18,10 @@ from engine.cluster.nvidia import VISIBLE, visible_gpus
 from engine.errors import BadInput, Diverged, Stopped
 
 PROGRAM = Path(__file__).parents[2] / "train.py"
-
+# An environment variable that whatever restarts a stopped program sets to the same value for all restarts.
+START_ID = "TRAINING_START_ID"
 FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)  # Exit codes of train.py that a restart does not fix.
-# When one process has decided to end, the others end by themselves, because they know the same; not when one has died.
-SECONDS_TO_FOLLOW = 60.0
+SECONDS_TO_FOLLOW = 60.0  # When one process ends by decision, the others make the same one. When it dies, they do not.
 SECONDS_BETWEEN_CHECKS = 0.2
 
 
@@ -68,7 +68,7 @@ class Process:
         return self.is_open
 
     def end(self) -> None:
-        """Ends the process, and those that it has started, at once; shows its last output."""
+        """Ends the process and its children at once; shows its last output."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
@@ -79,12 +79,12 @@ class Process:
 
 
 def print_line(name: str, text: str) -> None:
-    with contextlib.suppress(OSError, UnicodeError):  # Nobody reads it any more, or the console lacks such letters.
+    with contextlib.suppress(OSError, UnicodeError):  # Nobody reads it any more, or the console lacks a letter.
         print(f"[{name}] {text}", flush=True)
 
 
 def _end_with_launcher() -> None:
-    """Has Linux end this child when the launcher is gone for any reason; elsewhere the user must end it."""
+    """Has Linux end this process when the launcher is gone for any reason; elsewhere the user must end it."""
     if _prctl:
         _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != _LAUNCHER:
@@ -102,8 +102,7 @@ class Launcher:
         """`visible` is each worker's CUDA_VISIBLE_DEVICES; it is empty on a machine without GPUs."""
         self._jobs, self._arguments, self._visible = jobs, arguments, visible
         self._restarts_left = max_restarts
-        # Shared by all restarts, so that --fresh moves only an older run aside.
-        os.environ.setdefault("TRAINING_START_ID", uuid.uuid4().hex)
+        os.environ.setdefault(START_ID, uuid.uuid4().hex)  # So --fresh moves only an older run aside.
         self._signal: int | None = None
         self._processes: list[Process] = []
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -120,7 +119,7 @@ class Launcher:
         if not self._restarts_left:
             return False
         self._restarts_left -= 1
-        print_line("launcher", f"{why}: starting again, {self._restarts_left} restarts left")
+        print_line("launcher", f"{why}: restarting (restarts left: {self._restarts_left})")
         return True
 
     def _pass_on(self, number: int, _: object) -> None:
@@ -141,7 +140,7 @@ class Launcher:
                     process = Process(Cluster("launch.py", addresses, job, index), self._arguments, visible)
                     process.start()
                     self._processes.append(process)
-            if self._signal:  # It came while they were started.
+            if self._signal:  # It came while the processes were started.
                 self._pass_on(self._signal, None)
             return self._wait()
         finally:
@@ -150,7 +149,7 @@ class Launcher:
 
     def _wait(self) -> int:
         """Shows the processes' output until the cluster has ended; returns its exit code."""
-        ending, deadline = 0, float("inf")  # The exit code of the first that ended, and when the others must have.
+        ending, deadline = 0, float("inf")  # The exit code of the first to end, and when the others must have ended.
         running = list(self._processes)
         while running:
             unread = [process for process in self._processes if process.is_open]
@@ -195,7 +194,6 @@ class Launcher:
 
 
 def _free_addresses(number: int) -> list[str]:
-    """Returns addresses of this machine at which nothing listens."""
     with contextlib.ExitStack() as opened:
         sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
         return [f"127.0.0.1:{server.getsockname()[1]}" for server in sockets]
@@ -218,14 +216,13 @@ def main(description: str) -> int:
         if (value := getattr(options, name)) < least:
             parser.error(f"--{name.replace('_', '-')} {value} must be {least} or more")
     workers, gpus = options.workers, visible_gpus(os.environ)
-    # Simulated devices need none. All GPUs are then hidden from all processes, so that none takes memory of a GPU.
+    # Simulated devices need no GPU. Then all GPUs are hidden, so that no process takes their memory.
     used = [] if _simulates_devices(options.arguments) else gpus
     each, left_over = divmod(len(used), workers)
     if left_over:
-        rule = f"cannot share {len(used)} GPU(s) ({', '.join(used)}) equally"
         fitting = " or ".join(str(number) for number in range(1, len(used) + 1) if len(used) % number == 0)
-        remedy = f"use {fitting} worker(s), or choose the GPUs with {VISIBLE} (-1 excludes them all)"
-        parser.error(f"--workers {workers} {rule}: {remedy}")
+        remedy = f"use {fitting} worker(s), or choose the GPUs with {VISIBLE} (-1 excludes all)"
+        parser.error(f"--workers {workers} cannot share {len(used)} GPU(s) ({', '.join(used)}) equally: {remedy}")
     visible = [",".join(used[index * each : (index + 1) * each]) or "-1" for index in range(workers)] if gpus else []
     jobs, arguments = {"worker": workers}, options.arguments
     if options.parameter_servers:
@@ -235,7 +232,6 @@ def main(description: str) -> int:
 
 
 def _simulates_devices(arguments: list[str]) -> bool:
-    """Returns whether --simulated-devices among the arguments of train.py asks for any."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--simulated-devices", "--simulated_devices", default="0")
     return parser.parse_known_args(arguments)[0].simulated_devices != "0"

@@ -15,11 +15,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def gpus_of_machine() -> list[str]:
-    """Returns the PCI bus ids of the GPUs that the driver knows, in order."""
-    try:
-        return sorted(folder.name for folder in NVIDIA_GPUS.iterdir())
-    except OSError:
-        return []
+    """Returns the PCI bus ids of the GPUs that the driver knows, in order; none without a driver."""
+    return sorted(folder.name for folder in NVIDIA_GPUS.glob("*"))
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
@@ -27,7 +24,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     if VISIBLE not in environment:
         return [str(index) for index in range(len(gpus_of_machine()))]
     names = [name.strip() for name in environment[VISIBLE].split(",")]
-    # CUDA uses those before the first invalid one, such as -1.
+    # CUDA uses the GPUs before the first invalid name, such as -1.
     return list(itertools.takewhile(lambda name: name.isdecimal() or name.startswith(("GPU-", "MIG-")), names))
 
 
@@ -36,16 +33,13 @@ def identify_gpus(environment: Mapping[str, str], count: int) -> list[str]:
 
     Containers number their GPUs from 0, so an index alone does not distinguish two GPUs of one machine.
     """
-    try:
-        machine = BOOT_ID.read_text(encoding="utf-8").strip()
-    except OSError:
-        machine = socket.gethostname()
+    machine = BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else socket.gethostname()
     names = visible_gpus(environment) or [str(index) for index in range(count)]
     return [f"{machine} {_bus_id(name)}" for name in names[:count]]
 
 
 def why_no_gpu(environment: Mapping[str, str]) -> str:
-    """Returns why TensorFlow may list none although this machine has some, with a remedy; "" if it has none."""
+    """Returns why TensorFlow may list no GPU although this machine has some, with a remedy; "" if it has none."""
     number = len(gpus_of_machine())
     if not number:
         return ""
@@ -57,15 +51,12 @@ def why_no_gpu(environment: Mapping[str, str]) -> str:
 
 def _bus_id(name: str) -> str:
     """Returns the PCI bus id of a GPU that CUDA_VISIBLE_DEVICES names; the name itself if that cannot be found."""
-    # CUDA may count GPUs of several kinds in another order, but equally in all processes of a machine.
-    buses = gpus_of_machine()
     if name.isdecimal():
+        # CUDA may count GPUs of several kinds in another order, but equally in all processes of a machine.
+        buses = gpus_of_machine()
         return buses[int(name)] if int(name) < len(buses) else name
-    for bus in buses:
-        try:
-            uuid = re.search(r"GPU UUID:\s*(\S+)", (NVIDIA_GPUS / bus / "information").read_text(encoding="utf-8"))
-        except OSError:
-            continue
+    for file in NVIDIA_GPUS.glob("*/information"):
+        uuid = re.search(r"GPU UUID:\s*(\S+)", file.read_text(encoding="utf-8"))
         if uuid and uuid[1].startswith(name):  # The name may be abbreviated.
-            return bus
+            return file.parent.name
     return name

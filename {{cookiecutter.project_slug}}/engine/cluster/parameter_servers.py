@@ -1,11 +1,10 @@
-"""Asynchronous training: parameter servers have the weights, each worker changes them without waiting for the others.
+"""Asynchronous training: parameter servers have the weights; each worker changes them without waiting for the others.
 
 A gradient may be of weights that others have changed since, so no two runs give the same results. Keras's authors call
 it unsupported with Keras 3 (keras#18624). Its advantage is that a lost worker costs nothing but time. The program runs
 on the chief, which sends training steps to the workers and evaluates by itself.
 """
 
-import dataclasses
 import os
 import sys
 import time
@@ -17,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster
-from engine.cluster.rendezvous import did_not_join, is_listening, tensorflow_starts
+from engine.cluster.rendezvous import did_not_join, is_listening, tensorflow_starts, wait_for
 from engine.console import console
 from engine.errors import BadInput, PeerLost
 from engine.settings import Settings
@@ -37,11 +36,8 @@ def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
     chief = cluster.processes()["chief"]
     console.print(f"{cluster.name} serves the chief ({chief})")
     _wait_until_listening(cluster, ["chief"], timeout)
-    heard = time.monotonic()
-    while time.monotonic() < heard + SECONDS_WITHOUT_CHIEF:
+    while wait_for(lambda: is_listening(chief), SECONDS_WITHOUT_CHIEF):
         time.sleep(0.5)
-        if is_listening(chief):
-            heard = time.monotonic()
     sys.stdout.flush()
     os._exit(0)  # TensorFlow's server cannot be stopped.
 
@@ -81,48 +77,42 @@ def _add_atomically(variable: keras.Variable, value: Any) -> tf.Tensor:
     return variable.value.assign_add(tf.cast(value, variable.dtype))
 
 
-@dataclasses.dataclass(frozen=True)
 class WorkerPool:
     """The workers, as the chief reaches them; see engine.data.worker_batches."""
 
-    coordinator: tf.distribute.coordinator.ClusterCoordinator
-    addresses: list[str]
-
-    @property
-    def count(self) -> int:
-        return len(self.addresses)
+    def __init__(self, strategy: tf.distribute.ParameterServerStrategy) -> None:
+        # A strategy has one coordinator: the constructor returns it again.
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        # The strategy's own cluster_resolver is None; `coordinate` made the strategy from TF_CONFIG.
+        cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver().cluster_spec()
+        self._addresses = cluster.job_tasks("worker")
+        self.count = len(self._addresses)
 
     def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any:
         """Returns the workers' iterators, as one value; each worker calls `dataset` for its own."""
-        return iter(self.coordinator.create_per_worker_dataset(dataset))
+        return iter(self._coordinator.create_per_worker_dataset(dataset))
 
     def take_steps(self, steps: Callable[..., tf.Tensor], iterators: Any, count: int) -> np.ndarray:
         """Has the workers take `count` steps together; returns their losses ([count]), in any order."""
         pieces = np.array_split(np.arange(count), min(count, PIECES_PER_WORKER * self.count))
         arguments = [(iterators, tf.constant(0), tf.constant(len(piece))) for piece in pieces]
-        losses = [self.coordinator.schedule(steps, args=each) for each in arguments]
+        losses = [self._coordinator.schedule(steps, args=each) for each in arguments]
         self._wait()
         return np.concatenate([each.fetch() for each in losses])
 
     def _wait(self) -> None:
         """Returns when all that was scheduled is done. Raises PeerLost if no worker is left to do it."""
         alive = time.monotonic()
-        while not self.coordinator.done():
+        while not self._coordinator.done():
             time.sleep(0.01)
             if time.monotonic() > alive + SECONDS_BETWEEN_LOOKS:
-                if any(map(is_listening, self.addresses)):
+                if any(map(is_listening, self._addresses)):
                     alive = time.monotonic()
                 elif time.monotonic() > alive + SECONDS_WITHOUT_WORKERS:
                     raise PeerLost("all workers are gone: check their logs, then restart the cluster")
-        self.coordinator.join()  # Raises what a worker has raised.
+        self._coordinator.join()  # Raises what a worker has raised.
 
 
 def worker_pool(strategy: tf.distribute.Strategy) -> WorkerPool | None:
     """Returns the workers that take training steps by themselves; None without parameter servers."""
-    if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return None
-    # A strategy has one coordinator: the constructor returns it again.
-    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-    # The strategy's own cluster_resolver is None; TF_CONFIG is what `coordinate` made it from.
-    cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver().cluster_spec()
-    return WorkerPool(coordinator, cluster.job_tasks("worker"))
+    return WorkerPool(strategy) if isinstance(strategy, tf.distribute.ParameterServerStrategy) else None

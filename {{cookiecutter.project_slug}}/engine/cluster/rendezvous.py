@@ -15,6 +15,7 @@ import json
 import os
 import socket
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +28,8 @@ Hello = dict[str, Any]
 
 SECONDS_BETWEEN_QUESTIONS = 0.2
 SECONDS_PER_CONNECTION = 3.0
-SECONDS_FOR_REFUSAL = 10.0  # The others usually ask for it within a moment.
+SECONDS_FOR_REJECTION = 10.0  # The others usually ask for it within a moment.
 LONGEST_HELLO = 2**24  # Limits a reply, because another program may own the port. A hello has a few thousand bytes.
-LONGEST_IN_MESSAGES = 500  # Characters of another process's text.
 
 
 def rendezvous(
@@ -42,8 +42,8 @@ def rendezvous(
     is missing, or has other facts or another description of the cluster, or if this one's address is not free.
     """
     hello: Hello = {"task": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}}
-    hello |= {"refusal": "", "everyone": {}}  # The chief sets one of them as soon as it knows the outcome.
-    hello = json.loads(json.dumps(hello))  # As the others receive it: a tuple becomes a list.
+    hello |= {"rejection": "", "everyone": {}}  # The chief sets one of them as soon as it knows the outcome.
+    hello = json.loads(json.dumps(hello))  # JSON turns a tuple into a list: compare what the others receive.
     with _answering(cluster, hello):
         return (_gather if cluster.is_chief else _ask_chief)(cluster, hello, timeout)
 
@@ -54,15 +54,16 @@ def did_not_join(cluster: Cluster, missing: list[str], timeout: float) -> str:
     return f"{named} did not join within {timeout:g} s (--cluster-timeout): {remedy}"
 
 
-def _wait_while(condition: Callable[[], object], seconds: float) -> None:
-    """Returns when the condition is false, or after some seconds."""
+def wait_for(function: Callable[[], Any], seconds: float) -> Any:
+    """Calls a function until its result is true, or `seconds` have passed; returns its last result."""
     deadline = time.monotonic() + seconds
-    while condition() and time.monotonic() < deadline:
+    while not (result := function()) and time.monotonic() < deadline:
         time.sleep(SECONDS_BETWEEN_QUESTIONS)
+    return result
 
 
 def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[str, Any]]:
-    """Asks the others until all answer, on the chief; then keeps the outcome in `hello` until they know it."""
+    """Asks the others until all answer, then keeps the outcome in `hello` until they know it; runs on the chief."""
     others, deadline = cluster.others(), time.monotonic() + timeout
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(32, len(others))) as threads:
 
@@ -70,38 +71,37 @@ def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[st
             answers = zip(others, threads.map(_ask, others.values()), strict=True)
             return {name: answer for name, answer in answers if answer}
 
-        while not hello["refusal"] and not hello["everyone"]:
+        while not hello["rejection"] and not hello["everyone"]:
             answers = ask_all()
             missing = [name for name in others if name not in answers]
-            differences = filter(None, (_difference(name, answer, hello) for name, answer in answers.items()))
-            if difference := next(differences, ""):
-                hello["refusal"] = difference
+            differences = [_difference(name, answer, hello) for name, answer in answers.items()]
+            if any(differences):
+                hello["rejection"] = next(filter(None, differences))
             elif not missing:
                 hello["everyone"] = {name: answer["own"] for name, answer in {cluster.name: hello, **answers}.items()}
             elif time.monotonic() > deadline:
-                hello["refusal"] = did_not_join(cluster, missing, timeout)
+                hello["rejection"] = did_not_join(cluster, missing, timeout)
             else:
                 time.sleep(SECONDS_BETWEEN_QUESTIONS)
-        # A process that knows the outcome stops answering, or refuses too.
-        seconds = SECONDS_FOR_REFUSAL if hello["refusal"] else timeout
-        _wait_while(lambda: any(not answer["refusal"] for answer in ask_all().values()), seconds)
-    if hello["refusal"]:
-        raise BadInput(hello["refusal"])
+        # A process that knows the outcome stops answering, or rejects too.
+        seconds = SECONDS_FOR_REJECTION if hello["rejection"] else timeout
+        wait_for(lambda: all(answer["rejection"] for answer in ask_all().values()), seconds)
+    if hello["rejection"]:
+        raise BadInput(hello["rejection"])
     return hello["everyone"]
 
 
 def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[str, Any]]:
-    """Asks the chief, on the others, until it knows the outcome."""
+    """Asks the chief until it knows the outcome; runs on the other processes."""
     chief, address = next(iter(cluster.processes().items()))
     deadline = time.monotonic() + timeout
     while True:
         if answer := _ask(address):
             if difference := _difference(chief, answer, hello):
-                # Until the chief has found the difference too, or is gone.
-                _wait_while(lambda: (reply := _ask(address)) and not reply["refusal"], SECONDS_FOR_REFUSAL)
-                raise BadInput(difference)
-            if answer["refusal"]:
-                raise BadInput(answer["refusal"])
+                # Wait until the chief has found the difference too, or is gone.
+                wait_for(lambda: not (reply := _ask(address)) or reply["rejection"], SECONDS_FOR_REJECTION)
+            if rejection := difference or answer["rejection"]:
+                raise BadInput(rejection)
             if answer["everyone"]:
                 return answer["everyone"]
             deadline = time.monotonic() + timeout  # The chief has a deadline too, and knows who is missing.
@@ -115,9 +115,9 @@ def _difference(name: str, other: Hello, own: Hello) -> str:
     if other["task"] == own["task"]:
         return f"two processes are {own['task']} of the cluster: give each its own index"
     if other["cluster"] != own["cluster"]:
-        return f"{name} describes the cluster as {_shorten(other['cluster'])}, but {own['task']} as {own['cluster']}"
+        return f"{name} describes the cluster as {other['cluster']}, but {own['task']} as {own['cluster']}"
     if other["task"] != name:
-        return f"{_shorten(other['task'])} answers at the address of {name}: check the index of both"
+        return f"{other['task']} answers at the address of {name}: check the index of both"
     differing: list[str] = []
     for fact in {**own["facts"], **other["facts"]}:
         here, there = own["facts"].get(fact), other["facts"].get(fact)
@@ -125,13 +125,8 @@ def _difference(name: str, other: Hello, own: Hello) -> str:
             differing += [f"{key} differs" for key in {**here, **there} if here.get(key) != there.get(key)]
         elif here != there:
             differing.append(f"{fact} {there} there and {here} here")
-    listed = _shorten(", ".join(differing))
+    listed = textwrap.shorten(", ".join(differing), 500, placeholder=" ...")
     return f"{name} was started with other settings or code ({listed}): start all with the same" if listed else ""
-
-
-def _shorten(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= LONGEST_IN_MESSAGES else f"{text[:LONGEST_IN_MESSAGES]}..."
 
 
 # --- Sockets ----------------------------------------------------------------------------------------------------------
@@ -155,7 +150,7 @@ def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
                 with connection:
                     connection.settimeout(SECONDS_PER_CONNECTION)
                     connection.sendall(json.dumps(hello).encode() + b"\n")
-            except OSError:  # Nobody connected, or somebody left, or too many files are open.
+            except OSError:  # Nobody connected, somebody left, or too many files are open.
                 over.wait(0.05)
 
     # The threads end before the servers are closed.
@@ -185,13 +180,13 @@ def _ask(address: str) -> Hello | None:
         hello = json.loads(received)
     except (OSError, ValueError, RecursionError):
         return None
-    kinds = {"task": str, "cluster": dict, "facts": dict, "own": dict, "refusal": str, "everyone": dict}
+    kinds = {"task": str, "cluster": dict, "facts": dict, "own": dict, "rejection": str, "everyone": dict}
     is_hello = isinstance(hello, dict) and all(isinstance(hello.get(key), kind) for key, kind in kinds.items())
     return hello if is_hello else None
 
 
 def _listen(address: str) -> list[socket.socket]:
-    """Listens at an address of this machine; at all of its addresses if it has no such one, as in a container."""
+    """Listens at an address of this machine; at all of its addresses if this one is not its own, as in a container."""
     host, port = _host_and_port(address)
     found = []
     with contextlib.suppress(OSError, UnicodeError):  # The name may be unknown, for now or for good.
@@ -225,10 +220,7 @@ def _connect(address: str) -> socket.socket:
 
 
 def lost(cluster: Cluster) -> list[str]:
-    """Returns "NAME (ADDRESS) does not answer" and "... is gone" for the other processes; none while all are well.
-
-    Silent processes come first: the others may have ended because of them.
-    """
+    """Returns "NAME (ADDRESS) does not answer" and "... is gone" for the other processes that are lost."""
     silent, ended = [], []
     for name, address in cluster.others().items():
         try:
@@ -240,7 +232,7 @@ def lost(cluster: Cluster) -> list[str]:
             silent.append(f"{name} ({address}) does not answer")
         except OSError:
             ended.append(f"{name} ({address}) is gone")
-    return silent + ended
+    return silent + ended  # In this order, because processes end when another one is silent.
 
 
 def is_listening(address: str) -> bool:
@@ -266,7 +258,7 @@ def tensorflow_starts(cluster: Cluster, timeout: float) -> contextlib.AbstractCo
 
 @contextlib.contextmanager
 def called_after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
-    """Calls a function, in a thread, if the code inside takes longer than some seconds."""
+    """Calls a function, in a thread, if the code inside takes longer than `seconds`."""
     timer = threading.Timer(seconds, function)
     timer.daemon = True
     timer.start()

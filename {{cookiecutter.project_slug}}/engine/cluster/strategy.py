@@ -1,19 +1,18 @@
 """The tf.distribute strategy that the settings and the environment ask for.
 
-TensorFlow silently trains on the CPU where devices are missing, so they are refused. Untested on GPUs and TPUs.
+TensorFlow silently trains on the CPU where devices are missing, so that is rejected. Untested on GPUs and TPUs.
 """
 
 import dataclasses
 import functools
 import os
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from engine.cluster.devices import describe_own_devices, let_gpu_memory_grow, warn_of_unused_gpus
-from engine.cluster.environment import Cluster, find_cluster, refuse_cluster
+from engine.cluster.environment import Cluster, find_cluster, reject_cluster
 from engine.cluster.nvidia import identify_gpus, why_no_gpu
 from engine.cluster.parameter_servers import check_settings, coordinate, serve
 from engine.cluster.rendezvous import rendezvous, tensorflow_starts
@@ -30,7 +29,7 @@ ALREADY_STARTED = "TensorFlow has already started in this process: make tensors 
 class StrategyInfo:
     """Facts about a strategy, for the run summary and config.json."""
 
-    name: str  # As --strategy has it.
+    name: str  # The value of --strategy.
     size: str  # "2 workers, 4 replica(s)"
     devices: str  # "2 x NVIDIA A100", "CPU, 2 cores"
     all_reduce: str = ""  # How values are summed over devices: "nccl"; "" where they are not.
@@ -49,7 +48,7 @@ def create_strategy(settings: Settings) -> tf.distribute.Strategy:
     BadInput if devices are missing, or the cluster does not fit the settings.
     """
     if settings.eager:
-        refuse_cluster("--eager")
+        reject_cluster("--eager")
     let_gpu_memory_grow()
     # Otherwise graph optimization merges a gradient's sum and the sum over replicas into one AddN. With three or more
     # terms, the term that AddN starts with depends on the timing, and so does the last digit.
@@ -79,7 +78,7 @@ def create_strategy(settings: Settings) -> tf.distribute.Strategy:
 
 
 def strategy_info(strategy: tf.distribute.Strategy) -> StrategyInfo:
-    """Returns the facts about a strategy; for one that create_strategy has not made, those that it shows itself."""
+    """Returns the facts about a strategy, also about one that create_strategy has not made."""
     replicas = f"{strategy.num_replicas_in_sync} replica(s)"
     return _infos.get(strategy) or StrategyInfo(type(strategy).__name__, replicas, describe_own_devices(0))
 
@@ -88,15 +87,13 @@ def strategy_info(strategy: tf.distribute.Strategy) -> StrategyInfo:
 
 
 def _check_cluster(name: str, cluster: Cluster | None) -> None:
-    """Raises BadInput if a strategy cannot train on the cluster that the environment describes, or on none."""
     jobs = [job for job, addresses in cluster.addresses.items() if addresses] if cluster else []
     if name == "parameter_server" and not {"chief", "worker", "ps"} <= set(jobs):
-        needed = "a cluster with a chief, workers and parameter servers (ps) in TF_CONFIG"
         remedy = "use python launch.py --workers 2 --parameter-servers 1 -- ..."
-        raise BadInput(f"--strategy {name} needs {needed}: {remedy}")
+        raise BadInput(f"--strategy {name} needs a cluster with a chief, workers and ps in TF_CONFIG: {remedy}")
     if name == "multi_worker" and not cluster:
-        needed = "a cluster of several processes, described by TF_CONFIG, Slurm or Kubernetes"
-        raise BadInput(f"--strategy {name} needs {needed}: use srun, or python launch.py --workers 2 -- ...")
+        remedy = "use srun, deploy/kubernetes.yaml or python launch.py --workers 2 -- ..."
+        raise BadInput(f"--strategy {name} needs a cluster: {remedy}")
     needed = "parameter_server" if "ps" in jobs else "multi_worker"
     if cluster and name not in (needed, "tpu"):
         found = f"{cluster.source} describes a cluster of {len(cluster.processes())} processes ({', '.join(jobs)})"
@@ -111,7 +108,7 @@ def _check_devices(name: str, simulated: int, gpus: int) -> None:
         raise BadInput(f"--simulated-devices {simulated} {rule}: remove it, or use --strategy mirrored in one process")
     if name == "mirrored" and not simulated and not gpus:
         reason = why_no_gpu(os.environ) or "this machine shows none"
-        remedy = "use --simulated-devices N for N replicas on the CPU, or --strategy one_device"
+        remedy = "use --simulated-devices N, or --strategy one_device"
         raise BadInput(f"--strategy mirrored needs GPUs and {reason}: {remedy}")
 
 
@@ -124,7 +121,7 @@ def _check_all_reduce(name: str, settings: Settings, gpus: int) -> None:
     elif not gpus:
         where, possible = f"--simulated-devices {simulated}" if simulated else "one CPU", ["auto", "one_device"]
     elif name == "mirrored" and gpus % 2:
-        # Seen with three replicas on the CPU: HierarchicalCopyAllReduce drops the last one.
+        # HierarchicalCopyAllReduce drops the last of three replicas on the CPU.
         where, possible = f"an odd number of GPUs ({gpus})", ["auto", "nccl", "one_device"]
     else:
         return
@@ -135,12 +132,11 @@ def _check_all_reduce(name: str, settings: Settings, gpus: int) -> None:
 def _check_gpus_are_not_shared(workers: dict[str, dict[str, Any]]) -> None:
     """Raises BadInput if two workers use the same GPU; `workers` is the `own` of each."""
     users: dict[str, str] = {}
-    remedy = "set CUDA_VISIBLE_DEVICES for each, as launch.py does, or start one process for all GPUs of a machine"
-    for worker, gpu in [(worker, gpu) for worker, own in workers.items() for gpu in own["gpus"]]:
-        if gpu in users:
-            problem = f"use the same GPU {gpu.split()[-1]} of {workers[worker]['host']}"
-            raise BadInput(f"{users[gpu]} and {worker} {problem}: {remedy}")
-        users[gpu] = worker
+    for worker, own in workers.items():
+        for gpu in own["gpus"]:
+            if (user := users.setdefault(gpu, worker)) != worker:
+                problem = f"{user} and {worker} use the same GPU {gpu.split()[-1]} of {own['host']}"
+                raise BadInput(f"{problem}: set CUDA_VISIBLE_DEVICES for each, as launch.py does")
 
 
 # --- The strategies ---------------------------------------------------------------------------------------------------
@@ -150,12 +146,11 @@ def _create(
     name: str, settings: Settings, gpus: int, cluster: Cluster | None
 ) -> tuple[tf.distribute.Strategy, StrategyInfo]:
     devices = describe_own_devices(settings.simulated_devices, only_one=name == "one_device")
-    workers = all_reduce = ""
     if cluster and name == "parameter_server":
         strategy = (coordinate if cluster.job == "chief" else serve)(cluster, timeout=settings.cluster_timeout)
-        devices += " (the chief; the workers have their own)"
         size = f"{len(cluster.addresses['worker'])} worker(s), asynchronous: each takes its own steps"
-        return strategy, StrategyInfo(name, size, devices)
+        return strategy, StrategyInfo(name, size, f"{devices} (the chief; the workers have their own)")
+    workers = all_reduce = ""
     if cluster and name == "multi_worker":
         strategy, devices = _multi_worker(cluster, gpus, settings)
         workers = f"{len(cluster.processes())} workers, "
@@ -191,18 +186,15 @@ def _simulate(count: int) -> None:
 
 def _mirrored(simulated: int, gpus: int, all_reduce: str) -> tf.distribute.Strategy:
     devices = [f"CPU:{index}" for index in range(simulated)] or [f"GPU:{index}" for index in range(gpus)]
+    # One by one, because the order in which tf.add_n takes three or more depends on the timing.
+    sum_in_order = functools.partial(functools.reduce, tf.add)
     reductions = {
         "auto": lambda: None,  # TensorFlow's own choice: collective operations by NCCL.
         "nccl": tf.distribute.NcclAllReduce,
         "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
-        "one_device": functools.partial(tf.distribute.ReductionToOneDevice, accumulation_fn=_sum_in_order),
+        "one_device": functools.partial(tf.distribute.ReductionToOneDevice, accumulation_fn=sum_in_order),
     }
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=reductions[all_reduce]())
-
-
-def _sum_in_order(addends: Sequence[tf.Tensor]) -> tf.Tensor:
-    # One by one, because the order in which tf.add_n takes three or more depends on the timing.
-    return functools.reduce(tf.add, addends)
 
 
 def _multi_worker(cluster: Cluster, gpus: int, settings: Settings) -> tuple[tf.distribute.Strategy, str]:
@@ -239,7 +231,7 @@ def _tpu() -> tf.distribute.Strategy:
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (ValueError, tf.errors.OpError) as problem:
-        local = "libtpu, whose newest package, tensorflow-tpu 2.20.0, is older than pyproject.toml allows"
-        remedy = f"set TPU_NAME to one of another machine (a local one needs {local}), or train on CPUs or GPUs"
+        local = "needs libtpu, whose newest package, tensorflow-tpu 2.20.0, is older than pyproject.toml allows"
+        remedy = f"set TPU_NAME to a TPU of another machine (a local one {local}), or use CPUs or GPUs"
         raise BadInput(f"--strategy tpu finds no TPU ({first_line(problem)}): {remedy}") from problem
     return tf.distribute.TPUStrategy(resolver)

@@ -1,14 +1,13 @@
 """Decisions that the processes take together while they train.
 
 A process that leaves a loop earlier than the others, or saves where they do not, makes them wait for ever. So a fact
-that only one of them knows (a signal, a file, how long a step took) is shared before anything depends on it.
+that only one process knows (a signal, a file, how long a step took) is shared before anything depends on it.
 """
 
 import contextlib
 import os
 import pickle
 import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster, find_cluster, process_name
-from engine.cluster.rendezvous import lost
+from engine.cluster.rendezvous import lost, wait_for
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost
 from engine.user_errors import CONNECTION_ERRORS
 
@@ -37,24 +36,22 @@ class Workers:
         self.names = list(cluster.processes())
         self.count = len(self.names)
         self.index = self.names.index(cluster.name)
-        self.is_chief = cluster.is_chief  # The chief is the one that writes.
+        self.is_chief = cluster.is_chief  # Only the chief writes.
         hosts = [address.rpartition(":")[0] for address in cluster.processes().values()]
-        self.on_one_machine = max(map(hosts.count, hosts))  # On the machine that has most, judged by their addresses.
+        self.on_one_machine = max(map(hosts.count, hosts))  # The most workers of one machine, judged by addresses.
 
-    def _sum(self, values: np.ndarray) -> np.ndarray:
-        """Returns the sum of all workers' `values` (same shape and dtype: int32, int64, float32 or float64)."""
-        if self.count == 1:
-            return values
-        # One of a worker's replicas carries its values.
-        first = iter([values])
+    def _sum(self, integers: np.ndarray) -> np.ndarray:
+        """Returns the sum of all workers' `integers` ([n], int32)."""
+        # One of a worker's replicas carries its integers.
+        first = iter([integers])
         per_replica = self._strategy.experimental_distribute_values_from_function(
-            lambda _: tf.constant(next(first, np.zeros_like(values)))
+            lambda _: tf.constant(next(first, np.zeros_like(integers)))
         )
         return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None).numpy()
 
     def _sum_in_chunks(self, integers: np.ndarray) -> np.ndarray:
         chunks = [self._sum(integers[first : first + CHUNK]) for first in range(0, integers.size, CHUNK)]
-        return np.concatenate(chunks) if chunks else integers
+        return np.concatenate([integers[:0], *chunks])
 
     def gather(self, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns each of the `values` [...] as [workers, ...], of all workers in their order, bit for bit."""
@@ -118,9 +115,7 @@ def peers_named() -> Iterator[None]:
         cluster = find_cluster(os.environ)
         if cluster is None or not isinstance(problem, CONNECTION_ERRORS):
             raise
-        deadline = time.monotonic() + SECONDS_UNTIL_GONE
-        while not (gone := ", ".join(lost(cluster))) and time.monotonic() < deadline:
-            time.sleep(0.2)
+        gone = ", ".join(wait_for(lambda: lost(cluster), SECONDS_UNTIL_GONE))
         if not gone and (accused := _accused(str(problem), cluster)):
             gone = f"{accused} does not answer, or failed"
         if not gone:

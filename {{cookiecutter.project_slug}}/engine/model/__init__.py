@@ -1,4 +1,4 @@
-"""What a step uses and changes: models, optimizers, metrics and their variables. Imports no other subpackage.
+"""The objects that a step uses and changes: models, optimizers, metrics, variables. Imports no other subpackage.
 
 build         builds and checks the objects that the hooks return, in order
 rejections    rejects objects that would train wrongly without an error
@@ -6,7 +6,7 @@ variables     the variables of the objects by name
 metrics       builds and reads the metrics, and names their results
 gradients     micro-batches, the sum over replicas, clipping, the update
 averages      the moving average of the weights
-replicas      what differs between replicas: seeds and statistics
+replicas      seeds and statistics, which differ between replicas
 hidden_state  the variables that Keras does not list
 """
 

@@ -12,22 +12,18 @@ import keras
 import tensorflow as tf
 
 import engine
-from engine.errors import BadInput
-from engine.model import rejections, replicas
+from engine.errors import BadInput, Diverged
+from engine.model import rejections, replicas, variables
 from engine.model.averages import MovingAverage
-from engine.model.gradients import check_loss_scale, inner_optimizers, prepare_optimizer
+from engine.model.gradients import inner_optimizers, prepare_optimizer
 from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
-from engine.model.variables import (
-    by_name,
-    metric_variables,
-    model_variables,
-    optimizer_variables,
-    per_replica_variables,
-    trainable_variables,
-)
+from engine.model.variables import by_name
 from engine.protocols import Metrics, Task
 from engine.settings import Settings
 from engine.user_errors import first_line
+
+# Gradients that still overflow float16 at this scale are too large for any step. The scale starts at 2**15.
+LOWEST_LOSS_SCALE = 2.0**-10
 
 
 def set_up(task: Task, settings: Settings) -> None:
@@ -69,10 +65,9 @@ def build_models(model: Any, features_spec: Any) -> Any:
                     each(symbols, training=True)
         except Exception as problem:
             shapes = tf.nest.map_structure(lambda spec: spec.shape.as_list(), features_spec)
-            raise BadInput(
-                f"task.create_model returned {name!r}, which does not accept features of the shapes {shapes} "
-                f"({first_line(problem)}): let its first layer take what task.prepare_example returns"
-            ) from problem
+            fact = f"which does not accept features of the shapes {shapes} ({first_line(problem)})"
+            remedy = "make its first layer accept the features of task.prepare_example"
+            raise BadInput(f"task.create_model returned {name!r}, {fact}: {remedy}") from problem
     return model
 
 
@@ -98,44 +93,47 @@ def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TaskObjects:
-    """What the steps use and change. Made by `finish_objects`."""
+    """The objects that the steps use and change; `finish_objects` makes them."""
 
     model: Any  # A keras.Model, or a dict of them by name.
     optimizer: Any  # An optimizer, or a dict of them under the models' names.
     metrics: Metrics
     names: ResultNames
     weights: dict[str, tf.Variable]  # Every variable of the models.
-    average: MovingAverage | None  # Of the weights, with --ema-decay.
-    average_statistics: Callable[[], None]
-    """Gives all replicas the mean of the statistics that each has measured."""
+    average: MovingAverage | None  # The moving average of the weights, with --ema-decay.
+    average_statistics: Callable[[], None]  # Gives all replicas the mean of the statistics that each has measured.
     monitor_direction: str  # "min" or "max".
     on_report: Callable[..., None] | None
 
     @property
     def optimizers(self) -> dict[str, Any]:
-        """The optimizers, those in a MultiOptimizer one by one, by the column of metrics.csv for their rate."""
-        return optimizers_by_column(self.optimizer)
+        """The optimizers, also inside a MultiOptimizer, as "learning_rate", or "learning_rate/<name>" if several."""
+        optimizers = {}
+        for name, each in by_name(self.optimizer, "").items():
+            for inner_name, inner in ({one.name: one for one in inner_optimizers(each)} or {"": each}).items():
+                optimizers["/".join(filter(None, ["learning_rate", name, inner_name]))] = inner
+        return optimizers
 
     @tf.autograph.experimental.do_not_convert
     def update_average(self) -> None:
-        """Moves the moving average of the weights by one step; outside the replicas, in the graph."""
+        """Moves the average of the weights by one step, with --ema-decay; outside the replicas, in the graph."""
         if self.average:
             self.average.update()
 
     def average_in_place(self) -> contextlib.AbstractContextManager[None]:
-        """Puts the moving average of the weights in their place for a while, with --ema-decay."""
+        """Replaces the weights by their average inside, with --ema-decay."""
         return self.average.in_place() if self.average else contextlib.nullcontext()
 
     def mirrored(self) -> dict[str, tf.Variable]:
         """Returns the variables that have one value on all replicas."""
-        per_replica = per_replica_variables(self.model)
+        per_replica = variables.per_replica_variables(self.model)
         weights = {name: each for name, each in self.weights.items() if name not in per_replica}
-        averages = self.average.averages.items() if self.average else ()
-        return weights | optimizer_variables(self.optimizer) | {f"average/{name}": each for name, each in averages}
+        averages = {f"average/{name}": each for name, each in self.average.averages.items()} if self.average else {}
+        return weights | variables.optimizer_variables(self.optimizer) | averages
 
     def per_replica(self) -> dict[str, tf.Variable]:
-        """Returns the variables of which each replica has a value of its own."""
-        return per_replica_variables(self.model) | metric_variables(self.metrics)
+        """Returns the variables that may differ between replicas."""
+        return variables.per_replica_variables(self.model) | variables.metric_variables(self.metrics)
 
     def results(self, name: str) -> dict[str, float]:
         """Returns the metrics of a dataset as "<name>/<metric>", and resets them: datasets of a split share them."""
@@ -144,6 +142,7 @@ class TaskObjects:
         return results
 
     def reset(self, name: str) -> None:
+        """Resets the metrics of a dataset's split."""
         for metric in self.metrics[split_of(name)].values():
             metric.reset_state()
 
@@ -151,23 +150,18 @@ class TaskObjects:
         """Returns the learning rates of the next update, as columns of metrics.csv."""
         rates = {}
         for column, optimizer in self.optimizers.items():
-            with contextlib.suppress(Exception):  # A task's own optimizer may have none, and say so by any exception.
+            with contextlib.suppress(Exception):  # A task's own optimizer may raise anything.
                 rates[column] = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
         return rates
 
     def check_loss_scales(self, step: int) -> None:
-        """Raises Diverged if the loss scale of an optimizer is too low for any step."""
+        """Raises Diverged if a loss scale of mixed_float16 is so low that every step was skipped for long."""
         for optimizer in by_name(self.optimizer, "").values():
-            check_loss_scale(optimizer, step)
-
-
-def optimizers_by_column(optimizer: Any) -> dict[str, Any]:
-    """Returns {"learning_rate": optimizer} for one optimizer, "learning_rate/<name>" for each of several."""
-    optimizers = {}
-    for name, each in by_name(optimizer, "").items():
-        for inner_name, inner in ({one.name: one for one in inner_optimizers(each)} or {"": each}).items():
-            optimizers["/".join(filter(None, ["learning_rate", name, inner_name]))] = inner
-    return optimizers
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                scale = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
+                if scale < LOWEST_LOSS_SCALE:
+                    fact = f"the loss scale at step {step} is down to {scale:g}"
+                    raise Diverged(f"{fact}: no scale makes the gradients finite")
 
 
 def finish_objects(
@@ -175,11 +169,9 @@ def finish_objects(
 ) -> TaskObjects:
     """Builds and checks the objects that the hooks have made. Call it inside the strategy's scope.
 
-    `batch_specs` are the element specs of per-replica batches by dataset ("train", "validation" or
-    "validation/<name>", ...), and `recorded` the variables that the hooks made, from `recorded_variables`.
-
-    Raises:
-        BadInput: the objects cannot give the same results on any number of replicas.
+    `batch_specs` are the element specs of per-replica batches by dataset ("train", "validation" or "validation/<name>",
+    ...), and `recorded` the variables that the hooks made, from `recorded_variables`. Raises BadInput if the objects
+    cannot give the same results on any number of replicas.
     """
     strategy = tf.distribute.get_strategy()
     rejections.check_scope(strategy, task.model, "task.create_model")
@@ -191,8 +183,8 @@ def finish_objects(
     rejections.check_weight_decay(task.optimizer, task.model)
     build_metrics(task, strategy, batch_specs, recorded)
     names = ResultNames(task.metrics, batch_specs)
-    rejections.check_monitor(names, settings.monitor)
-    weights = model_variables(task.model)
+    direction = rejections.monitor_direction(names, settings.monitor, settings.monitor_direction)
+    weights = variables.model_variables(task.model)
     replicas.spread_seeds(strategy, [variable for name, variable in weights.items() if replicas.is_seed(name)])
     decay = settings.ema_decay
     return TaskObjects(
@@ -201,8 +193,8 @@ def finish_objects(
         metrics=task.metrics,
         names=names,
         weights=weights,
-        average=MovingAverage(trainable_variables(task.model), decay) if decay else None,
+        average=MovingAverage(variables.trainable_variables(task.model), decay) if decay else None,
         average_statistics=replicas.compile_averaging(strategy, by_name(task.model, "model")),
-        monitor_direction=rejections.monitor_direction(names, settings.monitor, settings.monitor_direction),
+        monitor_direction=direction,
         on_report=getattr(task, "on_report", None),
     )

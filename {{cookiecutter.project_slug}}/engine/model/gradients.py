@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from engine.errors import BadInput, Diverged
+from engine.errors import BadInput
 from engine.settings import Settings
 from engine.tracing import converted
 
@@ -28,8 +28,6 @@ REJECTED_ARGUMENTS = {
     "use_ema": "--ema-decay",
     "loss_scale_factor": "--precision mixed_float16",
 }
-# Gradients that still overflow float16 at this scale are too large for any step. The scale starts at 2**15.
-LOWEST_LOSS_SCALE = 2.0**-10
 
 Gradients = list[tf.Tensor | tf.IndexedSlices | None]
 
@@ -42,9 +40,9 @@ class _Step(threading.local):
     jit: bool = False
     is_last: bool = True  # Whether this micro-batch is the last one of the step.
     calls: int = 0  # How often this micro-batch has called apply_gradients.
-    # For each of these calls, the sum of the gradients of the micro-batches so far.
+    # The sum of the gradients of the micro-batches so far, for each of these calls.
     sums: list[Gradients] = dataclasses.field(default_factory=list)
-    operations: int = 0  # The number of operations in the graph at the first of these calls.
+    operations: int = 0  # The number of operations in the graph at the first call.
 
 
 _step = _Step()
@@ -54,10 +52,10 @@ _step = _Step()
 def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings) -> Callable[[Any], tf.Tensor]:
     """Returns a step that runs `train_step` on equal micro-batches, one after the other, and updates once.
 
-    Only the activations of one micro-batch are in memory at a time. Of n micro-batches the m-th contains every n-th
-    example from the m-th on, so that the m-th ones of all replicas together contain the same examples for any number of
-    replicas. Their losses are summed. `train_step` takes one replica's (features, labels, sample_weights), divides the
-    loss by the global batch size, and updates by `apply_gradients`.
+    Only one micro-batch's activations are in memory at a time. Of n micro-batches the m-th contains every n-th example
+    from the m-th on, so that all replicas' m-th micro-batches contain the same examples for any number of replicas. The
+    losses are summed. `train_step` takes one replica's (features, labels, sample_weights), divides the loss by the
+    global batch size, and updates by `apply_gradients`.
     """
     step, count = converted(train_step), settings.micro_batches
 
@@ -132,7 +130,7 @@ def apply_gradients(
 
 
 def _summed_over_micro_batches(gradients: Gradients, loss: tf.Tensor) -> Gradients:
-    """Returns the gradients of one call plus those of the same call in the micro-batches before."""
+    """Returns the gradients of one call plus the gradients of the same call in earlier micro-batches."""
     if _step.is_last and not _step.sums:
         return gradients  # There is one micro-batch.
     call, _step.calls = _step.calls, _step.calls + 1
@@ -201,14 +199,6 @@ def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> 
 
 
 def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizers inside a keras.optimizers.MultiOptimizer or another like it; of others none."""
+    """Returns the optimizers inside a keras.optimizers.MultiOptimizer or one like it; none for other optimizers."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # Inside a LossScaleOptimizer.
     return list(getattr(optimizer, "optimizers", []))
-
-
-def check_loss_scale(optimizer: keras.optimizers.Optimizer, step: int) -> None:
-    """Raises Diverged if the loss scale of mixed_float16 is so low that every step was skipped for long."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        scale = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
-        if scale < LOWEST_LOSS_SCALE:
-            raise Diverged(f"the loss scale at step {step} is down to {scale:g}: no scale makes the gradients finite")

@@ -38,10 +38,7 @@ def recorded_variables() -> Iterator[list[weakref.ref]]:
 
 
 class HiddenState:
-    """The unlisted variables that the steps use. The steps are traced when this is asked for first.
-
-    `unlisted` are all that the hooks made, whether a step uses them or not, under unique names.
-    """
+    """The unlisted variables that the steps use; `unlisted` has all that the hooks made, under unique names."""
 
     def __init__(
         self,
@@ -52,16 +49,13 @@ class HiddenState:
     ) -> None:
         """Traces nothing yet.
 
-        Args:
-            strategy: the one in whose scope the hooks ran.
-            recorded: all variables that the hooks made, from `recorded_variables`.
-            listed: the variables that Keras lists.
-            graph: returns the graph of a split's steps; None if other processes run them, or there are none.
+        `recorded` are all variables that the hooks made, from `recorded_variables`, and `listed` those that Keras
+        lists. `graph` returns the graph of a split's steps; None if other processes run them, or there are none.
         """
         self._local_results = strategy.experimental_local_results
         self._graph = graph
         known = self._handles(listed)
-        # Numbered over all of them, so that a name does not depend on which ones a graph uses.
+        # All are numbered, so that a name does not depend on which variables a graph uses.
         self.unlisted: dict[str, tf.Variable] = {}
         times: collections.Counter[str] = collections.Counter()
         for each in recorded:
@@ -73,7 +67,7 @@ class HiddenState:
 
     @functools.cached_property
     def training(self) -> Traced | None:
-        """What the training steps do; traces them. None if other processes run them."""
+        """The traced training steps; None if other processes run them."""
         try:
             graph = self._graph("train")
         except Exception as problem:
@@ -84,17 +78,17 @@ class HiddenState:
 
     @functools.cached_property
     def evaluation(self) -> Traced | None:
-        """What the validation steps do, or the test steps if there is no validation; traces them."""
+        """The traced validation steps, or test steps if there is no validation; None without either."""
         graphs = (self._graph(split) for split in ("validation", "test"))
         return next((look_at(graph) for graph in graphs if graph is not None), None)
 
     def changed(self) -> dict[str, tf.Variable]:
-        """Returns those that a step changes: the checkpoints contain them."""
+        """Returns the variables that a step changes: the checkpoints contain them."""
         traced = [each for each in (self.training, self.evaluation) if each]
         return self._among({handle for each in traced for handle in each.changed})
 
     def used_in_evaluation(self) -> dict[str, tf.Variable]:
-        """Returns those that an evaluation uses, or training if there is none: they belong to the best weights."""
+        """Returns the variables that an evaluation, or else training, uses: they belong to the best weights."""
         traced = self.evaluation or self.training
         return self._among(traced.used if traced else ())
 

@@ -1,4 +1,4 @@
-"""The metrics of a task: built, read, and the names of their results.
+"""Builds and reads the metrics of a task, and names their results.
 
 A result is a number, an array, or a dictionary of these. Each number has its own name: "validation/loss",
 "validation/confusion/1/2" in an array, "validation/scores/recall" in a dictionary.
@@ -69,10 +69,8 @@ def _numbers(metrics: Metrics, split: str) -> Iterator[tuple[str, str, str, floa
         subject = f"task.create_metrics({split!r}) returned {metric_name!r}, whose"
         arrays = list(_arrays(metric_name, metric.result(), subject))
         if (size := sum(array.size for _, array in arrays)) > LARGEST_RESULT:
-            raise BadInput(
-                f"{subject} result has {size:,} numbers: at most {LARGEST_RESULT:,} can be columns of metrics.csv; "
-                "average it, or draw it in task.on_report"
-            )
+            rule = f"at most {LARGEST_RESULT:,} can be columns of metrics.csv; average it, or draw it in task.on_report"
+            raise BadInput(f"{subject} result has {size:,} numbers: {rule}")
         for name, array in arrays:
             for index in np.ndindex(array.shape):
                 yield metric_name, "/".join([name, *map(str, index)]), name, float(array[index])

@@ -14,23 +14,14 @@ from engine.model.metrics import ResultNames, split_of
 from engine.model.variables import by_name, inner_variable, trainable_variables, variable_path
 from engine.protocols import Task
 
-HOOKS = (
-    "load_examples",
-    "prepare_example",
-    "create_model",
-    "create_optimizer",
-    "create_loss_objects",
-    "create_metrics",
-    "train_step",
-    "evaluation_step",
-)
+CREATE_HOOKS = ("create_model", "create_optimizer", "create_loss_objects", "create_metrics")
+HOOKS = ("load_examples", "prepare_example", *CREATE_HOOKS, "train_step", "evaluation_step")
 
 
 def check_hooks(task: Task, *, export: bool) -> None:
     """Raises BadInput if task.py lacks a hook (an export needs predict_step), or on_report has other parameters."""
     needed = (*HOOKS, "predict_step") if export else HOOKS
-    missing = [name for name in needed if not callable(getattr(task, name, None))]
-    if missing:
+    if missing := [name for name in needed if not callable(getattr(task, name, None))]:
         raise BadInput(f"task.py has no function {', '.join(missing)}: it needs {', '.join(needed)}")
     if on_report := getattr(task, "on_report", None):
         try:
@@ -43,7 +34,7 @@ def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> No
     """Raises BadInput unless models, optimizers or metrics were made inside the strategy's scope."""
     for each in by_name(objects, hook).values():
         if not hasattr(each, "variables"):
-            raise BadInput(f"{hook} returned {each!r}: return what its docstring says")
+            raise BadInput(f"{hook} returned {each!r}: return the objects that its docstring names")
         if strategy.num_replicas_in_sync == 1:
             continue
         for variable in each.variables:
@@ -53,19 +44,19 @@ def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> No
 
 
 def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
-    """Raises BadInput for a loss that averages by itself: Keras divides it by the number of replicas as well."""
+    """Raises BadInput for a loss that is one value for all examples; Keras also divides means by the replicas."""
     if not isinstance(loss_objects, Mapping):
         raise BadInput(f"task.create_loss_objects returned {loss_objects!r}: return a dict of losses by name")
     for name, loss in loss_objects.items():
         reduction = getattr(loss, "reduction", None)
         if reduction not in (None, "none"):
-            problem = f"{name!r} with reduction={reduction!r}, which Keras divides by the number of replicas as well"
+            problem = f"{name!r} with reduction={reduction!r}, which is one value for all examples of a replica"
             remedy = "use reduction='none'; task.compute_loss averages"
             raise BadInput(f"task.create_loss_objects returned {problem}: {remedy}")
 
 
 def check_weight_decay(optimizer: Any, model: Any) -> None:
-    """Raises BadInput if variables are to be excluded from weight decay by names that match none of them."""
+    """Raises BadInput if an optimizer excludes variables from weight decay by names that match no variable."""
     names = [variable.name for variable in trainable_variables(model).values()]
     for each in by_name(optimizer, "optimizer").values():
         for one in inner_optimizers(each) or [getattr(each, "inner_optimizer", each)]:
@@ -79,26 +70,22 @@ def check_weight_decay(optimizer: Any, model: Any) -> None:
                     raise BadInput(f"{call} excludes nothing, {reason}: pass the variables themselves, as var_list")
 
 
-def check_monitor(names: ResultNames, monitor: str) -> None:
-    """Raises BadInput if `monitor` is not the name of a number that is measured in training or validation."""
-    if monitor in names.metrics and split_of(monitor) in ("train", "validation"):
-        return
-    problem = "is not the name of a metric"
-    if split_of(monitor) == "validation" and not any(split_of(each) == "validation" for each in names.datasets):
-        problem = "is not measured, because task.load_examples('validation') returned None"
-    raise BadInput(f"--monitor {monitor} {problem}: use one of {', '.join(names.to_monitor())}")
-
-
 def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
     """Returns "min" or "max": the setting, or with "auto" the metric's direction as Keras knows it.
 
-    Raises BadInput for "auto" if Keras knows no direction of the metric, and it is not called a loss.
+    Raises BadInput if `monitor` is not a result of training or validation, or if its direction is unknown: Keras does
+    not know it, and it is not called a loss.
     """
+    if monitor not in names.metrics or split_of(monitor) not in ("train", "validation"):
+        problem = "is not the name of a metric"
+        if split_of(monitor) == "validation" and not any(split_of(each) == "validation" for each in names.datasets):
+            problem = "is not measured, because task.load_examples('validation') returned None"
+        raise BadInput(f"--monitor {monitor} {problem}: use one of {', '.join(names.to_monitor())}")
     if setting != "auto":
         return setting
     metric, name = names.metrics[monitor]
     known = {"up": "max", "down": "min"}.get(getattr(metric, "_direction", ""))
     if known is None and not name.endswith("loss"):
-        problem = "whether lower or higher is better is unknown"
-        raise BadInput(f"--monitor {monitor}: {problem}: pass --monitor-direction min or max")
+        remedy = "pass --monitor-direction min or max"
+        raise BadInput(f"--monitor {monitor}: whether lower or higher is better is unknown: {remedy}")
     return known or "min"

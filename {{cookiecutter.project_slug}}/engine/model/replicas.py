@@ -1,4 +1,4 @@
-"""What differs between replicas: the seeds of dropout, and the statistics of an unsynchronized BatchNormalization."""
+"""The variables that differ between replicas: dropout's seeds, an unsynchronized BatchNormalization's statistics."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The variables of what the hooks of task.py returned, each under a unique name, in a fixed order.
+"""The variables of the objects that the hooks of task.py returned, under unique names, in a fixed order.
 
 A task has one model and one optimizer, or dictionaries of them under the same names, such as a GAN's generator and
 discriminator. `by_name` makes both the same to the rest of the engine.
@@ -33,12 +33,12 @@ def metric_variables(metrics: Metrics) -> dict[str, tf.Variable]:
 
 
 def trainable_variables(model: Any) -> dict[str, tf.Variable]:
-    """Returns those of `model_variables` that training changes."""
+    """Returns the `model_variables` that training changes."""
     return _chosen(model, (each for one in by_name(model, "model").values() for each in one.trainable_variables))
 
 
 def per_replica_variables(model: Any) -> dict[str, tf.Variable]:
-    """Returns those of `model_variables` that may differ between replicas."""
+    """Returns the `model_variables` that may differ between replicas."""
     return _chosen(model, replicas.per_replica_variables(by_name(model, "model")))
 
 

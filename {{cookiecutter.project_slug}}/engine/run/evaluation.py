@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.cluster.environment import refuse_cluster
+from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.console import console, in_short, print_facts
@@ -77,7 +77,7 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
         BadInput: a setting contradicts the run's, or its directory is not writable.
         CannotWrite: the directory is no longer writable.
     """
-    refuse_cluster("--evaluate-continuously")
+    reject_cluster("--evaluate-continuously")
     settings = read_settings()
     console.print(f"Validating the checkpoints of {settings.run_dir} as they appear")
     if not _wait_for((settings.run_dir / CONFIG).exists, settings):

@@ -34,23 +34,22 @@ from engine.trained.loading import NO_TENSORS, Trained, compiled_predict_step, l
 from engine.trained.saved_model import Endpoint, write_saved_model
 from engine.user_errors import first_line, user_errors_named
 
-EXPORT = "export"  # In a run's directory.
 TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
-SHARE_OF_TIES = 1e-3  # Allowed share of differing integers, such as the classes of pixels: rounding decides a tie.
+TIES = 1e-3  # Allowed fraction of differing integers, such as the classes of pixels: rounding decides a tie.
 EXAMPLES, UNKNOWN_SIZE = 3, 8  # The number of made-up examples, and the sizes that their element spec leaves open.
 SUFFIXES = {"litert": ".tflite", "onnx": ".onnx"}
 
 Facts = dict[str, Any]  # The text to print for each file.
 
 
-@user_errors_named()  # Here, because the other workers hear of BadInput and CannotWrite only.
+@user_errors_named()  # Placed here, because only BadInput and CannotWrite reach the other workers.
 def export(task: Task, settings: Settings) -> None:
-    """Writes the run's best weights to export/ in its directory: all of it or nothing. An earlier export is replaced.
+    """Writes the run's best weights to export/ in its directory, completely or not at all; replaces an earlier export.
 
     Call it in the chief, outside any strategy. task.model is then the model with those weights. Raises CannotWrite, or
     BadInput if something cannot be exported, or differs from the model once it is loaded again.
     """
-    trained, path = load_trained(task, settings), settings.run_dir / EXPORT
+    trained, path = load_trained(task, settings), settings.run_dir / "export"
     facts: Facts = {"weights": trained.weights}
     with _replaced(path) as folder:
         if unlisted := ", ".join(trained.unlisted):
@@ -184,15 +183,14 @@ def _write_format(folder: Path, kind: str, trained: Trained, facts: Facts) -> Ba
 
 def _write_saved_model(folder: Path, task: Task, trained: Trained) -> Facts:
     """Writes the endpoints that a file can contain. Raises BadInput unless they return the same once loaded."""
-    facts: Facts = {}
     endpoints = {"serve": trained.serve}
     if trained.serve_examples:
         endpoints["serve_examples"] = trained.serve_examples
-    else:
-        facts["serve_examples"] = f"skipped: {NO_TENSORS}"
     with _failing_as("the SavedModel cannot be written and loaded"):
         loaded, skipped = write_saved_model(folder, endpoints)
-    facts |= {name: f"skipped: {reason}" for name, reason in skipped.items()}
+    if not trained.serve_examples:
+        skipped["serve_examples"] = NO_TENSORS
+    facts = {name: f"skipped: {reason}" for name, reason in skipped.items()}
     for name, endpoint in loaded.items():
         note = _compare(name, endpoints[name], endpoint, task, trained)
         facts[name] = f"endpoint of {folder.name}: {endpoint}{note}"
@@ -203,7 +201,7 @@ def _write_saved_model(folder: Path, task: Task, trained: Trained) -> Facts:
 
 
 def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Task, trained: Trained) -> str:
-    """Returns "", or why the functions cannot be compared. Raises BadInput if they return different outputs."""
+    """Returns "", or why the endpoints cannot be compared. Raises BadInput if they return different outputs."""
     reason = ""
     tolerance = TOLERANCE if trained.settings.precision == "float32" else TOLERANCE_OF_MIXED_PRECISION
     for features in _few_features(expected, task, trained):
@@ -215,10 +213,7 @@ def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Task, traine
         found = loaded.function(features)
         for output, values in outputs.items():
             if not _are_close(values, found[output], tolerance):
-                limit = f"by more than {tolerance:g} of its largest value"
-                if not values.dtype.is_floating:
-                    limit = f"in more than {SHARE_OF_TIES:g} of its values"
-                fact = f"{name}, once loaded, returns another {output!r} than the model, {limit}"
+                fact = f"{name}, once loaded, returns another {output!r} than the model"
                 raise BadInput(f"--export: {fact}: keep the state of your own layers with add_weight and get_config")
         return ""
     return f"; not compared, because examples of the data, if there are any, and made-up ones fail ({reason})"
@@ -255,7 +250,7 @@ def _are_close(expected: tf.Tensor, found: tf.Tensor, tolerance: float) -> bool:
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
     if not expected.dtype.is_floating:
-        return np.count_nonzero(expected.numpy() != found.numpy()) <= SHARE_OF_TIES * expected.numpy().size
+        return np.count_nonzero(expected.numpy() != found.numpy()) <= TIES * expected.numpy().size
     expected, found = (tf.cast(each, tf.float64).numpy() for each in (expected, found))
     largest = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
     return np.allclose(found, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True)

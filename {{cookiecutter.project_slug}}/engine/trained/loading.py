@@ -73,12 +73,7 @@ def load_trained(task: Task, settings: Settings) -> Trained:
 def new_model(task: Task, settings: Settings, features_spec: Any) -> Any:
     """Returns the model, or the dict of models, that task.create_model makes for prepared features, built."""
     two = tf.nest.map_structure(lambda leaf: tf.TensorSpec([2, *leaf.shape[1:]], leaf.dtype), features_spec)
-    return build_models(task.create_model(), _with_lengths(two, settings))
-
-
-def _with_lengths(spec: Any, settings: Settings) -> Any:
-    """Returns the element spec of batches whose sequences are as long as the largest --pad-to."""
-    return of_largest_length(spec, settings.pad_to) if settings.pad_to else spec
+    return build_models(task.create_model(), of_largest_length(two, settings.pad_to or ()))
 
 
 def compiled_predict_step(task: Task, features_spec: Any) -> tf.types.experimental.PolymorphicFunction:
@@ -91,9 +86,10 @@ def compiled_predict_step(task: Task, features_spec: Any) -> tf.types.experiment
 
 def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_spec: Any) -> Endpoint:
     """Returns Trained.serve_examples."""
-    preparation = Preparation(task.prepare_example, training=False, pad_to=settings.pad_to or ())
+    lengths = settings.pad_to or ()
+    preparation = Preparation(task.prepare_example, training=False, pad_to=lengths)
     prepared, seed = preparation.trace(example_spec), evaluation_seed(settings.seed)
-    if prepared.batch_spec[0] != _with_lengths(serve.spec, settings):
+    if prepared.batch_spec[0] != of_largest_length(serve.spec, lengths):
         fact = f"{as_text(prepared.batch_spec[0])}, and the run in {settings.run_dir} has {as_text(serve.spec)}"
         raise BadInput(f"task.prepare_example returns features of {fact}: restore the hook it was trained with")
 

@@ -19,10 +19,8 @@ from engine.user_errors import first_line, where_raised
 
 Arrays = dict[str, np.ndarray]  # Features or outputs, by name.
 Name = int | str  # The name of an example: its number, for instance, or its file.
-Batch = tuple[Sequence[Name], Arrays]
 
-EXAMPLE = "example"  # Heads the first column of a .csv file, and precedes a name in messages.
-RESERVED = (EXAMPLE, "file")  # np.savez has a parameter called "file".
+RESERVED = ("example", "file")  # The first column of a .csv file, and a parameter of np.savez.
 # UnicodeDecodeError is raised where TensorFlow's message quotes bytes that are not text.
 FAILURES = (tf.errors.OpError, UnicodeDecodeError)
 COLUMNS = (rich.progress.TextColumn("{task.completed:,} {task.description}"), rich.progress.TimeElapsedColumn())
@@ -44,38 +42,26 @@ class Predictor:
     def __call__(self, examples: Any, batch_size: int = 128) -> Arrays:
         """Returns the outputs of task.predict_step, [n, ...] each, for features [n, ...]: an array or a dict of arrays.
 
-        Raises BadInput if these are not examples of the run, or one of them cannot be prepared.
+        Raises BadInput if these are not examples of the run, or one cannot be prepared.
         """
         arrays = {name: _as_array(each) for name, each in leaves(examples).items()}
         lengths = {array.shape[:1] for array in arrays.values()}
         if len(lengths) != 1 or lengths == {()}:
             raise BadInput(f"{', '.join(arrays)} must be arrays [n, ...] of the same number n of examples")
         ((length,),) = lengths
-        numbers = (range(length)[first : first + batch_size] for first in range(0, length, batch_size))
-        batches = ((part, {name: array[part.start : part.stop] for name, array in arrays.items()}) for part in numbers)
-        return self._predict(batches)[1]
+        rows = ({name: array[number] for name, array in arrays.items()} for number in range(length))
+        return self.predict(enumerate(rows), batch_size)[1]
 
     def predict(self, examples: Iterable[tuple[Name, Any]], batch_size: int) -> tuple[list[Name], Arrays]:
         """Returns the names and the outputs of examples, which are pairs of a name and features.
 
-        Raises BadInput, which names the first of them that is not an example of the run, or cannot be prepared.
+        Raises BadInput, which names the first one that is not an example of the run, or cannot be prepared.
         """
-        return self._predict(_batches(examples, batch_size))
-
-    def check_output(self, path: Path) -> None:
-        """Raises BadInput if a file of this kind cannot contain the outputs of task.predict_step."""
-        for name, output in self._outputs.items():
-            if name in RESERVED:
-                raise BadInput(f"task.predict_step returns {name!r}, which is a reserved name: rename it")
-            if path.suffix == ".csv" and output.shape.rank not in (1, 2):
-                raise BadInput(f"--output {path}: {name!r} is of shape {output.shape}: pass an .npz file")
-
-    def _predict(self, batches: Iterable[Batch]) -> tuple[list[Name], Arrays]:
         names: list[Name] = []
         parts: list[Arrays] = []
         with rich.progress.Progress(*COLUMNS, console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("predictions", total=None)
-            for batch_names, arrays in batches:
+            for batch_names, arrays in _batches(examples, batch_size):
                 features = _as_tensors(batch_names, arrays, self._serve.spec)
                 parts.append(self._predict_batch(batch_names, features, first=len(names)))
                 names += batch_names
@@ -87,6 +73,14 @@ class Predictor:
                 raise BadInput(f"task.predict_step returned {name!r} of several sizes ({sorted(shapes)}): return one")
         return names, {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
+    def check_output(self, path: Path) -> None:
+        """Raises BadInput if a file of this kind cannot contain the outputs of task.predict_step."""
+        for name, output in self._outputs.items():
+            if name in RESERVED:
+                raise BadInput(f"task.predict_step returns {name!r}, which is a reserved name: rename it")
+            if path.suffix == ".csv" and output.shape.rank not in (1, 2):
+                raise BadInput(f"--output {path}: {name!r} is of shape {output.shape}: pass an .npz file")
+
     def _predict_batch(self, names: Sequence[Name], features: Any, first: int) -> Arrays:
         try:
             outputs = self._serve.function(features, first)
@@ -97,12 +91,12 @@ class Predictor:
                     self._serve.function(one, first + number)
                 except FAILURES as problem:
                     reason = f"{where_raised(problem)}: {first_line(problem)}"
-                    raise BadInput(f"{EXAMPLE} {name}: {reason} (its labels are placeholders)") from problem
+                    raise BadInput(f"example {name}: {reason} (its labels are placeholders)") from problem
             raise
         return {name: _from_tensor(output) for name, output in outputs.items()}
 
 
-def _batches(examples: Iterable[tuple[Name, Any]], size: int) -> Iterator[Batch]:
+def _batches(examples: Iterable[tuple[Name, Any]], size: int) -> Iterator[tuple[Sequence[Name], Arrays]]:
     """Yields batches of examples of the same shapes that follow each other."""
 
     def row(example: tuple[Name, Any]) -> tuple[Name, Arrays]:
@@ -127,18 +121,18 @@ def _as_tensors(names: Sequence[Name], arrays: Arrays, spec: Any) -> Any:
     """Returns features as tensors of an element spec. Raises BadInput, naming an example, if they do not fit it."""
     specs, tensors = leaves(spec), []
     if arrays.keys() != specs.keys():
-        raise BadInput(f"{EXAMPLE} {names[0]} has the features {', '.join(arrays)} and must have {', '.join(specs)}")
+        raise BadInput(f"example {names[0]} has the features {', '.join(arrays)} and must have {', '.join(specs)}")
     for name, leaf in specs.items():
         array, dtype = arrays[name], leaf.dtype
         is_text = array.dtype.kind in "OSU"
         if is_text != (dtype == tf.string) or not leaf.shape.is_compatible_with(array.shape):
             given, wanted = f"{array.dtype}{list(array.shape[1:])}", leaf_text(tf.TensorSpec(leaf.shape[1:], dtype))
-            raise BadInput(f"{EXAMPLE} {names[0]}: {name} is {given} and must be {wanted}, as in task.load_examples")
+            raise BadInput(f"example {names[0]}: {name} is {given} and must be {wanted}, as in task.load_examples")
         with np.errstate(all="ignore"):
             found = array if is_text else array.astype(dtype.as_numpy_dtype)
         if not is_text and not dtype.is_floating and (changed := found != array).any():
             row = np.flatnonzero(changed.reshape(len(array), -1).any(axis=1))[0]
-            raise BadInput(f"{EXAMPLE} {names[row]}: {name} has a value that does not fit into {dtype.name}")
+            raise BadInput(f"example {names[row]}: {name} has a value that does not fit into {dtype.name}")
         tensors.append(tf.constant(found))
     return tf.nest.pack_sequence_as(spec, tensors)
 
@@ -162,7 +156,7 @@ def write_predictions(path: Path, names: Sequence[Name], predictions: Arrays) ->
             with temporary.open("wb") as file:  # np.savez would append .npz to a path.
                 np.savez(file, **arrays)
             return
-        columns: dict[str, Iterable[Any]] = {EXAMPLE: names}
+        columns: dict[str, Iterable[Any]] = {"example": names}
         for name, values in predictions.items():
             several = {f"{name}/{number}": column for number, column in enumerate(values.T)}
             columns |= several if values.ndim == 2 else {name: values}
@@ -175,10 +169,10 @@ def write_predictions(path: Path, names: Sequence[Name], predictions: Arrays) ->
 
 
 def report_infinite(names: Sequence[Name], predictions: Arrays) -> None:
-    """Prints which outputs are not finite, such as those of an example that contains NaN."""
+    """Prints which outputs are not finite, as those of an example that contains NaN."""
     for name, values in predictions.items():
         if values.dtype.kind == "f":
             places = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
             if len(places):
-                first = f"{EXAMPLE} {names[places[0]]}"
-                console.print(f"{name!r} is not finite for {len(places):,} of the examples, {first} first")
+                count, first = f"{len(places):,}", names[places[0]]
+                console.print(f"{name!r} is not finite for {count} of the examples, example {first} first")

@@ -25,7 +25,7 @@ class Endpoint:
 
     @property
     def inputs(self) -> dict[str, tf.TensorSpec]:
-        """The element specs of the features by names that every server accepts: letters, digits and underscores."""
+        """The element specs of the features, under names of letters, digits and underscores, as servers need."""
         found = {re.sub(r"\W", "_", name): leaf for name, leaf in leaves(self.spec).items()}
         return {name if name[0].isalpha() else f"arg_{name}": leaf for name, leaf in found.items()}
 
@@ -70,7 +70,7 @@ def write_saved_model(folder: Path, endpoints: dict[str, Endpoint]) -> tuple[dic
 
 
 def _resources(signatures: Iterable[Any]) -> tf.Module:
-    """Returns a module of the variables and lookup tables that signatures use, so that the file contains them."""
+    """Returns a module of the variables and lookup tables that the signatures use, so that the file contains them."""
     graphs = [each.graph for each in signatures]
     handles = {id(handle) for graph in graphs for handle, _ in graph.captures}
     gc.unfreeze()  # Otherwise gc.get_objects() does not return objects that the imports have made.

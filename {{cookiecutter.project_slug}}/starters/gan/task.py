@@ -1,4 +1,4 @@
-"""Your task: its data, its objects, and the steps of one replica on its part of a batch.
+"""Your task: its data, its objects, and the steps of one replica on a per-replica batch.
 
 A generator draws digits, and a discriminator learns to tell them from real ones (Goodfellow et al. 2014,
 arXiv:1406.2661). Lines marked TODO(you) are yours to replace; everything works as it is. An edit of a line marked KEEP
@@ -53,7 +53,7 @@ def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, seed: tf.Tensor):
 def read_inputs(path: Path) -> Iterable[tuple[int | str, np.ndarray]]:
     """Yields a name and the features of each example at `path`, as load_examples returns them; predict.py calls it.
 
-    Change it together with load_examples. Here `path` is an .npy file of digits, which are named by their numbers.
+    Change it together with load_examples. Here `path` is an .npy file of digits, each named by its number.
     """
     return enumerate(np.load(path, mmap_mode="r"))
 
@@ -106,7 +106,7 @@ def create_optimizer(total_steps: int) -> dict[str, keras.optimizers.Optimizer]:
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
     """Returns one loss per term of compute_loss, by name."""
     # TODO(you): Choose the losses.
-    # KEEP: reduction="none" gives a value per example; any other divides by the number of replicas a second time.
+    # KEEP: reduction="none" gives a value per example; others give one for all, and means are divided by the replicas.
     return {"is_real": keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")}
 
 
@@ -117,7 +117,7 @@ def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
     return {**losses, "distance": Distance(classes=10, size=8 * 8)}
 
 
-# --- Steps: what one replica does with its part of a batch ------------------------------------------------------------
+# --- Steps: what one replica does with a per-replica batch ------------------------------------------------------------
 
 
 def compute_loss(features: dict[str, tf.Tensor], labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.Tensor):
@@ -160,7 +160,7 @@ def update_metrics(split: str, features, labels, predictions, per_example_losses
 
 
 def train_step(batch) -> tf.Tensor:
-    """Updates both models from this replica's part of a batch; returns its part of their losses' sum (scalar)."""
+    """Updates both models from a per-replica batch; returns this replica's part of their losses' sum (scalar)."""
     # TODO(you): Change the step, and evaluation_step and predict_step with it.
     features, labels, sample_weights = batch
     with tf.GradientTape(persistent=True) as tape:
@@ -174,7 +174,7 @@ def train_step(batch) -> tf.Tensor:
 
 
 def evaluation_step(split: str, batch) -> tf.Tensor:
-    """Measures both models on this replica's part of a batch; returns its part of their losses' sum (scalar)."""
+    """Measures both models on a per-replica batch; returns this replica's part of their losses' sum (scalar)."""
     features, labels, sample_weights = batch
     predictions = model["generator"](features, training=False)
     losses, per_example_losses = compute_loss(features, labels, predictions, sample_weights)

@@ -8,9 +8,9 @@ from engine.settings import Settings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Settings):
-    """Trains task.py with a custom loop: the same numbers on one device and on many.
+    """Trains task.py with a custom loop: the same results on one device and on many.
 
-    A run directory that holds a checkpoint is resumed; a finished run, started again, says so.
+    A run directory that contains a checkpoint is resumed; a finished run is reported and not trained again.
     """
 
     # TODO(you): Add the settings of your task; each becomes a flag and is recorded with the run.

@@ -1,4 +1,4 @@
-"""Your task: its data, its objects, and the steps of one replica on its part of a batch.
+"""Your task: its data, its objects, and the steps of one replica on a per-replica batch.
 
 A U-Net (Ronneberger et al. 2015, arXiv:1505.04597) gives each pixel of an image a class. Lines marked TODO(you) are
 yours to replace; everything works as it is. An edit of a line marked KEEP would silently break the distribution.
@@ -51,7 +51,7 @@ def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, training: bool, s
 def read_inputs(path: Path) -> Iterable[tuple[int | str, np.ndarray]]:
     """Yields a name and the features of each example at `path`, as load_examples returns them; predict.py calls it.
 
-    Change it together with load_examples. Here `path` is an .npy file of images, which are named by their numbers.
+    Change it together with load_examples. Here `path` is an .npy file of images, each named by its number.
     """
     return enumerate(np.load(path, mmap_mode="r"))
 
@@ -77,7 +77,7 @@ def convolutions(hidden, filters: int):
 def create_model() -> keras.Model:
     """Returns the model, or a dict of models by name. Its predictions here are logits [batch, SIZE, SIZE, classes].
 
-    Weights of a part of it are loaded here: encoder.load_weights("encoder.weights.h5").
+    Load weights of some of its layers here: encoder.load_weights("encoder.weights.h5").
     """
     # TODO(you): Build your model.
     inputs = keras.Input((SIZE, SIZE, 3))
@@ -107,7 +107,7 @@ def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
     """Returns one loss per term of compute_loss, by name."""
     # TODO(you): Choose the losses.
-    # KEEP: reduction="none" gives a value per pixel; any other divides by the number of replicas a second time.
+    # KEEP: reduction="none" gives a value per pixel; others give one for all, and means are divided by the replicas.
     return {"pixel": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")}
 
 
@@ -122,7 +122,7 @@ def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
     }
 
 
-# --- Steps: what one replica does with its part of a batch ------------------------------------------------------------
+# --- Steps: what one replica does with a per-replica batch ------------------------------------------------------------
 
 
 def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -157,7 +157,7 @@ def update_metrics(split: str, labels: tf.Tensor, predictions: tf.Tensor, per_ex
 
 
 def train_step(batch) -> tf.Tensor:
-    """Updates the model from this replica's part of a batch; returns its part of the loss (scalar)."""
+    """Updates the model from a per-replica batch; returns this replica's part of the loss (scalar)."""
     # TODO(you): Change the step, and evaluation_step and predict_step with it.
     features, labels, sample_weights = batch
     with tf.GradientTape() as tape:
@@ -170,7 +170,7 @@ def train_step(batch) -> tf.Tensor:
 
 
 def evaluation_step(split: str, batch) -> tf.Tensor:
-    """Measures the model on this replica's part of a batch; returns its part of the loss (scalar)."""
+    """Measures the model on a per-replica batch; returns this replica's part of the loss (scalar)."""
     features, labels, sample_weights = batch
     predictions = model(features, training=False)
     loss, per_example_loss = compute_loss(labels, predictions, sample_weights)

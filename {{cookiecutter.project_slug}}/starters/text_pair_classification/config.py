@@ -10,9 +10,9 @@ from engine.settings import InitOnly, Settings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Settings):
-    """Fine-tunes BERT on pairs of sentences with a custom loop: the same numbers on one device and on many.
+    """Fine-tunes BERT on pairs of sentences with a custom loop: the same results on one device and on many.
 
-    A run directory that holds a checkpoint is resumed; a finished run, started again, says so.
+    A run directory that contains a checkpoint is resumed; a finished run is reported and not trained again.
     """
 
     # TODO(you): Add the settings of your task; each becomes a flag and is recorded with the run.
@@ -40,7 +40,7 @@ class Config(Settings):
     dropout: float = 0.1
     """Rate of dropout, in the encoder and in front of the classifier."""
     weight_decay: float = 0.01
-    """Decay of all weights but biases and those of normalizations."""
+    """Decay of all weights but biases and the weights of normalizations."""
 
     # Any setting of engine/settings.py can get another default here.
     epochs: int = 8

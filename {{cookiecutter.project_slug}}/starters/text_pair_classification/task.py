@@ -1,4 +1,4 @@
-"""Your task: its data, its objects, and the steps of one replica on its part of a batch.
+"""Your task: its data, its objects, and the steps of one replica on a per-replica batch.
 
 Lines marked TODO(you) are yours to replace; everything works as it is. An edit of a line marked KEEP would silently
 break the distribution.
@@ -58,7 +58,7 @@ def prepare_example(record: tf.Tensor):
 def read_inputs(path: Path) -> Iterable[tuple[int | str, bytes]]:
     """Yields a name and the features of each example at `path`, as load_examples returns them; predict.py calls it.
 
-    Change it together with load_examples. Here `path` is a TFRecord file, whose records are named by their numbers.
+    Change it together with load_examples. Here `path` is a TFRecord file, each record named by its number.
     """
     yield from enumerate(tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
 
@@ -137,7 +137,7 @@ class WarmUpThenLinear(keras.optimizers.schedules.LearningRateSchedule):
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
     """Returns one loss per term of compute_loss, by name."""
     # TODO(you): Choose the losses.
-    # KEEP: reduction="none" gives a value per example; any other divides by the number of replicas a second time.
+    # KEEP: reduction="none" gives a value per example; others give one for all, and means are divided by the replicas.
     return {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")}
 
 
@@ -149,7 +149,7 @@ def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
     return {"loss": keras.metrics.Mean(), "accuracy": keras.metrics.SparseCategoricalAccuracy(), "f1": f1}
 
 
-# --- Steps: what one replica does with its part of a batch ------------------------------------------------------------
+# --- Steps: what one replica does with a per-replica batch ------------------------------------------------------------
 
 
 def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -177,7 +177,7 @@ def update_metrics(split: str, labels: tf.Tensor, predictions: tf.Tensor, per_ex
 
 
 def train_step(batch) -> tf.Tensor:
-    """Updates the model from this replica's part of a batch; returns its part of the loss (scalar)."""
+    """Updates the model from a per-replica batch; returns this replica's part of the loss (scalar)."""
     # TODO(you): Change the step, and evaluation_step and predict_step with it.
     features, labels, sample_weights = batch
     with tf.GradientTape() as tape:
@@ -190,7 +190,7 @@ def train_step(batch) -> tf.Tensor:
 
 
 def evaluation_step(split: str, batch) -> tf.Tensor:
-    """Measures the model on this replica's part of a batch; returns its part of the loss (scalar)."""
+    """Measures the model on a per-replica batch; returns this replica's part of the loss (scalar)."""
     features, labels, sample_weights = batch
     predictions = model(features, training=False)
     loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
