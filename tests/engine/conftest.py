@@ -1,6 +1,10 @@
 """Tests of the generated project's own modules, unrendered, in one process with five simulated devices."""
 
+import functools
 import sys
+from pathlib import Path
+
+import pytest
 
 from rendering import PROJECT
 
@@ -10,3 +14,24 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 
 create_strategy(Config(strategy="mirrored", simulated_devices=5))
+
+import task
+from engine.report import report
+
+REPORT = Path(__file__).parent / "report"
+
+
+@pytest.fixture(autouse=True)
+def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws curves in the tests of the report only, and reads the digits once: together a quarter of a short run."""
+    if REPORT not in request.path.parents:
+        monkeypatch.setattr(report, "write_figure", lambda path, figure: None)
+    if hasattr(task, "load_digits"):
+        monkeypatch.setattr(task, "load_digits", digits)
+
+
+@functools.cache
+def digits(**options: bool) -> tuple:
+    from sklearn.datasets import load_digits
+
+    return load_digits(**options)

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from small import small_model
+from small import linear_model, small_model
 
 import task
 import train
@@ -35,8 +35,13 @@ SHORT = ("--global-batch-size=60", "--simulated-devices=1")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "create_model", small_model)
+    monkeypatch.setattr(task, "create_model", linear_model)
     keras.config.set_dtype_policy("float32")  # For layers that a test makes; the one before may have used another.
+
+
+@pytest.fixture
+def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "create_model", small_model)
 
 
 @pytest.fixture
@@ -97,7 +102,7 @@ def test_on_report_sees_the_rows_and_the_averaged_weights_and_ends_nothing(
     ]
     assert seen[-1][0].keys() >= {*COLUMNS, "train/loss", "validation/accuracy"}
     best = read_checkpoint(train.run.best.paths()[-1])[0]
-    (kernel,) = [value for name, value in best.items() if value.shape == (64, 8)]
+    (kernel,) = [value for name, value in best.items() if value.shape == (64, 10)]
     np.testing.assert_array_equal(seen[-1][-1], kernel)
 
     (events,) = (tmp_path / "with/tensorboard").glob("events*")
@@ -116,6 +121,7 @@ def test_on_report_sees_the_rows_and_the_averaged_weights_and_ends_nothing(
 # --- When is saved, and what is restored ------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("every_layer")
 def test_every_variable_is_restored_on_other_numbers_of_replicas(tmp_path: Path, monkeypatch) -> None:
     at_restore: list[dict[str, np.ndarray]] = []
     run_epochs = train.run_epochs
@@ -141,6 +147,7 @@ def test_every_variable_is_restored_on_other_numbers_of_replicas(tmp_path: Path,
     assert [int(row["epoch"]) for row in rows(tmp_path)] == [1, 2, 3]
 
 
+@pytest.mark.usefixtures("every_layer")
 @pytest.mark.long
 def test_metrics_that_make_their_variables_late_are_in_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
@@ -559,6 +566,7 @@ def test_run_stopped_in_a_validation_between_epochs_ends_bit_equal(
     assert validations(tmp_path / "stopped") == validations(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("every_layer")
 @pytest.mark.long
 def test_run_killed_between_validations_finds_the_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--epochs=2", "--validate-every-steps=2", "--steps-per-execution=2", "--keep-checkpoints=1")
@@ -653,7 +661,7 @@ def test_deleted_directory_ends_the_run_with_one_line(
     assert "restore the directory" in line
     assert not (tmp_path / "run").exists()
     monkeypatch.undo()
-    monkeypatch.setattr(task, "create_model", small_model)
+    monkeypatch.setattr(task, "create_model", linear_model)
     (tmp_path / "elsewhere").rename(tmp_path / "run")
     run(tmp_path / "run", "--epochs=3", *flags)
 
@@ -667,7 +675,7 @@ def test_divergence_names_the_step_and_the_way_on_works(
         loss = train_step(batch)
         # The loss is finite in this step, and from the next one on it is not.
         spoil = tf.where(task.optimizer.iterations == 30, float("nan"), 0.0)
-        task.model.trainable_variables[0].assign_add(tf.fill([64, 8], spoil))
+        task.model.trainable_variables[0].assign_add(tf.fill([64, 10], spoil))
         return loss
 
     with monkeypatch.context() as diverging:
@@ -855,6 +863,7 @@ def test_deterministic_operations_are_used_when_asked_for(monkeypatch: pytest.Mo
     assert asked == [("enable_op_determinism",), ("enable_tensor_float_32_execution", False)]
 
 
+@pytest.mark.long
 def test_profile_is_written_and_changes_no_number(tmp_path: Path, capsys) -> None:
     plain = run(tmp_path / "plain", "--epochs=4", "--steps-per-execution=3")
     profiled = run(tmp_path / "profiled", "--epochs=4", "--steps-per-execution=3", "--profile")
