@@ -456,7 +456,7 @@ def test_prepare_example_is_given_what_load_examples_gives(form: str) -> None:
             "missing 1 required positional argument: 'two' (task.prepare_example gets",
         ),
         (lambda n: n, lambda one: one, "return (features, labels) or (features, labels, weight)"),
-        (lambda n: n, lambda one: (one, one, [one, one]), "returned weights of (2,): each example has one number"),
+        (lambda n: n, lambda one: (one, one, [one, one]), "returned sample weights of (2,): each must be one number"),
     ],
 )
 def test_examples_and_hooks_that_do_not_fit_are_refused(

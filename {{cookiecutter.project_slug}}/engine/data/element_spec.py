@@ -67,11 +67,10 @@ def unbatched(spec: Any) -> Any:
     )
 
 
-def leaves(spec: Any, name: str = "features") -> dict[str, Any]:
-    """Returns the tensors of a structure by name, in TensorFlow's order.
+def leaves(spec: Any) -> dict[str, Any]:
+    """Returns the tensors of features by name, in TensorFlow's order.
 
-    A single tensor has the given name. Tensors in a dictionary are named by their keys, tensors in a tuple by the name
-    and their number: "features/0".
+    Tensors in a dictionary are named by their keys; a single tensor is "features", and tensors in a tuple "features/0".
     """
 
     def walk(part: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -80,9 +79,9 @@ def leaves(spec: Any, name: str = "features") -> dict[str, Any]:
                 yield from walk(part[key], (*path, str(key)))
         elif isinstance(part, tuple):  # A list is an array of numbers, as for TensorFlow's datasets.
             for number, each in enumerate(part):
-                yield from walk(each, (*(path or (name,)), str(number)))
+                yield from walk(each, (*(path or ("features",)), str(number)))
         else:
-            yield "/".join(path or (name,)), part
+            yield "/".join(path or ("features",)), part
 
     return dict(walk(spec, ()))
 

@@ -41,7 +41,7 @@ class Preparation:
         parameters = inspect.signature(prepare_example).parameters
         options = {"training": training} if "training" in parameters else {}
         self._prepare_example = functools.partial(converted(prepare_example), **options)
-        self._pad_to, self._is_eager = pad_to, eager and not pad_to
+        self._pad_to, self.is_eager = pad_to, eager and not pad_to
         self._takes_seed = "seed" in parameters
         of_example = [each for name, each in parameters.items() if name not in ("training", "seed")]
         self._takes_two = len(of_example) == 2 and not any(each.kind == each.VAR_POSITIONAL for each in of_example)
@@ -54,14 +54,14 @@ class Preparation:
     def trace(
         self, example_spec: Any, hook: str = "task.load_examples", first_example: Callable[[], Any] | None = None
     ) -> PreparedSpec:
-        """Finds out how examples of an element spec can be prepared. Raises BadInput if they cannot, or cannot be batched.
+        """Finds out how examples of an element spec can be prepared. Raises BadInput if they cannot, or not batched.
 
         `hook` is the call that loads the examples, for messages. With `eager`, the hook runs on the `first_example`.
         """
         if (key := str(example_spec)) not in self._prepared:
             _, weight = self._arguments(example_spec)
             if weight is not None and (not isinstance(weight, tf.TensorSpec) or weight.shape.rank != 0):
-                raise BadInput(f"{hook} returned weights of {as_text(weight)}: each example has one number")
+                raise BadInput(f"{hook} returned sample weights of {as_text(weight)}: each must be one number")
             try:
                 self._prepared[key] = self._trace(example_spec, first_example)
             except BadInput:
@@ -76,7 +76,7 @@ class Preparation:
 
     def _trace(self, example_spec: Any, first_example: Callable[[], Any] | None) -> PreparedSpec:
         seed = tf.zeros([2], tf.int64)
-        if self._is_eager and first_example:
+        if self.is_eager and first_example:
             zero = tf.constant(0, tf.int64)
             prepared = self._prepare_one(zero, first_example(), zero, seed)
             return PreparedSpec(batched(tf.nest.map_structure(tf.TensorSpec.from_tensor, prepared)), None, False, None)
@@ -122,7 +122,7 @@ class Preparation:
         self, numbered: tf.data.Dataset, prepared: PreparedSpec, length: int, seed: tf.Tensor
     ) -> tf.data.Dataset:
         """Returns prepared examples (features, labels, sample_weight) of (place, example); see `batch_function`."""
-        if self._is_eager:
+        if self.is_eager:
             in_python = _in_python(self._prepare_one, unbatched(prepared.batch_spec))
             return numbered.map(_bound(in_python, length, seed))
         return numbered.map(_bound(self._one, length, seed), num_parallel_calls=PARALLEL_CALLS)
@@ -162,8 +162,8 @@ class Preparation:
         features, labels, *own = (tf.convert_to_tensor(each) if isinstance(each, list) else each for each in prepared)
         weight = tf.cast(own[0] if own else 1.0 if weight is None else weight, tf.float32)
         if weight.shape.rank != 0:
-            raise BadInput(f"task.prepare_example returned weights of {weight.shape}: each example has one number")
-        if self._is_eager:
+            raise BadInput(f"task.prepare_example returned sample weights of {weight.shape}: each must be one number")
+        if self.is_eager:
             features, labels = tf.nest.map_structure(tf.convert_to_tensor, (features, labels))
         prepared, padding = (features, labels, tf.where(place < length, weight, 0.0)), None
         if self._pad_to:
@@ -175,6 +175,17 @@ class Preparation:
         """Returns an example's arguments for task.prepare_example, and the weight that follows them, or None."""
         parts = example if isinstance(example, tuple) else (example,)
         return (parts[:2], parts[2]) if len(parts) == 3 and self._takes_two else (parts, None)
+
+
+def evaluation_seed(seed: int) -> tf.Tensor:
+    """Returns the seed (int64, [2]) from which, with its place, the seed of an example is made in an evaluation."""
+    return tf.stack([pass_seed(seed, tf.zeros([], tf.int64)), 0])
+
+
+def pass_seed(seed: int, number: tf.Tensor) -> tf.Tensor:
+    """Returns a seed (int64, 0 to 2**31 - 1) that differs for neighbouring seeds and passes in every bit."""
+    pair = tf.stack([tf.constant(seed, tf.int64), number])
+    return tf.random.stateless_uniform([], pair, maxval=2**31 - 1, dtype=tf.int64)
 
 
 def _in_python(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:
