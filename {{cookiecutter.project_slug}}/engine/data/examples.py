@@ -31,12 +31,9 @@ PARALLEL_CALLS = 64
 class Shard:
     """The examples that one process reads in a pass."""
 
-    examples_per_batch: int
-    """Examples in a batch, of which the process reads some."""
-    places: slice
-    """The places in each batch that it reads."""
-    end: int
-    """The place after the last batch. Copies of an example fill the places behind the last example."""
+    examples_per_batch: int  # The process reads some of them.
+    places: slice  # The places in each batch that it reads.
+    end: int  # The place after the last batch. Copies of an example fill the places behind the last example.
 
     @property
     def size(self) -> int:
@@ -57,9 +54,11 @@ class Examples(abc.ABC):
         length: the number of examples.
         element_spec: of one example.
         fingerprint: of the files that the examples are in, for a resumed run to compare; None if these are not known.
+        may_be_cached: whether examples that fit into memory are read once and cached; others are streamed.
     """
 
     fingerprint: dict[str, Any] | None = None
+    may_be_cached = True
 
     def __init__(self, hook: str, length: int, element_spec: Any) -> None:
         """Raises BadInput, naming the hook, if there are no examples."""
@@ -67,21 +66,13 @@ class Examples(abc.ABC):
             raise BadInput(f"{hook} returned no examples: each dataset needs at least one")
         self._hook, self.length, self.element_spec = hook, length, element_spec
 
-    @functools.cached_property
-    def fits_in_memory(self) -> bool:
-        """Whether the examples are read once and cached; others are streamed."""
-        return False
-
     @abc.abstractmethod
     def cache(self) -> None:
         """Reads the examples into memory if they fit. Raises BadInput if they cannot be read."""
 
     @abc.abstractmethod
     def describe_shuffling(self, processes: int) -> tuple[str, int]:
-        """Returns how the examples are shuffled, if they are, and the bytes that this takes in one process.
-
-        `processes` share the memory for record files; a shuffle buffer is each process's own.
-        """
+        """Returns how the examples are shuffled, and the bytes that this takes in each of `processes`."""
 
     @abc.abstractmethod
     def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
@@ -96,7 +87,7 @@ class Examples(abc.ABC):
     ) -> tuple[tf.data.Dataset, Pick]:
         """Returns a dataset with `at_once` batches of the shard in an element; the examples need static shapes.
 
-        The function that comes with it returns places (int64, [n]) and examples ([n, ...]), given an element's parts.
+        The function beside it returns places (int64, [n]) and examples ([n, ...]), given an element's parts.
         """
         elements = self.one_by_one(shard, first, seed).batch(shard.size * at_once)
         return elements, lambda places, examples: (places, examples)
@@ -110,7 +101,7 @@ class Examples(abc.ABC):
     ) -> BadInput:
         """Returns the error for examples that cannot be read or prepared; it names the first one that fails.
 
-        To find it, `one_by_one` has the examples in their order, read or prepared. If that fails, `during` says where.
+        `one_by_one` has all of them, read or prepared, in their order. If none fails there, `during` says where.
         """
         if "was expected to contain" in str(problem):
             return BadInput(f"{self._hook}: {first_line(problem)}: give assert_cardinality the real number of examples")
@@ -152,8 +143,11 @@ class DatasetExamples(Examples):
 
     @functools.cached_property
     def fits_in_memory(self) -> bool:
+        """Whether the examples are read once and cached."""
+        if not self.may_be_cached or not is_static(self.element_spec):
+            return False
         margin = 1.0 if is_exact(self.element_spec) else MARGIN
-        return is_static(self.element_spec) and self.length * self._bytes_of_example * margin <= BYTES_IN_MEMORY
+        return self.length * self._bytes_of_example * margin <= BYTES_IN_MEMORY
 
     @functools.cached_property
     def buffer_size(self) -> int:

@@ -21,14 +21,10 @@ from engine.user_errors import first_line, where_raised
 class PreparedSpec:
     """What task.prepare_example makes of examples of one element spec."""
 
-    batch_spec: Any
-    """Of batches of prepared examples: (features, labels, sample_weights), [None, ...]; with padding, lengths too."""
-    padding: Padding | None
-    """None where no sequences are padded."""
-    takes_batches: bool
-    """Whether complete batches can be prepared in one go."""
-    traced: Traced | None
-    """What the hook does; None if it runs in Python, with --eager."""
+    batch_spec: Any  # (features, labels, sample_weights), [None, ...]; with padding, also the examples' lengths.
+    takes_batches: bool  # Whether complete batches can be prepared in one go.
+    padding: Padding | None  # None where no sequences are padded.
+    traced: Traced | None  # What the hook does; None if it runs in Python, with --eager.
 
 
 class Preparation:
@@ -48,7 +44,7 @@ class Preparation:
         # tf.function traces each of them once for all passes and datasets.
         self._one = tf.function(self._prepare_one, autograph=False)
         self._batch = tf.function(self._prepare_batch, autograph=False)
-        self._newest: tuple[Padding | None, Traced | None] = None, None  # Of the newest trace.
+        self._newest: tuple[Padding | None, Traced | None] = None, None  # What the newest trace found.
         self._prepared: dict[str, PreparedSpec] = {}  # By the element spec of the examples, which datasets share.
 
     def trace(
@@ -79,7 +75,7 @@ class Preparation:
         if self.is_eager and first_example:
             zero = tf.constant(0, tf.int64)
             prepared = self._prepare_one(zero, first_example(), zero, seed)
-            return PreparedSpec(batched(tf.nest.map_structure(tf.TensorSpec.from_tensor, prepared)), None, False, None)
+            return PreparedSpec(batched(tf.nest.map_structure(tf.TensorSpec.from_tensor, prepared)), False, None, None)
         # A dataset of (place, example) that is never read.
         spec = tf.TensorSpec([], tf.int64), example_spec
         numbered = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
@@ -88,12 +84,10 @@ class Preparation:
             # Any exception may mean that an operation cannot be vectorized. A user error is raised again below.
             with contextlib.suppress(Exception), _silent():
                 batch_spec = numbered.batch(1).map(self.batch_function(0, seed)).element_spec
-                padding, traced = self._newest
-                if not padding:  # Sequences would need to have one length.
-                    return PreparedSpec(batch_spec, None, True, traced)
+                if not self._newest[0]:  # Sequences would need to have one length.
+                    return PreparedSpec(batch_spec, True, *self._newest)
         batch_spec = numbered.map(_bound(self._one, 0, seed)).batch(1).element_spec
-        padding, traced = self._newest
-        return PreparedSpec(batch_spec, padding, False, traced)
+        return PreparedSpec(batch_spec, False, *self._newest)
 
     def _check_batches(self, prepared: PreparedSpec, hook: str) -> None:
         """Raises BadInput unless prepared examples are tensors of static shapes, or --pad-to has made them so."""
@@ -114,7 +108,7 @@ class Preparation:
     def batch_function(self, length: int, seed: tf.Tensor) -> Callable[[tf.Tensor, Any], Any]:
         """Returns a function from places (int64, [n]) and examples ([n, ...]) to (features, labels, sample_weights).
 
-        Padding begins at place `length`. From `seed` (int64, [2]) and its place each example's seed is made.
+        Padding starts at place `length`. Each example's seed is made from `seed` (int64, [2]) and its place.
         """
         return _bound(self._batch, length, seed)
 

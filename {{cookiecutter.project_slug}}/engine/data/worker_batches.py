@@ -31,18 +31,17 @@ class WorkerPool(Protocol):
 class WorkerBatches(Batches):
     """Training batches of which each worker has its own: its shard of the examples, again and again.
 
-    Its iterator's stacks are the workers' iterators.
+    The stacks of its iterator are the workers' iterators.
     """
 
     def __init__(self, *arguments: Any, load: Callable[[], Any], workers: WorkerPool) -> None:
         """`load` calls task.load_examples; the other arguments are those of Batches."""
         super().__init__(*arguments)
         self._load, self._workers = load, workers
-        self._examples.fits_in_memory = False  # Each worker loads them again.
+        self._examples.may_be_cached = False  # Each worker loads them again.
         self.stacks = WorkerStacks(self.stacks.strategy, self.stacks.batch_spec, self.stacks.padding, workers)
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
-        """Returns an iterator over the workers' own batches of an epoch, from number `first_step` on."""
 
         @tf.autograph.experimental.do_not_convert
         def dataset() -> tf.data.Dataset:
