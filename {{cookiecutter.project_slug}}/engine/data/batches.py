@@ -13,7 +13,7 @@ import tensorflow as tf
 from engine.data.element_spec import batched, bytes_of, is_static, unbatched
 from engine.data.examples import Examples, Shard, hook_of, input_options
 from engine.data.preparation import Preparation, pass_seed
-from engine.data.stacks import StackIterator, Stacks, on_replicas, stack_sizes, stacked
+from engine.data.stacks import Sizes, StackIterator, Stacks, on_replicas, stack_sizes, stacked
 from engine.errors import BadInput
 from engine.settings import Settings
 
@@ -72,8 +72,9 @@ class Batches:
         self._lengths = [each.length for each in examples]
         self._count_steps(settings)
         self._processes, process = context.num_input_pipelines, context.input_pipeline_id
-        self._part = process if len(examples) > 1 else 0
-        self._examples, self._preparation = examples[self._part], preparation
+        loaders = len(examples)  # The processes, if each loads files of its own; else 1.
+        self._loader = process % loaders
+        self._examples, self._preparation = examples[self._loader], preparation
         self.example_spec, self.fingerprint = self._examples.element_spec, self._examples.fingerprint
         self._prepared = preparation.trace(
             self.example_spec, hook_of(name), first_example=lambda: next(iter(self._examples.unshuffled()))[1]
@@ -85,9 +86,9 @@ class Batches:
         self._bytes_of_batch = strategy.num_replicas_in_sync * bytes_of(self.element_spec)
         bytes_read = size * bytes_of(self.example_spec) if is_static(self.example_spec) else 0
         self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, self._bytes_of_batch)))
-        size_of_part, size_of_process = size // len(examples), size // self._processes
-        first = process * size_of_process % size_of_part  # 0 in files of its own.
-        self._shard = Shard(size_of_part, slice(first, first + size_of_process), self.steps_per_pass * size_of_part)
+        from_loader, from_process = size // loaders, size // self._processes
+        first = process * from_process % from_loader
+        self._shard = Shard(from_loader, slice(first, first + from_process), self.steps_per_pass * from_loader)
         self._iterator: StackIterator | None = None
 
     def _count_steps(self, settings: Settings) -> None:
@@ -121,13 +122,11 @@ class Batches:
         return self._examples_before(end) - self._examples_before(end - self.steps_per_epoch)
 
     def _examples_before(self, step: int) -> int:
-        """Returns how many examples, without padding, the steps before one are over, counted over all passes."""
+        """Returns how many examples, without padding, all passes take before a step."""
         passes, steps = divmod(step, self.steps_per_pass)
-        size = self.global_batch_size // len(self._lengths)
-        in_pass, in_rest = (
-            sum(min(length, count * size) for length in self._lengths) for count in (self.steps_per_pass, steps)
-        )
-        return passes * in_pass + in_rest
+        size = self._shard.examples_per_batch
+        of_pass = sum(min(length, self.steps_per_pass * size) for length in self._lengths)
+        return passes * of_pass + sum(min(length, steps * size) for length in self._lengths)
 
     def cache(self) -> None:
         """Reads the examples that this process caches in memory. Raises BadInput if they cannot be read."""
@@ -141,7 +140,7 @@ class Batches:
         """Returns an iterator over the global batches from a step of an epoch on. All evaluations have the same."""
         number, step = self._place(epoch, first_step)
         if self._iterator is None or not self._iterator.is_at(number if self._training else None, step):
-            # Making one takes a good part of a second, so it serves one epoch after the other.
+            # It takes most of a second to make one, so it serves one epoch after the other.
             self._iterator = self._new_iterator(number, step)
         return self._iterator
 
@@ -163,9 +162,7 @@ class Batches:
         stacks = on_replicas(self._strategy, iter(self._stacks_of_process(first_pass, first_step, sizes)))
         return StackIterator(stacks, sizes, first_pass, first_step, rejection=self._rejection)
 
-    def _stacks_of_process(
-        self, first_pass: int, first_step: int, sizes: tuple[list[int], list[int]]
-    ) -> tf.data.Dataset:
+    def _stacks_of_process(self, first_pass: int, first_step: int, sizes: Sizes) -> tf.data.Dataset:
         """Returns stacks of these `sizes` from a step of a pass on: tuples of one for each replica of this process."""
         self.cache()
         sizes_of_first, sizes_of_others = (tf.constant(each, tf.int64) for each in sizes)
@@ -188,7 +185,7 @@ class Batches:
         """Returns the prepared examples of this process in a pass from a step on, any number [n, ...] in an element."""
         # In evaluation every pass is the same.
         seed = pass_seed(self._seed, number if self._training else tf.zeros_like(number))
-        length_and_seed = self._examples.length, tf.stack([seed, self._part])
+        length_and_seed = self._examples.length, tf.stack([seed, self._loader])
         order_seed = seed if self._training else None
         shard, size = self._shard, self._shard.examples_per_batch
         if not self._prepared.takes_batches:

@@ -14,7 +14,7 @@ import tensorflow as tf
 MEASURED = 256
 # What TensorFlow adds to the bytes of a string, of an example in a shuffle buffer, and of each of its tensors.
 BYTES_OF_STRING, BYTES_OF_ELEMENT, BYTES_OF_TENSOR = 40, 128, 64
-# An element spec does not tell the length of a string; this is a guess.
+# A guess: an element spec does not contain the length of a string.
 BYTES_OF_TEXT = 2**14
 
 
@@ -95,7 +95,7 @@ def is_static(spec: Any) -> bool:
 
 
 def is_exact(spec: Any) -> bool:
-    """Returns whether an element spec tells how many bytes an example takes: it has static shapes and no strings."""
+    """Returns whether the bytes of an example follow from its element spec: it has static shapes and no strings."""
     return is_static(spec) and all(leaf.dtype != tf.string for leaf in tf.nest.flatten(spec))
 
 

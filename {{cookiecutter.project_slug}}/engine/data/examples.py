@@ -23,7 +23,7 @@ BYTES_IN_MEMORY = 2**29
 MARGIN = 1.5
 # How long to search for the example that cannot be read or prepared.
 SECONDS_TO_SEARCH = 60.0
-# Calls under way at once. More than there are cores, so that a core finds the next one waiting.
+# Calls that run at once: more than there are cores, so that a core finds the next one waiting.
 PARALLEL_CALLS = 64
 
 
@@ -41,7 +41,8 @@ class Shard:
         return self.places.stop - self.places.start
 
 
-Pick = Callable[..., tuple[tf.Tensor, Any]]
+# A dataset, and a function from the parts of its elements to places (int64, [n]) and examples ([n, ...]).
+Elements = tuple[tf.data.Dataset, Callable[..., tuple[tf.Tensor, Any]]]
 
 
 class Examples(abc.ABC):
@@ -82,23 +83,16 @@ class Examples(abc.ABC):
     def unshuffled(self) -> tf.data.Dataset:
         """Returns (number, example) of all examples in the order of task.load_examples."""
 
-    def batches(
-        self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int
-    ) -> tuple[tf.data.Dataset, Pick]:
-        """Returns a dataset with `at_once` batches of the shard in an element; the examples need static shapes.
-
-        The function beside it returns places (int64, [n]) and examples ([n, ...]), given an element's parts.
-        """
+    def batches(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int) -> Elements:
+        """Returns elements of `at_once` batches of the shard; the examples need static shapes."""
         elements = self.one_by_one(shard, first, seed).batch(shard.size * at_once)
         return elements, lambda places, examples: (places, examples)
 
     def for_worker(self, load: Callable[[], Any]) -> "Examples":
-        """Returns the same examples for the graph of a worker, where `load` returns what task.load_examples does."""
+        """Returns the same examples for the graph of a worker; `load` calls task.load_examples."""
         return self
 
-    def rejection(
-        self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str = "while it was read"
-    ) -> BadInput:
+    def rejection(self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str) -> BadInput:
         """Returns the error for examples that cannot be read or prepared; it names the first one that fails.
 
         `one_by_one` has all of them, read or prepared, in their order. If none fails there, `during` says where.
@@ -135,7 +129,7 @@ class DatasetExamples(Examples):
 
     @functools.cached_property
     def _bytes_of_example(self) -> float:
-        """The bytes of one example. Where its element spec does not tell them, the first examples are read."""
+        """The bytes of one example. Where they do not follow from its element spec, the first ones are read."""
         if is_exact(self.element_spec):
             return bytes_of(self.element_spec)
         with tf.init_scope():  # Outside of the graph that is being built.
@@ -173,11 +167,9 @@ class DatasetExamples(Examples):
             elif self._shuffle_bytes is not None:
                 _ = self.buffer_size  # If the first examples cannot be read, this is noticed now.
         except tf.errors.OpError as problem:
-            raise self.rejection(problem, self._dataset) from problem
+            raise self.rejection(problem, self._dataset, "while it was read") from problem
 
-    def batches(
-        self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int
-    ) -> tuple[tf.data.Dataset, Pick]:
+    def batches(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int) -> Elements:
         if not self.fits_in_memory:
             return super().batches(shard, first, seed, at_once)
         order = tf.range(self.length, dtype=tf.int64)

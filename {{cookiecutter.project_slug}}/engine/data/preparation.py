@@ -153,8 +153,8 @@ class Preparation:
                 f"task.prepare_example returned {prepared!r}: return (features, labels) or (features, labels, weight)"
             )
         # To tf.data a list of numbers is one tensor.
-        features, labels, *own = (tf.convert_to_tensor(each) if isinstance(each, list) else each for each in prepared)
-        weight = tf.cast(own[0] if own else 1.0 if weight is None else weight, tf.float32)
+        features, labels, *given = (tf.convert_to_tensor(each) if isinstance(each, list) else each for each in prepared)
+        weight = tf.cast(given[0] if given else 1.0 if weight is None else weight, tf.float32)
         if weight.shape.rank != 0:
             raise BadInput(f"task.prepare_example returned sample weights of {weight.shape}: each must be one number")
         if self.is_eager:
@@ -166,7 +166,7 @@ class Preparation:
         return prepared
 
     def _arguments(self, example: Any) -> tuple[tuple, Any]:
-        """Returns an example's arguments for task.prepare_example, and the weight that follows them, or None."""
+        """Returns an example's arguments for task.prepare_example, and the sample weight that follows them, or None."""
         parts = example if isinstance(example, tuple) else (example,)
         return (parts[:2], parts[2]) if len(parts) == 3 and self._takes_two else (parts, None)
 

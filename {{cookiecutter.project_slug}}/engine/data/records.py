@@ -158,9 +158,7 @@ class RecordExamples(Examples):
     def unshuffled(self) -> tf.data.Dataset:
         return tf.data.TFRecordDataset([each.path for each in self._files]).take(self.length).enumerate()
 
-    def rejection(
-        self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str = "while it was read"
-    ) -> BadInput:
+    def rejection(self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str) -> BadInput:
         if found := re.search(r"corrupted record at (\d+)", str(problem)):
             offset = int(found[1])
             for each in self._files:

@@ -52,8 +52,8 @@ def load_splits(
                 batches[name] = Batches(*arguments, shards_by_file=by_file)
     check_same_structure(batches)
     if settings.validate_every_steps and not any(each.split == "validation" for each in batches.values()):
-        problem = f"--validate-every-steps {settings.validate_every_steps}: there is no validation"
-        raise BadInput(f"{problem}: remove it, or return one from task.load_examples('validation')")
+        problem = "task.load_examples('validation') returned None, so there is no validation: remove the flag"
+        raise BadInput(f"--validate-every-steps {settings.validate_every_steps}: {problem}")
     size, count = batches["train"].per_replica_batch_size, settings.micro_batches
     if size % count:
         divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
