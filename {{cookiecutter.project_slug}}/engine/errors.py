@@ -7,8 +7,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-TRACEBACK = "TRAINING_TRACEBACK"  # If this environment variable is set, the traceback is printed, too.
-
 
 class ProgramExit(Exception):
     """The program ends before its work is done. The text is one line for the user."""
@@ -85,7 +83,7 @@ def exit_codes() -> Iterator[None]:
         again = f"{line}; to continue, start the same command again, without --fresh"
         line = again if isinstance(problem, Stopped) else f"ERROR: {line}"
         with contextlib.suppress(OSError):  # Perhaps nobody reads it.
-            if os.environ.get(TRACEBACK):
+            if os.environ.get("TRAINING_TRACEBACK"):
                 traceback.print_exception(problem)
             print(line, file=sys.stderr, flush=True)
         sys.exit(problem.exit_code)

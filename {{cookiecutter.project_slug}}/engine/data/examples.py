@@ -257,7 +257,7 @@ def _first_that_fails(dataset: tf.data.Dataset) -> tuple[int, tf.errors.OpError]
         for _ in dataset.with_options(input_options()):
             number += 1
             if time.monotonic() > end:
-                return None
+                break
     except tf.errors.OpError as problem:
         return number, problem
     return None
@@ -268,11 +268,9 @@ def _checked_length(hook: str, dataset: Any) -> int:
     if not isinstance(dataset, tf.data.Dataset):
         raise BadInput(f"{hook} returned a {type(dataset).__name__}: return a tf.data.Dataset of single examples")
     length = int(dataset.cardinality())
-    rejected = {
-        tf.data.INFINITE_CARDINALITY: "returned endless examples: remove repeat(); the epochs are counted for you",
-        tf.data.UNKNOWN_CARDINALITY: "returned examples of unknown number: end it with "
-        ".apply(tf.data.experimental.assert_cardinality(<number of examples>))",
-    }
-    if length in rejected:
-        raise BadInput(f"{hook} {rejected[length]}")
+    if length == tf.data.INFINITE_CARDINALITY:
+        raise BadInput(f"{hook} returned endless examples: remove repeat(); the epochs are counted for you")
+    if length == tf.data.UNKNOWN_CARDINALITY:
+        remedy = "end it with .apply(tf.data.experimental.assert_cardinality(<number of examples>))"
+        raise BadInput(f"{hook} returned examples of unknown number: {remedy}")
     return length

@@ -57,9 +57,8 @@ class Records:
 
     def dataset(self) -> tf.data.Dataset:
         """Returns the records in the order of the files, to look at."""
-        files = index_files(self.paths("task.load_examples"))  # A damaged one is named.
-        records = tf.data.TFRecordDataset([each.path for each in files])
-        return records if self._count is None else records.take(self._count)
+        files = index_files(self.paths("task.load_examples"))
+        return tf.data.TFRecordDataset([each.path for each in files]).take(-1 if self._count is None else self._count)
 
     def as_numpy_iterator(self) -> Iterator[bytes]:
         """Yields the records in the order of the files, to look at."""

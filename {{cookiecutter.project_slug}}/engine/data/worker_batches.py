@@ -42,6 +42,7 @@ class WorkerBatches(Batches):
         self.stacks = WorkerStacks(self.stacks.strategy, self.stacks.batch_spec, self.stacks.padding, workers)
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
+        """Returns an iterator over the workers' own batches of an epoch from a step on."""
 
         @tf.autograph.experimental.do_not_convert
         def dataset() -> tf.data.Dataset:
