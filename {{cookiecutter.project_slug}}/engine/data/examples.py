@@ -271,6 +271,6 @@ def _checked_length(hook: str, dataset: Any) -> int:
     if length == tf.data.INFINITE_CARDINALITY:
         raise BadInput(f"{hook} returned endless examples: remove repeat(); the epochs are counted for you")
     if length == tf.data.UNKNOWN_CARDINALITY:
-        remedy = "end it with .apply(tf.data.experimental.assert_cardinality(<number of examples>))"
-        raise BadInput(f"{hook} returned examples of unknown number: {remedy}")
+        counted = ".apply(tf.data.experimental.assert_cardinality(<number of examples>))"
+        raise BadInput(f"{hook} returned examples of unknown number: end it with {counted}")
     return length
