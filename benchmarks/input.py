@@ -192,7 +192,7 @@ def measure_share(folder: Path, name: str, way: str, workers: int) -> dict[str, 
 
     found = batches(folder, name, way, replicas=workers, pipelines=workers)
     before, zero = bytes_read(), tf.constant(0, tf.int64)
-    for _ in found._pipeline._batches(zero, zero):
+    for _ in found._pass(zero, zero):
         pass
     return {"MB read": (bytes_read() - before) / 1e6}
 

@@ -21,13 +21,13 @@ def write_records(folder: Path, sizes: list[int], data: Callable[[int], bytes] =
 
 def shuffle_in(monkeypatch: pytest.MonkeyPatch, memory: int, *, block: int) -> None:
     """Gives all record files so many bytes to shuffle in, and blocks of so many."""
-    from engine.data import record_examples
+    from engine.data import records
 
-    make = record_examples.RecordExamples.__init__
+    make = records.RecordExamples.__init__
 
     def make_with(self: Any, files: Any, hook: str, shuffle_bytes: int | None, *more: Any) -> None:
         make(self, files, hook, None if shuffle_bytes is None else memory, *more)
 
-    monkeypatch.setattr(record_examples.RecordExamples, "__init__", make_with)
-    monkeypatch.setattr(record_examples, "BYTES_WITHOUT_SHUFFLE", memory)
-    monkeypatch.setattr(record_examples, "BYTES_OF_BLOCK", block)
+    monkeypatch.setattr(records.RecordExamples, "__init__", make_with)
+    monkeypatch.setattr(records, "BYTES_WITHOUT_SHUFFLE", memory)
+    monkeypatch.setattr(records, "BYTES_OF_BLOCK", block)

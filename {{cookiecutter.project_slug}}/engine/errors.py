@@ -7,8 +7,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-TRACEBACK = "TRAINING_TRACEBACK"  # If this environment variable is set, the traceback is printed, too.
-
 
 class ProgramExit(Exception):
     """The program ends before its work is done. The text is one line for the user."""
@@ -33,7 +31,7 @@ class Diverged(ProgramExit):
 
 
 class Stopped(ProgramExit):
-    """A signal asked the run to stop, and its state is saved. The same command resumes it."""
+    """A signal asked the program to stop. The state of a run is saved."""
 
     exit_code = 42
 
@@ -59,19 +57,19 @@ def end_at_signals() -> None:
 
     Nothing is lost: all code that changes a run directory either handles signals or writes complete files.
     """
-    endings = {
+    exits = {
         signal.SIGTERM: (Stopped.exit_code, "stopped by SIGTERM; nothing was lost: start the same command again"),
         signal.SIGINT: (130, "Stopped by Ctrl-C. Everything saved before is complete."),
     }
 
     def end(number: int, _: object) -> None:
-        code, line = endings[signal.Signals(number)]
+        code, line = exits[signal.Signals(number)]
         with contextlib.suppress(OSError, RuntimeError):  # Nobody reads it, or another line was being printed.
             print(line, file=sys.stderr, flush=True)
             sys.stdout.flush()
         os._exit(code)  # A library that is being imported could catch an exception.
 
-    for number in endings:
+    for number in exits:
         signal.signal(number, end)
 
 
@@ -82,10 +80,10 @@ def exit_codes() -> Iterator[None]:
         yield
     except ProgramExit as problem:
         line = " ".join(str(problem).split())  # A value may contain line breaks.
-        stopped = f"{line}; the same command, without --fresh, resumes it"
-        line = stopped if isinstance(problem, Stopped) else f"ERROR: {line}"
+        again = f"{line}; to continue, start the same command again, without --fresh"
+        line = again if isinstance(problem, Stopped) else f"ERROR: {line}"
         with contextlib.suppress(OSError):  # Perhaps nobody reads it.
-            if os.environ.get(TRACEBACK):
+            if os.environ.get("TRAINING_TRACEBACK"):
                 traceback.print_exception(problem)
             print(line, file=sys.stderr, flush=True)
         sys.exit(problem.exit_code)

@@ -109,9 +109,10 @@ class Settings:
     """Write checkpoints in a background thread. Needs memory for one more copy of the state."""
 
     keep_last_batch: bool = False
-    """Train on the short last batch of an epoch too, padded with examples of weight 0. By default it is dropped."""
+    """Train on the short last batch of a pass too, padded with examples of weight 0. By default it is dropped."""
     shuffle_megabytes: int = 512
-    """Memory for shuffling training examples that do not fit into memory: in one process; for record files, in all."""
+    """Memory for shuffling. Datasets of static shapes are cached instead, up to 512 MB; others take it in each process.
+    Record files are never cached, and all processes share it."""
     pad_to: tuple[int, ...] | None = None
     """Lengths for sequences of different lengths: each batch is padded with zeros to the smallest one that fits."""
 

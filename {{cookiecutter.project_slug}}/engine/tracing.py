@@ -39,18 +39,15 @@ def converted(hook: Callable[..., Any]) -> Callable[..., Any]:
 class Traced:
     """What a traced function does. Operations are texts such as "RandomUniform (task.py:88 train_step)"."""
 
-    used: frozenset[int]
-    """The ids of the handles of the variables, each of a single replica, that it reads or changes."""
+    used: frozenset[int]  # The ids of the handles of the variables, each of a single replica, that it reads or changes.
     changed: dict[int, str]
     """The ids of the handles that it changes, with the variables' names; "" if the graph names none, as of the tokens
     by which TensorFlow keeps collective operations in order."""
     random_operations: list[str]
     """Operations that count their draws by themselves, from 0 in each process, whatever their seed is: not stateless
-    ones, nor those of a generator, which keeps its state in a variable."""
-    python_calls: list[str]
-    """Python functions in tf.py_function or tf.numpy_function."""
-    table_changes: list[str]
-    """Changes of lookup tables."""
+    ones, nor operations of a generator, which keeps its state in a variable."""
+    python_calls: list[str]  # Python functions in tf.py_function or tf.numpy_function.
+    table_changes: list[str]  # Changes of lookup tables.
 
 
 def look_at(graph: tf.Graph) -> Traced:
@@ -96,30 +93,22 @@ def _place(operation: tf.Operation) -> str:
     return ""
 
 
-# --- Operations that a resumed run would not repeat, each with advice -------------------------------------------------
+# --- Operations that a resumed run would not repeat, each with advice: random ones, and Python functions --------------
 
 
-def draws_in_preparation(traced: Traced) -> list[str]:
-    """Returns the random operations of prepare_example, and the generators it draws from."""
+def unrepeatable_in_preparation(traced: Traced) -> tuple[list[str], list[str]]:
+    """Returns the random operations of prepare_example with the generators it draws from, and its Python functions."""
     instead = "take the parameter `seed` and draw with tf.random.stateless_* or tf.image.stateless_random_*"
-    found = [f"{each} draws different numbers after a resume: {instead}" for each in traced.random_operations]
+    draws = [f"{each} draws different numbers after a resume: {instead}" for each in traced.random_operations]
     changed = [name or "of a tf.random.Generator" for name in traced.changed.values()]
-    return found + [f"changes the variable {each}, which no checkpoint contains: {instead}" for each in changed]
-
-
-def python_in_preparation(traced: Traced) -> list[str]:
-    """Returns the Python functions of prepare_example, which may draw random numbers."""
+    draws += [f"changes the variable {each}, which no checkpoint contains: {instead}" for each in changed]
     instead = "draw from np.random.default_rng(np.abs(seed)), with `seed` as its argument, so that a resume repeats it"
-    return [f"{each} runs Python: {instead}" for each in traced.python_calls]
+    return draws, [f"{each} runs Python: {instead}" for each in traced.python_calls]
 
 
-def draws_in_step(traced: Traced) -> list[str]:
-    """Returns the random operations of a step."""
+def unrepeatable_in_step(traced: Traced) -> tuple[list[str], list[str]]:
+    """Returns the random operations of a step, and its Python functions, which may draw too, or keep state."""
     instead = "use keras.layers.Dropout, or keras.random with a keras.random.SeedGenerator that a layer keeps"
-    return [f"{each} draws different numbers after a resume: {instead}" for each in traced.random_operations]
-
-
-def python_in_step(traced: Traced) -> list[str]:
-    """Returns the Python functions of a step, which may draw random numbers or keep state."""
+    draws = [f"{each} draws different numbers after a resume: {instead}" for each in traced.random_operations]
     instead = "no checkpoint contains its state or its random numbers; let it depend on its arguments alone"
-    return [f"{each} runs Python: {instead}" for each in traced.python_calls]
+    return draws, [f"{each} runs Python: {instead}" for each in traced.python_calls]

@@ -18,22 +18,21 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions by name; "template" only if pyproject.toml names it."""
-    return _versions_of_packages() | _version_of_template()
+    """Returns the versions by name; "template" is that which the project was rendered from, or last updated to."""
+    found = _versions_of_packages()
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # The user may change the file.
+        project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
+        found["template"] = project["tool"]["tf-dist-template"]["version"]
+    return found
 
 
 def _versions_of_packages() -> dict[str, str]:
-    found = {"tensorflow": tf.__version__, "keras": keras.__version__}
-    return {**found, "python": platform.python_version(), "numpy": np.__version__}
-
-
-def _version_of_template() -> dict[str, str]:
-    """Returns the version of tf-dist-template that the project was rendered from, or last updated to."""
-    try:
-        project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
-        return {"template": project["tool"]["tf-dist-template"]["version"]}
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}  # A project works without the file, which the user may change.
+    return {
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
 
 
 def shared_facts() -> dict[str, Any]:

@@ -57,7 +57,7 @@ def whole(found: Batches, *, epoch: int = 0, first_step: int = 0) -> list[list[n
 def all_shares(found: Batches, *, first_step: int = 0) -> list[list[np.ndarray]]:
     """Returns what one of two processes gives its replicas in a pass: a share of a batch for each in turn."""
     sizes = stack_sizes(found.steps_per_pass, first_step, found._bytes_of_batch)
-    stacks = iter(found._pipeline.stacks(0, first_step, sizes))
+    stacks = iter(found._stacks_of_process(0, first_step, sizes))
     taken = []
     for size in sizes[0]:
         on_replicas = [[part.numpy() for part in stack] for stack in next(stacks)]
@@ -237,7 +237,7 @@ REFUSED_EXAMPLES = {
     ),
     "a weight per feature": (
         lambda _: tf.data.Dataset.from_tensor_slices(([[1.0, 2.0]] * 9, [0] * 9, [[1.0, 2.0]] * 9)),
-        r"returned weights of float32\[2\]: each example has one number",
+        r"returned sample weights of float32\[2\]: each must be one number",
     ),
     "too few": (lambda _: numbers(7), "--global-batch-size 8 is larger than the 7 examples"),
 }
@@ -317,6 +317,20 @@ def test_training_on_files_takes_equally_many_steps_and_resumes() -> None:
                 np.testing.assert_array_equal(part, same)
     # No two examples, of whichever worker, have the same augmentation.
     assert len(set(drawn)) == 32
+
+
+def test_examples_of_an_epoch_inside_a_pass_are_those_without_the_padding_of_every_process() -> None:
+    options = {"keep_last_batch": True, "steps_per_epoch": 5}
+    own = [
+        batches(load_examples=load_own_files, replicas=2, pipelines=(2, pipeline), **options) for pipeline in range(2)
+    ]
+    # Files of 17 and of 22 examples: the first process has padding from the fifth batch of six on.
+    assert own[0].steps_per_pass == 6
+    stream = [all_shares(each)[:5] for each in own]
+    real = sum(int((weights == 1).sum()) for shares in stream for _, _, weights in shares)
+    assert [each.examples_in_epoch(0) for each in own] == [real, real] == [37, 37]
+    # The rest of the first pass, and four batches of the second.
+    assert own[0].examples_in_epoch(1) == 2 + 32
 
 
 def test_worker_without_a_file_is_refused() -> None:

@@ -76,10 +76,9 @@ ONE_BY_ONE = {
 @pytest.mark.parametrize("name", TOGETHER)
 def test_batch_prepared_in_one_go_is_that_of_single_examples(name: str) -> None:
     made = batches(TOGETHER[name])
-    assert made._pipeline.prepared.takes_batches
+    assert made._prepared.takes_batches
     together = contents(made)
-    prepared = dataclasses.replace(made._pipeline.prepared, takes_batches=False)
-    made._pipeline = dataclasses.replace(made._pipeline, prepared=prepared)
+    made._prepared = dataclasses.replace(made._prepared, takes_batches=False)
     for one, other in zip(together, contents(made), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
@@ -89,7 +88,7 @@ def test_batch_prepared_in_one_go_is_that_of_single_examples(name: str) -> None:
 def test_what_cannot_be_prepared_in_one_go_is_prepared_one_by_one(name: str, split: str) -> None:
     prepare_example, by_numpy = ONE_BY_ONE[name]
     made = batches(prepare_example, split)
-    assert not made._pipeline.prepared.takes_batches
+    assert not made._prepared.takes_batches
     expected = by_numpy(np.stack([features for features, _, _ in EXAMPLES]))
     features, labels, weights = contents(made)
     np.testing.assert_array_equal(features[weights > 0], expected[labels[weights > 0]])

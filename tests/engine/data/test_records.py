@@ -17,8 +17,8 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data import Batches, Records, load_splits
 from engine.data.examples import Shard
-from engine.data.record_examples import segment_count
 from engine.data.record_index import index_files
+from engine.data.records import segment_count
 from engine.errors import BadInput
 
 SIZES = [123, 3, 251, 60]  # Records in each file.
@@ -456,7 +456,7 @@ def test_prepare_example_is_given_what_load_examples_gives(form: str) -> None:
             "missing 1 required positional argument: 'two' (task.prepare_example gets",
         ),
         (lambda n: n, lambda one: one, "return (features, labels) or (features, labels, weight)"),
-        (lambda n: n, lambda one: (one, one, [one, one]), "returned weights of (2,): each example has one number"),
+        (lambda n: n, lambda one: (one, one, [one, one]), "returned sample weights of (2,): each must be one number"),
     ],
 )
 def test_examples_and_hooks_that_do_not_fit_are_refused(

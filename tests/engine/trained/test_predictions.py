@@ -281,7 +281,7 @@ def test_mistakes_are_one_line(
     np.save(tmp_path / "images.npy", np.zeros((2, 8, 8)))
     path = tmp_path / "images.npy"
     for arguments, message in (
-        ((path, path), f"{path} is not a directory: pass the directory of a run"),
+        ((path, path), f"{path} contains no run (config.json is missing): pass the directory of a run"),
         ((tmp_path, path), f"{tmp_path} contains no run (config.json is missing): pass the directory of a run"),
         ((run_dir, tmp_path / "none"), f"INPUT {tmp_path / 'none'} does not exist"),
         ((run_dir, path, "--output", tmp_path / "p.txt"), "must end in .csv or .npz"),

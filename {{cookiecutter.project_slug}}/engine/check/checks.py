@@ -29,7 +29,7 @@ from engine.model.variables import by_name, model_variables
 from engine.protocols import Task
 from engine.run.program import Program
 from engine.settings import Settings
-from engine.tracing import draws_in_preparation, draws_in_step, python_in_preparation, python_in_step
+from engine.tracing import unrepeatable_in_preparation, unrepeatable_in_step
 
 EXAMPLES_READ_TWICE = 200
 BATCHES_LOOKED_AT = 20
@@ -114,7 +114,7 @@ def _check_batches(program: Program, task: Task) -> Iterator[Check]:
     predict = tf.function(lambda features: task.model(features, training=False), autograph=False)
     for name, batches in program.batches.items():
         assert batches.traced is not None  # --check excludes --eager.
-        draws, python = draws_in_preparation(batches.traced), python_in_preparation(batches.traced)
+        draws, python = unrepeatable_in_preparation(batches.traced)
         same_batch = (tf.nest.flatten(next(batches.one_by_one())) for _ in range(2))
         repeats = not python or all(map(np.array_equal, *same_batch))
         yield from _check_repeats("prepare_example", f"batches of {name!r}", draws, python, repeats=repeats)
@@ -179,7 +179,7 @@ def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check
     for name in one.without_gradient:
         text = f"{name} gets no gradient: use it in the loss, or set its layer's trainable = False"
         yield Check(False, "task.py train_step", text)
-    draws, python = draws_in_step(step), python_in_step(step)
+    draws, python = unrepeatable_in_step(step)
     again, _ = measure.losses_and_gradients(program, task, measure.first_stacks(program))
     yield from _check_repeats("train_step", "losses", draws, python, repeats=close(one.losses, again))
     if layers.still_random:

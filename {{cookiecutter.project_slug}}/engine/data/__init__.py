@@ -3,11 +3,9 @@
 splits           the batches of every split, by the names of its datasets
 batches          the batches of a dataset, the same for any number of replicas
 worker_batches   with parameter servers: batches of each worker's own
-pipeline         the input pipeline of one process: shuffle, skip, shard, prepare
 stacks           bring several batches at a time to the replicas, where compiled steps take them
 examples         the examples of a dataset in their order, from memory or streamed
-records          TFRecord files, for task.load_examples to return
-record_examples  their records as examples, read in any order
+records          TFRecord files, for task.load_examples to return, and their records as examples
 record_index     where the records of a file are, cached beside it
 preparation      calls task.prepare_example, for complete batches where possible
 padding          pads sequences of different lengths, and cuts each batch to the length that it needs

@@ -1,4 +1,9 @@
-"""The batches of a dataset: complete ones on every replica, and which pass over the examples a step is in."""
+"""The batches of a dataset: complete ones on every replica, and which pass over the examples a step is in.
+
+The order of the operations makes batches the same for any number of replicas: examples -> shuffle by (seed, pass) ->
+complete batches -> skip to the position -> this process's shard -> prepare -> several batches at a time -> prefetch.
+Of the batches that were skipped, at most a few small ones are prepared, together with the first one.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,25 +11,26 @@ from typing import Any
 import tensorflow as tf
 
 from engine.data.element_spec import batched, bytes_of, is_static, unbatched
-from engine.data.examples import Examples, Shard, hook_of
-from engine.data.pipeline import Pipeline
-from engine.data.preparation import Preparation
-from engine.data.stacks import StackIterator, Stacks, on_replicas, stack_sizes
+from engine.data.examples import Examples, Shard, hook_of, input_options
+from engine.data.preparation import Preparation, pass_seed
+from engine.data.stacks import Sizes, StackIterator, Stacks, on_replicas, stack_sizes, stacked
 from engine.errors import BadInput
 from engine.settings import Settings
 
 # Small batches are prepared several in one call, because a call takes longer than the work itself.
 BATCHES_AT_ONCE = 16
 BYTES_AT_ONCE = 2**20
+# Stacks that are ready before they are asked for.
+STACKS_AHEAD = 2
 
 
 class Batches:
     """The batches of a dataset. A split has one dataset, or several for validation and test.
 
-    Every batch is full and has three parts: (features, labels, sample_weights).
-    `sample_weights` is float32 [batch]: the example's own weight, 1 if it has none, 0 for padding. In training the
-    examples that fill no batch are dropped, others in each pass. In evaluation, and in training with --keep-last-batch,
-    the last batch is padded with copies of weight 0, so that each example counts exactly once.
+    Every batch is full and has three parts: (features, labels, sample_weights). `sample_weights` is float32 [batch]:
+    the example's own sample weight, 1 if it has none, 0 for padding. In training the examples that fill no batch are
+    dropped, others in each pass. In evaluation, and in training with --keep-last-batch, the last batch is padded with
+    copies of weight 0, so that each example counts exactly once.
 
     Attributes:
         split: "train", "validation" or "test".
@@ -58,50 +64,41 @@ class Batches:
         `examples` are all of the dataset; or, if each process of `context` loads files of its own, those of each.
         """
         self.name, self.split, self.shards_by_file = name, name.partition("/")[0], shards_by_file
-        self._training, self._strategy = self.split == "train", strategy
-        own = None if self._training else settings.evaluation_batch_size
-        self.global_batch_size = size = own or settings.global_batch_size
-        flag = "--evaluation-batch-size" if own else "--global-batch-size"
+        self._training, self._strategy, self._seed = self.split == "train", strategy, settings.seed
+        evaluation_size = None if self._training else settings.evaluation_batch_size
+        self.global_batch_size = size = evaluation_size or settings.global_batch_size
+        flag = "--evaluation-batch-size" if evaluation_size else "--global-batch-size"
         self.per_replica_batch_size = per_replica_batch_size(size, strategy.num_replicas_in_sync, flag)
-        self._count_steps([each.length for each in examples], settings)
-        part = context.input_pipeline_id if len(examples) > 1 else 0
-        self._examples, size_of_part = examples[part], size // len(examples)
+        self._lengths = [each.length for each in examples]
+        self._count_steps(settings)
+        self._processes, process = context.num_input_pipelines, context.input_pipeline_id
+        loaders = len(examples)  # The processes, if each loads files of its own; else 1.
+        self._loader = process % loaders
+        self._examples, self._preparation = examples[self._loader], preparation
         self.example_spec, self.fingerprint = self._examples.element_spec, self._examples.fingerprint
-        prepared = preparation.trace(
+        self._prepared = preparation.trace(
             self.example_spec, hook_of(name), first_example=lambda: next(iter(self._examples.unshuffled()))[1]
         )
-        self.traced = prepared.traced
-        batch_spec = batched(unbatched(prepared.batch_spec), self.per_replica_batch_size)
+        self.traced = self._prepared.traced
+        batch_spec = batched(unbatched(self._prepared.batch_spec), self.per_replica_batch_size)
         self.element_spec = batch_spec[:3]
-        self.stacks = Stacks(strategy, batch_spec, prepared.padding)
+        self.stacks = Stacks(strategy, batch_spec, self._prepared.padding)
         self._bytes_of_batch = strategy.num_replicas_in_sync * bytes_of(self.element_spec)
         bytes_read = size * bytes_of(self.example_spec) if is_static(self.example_spec) else 0
-        size_of_process = size // context.num_input_pipelines
-        first = context.input_pipeline_id * size_of_process % size_of_part  # 0 in files of its own.
-        self._pipeline = Pipeline(
-            examples=self._examples,
-            preparation=preparation,
-            prepared=prepared,
-            seed=settings.seed,
-            training=self._training,
-            shard=Shard(size_of_part, slice(first, first + size_of_process), self.steps_per_pass * size_of_part),
-            part=part,
-            per_replica_batch_size=self.per_replica_batch_size,
-            batches_at_once=max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, self._bytes_of_batch))),
-            prefetches=not settings.eager,  # Otherwise task.prepare_example would run beside a debugger's prompt.
-        )
-        self._processes = context.num_input_pipelines
+        self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, self._bytes_of_batch)))
+        from_loader, from_process = size // loaders, size // self._processes
+        first = process * from_process % from_loader
+        self._shard = Shard(from_loader, slice(first, first + from_process), self.steps_per_pass * from_loader)
         self._iterator: StackIterator | None = None
 
-    def _count_steps(self, lengths: list[int], settings: Settings) -> None:
-        """Sets the numbers of examples and steps; processes with files of their own have `lengths` examples."""
+    def _count_steps(self, settings: Settings) -> None:
         # Every process takes the same number of steps, however many examples it has.
-        size = self.global_batch_size // len(lengths)
+        size = self.global_batch_size // len(self._lengths)
         if settings.keep_last_batch or not self._training:
-            self.steps_per_pass = max(-(-length // size) for length in lengths)
+            self.steps_per_pass = max(-(-length // size) for length in self._lengths)
         else:
-            self.steps_per_pass = min(lengths) // size
-        self.number_of_examples = sum(lengths)
+            self.steps_per_pass = min(self._lengths) // size
+        self.number_of_examples = sum(self._lengths)
         self.dropped = max(0, self.number_of_examples - self.steps_per_pass * self.global_batch_size)
         if not self.steps_per_pass:
             raise BadInput(
@@ -115,17 +112,21 @@ class Batches:
 
     @property
     def features_spec(self) -> Any:
-        """The element spec of an example's prepared features; with --pad-to, sequences are of unknown length."""
+        """Element spec of an example's prepared features; with --pad-to, sequences are of unknown length."""
         features, padding = unbatched(self.element_spec[0]), self.stacks.padding
         return padding.of_any_length(features) if padding else features
 
     def examples_in_epoch(self, epoch: int) -> int:
         """Returns how many examples, without padding, an epoch is over."""
-        end, size = (epoch + 1) * self.steps_per_epoch, self.global_batch_size
-        # Only the last batch of a pass has padding.
-        last_batches = end // self.steps_per_pass - (end - self.steps_per_epoch) // self.steps_per_pass
-        padding_of_pass = max(0, self.steps_per_pass * size - self.number_of_examples)
-        return self.steps_per_epoch * size - last_batches * padding_of_pass
+        end = (epoch + 1) * self.steps_per_epoch
+        return self._examples_before(end) - self._examples_before(end - self.steps_per_epoch)
+
+    def _examples_before(self, step: int) -> int:
+        """Returns how many examples, without padding, all passes take before a step."""
+        passes, steps = divmod(step, self.steps_per_pass)
+        size = self._shard.examples_per_batch
+        of_pass = sum(min(length, self.steps_per_pass * size) for length in self._lengths)
+        return passes * of_pass + sum(min(length, steps * size) for length in self._lengths)
 
     def cache(self) -> None:
         """Reads the examples that this process caches in memory. Raises BadInput if they cannot be read."""
@@ -136,18 +137,15 @@ class Batches:
         return self._examples.describe_shuffling(self._processes)
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
-        """Returns an iterator over the global batches of an epoch, from number `first_step` on, and of later epochs.
-
-        In evaluation all epochs have the same batches.
-        """
+        """Returns an iterator over the global batches from a step of an epoch on. All evaluations have the same."""
         number, step = self._place(epoch, first_step)
         if self._iterator is None or not self._iterator.is_at(number if self._training else None, step):
-            # Making one takes a good part of a second, so it serves one epoch after the other.
+            # It takes most of a second to make one, so it serves one epoch after the other.
             self._iterator = self._new_iterator(number, step)
         return self._iterator
 
     def one_by_one(self, epoch: int = 0, first_step: int = 0) -> Iterator[Any]:
-        """Yields the global batches of an epoch one by one, to look at; training takes them from `iterator`."""
+        """Yields the global batches of an epoch one by one, to look at."""
         pick = tf.function(self.stacks.pick, autograph=False)
         iterator = self._new_iterator(*self._place(epoch, first_step))
         for stack, first, count in iterator.take(self.steps_per_epoch - first_step):
@@ -161,13 +159,56 @@ class Batches:
 
     def _new_iterator(self, first_pass: int, first_step: int) -> StackIterator:
         sizes = stack_sizes(self.steps_per_pass, first_step, self._bytes_of_batch)
-        stacks = on_replicas(self._strategy, iter(self._pipeline.stacks(first_pass, first_step, sizes)))
+        stacks = on_replicas(self._strategy, iter(self._stacks_of_process(first_pass, first_step, sizes)))
         return StackIterator(stacks, sizes, first_pass, first_step, rejection=self._rejection)
 
+    def _stacks_of_process(self, first_pass: int, first_step: int, sizes: Sizes) -> tf.data.Dataset:
+        """Returns stacks of these `sizes` from a step of a pass on: tuples of one for each replica of this process."""
+        self.cache()
+        sizes_of_first, sizes_of_others = (tf.constant(each, tf.int64) for each in sizes)
+        replicas = self._shard.size // self.per_replica_batch_size
+
+        @tf.autograph.experimental.do_not_convert
+        def one_pass(number: tf.Tensor) -> tf.data.Dataset:
+            is_first = number == first_pass
+            first = tf.where(is_first, tf.constant(first_step, tf.int64), 0)
+            sizes_of_pass = tf.cond(is_first, lambda: sizes_of_first, lambda: sizes_of_others)
+            return stacked(self._pass(number, first), sizes_of_pass, replicas, self.per_replica_batch_size)
+
+        # Endless, so that the next pass's first batches are prepared while this one is validated.
+        endless = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(one_pass)
+        if not self._preparation.is_eager:  # Else task.prepare_example would run beside a debugger's prompt.
+            endless = endless.prefetch(STACKS_AHEAD)
+        return endless.with_options(input_options())
+
+    def _pass(self, number: tf.Tensor, first_step: tf.Tensor) -> tf.data.Dataset:
+        """Returns the prepared examples of this process in a pass from a step on, any number [n, ...] in an element."""
+        # In evaluation every pass is the same.
+        seed = pass_seed(self._seed, number if self._training else tf.zeros_like(number))
+        length_and_seed = self._examples.length, tf.stack([seed, self._loader])
+        order_seed = seed if self._training else None
+        shard, size = self._shard, self._shard.examples_per_batch
+        if not self._prepared.takes_batches:
+            numbered = self._examples.one_by_one(shard, first_step * size, order_seed)
+            prepared = self._preparation.one_by_one(numbered, self._prepared, *length_and_seed)
+            return prepared.batch(shard.size, drop_remainder=True)
+        # Counted from batch 0, so that after a resume a batch is prepared with the same others, and rounded alike.
+        skipped, at_once = first_step % self._batches_at_once, self._batches_at_once
+        elements, pick = self._examples.batches(shard, (first_step - skipped) * size, order_seed, at_once)
+        prepare = self._preparation.batch_function(*length_and_seed)
+
+        def pick_and_prepare(number: tf.Tensor, element: tuple[Any, Any]) -> Any:
+            skip = tf.where(number == 0, skipped * shard.size, 0)
+            return tf.nest.map_structure(lambda part: part[skip:], prepare(*pick(*element)))
+
+        return elements.enumerate().map(pick_and_prepare, num_parallel_calls=tf.data.AUTOTUNE)
+
     def _rejection(self, problem: tf.errors.OpError, number: int, step: int) -> BadInput:
-        """Returns the error for batches that cannot be read, from `step` of a pass on."""
+        """Returns the error for batches that cannot be read or prepared, from `step` of a pass on."""
         epoch, step = divmod(number * self.steps_per_pass + step, self.steps_per_epoch)
-        return self._pipeline.rejection(problem, f"in the batches from step {step + 1} of epoch {epoch + 1} on")
+        examples, seed = self._examples, tf.zeros([2], tf.int64)
+        one_by_one = self._preparation.one_by_one(examples.unshuffled(), self._prepared, examples.length, seed)
+        return examples.rejection(problem, one_by_one, f"in the batches from step {step + 1} of epoch {epoch + 1} on")
 
 
 def per_replica_batch_size(size: int, replicas: int, flag: str = "--global-batch-size") -> int:

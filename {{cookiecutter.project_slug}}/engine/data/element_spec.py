@@ -14,7 +14,7 @@ import tensorflow as tf
 MEASURED = 256
 # What TensorFlow adds to the bytes of a string, of an example in a shuffle buffer, and of each of its tensors.
 BYTES_OF_STRING, BYTES_OF_ELEMENT, BYTES_OF_TENSOR = 40, 128, 64
-# An element spec does not tell the length of a string; this is a guess.
+# A guess: an element spec does not contain the length of a string.
 BYTES_OF_TEXT = 2**14
 
 
@@ -67,11 +67,10 @@ def unbatched(spec: Any) -> Any:
     )
 
 
-def leaves(spec: Any, name: str = "features") -> dict[str, Any]:
-    """Returns the tensors of a structure by name, in TensorFlow's order.
+def leaves(spec: Any) -> dict[str, Any]:
+    """Returns the tensors of features by name, in TensorFlow's order.
 
-    A single tensor has the given name. Tensors in a dictionary are named by their keys, tensors in a tuple by the name
-    and their number: "features/0".
+    Tensors in a dictionary are named by their keys; a single tensor is "features", and tensors in a tuple "features/0".
     """
 
     def walk(part: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -80,9 +79,9 @@ def leaves(spec: Any, name: str = "features") -> dict[str, Any]:
                 yield from walk(part[key], (*path, str(key)))
         elif isinstance(part, tuple):  # A list is an array of numbers, as for TensorFlow's datasets.
             for number, each in enumerate(part):
-                yield from walk(each, (*(path or (name,)), str(number)))
+                yield from walk(each, (*(path or ("features",)), str(number)))
         else:
-            yield "/".join(path or (name,)), part
+            yield "/".join(path or ("features",)), part
 
     return dict(walk(spec, ()))
 
@@ -96,7 +95,7 @@ def is_static(spec: Any) -> bool:
 
 
 def is_exact(spec: Any) -> bool:
-    """Returns whether an element spec tells how many bytes an example takes: it has static shapes and no strings."""
+    """Returns whether the bytes of an example follow from its element spec: it has static shapes and no strings."""
     return is_static(spec) and all(leaf.dtype != tf.string for leaf in tf.nest.flatten(spec))
 
 

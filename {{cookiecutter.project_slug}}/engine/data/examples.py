@@ -23,7 +23,7 @@ BYTES_IN_MEMORY = 2**29
 MARGIN = 1.5
 # How long to search for the example that cannot be read or prepared.
 SECONDS_TO_SEARCH = 60.0
-# Calls under way at once. More than there are cores, so that a core finds the next one waiting.
+# Calls that run at once: more than there are cores, so that a core finds the next one waiting.
 PARALLEL_CALLS = 64
 
 
@@ -31,12 +31,9 @@ PARALLEL_CALLS = 64
 class Shard:
     """The examples that one process reads in a pass."""
 
-    examples_per_batch: int
-    """Examples in a batch, of which the process reads some."""
-    places: slice
-    """The places in each batch that it reads."""
-    end: int
-    """The place after the last batch. Copies of an example fill the places behind the last example."""
+    examples_per_batch: int  # The process reads some of them.
+    places: slice  # The places in each batch that it reads.
+    end: int  # The place after the last batch. Copies of an example fill the places behind the last example.
 
     @property
     def size(self) -> int:
@@ -44,7 +41,8 @@ class Shard:
         return self.places.stop - self.places.start
 
 
-Pick = Callable[..., tuple[tf.Tensor, Any]]
+# A dataset, and a function from the parts of its elements to places (int64, [n]) and examples ([n, ...]).
+Elements = tuple[tf.data.Dataset, Callable[..., tuple[tf.Tensor, Any]]]
 
 
 class Examples(abc.ABC):
@@ -57,9 +55,11 @@ class Examples(abc.ABC):
         length: the number of examples.
         element_spec: of one example.
         fingerprint: of the files that the examples are in, for a resumed run to compare; None if these are not known.
+        may_be_cached: whether examples that fit into memory are read once and cached; others are streamed.
     """
 
     fingerprint: dict[str, Any] | None = None
+    may_be_cached = True
 
     def __init__(self, hook: str, length: int, element_spec: Any) -> None:
         """Raises BadInput, naming the hook, if there are no examples."""
@@ -67,21 +67,13 @@ class Examples(abc.ABC):
             raise BadInput(f"{hook} returned no examples: each dataset needs at least one")
         self._hook, self.length, self.element_spec = hook, length, element_spec
 
-    @functools.cached_property
-    def fits_in_memory(self) -> bool:
-        """Whether the examples are read once and cached; others are streamed."""
-        return False
-
     @abc.abstractmethod
     def cache(self) -> None:
         """Reads the examples into memory if they fit. Raises BadInput if they cannot be read."""
 
     @abc.abstractmethod
     def describe_shuffling(self, processes: int) -> tuple[str, int]:
-        """Returns how the examples are shuffled, if they are, and the bytes that this takes in one process.
-
-        `processes` share the memory for record files; a shuffle buffer is each process's own.
-        """
+        """Returns how the examples are shuffled, and the bytes that this takes in each of `processes`."""
 
     @abc.abstractmethod
     def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
@@ -91,26 +83,19 @@ class Examples(abc.ABC):
     def unshuffled(self) -> tf.data.Dataset:
         """Returns (number, example) of all examples in the order of task.load_examples."""
 
-    def batches(
-        self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int
-    ) -> tuple[tf.data.Dataset, Pick]:
-        """Returns a dataset with `at_once` batches of the shard in an element; the examples need static shapes.
-
-        The function that comes with it returns places (int64, [n]) and examples ([n, ...]), given an element's parts.
-        """
+    def batches(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int) -> Elements:
+        """Returns elements of `at_once` batches of the shard; the examples need static shapes."""
         elements = self.one_by_one(shard, first, seed).batch(shard.size * at_once)
         return elements, lambda places, examples: (places, examples)
 
     def for_worker(self, load: Callable[[], Any]) -> "Examples":
-        """Returns the same examples for the graph of a worker, where `load` returns what task.load_examples does."""
+        """Returns the same examples for the graph of a worker; `load` calls task.load_examples."""
         return self
 
-    def rejection(
-        self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str = "while it was read"
-    ) -> BadInput:
+    def rejection(self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str) -> BadInput:
         """Returns the error for examples that cannot be read or prepared; it names the first one that fails.
 
-        To find it, `one_by_one` has the examples in their order, read or prepared. If that fails, `during` says where.
+        `one_by_one` has all of them, read or prepared, in their order. If none fails there, `during` says where.
         """
         if "was expected to contain" in str(problem):
             return BadInput(f"{self._hook}: {first_line(problem)}: give assert_cardinality the real number of examples")
@@ -144,7 +129,7 @@ class DatasetExamples(Examples):
 
     @functools.cached_property
     def _bytes_of_example(self) -> float:
-        """The bytes of one example. Where its element spec does not tell them, the first examples are read."""
+        """The bytes of one example. Where they do not follow from its element spec, the first ones are read."""
         if is_exact(self.element_spec):
             return bytes_of(self.element_spec)
         with tf.init_scope():  # Outside of the graph that is being built.
@@ -152,8 +137,11 @@ class DatasetExamples(Examples):
 
     @functools.cached_property
     def fits_in_memory(self) -> bool:
+        """Whether the examples are read once and cached."""
+        if not self.may_be_cached or not is_static(self.element_spec):
+            return False
         margin = 1.0 if is_exact(self.element_spec) else MARGIN
-        return is_static(self.element_spec) and self.length * self._bytes_of_example * margin <= BYTES_IN_MEMORY
+        return self.length * self._bytes_of_example * margin <= BYTES_IN_MEMORY
 
     @functools.cached_property
     def buffer_size(self) -> int:
@@ -179,11 +167,9 @@ class DatasetExamples(Examples):
             elif self._shuffle_bytes is not None:
                 _ = self.buffer_size  # If the first examples cannot be read, this is noticed now.
         except tf.errors.OpError as problem:
-            raise self.rejection(problem, self._dataset) from problem
+            raise self.rejection(problem, self._dataset, "while it was read") from problem
 
-    def batches(
-        self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int
-    ) -> tuple[tf.data.Dataset, Pick]:
+    def batches(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int) -> Elements:
         if not self.fits_in_memory:
             return super().batches(shard, first, seed, at_once)
         order = tf.range(self.length, dtype=tf.int64)
@@ -271,7 +257,7 @@ def _first_that_fails(dataset: tf.data.Dataset) -> tuple[int, tf.errors.OpError]
         for _ in dataset.with_options(input_options()):
             number += 1
             if time.monotonic() > end:
-                return None
+                break
     except tf.errors.OpError as problem:
         return number, problem
     return None
@@ -282,11 +268,9 @@ def _checked_length(hook: str, dataset: Any) -> int:
     if not isinstance(dataset, tf.data.Dataset):
         raise BadInput(f"{hook} returned a {type(dataset).__name__}: return a tf.data.Dataset of single examples")
     length = int(dataset.cardinality())
-    rejected = {
-        tf.data.INFINITE_CARDINALITY: "returned endless examples: remove repeat(); the epochs are counted for you",
-        tf.data.UNKNOWN_CARDINALITY: "returned examples of unknown number: end it with "
-        ".apply(tf.data.experimental.assert_cardinality(<number of examples>))",
-    }
-    if length in rejected:
-        raise BadInput(f"{hook} {rejected[length]}")
+    if length == tf.data.INFINITE_CARDINALITY:
+        raise BadInput(f"{hook} returned endless examples: remove repeat(); the epochs are counted for you")
+    if length == tf.data.UNKNOWN_CARDINALITY:
+        counted = ".apply(tf.data.experimental.assert_cardinality(<number of examples>))"
+        raise BadInput(f"{hook} returned examples of unknown number: end it with {counted}")
     return length

@@ -11,36 +11,31 @@ from typing import Any
 
 import tensorflow as tf
 
-# A prepared example is (features, labels, sample_weight), and a padded one has its length as a fourth part.
-LENGTHS = 3
-
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
     """How examples were padded."""
 
-    lengths: Sequence[int]
-    """The lengths that a batch may have, in increasing order."""
-    sequences: Sequence[bool]
-    """Whether each tensor of the features and labels is a sequence."""
+    lengths: Sequence[int]  # The lengths that a batch may have, in increasing order.
+    sequences: Sequence[bool]  # Whether each tensor of the features and labels is a sequence.
 
     def cut(self, batch: Any, context: tf.distribute.ReplicaContext | None = None) -> Any:
         """Returns (features, labels, sample_weights) of a replica's padded batch, cut to the length that it needs.
 
         In a `context`, all replicas cut to the same length. A padded batch has the examples' lengths as its last part.
         """
+        *_, sample_weights, lengths_of_examples = batch
         # An example of weight 0 may be padding, of which there is more in larger batches.
-        longest = tf.reduce_max(tf.where(batch[2] == 0, 0, batch[LENGTHS]))
-        lengths = tf.constant(self.lengths)
-        size = tf.searchsorted(lengths, longest[tf.newaxis])[0]
+        longest = tf.reduce_max(tf.where(sample_weights == 0, 0, lengths_of_examples))
+        lengths, count = tf.constant(self.lengths), len(self.lengths)
+        number = tf.searchsorted(lengths, longest[tf.newaxis])[0]
         if context and context.num_replicas_in_sync > 1:
-            count = len(self.lengths)
-            counts = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.one_hot(size, count))
-            size = tf.reduce_max(tf.where(counts > 0, tf.range(count), 0))
-        length = tf.gather(lengths, size)
+            counts = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.one_hot(number, count))
+            number = tf.reduce_max(tf.where(counts > 0, tf.range(count), 0))
+        length = tf.gather(lengths, number)
         leaves = zip(tf.nest.flatten(batch[:2]), self.sequences, strict=True)
         cut = [leaf[:, :length] if is_sequence else leaf for leaf, is_sequence in leaves]
-        return *tf.nest.pack_sequence_as(batch[:2], cut), batch[2]
+        return *tf.nest.pack_sequence_as(batch[:2], cut), sample_weights
 
     def of_any_length(self, features: Any) -> Any:
         """Returns the element spec of an example's features, with sequences of unknown length."""
@@ -74,7 +69,7 @@ def are_sequences(spec: Any) -> list[bool]:
 def padded(example: Any, lengths: Sequence[int]) -> tuple[Any, Padding | None]:
     """Returns (features, labels, sample_weight, length), with sequences of the largest length, and its Padding.
 
-    The length of an example is the length of its longest sequence. One without sequences is returned unchanged.
+    `length` (int32, scalar) is that of the longest sequence. An example without sequences is returned unchanged.
     """
     sequences = are_sequences(example[:2])
     if not any(sequences):

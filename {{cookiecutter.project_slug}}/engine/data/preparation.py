@@ -21,14 +21,10 @@ from engine.user_errors import first_line, where_raised
 class PreparedSpec:
     """What task.prepare_example makes of examples of one element spec."""
 
-    batch_spec: Any
-    """Of batches of prepared examples: (features, labels, sample_weights), [None, ...]; with padding, lengths too."""
-    padding: Padding | None
-    """None where no sequences are padded."""
-    takes_batches: bool
-    """Whether complete batches can be prepared in one go."""
-    traced: Traced | None
-    """What the hook does; None if it runs in Python, with --eager."""
+    batch_spec: Any  # (features, labels, sample_weights), [None, ...]; with padding, also the examples' lengths.
+    takes_batches: bool  # Whether complete batches can be prepared in one go.
+    padding: Padding | None  # None where no sequences are padded.
+    traced: Traced | None  # What the hook does; None if it runs in Python, with --eager.
 
 
 class Preparation:
@@ -41,27 +37,27 @@ class Preparation:
         parameters = inspect.signature(prepare_example).parameters
         options = {"training": training} if "training" in parameters else {}
         self._prepare_example = functools.partial(converted(prepare_example), **options)
-        self._pad_to, self._is_eager = pad_to, eager and not pad_to
+        self._pad_to, self.is_eager = pad_to, eager and not pad_to
         self._takes_seed = "seed" in parameters
         of_example = [each for name, each in parameters.items() if name not in ("training", "seed")]
         self._takes_two = len(of_example) == 2 and not any(each.kind == each.VAR_POSITIONAL for each in of_example)
         # tf.function traces each of them once for all passes and datasets.
         self._one = tf.function(self._prepare_one, autograph=False)
         self._batch = tf.function(self._prepare_batch, autograph=False)
-        self._newest: tuple[Padding | None, Traced | None] = None, None  # Of the newest trace.
+        self._newest: tuple[Padding | None, Traced | None] = None, None  # What the newest trace found.
         self._prepared: dict[str, PreparedSpec] = {}  # By the element spec of the examples, which datasets share.
 
     def trace(
         self, example_spec: Any, hook: str = "task.load_examples", first_example: Callable[[], Any] | None = None
     ) -> PreparedSpec:
-        """Finds out how examples of an element spec can be prepared. Raises BadInput if they cannot, or cannot be batched.
+        """Finds out how examples of an element spec can be prepared. Raises BadInput if they cannot, or not batched.
 
         `hook` is the call that loads the examples, for messages. With `eager`, the hook runs on the `first_example`.
         """
         if (key := str(example_spec)) not in self._prepared:
             _, weight = self._arguments(example_spec)
             if weight is not None and (not isinstance(weight, tf.TensorSpec) or weight.shape.rank != 0):
-                raise BadInput(f"{hook} returned weights of {as_text(weight)}: each example has one number")
+                raise BadInput(f"{hook} returned sample weights of {as_text(weight)}: each must be one number")
             try:
                 self._prepared[key] = self._trace(example_spec, first_example)
             except BadInput:
@@ -76,10 +72,10 @@ class Preparation:
 
     def _trace(self, example_spec: Any, first_example: Callable[[], Any] | None) -> PreparedSpec:
         seed = tf.zeros([2], tf.int64)
-        if self._is_eager and first_example:
+        if self.is_eager and first_example:
             zero = tf.constant(0, tf.int64)
             prepared = self._prepare_one(zero, first_example(), zero, seed)
-            return PreparedSpec(batched(tf.nest.map_structure(tf.TensorSpec.from_tensor, prepared)), None, False, None)
+            return PreparedSpec(batched(tf.nest.map_structure(tf.TensorSpec.from_tensor, prepared)), False, None, None)
         # A dataset of (place, example) that is never read.
         spec = tf.TensorSpec([], tf.int64), example_spec
         numbered = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
@@ -88,12 +84,10 @@ class Preparation:
             # Any exception may mean that an operation cannot be vectorized. A user error is raised again below.
             with contextlib.suppress(Exception), _silent():
                 batch_spec = numbered.batch(1).map(self.batch_function(0, seed)).element_spec
-                padding, traced = self._newest
-                if not padding:  # Sequences would need to have one length.
-                    return PreparedSpec(batch_spec, None, True, traced)
+                if not self._newest[0]:  # Sequences would need to have one length.
+                    return PreparedSpec(batch_spec, True, *self._newest)
         batch_spec = numbered.map(_bound(self._one, 0, seed)).batch(1).element_spec
-        padding, traced = self._newest
-        return PreparedSpec(batch_spec, padding, False, traced)
+        return PreparedSpec(batch_spec, False, *self._newest)
 
     def _check_batches(self, prepared: PreparedSpec, hook: str) -> None:
         """Raises BadInput unless prepared examples are tensors of static shapes, or --pad-to has made them so."""
@@ -114,7 +108,7 @@ class Preparation:
     def batch_function(self, length: int, seed: tf.Tensor) -> Callable[[tf.Tensor, Any], Any]:
         """Returns a function from places (int64, [n]) and examples ([n, ...]) to (features, labels, sample_weights).
 
-        Padding begins at place `length`. From `seed` (int64, [2]) and its place each example's seed is made.
+        Padding starts at place `length`. Each example's seed is made from `seed` (int64, [2]) and its place.
         """
         return _bound(self._batch, length, seed)
 
@@ -122,7 +116,7 @@ class Preparation:
         self, numbered: tf.data.Dataset, prepared: PreparedSpec, length: int, seed: tf.Tensor
     ) -> tf.data.Dataset:
         """Returns prepared examples (features, labels, sample_weight) of (place, example); see `batch_function`."""
-        if self._is_eager:
+        if self.is_eager:
             in_python = _in_python(self._prepare_one, unbatched(prepared.batch_spec))
             return numbered.map(_bound(in_python, length, seed))
         return numbered.map(_bound(self._one, length, seed), num_parallel_calls=PARALLEL_CALLS)
@@ -159,11 +153,11 @@ class Preparation:
                 f"task.prepare_example returned {prepared!r}: return (features, labels) or (features, labels, weight)"
             )
         # To tf.data a list of numbers is one tensor.
-        features, labels, *own = (tf.convert_to_tensor(each) if isinstance(each, list) else each for each in prepared)
-        weight = tf.cast(own[0] if own else 1.0 if weight is None else weight, tf.float32)
+        features, labels, *given = (tf.convert_to_tensor(each) if isinstance(each, list) else each for each in prepared)
+        weight = tf.cast(given[0] if given else 1.0 if weight is None else weight, tf.float32)
         if weight.shape.rank != 0:
-            raise BadInput(f"task.prepare_example returned weights of {weight.shape}: each example has one number")
-        if self._is_eager:
+            raise BadInput(f"task.prepare_example returned sample weights of {weight.shape}: each must be one number")
+        if self.is_eager:
             features, labels = tf.nest.map_structure(tf.convert_to_tensor, (features, labels))
         prepared, padding = (features, labels, tf.where(place < length, weight, 0.0)), None
         if self._pad_to:
@@ -172,9 +166,20 @@ class Preparation:
         return prepared
 
     def _arguments(self, example: Any) -> tuple[tuple, Any]:
-        """Returns an example's arguments for task.prepare_example, and the weight that follows them, or None."""
+        """Returns an example's arguments for task.prepare_example, and the sample weight that follows them, or None."""
         parts = example if isinstance(example, tuple) else (example,)
         return (parts[:2], parts[2]) if len(parts) == 3 and self._takes_two else (parts, None)
+
+
+def evaluation_seed(seed: int) -> tf.Tensor:
+    """Returns the seed (int64, [2]) from which, with its place, the seed of an example is made in an evaluation."""
+    return tf.stack([pass_seed(seed, tf.zeros([], tf.int64)), 0])
+
+
+def pass_seed(seed: int, number: tf.Tensor) -> tf.Tensor:
+    """Returns a seed (int64, 0 to 2**31 - 1) that differs for neighbouring seeds and passes in every bit."""
+    pair = tf.stack([tf.constant(seed, tf.int64), number])
+    return tf.random.stateless_uniform([], pair, maxval=2**31 - 1, dtype=tf.int64)
 
 
 def _in_python(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:

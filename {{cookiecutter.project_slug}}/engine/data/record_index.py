@@ -36,10 +36,8 @@ class FileIndex:
     """Where the records of one file are."""
 
     path: str
-    offsets: np.ndarray
-    """Where each record begins, and where the last one ends, int64 [records + 1]."""
-    sha256: str
-    """Of the lengths and checksums of all records: it changes with any of them, and not with the file's name."""
+    offsets: np.ndarray  # Where each record begins, and where the last one ends, int64 [records + 1].
+    sha256: str  # Of the lengths and checksums of all records: it changes with any of them, not with the file's name.
 
     @property
     def length(self) -> int:
@@ -73,25 +71,26 @@ def _make(path: str, size: int) -> FileIndex:
     if not size:
         raise BadInput(f"{path} is empty: write it again, or exclude it")
     with tf.io.gfile.GFile(path, "rb") if is_remote(path) else open(path, "rb") as file:
-        start = file.read(HEADER)
-        if not _are_headers(np.frombuffer(start.ljust(HEADER, b"\0"), np.uint8)[None]).all():
-            if start.startswith(COMPRESSED):
-                raise BadInput(f"{path} is compressed: unpack it, or read it with tf.data.TFRecordDataset")
-            raise BadInput(f"{path} is not a TFRecord file (its first record's length is damaged): exclude it")
-        offsets, headers, checksums = _walk(file, start, size)
-    if len(wrong := np.flatnonzero(~_are_headers(headers))):
+        offsets, headers, checksums = _walk(file, size)
+    wrong = np.flatnonzero(~_are_headers(headers))
+    if not len(headers) or 0 in wrong:
+        if headers.tobytes().startswith(COMPRESSED):
+            raise BadInput(f"{path} is compressed: unpack it, or read it with tf.data.TFRecordDataset")
+        raise BadInput(f"{path} is not a TFRecord file (its first record's length is damaged): exclude it")
+    if len(wrong):
         raise damaged(path, wrong[0], offsets[wrong[0]], "the checksum of its length is wrong")
     if offsets[-1] > size:
         raise damaged(path, len(offsets) - 2, offsets[-2], "it is cut short")
     return FileIndex(path, offsets, hashlib.sha256(headers.tobytes() + checksums).hexdigest())
 
 
-def _walk(file: BinaryIO, header: bytes, size: int) -> tuple[np.ndarray, np.ndarray, bytes]:
-    """Returns offsets, headers (uint8 [n, 12]) and checksums (4 bytes each) of the records, given the first header.
+def _walk(file: BinaryIO, size: int) -> tuple[np.ndarray, np.ndarray, bytes]:
+    """Returns offsets, headers (uint8 [n, 12]) and checksums (4 bytes each) of the records.
 
     The last offset is beyond the size of the file if the last record is cut short.
     """
     end, offsets, headers, checksums = 0, array.array("q", [0]), bytearray(), bytearray()
+    header = file.read(HEADER)
     while header:
         if len(header) < HEADER:
             offsets.append(size + 1)

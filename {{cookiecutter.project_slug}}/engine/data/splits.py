@@ -52,10 +52,8 @@ def load_splits(
                 batches[name] = Batches(*arguments, shards_by_file=by_file)
     check_same_structure(batches)
     if settings.validate_every_steps and not any(each.split == "validation" for each in batches.values()):
-        raise BadInput(
-            f"--validate-every-steps {settings.validate_every_steps}: task.load_examples('validation') returned None, "
-            "so there is no validation: remove the flag"
-        )
+        problem = "task.load_examples('validation') returned None, so there is no validation: remove the flag"
+        raise BadInput(f"--validate-every-steps {settings.validate_every_steps}: {problem}")
     size, count = batches["train"].per_replica_batch_size, settings.micro_batches
     if size % count:
         divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
@@ -69,8 +67,8 @@ def load_datasets(
 ) -> dict[str, list[Examples]]:
     """Calls task.load_examples for a split; returns the examples of each of its datasets, by name.
 
-    They are one list element; or, if the hook takes an `input_context`, one for each process of `context`. Raises
-    BadInput if they cannot be used.
+    A dataset has one element in its list; or, if the hook takes an `input_context`, one for each process of `context`.
+    Raises BadInput if they cannot be used.
     """
     shuffle_bytes = settings.shuffle_megabytes * 2**20 if split == "train" else None
     count = context.num_input_pipelines if _takes_context(load_examples) else 1
@@ -84,9 +82,7 @@ def load_datasets(
                 raise BadInput(f"{hook} is missing for worker {number}: return the same datasets for all workers")
             if count > 1 and isinstance(found, Records):
                 problem = f"{hook} takes an input_context and returned Records"
-                raise BadInput(
-                    f"{problem}: remove it from load_examples, because each worker reads its own shard anyway"
-                )
+                raise BadInput(f"{problem}: remove it from load_examples; each worker reads its own shard anyway")
             hook += f" for worker {number} of {count}" if count > 1 else ""
             read = found.examples if isinstance(found, Records) else functools.partial(DatasetExamples, found)
             datasets.setdefault(name, []).append(read(hook, shuffle_bytes))
@@ -106,7 +102,7 @@ def named(split: str, loaded: Any) -> dict[str, Any]:
         return {split: loaded}
     if not isinstance(loaded, Mapping):
         return {} if loaded is None else {split: loaded}
-    hook = f"task.load_examples({split!r})"
+    hook = hook_of(split)
     if not loaded:
         raise BadInput(f"{hook} returned an empty dict: return None if there is no {split}")
     for name in loaded:

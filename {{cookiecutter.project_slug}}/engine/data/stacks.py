@@ -27,6 +27,11 @@ BYTES_OF_STACK = 2**22
 # Each of the first stacks is this many times as large as the one before, so that the first one is ready soon.
 GROWTH = 4
 
+# How many batches each stack has: in the first pass, from its first step on, and in each complete pass after it.
+Sizes = tuple[list[int], list[int]]
+# Returns the error for a stack that cannot be read, given the pass and the number of its first batch.
+Rejection = Callable[[tf.errors.OpError, int, int], BadInput]
+
 _iterators: weakref.WeakSet = weakref.WeakSet()
 
 
@@ -54,8 +59,7 @@ class Stacks:
     """How steps take batches out of the stacks of a dataset."""
 
     strategy: tf.distribute.Strategy
-    batch_spec: Any
-    """Element spec of a replica's batch in a stack, of static shapes; with padding, the examples' lengths are in it."""
+    batch_spec: Any  # Of a per-replica batch, with static shapes; with padding, it contains the examples' lengths.
     padding: Padding | None
 
     @tf.autograph.experimental.do_not_convert
@@ -80,31 +84,18 @@ class Stacks:
     def _stack_spec(self) -> Any:
         if self.strategy.num_replicas_in_sync == 1:
             return batched(self.batch_spec)
-        # Only a distributed dataset tells the spec of a stack on several replicas.
+        # Only a distributed dataset has the spec of a stack on several replicas.
         no_stacks = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=batched(self.batch_spec))
         return self.strategy.distribute_datasets_from_function(lambda _: no_stacks).element_spec
 
 
 class StackIterator:
-    """The stacks of a dataset from a batch of a pass on, pass after pass.
-
-    Attributes:
-        seconds_waited: seconds that the program has waited for batches so far.
-    """
+    """The stacks of a dataset from a batch of a pass on, pass after pass."""
 
     def __init__(
-        self,
-        stacks: Iterator[Any],
-        sizes: tuple[list[int], list[int]],
-        first_pass: int,
-        first_step: int,
-        *,
-        rejection: Callable[[tf.errors.OpError, int, int], BadInput],
+        self, stacks: Iterator[Any], sizes: Sizes, first_pass: int, first_step: int, *, rejection: Rejection
     ) -> None:
-        """Starts at batch `first_step` of pass `first_pass`; `stacks` begin there, and have these `stack_sizes`.
-
-        `rejection` returns the error for a stack that cannot be read, given its first batch's pass and number.
-        """
+        """Starts at batch `first_step` of pass `first_pass`, as `stacks` do."""
         self._stacks = stacks
         self._sizes = itertools.chain(sizes[0], itertools.cycle(sizes[1]))
         self._steps_of_pass = sum(sizes[1])
@@ -113,7 +104,7 @@ class StackIterator:
         self._rejected: BadInput | None = None
         self._stack: Any = None
         self._next = self._end = 0  # The next batch of the stack to take, and how many there are.
-        self.seconds_waited = 0.0
+        self.seconds_waited = 0.0  # How long the program has waited for batches so far.
         _iterators.add(self)
 
     def is_at(self, number: int | None, step: int) -> bool:
@@ -156,7 +147,7 @@ class StackIterator:
 
 @atexit.register
 def _close_all() -> None:
-    # A thread that runs Python code of the user's, such as a generator of examples, can end only while Python runs.
+    # A thread that runs the user's Python code, such as a generator of examples, can end only while Python runs.
     for iterator in list(_iterators):
         iterator.close()
     for name in ("last_exc", "last_value", "last_traceback"):  # Their frames hold the iterator that failed.
@@ -165,11 +156,8 @@ def _close_all() -> None:
     gc.collect()
 
 
-def stack_sizes(steps: int, first_step: int, bytes_of_batch: int) -> tuple[list[int], list[int]]:
-    """Returns how many batches each stack has: in a pass from `first_step` on, and in each complete pass after it.
-
-    A complete pass has `steps` batches, each of `bytes_of_batch` for all replicas together.
-    """
+def stack_sizes(steps: int, first_step: int, bytes_of_batch: int) -> Sizes:
+    """Returns the sizes of the stacks of passes of `steps` batches, of `bytes_of_batch` on all replicas together."""
     # A stack can be used only when all of it is prepared, so a long pass has several.
     largest = max(1, min(BYTES_OF_STACK // bytes_of_batch, max(64, steps // 4)))
     growing, size, left = [], 1, steps - first_step

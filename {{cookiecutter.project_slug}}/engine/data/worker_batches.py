@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from engine.data.batches import Batches
 from engine.data.examples import input_options
-from engine.data.pipeline import pass_seed
+from engine.data.preparation import pass_seed
 from engine.data.stacks import CompiledSteps, StackIterator, Stacks
 
 
@@ -31,18 +31,18 @@ class WorkerPool(Protocol):
 class WorkerBatches(Batches):
     """Training batches of which each worker has its own: its shard of the examples, again and again.
 
-    Its iterator's stacks are the workers' iterators.
+    The stacks of its iterator are the workers' iterators.
     """
 
     def __init__(self, *arguments: Any, load: Callable[[], Any], workers: WorkerPool) -> None:
         """`load` calls task.load_examples; the other arguments are those of Batches."""
         super().__init__(*arguments)
         self._load, self._workers = load, workers
-        self._examples.fits_in_memory = False  # Each worker loads them again.
+        self._examples.may_be_cached = False  # Each worker loads them again.
         self.stacks = WorkerStacks(self.stacks.strategy, self.stacks.batch_spec, self.stacks.padding, workers)
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
-        """Returns an iterator over the workers' own batches of an epoch, from number `first_step` on."""
+        """Returns an iterator over the workers' own batches of an epoch from a step on."""
 
         @tf.autograph.experimental.do_not_convert
         def dataset() -> tf.data.Dataset:
@@ -57,13 +57,13 @@ class WorkerBatches(Batches):
     def endless(self, epoch: int, first_step: int, workers: int, worker: tf.Tensor) -> tf.data.Dataset:
         """Returns batches of every `workers`-th example, again and again, in the graph of a worker."""
         # Loaded where they are used, because a dataset of the chief's cannot be sent to a worker.
-        examples, pipeline = self._examples.for_worker(self._load), self._pipeline
-        seed = pass_seed(pipeline.seed, tf.constant(epoch, tf.int64))
+        examples = self._examples.for_worker(self._load)
+        seed = pass_seed(self._seed, tf.constant(epoch, tf.int64))
         first = tf.constant(first_step * self.global_batch_size, tf.int64)
-        numbered = examples.one_by_one(pipeline.shard, first, seed).shard(workers, worker).repeat()
-        prepared = pipeline.preparation.one_by_one(numbered, pipeline.prepared, examples.length, tf.stack([seed, 0]))
+        numbered = examples.one_by_one(self._shard, first, seed).shard(workers, worker).repeat()
+        prepared = self._preparation.one_by_one(numbered, self._prepared, examples.length, tf.stack([seed, 0]))
         batches = prepared.batch(self.per_replica_batch_size, drop_remainder=True)
-        if padding := pipeline.prepared.padding:
+        if padding := self._prepared.padding:
             batches = batches.map(tf.autograph.experimental.do_not_convert(lambda *batch: padding.cut(batch)))
         return batches.prefetch(tf.data.AUTOTUNE).with_options(input_options())
 

@@ -20,7 +20,7 @@ from engine.run.run import Run
 from engine.run.state import State, Values
 from engine.run.summary import describe_examples, describe_records, describe_run, describe_start, print_summary
 from engine.settings import CONFIG, Settings
-from engine.tracing import draws_in_preparation, draws_in_step, python_in_preparation, python_in_step
+from engine.tracing import unrepeatable_in_preparation, unrepeatable_in_step
 
 # An environment variable of whatever restarts a program that died, as launch.py does: the same for all restarts.
 START_ID = "TRAINING_START_ID"
@@ -122,10 +122,11 @@ def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
     run.hidden.check(run.checkpoints.state.variables())
     found = []
     if step := run.hidden.training:
-        found += [f"task.train_step: {text}" for text in (*draws_in_step(step), *python_in_step(step))]
+        draws, python = unrepeatable_in_step(step)
+        found += [f"task.train_step: {text}" for text in draws + python]
     for traced in [each.traced for each in batches.values() if each.traced]:  # None with --eager.
-        texts = (*draws_in_preparation(traced), *python_in_preparation(traced))
-        found += [f"task.prepare_example: {text}" for text in texts]
+        draws, python = unrepeatable_in_preparation(traced)
+        found += [f"task.prepare_example: {text}" for text in draws + python]
     for text in dict.fromkeys(found):
         console.print(text)
 
