@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from small import small_model
+from small import linear_model, small_model
 
 import task
 import train
@@ -140,7 +140,8 @@ def exported(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     """Exports the task with other hooks, trained by a step or two, or the run above; returns what was printed of it."""
 
     def train_and_export(*flags: str, trained: bool = False, **hooks: Any) -> str:
-        for name, hook in {"create_model": small_model, **hooks}.items():
+        model = small_model if trained else linear_model
+        for name, hook in {"create_model": model, **hooks}.items():
             monkeypatch.setattr(task, name, hook)
         if trained and not (tmp_path / "run").exists():
             shutil.copytree(run_dir, tmp_path / "run")
@@ -366,7 +367,7 @@ def test_variable_that_keras_does_not_list_is_exported_by_tensorflow_only(
     def with_all(split: str, batch: Any) -> tf.Tensor:
         return evaluation_step(split, batch) + 0.0 * tf.add_n(task.model.layers[-1].steps)
 
-    printed = exported(create_model=lambda: small_model(Hidden()), evaluation_step=with_all)
+    printed = exported(create_model=lambda: linear_model(Hidden()), evaluation_step=with_all)
     assert "Keras's files   skipped: they cannot contain Variable#1, made without add_weight" in printed
     assert [each.name for each in (tmp_path / "run/export").iterdir()] == ["saved_model"]
     trained = load_trained(task, Config(run_dir=tmp_path / "run"))
@@ -376,7 +377,7 @@ def test_variable_that_keras_does_not_list_is_exported_by_tensorflow_only(
         trained.serve.function(IMAGES)["probabilities"],
         rtol=1e-5,
     )
-    monkeypatch.setattr(task, "create_model", lambda: small_model(Hidden(3)))
+    monkeypatch.setattr(task, "create_model", lambda: linear_model(Hidden(3)))
     with pytest.raises(BadInput, match=r"does not contain hidden/Variable#2, a variable of task\.predict_step: use"):
         load_trained(task, Config(run_dir=tmp_path / "run"))
 
@@ -443,6 +444,7 @@ def test_ties_of_classes_may_differ_and_numbers_by_rounding_only() -> None:
     assert not _are_close(scores, tf.cast(scores, tf.float64), 1e-5)
 
 
+@pytest.mark.long
 def test_weights_that_no_prediction_uses_are_compared_too(two_models: Callable[..., str], capsys) -> None:
     with pytest.raises(SystemExit):
         two_models(Unsaved(10), use_head=False)
