@@ -18,6 +18,8 @@ from engine.cluster.nvidia import VISIBLE, visible_gpus
 from engine.errors import BadInput, Diverged, Stopped
 
 PROGRAM = Path(__file__).parents[2] / "train.py"
+# An environment variable of whatever restarts a program that died: it has the same value in all restarts.
+START_ID = "TRAINING_START_ID"
 
 FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)  # Exit codes of train.py that a restart does not fix.
 # When one process has decided to end, the others end by themselves, because they know the same; not when one has died.
@@ -103,7 +105,7 @@ class Launcher:
         self._jobs, self._arguments, self._visible = jobs, arguments, visible
         self._restarts_left = max_restarts
         # Shared by all restarts, so that --fresh moves only an older run aside.
-        os.environ.setdefault("TRAINING_START_ID", uuid.uuid4().hex)
+        os.environ.setdefault(START_ID, uuid.uuid4().hex)
         self._signal: int | None = None
         self._processes: list[Process] = []
         for number in (signal.SIGTERM, signal.SIGINT):

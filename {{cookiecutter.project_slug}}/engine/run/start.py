@@ -1,10 +1,10 @@
 """How a run starts: from its newest checkpoint, from other weights, or from new ones."""
 
 import contextlib
-import dataclasses
 import os
 from typing import Any
 
+from engine.cluster.launcher import START_ID
 from engine.cluster.workers import Workers
 from engine.console import console, print_result
 from engine.data.batches import Batches
@@ -18,23 +18,11 @@ from engine.run.initial_weights import load_initial_weights
 from engine.run.progress import Progress
 from engine.run.run import Run
 from engine.run.state import State, Values
-from engine.run.summary import describe_examples, describe_records, describe_run, describe_start, print_summary
+from engine.run.summary import describe_records, describe_run, describe_start, print_summary
 from engine.settings import CONFIG, Settings
 from engine.tracing import draws_in_preparation, draws_in_step, python_in_preparation, python_in_step
 
-# An environment variable of whatever restarts a program that died, as launch.py does: the same for all restarts.
-START_ID = "TRAINING_START_ID"
-# A run may be restarted many times.
-STARTS_KEPT = 100
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """Where a run starts; its variables are set."""
-
-    progress: Progress
-    message: str
-    """"resumed from step-00000135", for example."""
+STARTS_KEPT = 100  # A run may be restarted many times.
 
 
 def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: Workers) -> dict[str, Any] | None:
@@ -72,23 +60,18 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
     _check_same_examples(run.workers, batches)
     _check_steps(run, batches)
     fresh = from_chief(lambda: _is_fresh(settings))
-    start = resume_or_initialize(run, batches, fresh=fresh)
+    if fresh or not (start := _resume(run, batches)):
+        message = initialize(run) if settings.init_from else "with new weights"
+        start = Progress(learning_rates=_created_rates(run)), message
+    progress, message = start
     for each in batches.values():
         each.cache()  # Examples that cannot be read are rejected before anything is written.
     monitor = {"monitor": settings.monitor, "direction": objects.monitor_direction}
     report = Report(settings.run_dir, objects.names, epochs=settings.epochs, **monitor)
-    start.progress.workers = run.workers.count
-    run.start(start.progress, report)
+    progress.workers = run.workers.count
+    run.start(progress, report)
     from_chief(lambda: _write_files(run, report, directory, batches, fresh))
-    print_summary(run, batches, start.message)
-
-
-def resume_or_initialize(run: Run, batches: dict[str, Batches], *, fresh: bool) -> Start:
-    """Sets the run's variables; returns where it starts. Raises BadInput if it cannot."""
-    if not fresh and (start := _resume(run, batches)):
-        return start
-    message = initialize(run) if run.settings.init_from else "with new weights"
-    return Start(Progress(learning_rates=_created_rates(run)), message)
+    print_summary(run, batches, message)
 
 
 def _is_fresh(settings: Settings) -> bool:
@@ -146,8 +129,11 @@ def _check_same_records(run: Run, batches: dict[str, Batches]) -> None:
 # --- The state --------------------------------------------------------------------------------------------------------
 
 
-def _resume(run: Run, batches: dict[str, Batches]) -> Start | None:
-    """Restores the newest intact checkpoint; returns None if there is none yet. Raises BadInput if it cannot."""
+def _resume(run: Run, batches: dict[str, Batches]) -> tuple[Progress, str] | None:
+    """Restores the newest intact checkpoint; returns its progress and "resumed from ...", or None if there is none.
+
+    Raises BadInput if the run cannot be resumed.
+    """
     settings, from_chief, workers = run.settings, run.workers.from_chief, run.workers.count
     newest = from_chief(lambda: read_newest(run.checkpoints, run.best))
     if newest is None:
@@ -164,23 +150,22 @@ def _resume(run: Run, batches: dict[str, Batches]) -> Start | None:
     if progress.workers != workers and is_within_pass and batches["train"].shards_by_file:
         later = "" if settings.steps_per_epoch else ", and change the number after an epoch"
         raise BadInput(
-            f"{path} is from the middle of a pass on {progress.workers} worker(s), and there are {workers}: with "
-            f"input_context each number of them has other batches: resume with {progress.workers}{later}"
+            f"{path} is from the middle of a pass on {progress.workers} worker(s), and there are {workers} (with "
+            f"input_context the batches depend on that number): resume with {progress.workers}{later}"
         )
     from_chief(lambda: _check_same_records(run, batches))
     created = _created_rates(run)
     run.checkpoints.state.assign(values)
     for name in progress.forget_others(batches):
         run.objects.reset(name)
-    return Start(progress, f"resumed from {path.name}{_set_changed_rates(run, progress, created)}")
+    return progress, f"resumed from {path.name}{_set_changed_rates(run, progress, created)}"
 
 
 def initialize(run: Run) -> str:
     """Starts with the weights of --init-from; returns which they are. Raises BadInput if they do not fit."""
     settings, objects = run.settings, run.objects
-    state = State(
-        run.strategy, run.workers, {name: each for name, each in objects.weights.items() if not is_seed(name)}
-    )
+    weights = {name: each for name, each in objects.weights.items() if not is_seed(name)}
+    state = State(run.strategy, run.workers, weights)
 
     def load() -> tuple[str, Values]:
         assert settings.init_from is not None  # The caller has looked.
@@ -242,9 +227,7 @@ def _write_files(run: Run, report: Report, directory: RunDirectory, batches: dic
         settings=settings.as_json(),
     )
     config = {
-        **describe_run(settings, run.strategy, directory.code_sha256()),
-        **describe_examples(batches),
-        "records": describe_records(batches),
+        **describe_run(run, batches, directory.code_sha256()),
         "start_id": earlier.get("start_id"),
         "monitor_direction": run.objects.monitor_direction,
         "starts": starts,

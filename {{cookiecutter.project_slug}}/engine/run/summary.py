@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
-
 from engine.cluster.devices import describe_arithmetic
 from engine.cluster.strategy import strategy_info
 from engine.console import print_facts
@@ -22,20 +20,25 @@ from engine.run.run import Run
 from engine.settings import Settings
 from engine.versions import PROJECT, versions
 
-# A repository may be large, or its disk slow.
-SECONDS_FOR_GIT = 5.0
+SECONDS_FOR_GIT = 5.0  # A repository may be large, or its disk slow.
 
 
-def describe_run(settings: Settings, strategy: tf.distribute.Strategy, code_sha256: dict[str, str]) -> dict[str, Any]:
+def describe_run(run: Run, batches: dict[str, Batches], code_sha256: dict[str, str]) -> dict[str, Any]:
     """Returns the settings, and everything else that results depend on, for config.json."""
+    settings, info = run.settings, strategy_info(run.strategy)
+    *_, last = batches.values()  # The test dataset, if there is one.
     return {
         "settings": settings.as_json(),
-        "strategy": strategy_info(strategy).name,
-        "replicas": strategy.num_replicas_in_sync,
-        "devices": strategy_info(strategy).devices,
+        "strategy": info.name,
+        "replicas": run.strategy.num_replicas_in_sync,
+        "devices": info.devices,
         "arithmetic": describe_arithmetic(settings.precision, settings.simulated_devices),
         "versions": versions(),
         "code_sha256": code_sha256,
+        # --export and predict.py have no data, so they read the element specs here.
+        "example": element_spec.encode(last.example_spec),
+        "features": element_spec.encode(last.features_spec),
+        "records": describe_records(batches),
     }
 
 
@@ -65,19 +68,13 @@ def _git_commit() -> str | None:
         return None
 
 
-def describe_examples(batches: dict[str, Batches]) -> dict[str, Any]:
-    """Returns the specs of an example and of its features for config.json: --export and predict.py have no data."""
-    *_, last = batches.values()  # The test's, if there is one.
-    return {"example": element_spec.encode(last.example_spec), "features": element_spec.encode(last.features_spec)}
-
-
 def describe_records(batches: dict[str, Batches]) -> dict[str, Any]:
     """Returns the record files of every dataset that has some, for config.json: a resume needs the same ones."""
     return {name: each.fingerprint for name, each in batches.items() if each.fingerprint}
 
 
 def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
-    """Prints the run summary; `start` is how it starts: "resumed from ...", "with new weights"."""
+    """Prints the run summary; `start` says how it starts: "resumed from ...", "with new weights"."""
     settings, info, train = run.settings, strategy_info(run.strategy), batches["train"]
     steps = f"{train.steps_per_pass} steps"
     if train.steps_per_epoch != train.steps_per_pass:
