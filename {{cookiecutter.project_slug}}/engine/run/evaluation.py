@@ -116,7 +116,7 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
 
 
 def _wait_for(find: Callable[[], T | None], settings: Settings) -> T | None:
-    """Returns what is found within --evaluation-timeout; prints a line if nothing is."""
+    """Returns what `find` returns within --evaluation-timeout; prints a line if that is nothing."""
     deadline = time.monotonic() + settings.evaluation_timeout
     while not (found := find()):
         if time.monotonic() > deadline:
