@@ -135,7 +135,7 @@ def draw_panels(
 
     A panel of metrics has a log scale if only that shows the ends of its curves.
     """
-    # The figure is made directly: matplotlib.pyplot would choose a window system, and keep every figure in memory.
+    # matplotlib.pyplot would choose a window system, and keep every figure in memory.
     count = len(panels)
     columns = min(count, 2 if count == 4 else 3 if count <= 9 else 4)
     rows = math.ceil(count / columns)
@@ -169,7 +169,7 @@ def _plot(axes: matplotlib.axes.Axes, curve: Curve) -> matplotlib.lines.Line2D:
 
 
 def _falls_far(curves: Iterable[Curve]) -> bool:
-    """Returns whether positive numbers fall so far that only a log scale shows the ends of their curves."""
+    """Returns whether curves of positive numbers fall so far that only a log scale shows their ends."""
     finite = [[y for _, y in curve.points if math.isfinite(y)] for curve in curves]
     values = [y for ys in finite for y in ys]
     falls = sum(ys[-1] - ys[0] for ys in finite if ys) < 0

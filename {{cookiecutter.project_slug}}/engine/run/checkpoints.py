@@ -91,9 +91,8 @@ class Checkpoints:
         Every worker must call it; the chief writes. It also removes checkpoints of later steps, which are left from
         before the run resumed from an earlier one.
 
-        Raises:
-            Diverged: a variable is no longer finite; nothing is written.
-            CannotWrite: a write failed; older checkpoints are untouched. With a thread, a later call raises it.
+        Raises Diverged, and writes nothing, if a variable is no longer finite; CannotWrite if a write failed. With a
+        thread, a later call raises that.
         """
         from_chief = self.state.workers.from_chief
         from_chief(lambda: self.writer.wait(at_most=1))  # Memory is needed for each pending one.
@@ -107,11 +106,9 @@ class Checkpoints:
         return path
 
     def read(self, path: Path) -> tuple[Values, dict[str, Any]]:
-        """Returns the values and the record of the checkpoint at `path`; changes nothing. For the chief.
+        """Returns the values and the record of the checkpoint at `path`; changes nothing. Only the chief calls it.
 
-        Raises:
-            Damaged: a file is missing, cut short or changed.
-            BadInput: its variables differ from the model's.
+        Raises Damaged if a file is missing, cut short or changed; BadInput if its variables differ from the model's.
         """
         values, record = read_checkpoint(path)
         if differences := self.state.differences(values):

@@ -41,15 +41,12 @@ class RunDirectory:
         """
         if not self._exists():
             return
-        if differences := settings.differences(recorded_settings(self.path) or {}):
+        if differences := ", ".join(settings.differences(recorded_settings(self.path) or {})):
             remedy = "use the run's" if settings.evaluates else "use the same ones, another --run-dir, or --fresh"
-            raise BadInput(
-                f"--run-dir {self.path} contains a run with other settings ({', '.join(differences)}): {remedy}"
-            )
-        if changes := changes_since(read_json(self.path / CONFIG) or {}):
+            raise BadInput(f"--run-dir {self.path} contains a run with other settings ({differences}): {remedy}")
+        if changes := ", ".join(changes_since(read_json(self.path / CONFIG) or {})):
             start_over = "" if settings.evaluates else "; --fresh starts over"
-            changed = f"Since the run in {self.path} started, {', '.join(changes)}"
-            console.print(f"{changed}. The present ones are used{start_over}")
+            console.print(f"Since the run in {self.path} started, {changes}. The present ones are used{start_over}")
 
     def code_sha256(self) -> dict[str, str]:
         """Returns the fingerprints of the code with which the run in this directory started, or now starts."""

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.cluster.environment import refuse_cluster
 from engine.cluster.strategy import create_strategy
@@ -23,8 +23,6 @@ from engine.run.start import initialize
 from engine.settings import CONFIG, Settings
 
 SECONDS_BETWEEN_LOOKS = 1.0
-
-T = TypeVar("T")
 
 
 def evaluate(program: Program, settings: Settings) -> dict[str, float]:
@@ -45,7 +43,7 @@ def evaluate(program: Program, settings: Settings) -> dict[str, float]:
             # They are restored for both, because a validation may change the state of a recurrent layer.
             weights = initialize(run) if settings.init_from else str(_restore_best(run))
             metrics |= measure()
-        print_facts(f"Evaluation of {weights}", run.objects.names.lines(metrics))  # With all digits: no file has them.
+        print_facts(f"Evaluation of {weights}", run.objects.names.lines(metrics))  # All digits, as no file has them.
     return metrics
 
 
@@ -65,9 +63,7 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
     The metrics go to the console, to evaluations.csv and to TensorBoard. Checkpoints that the run removes before their
     turn are skipped. `read_settings` returns the settings; once there is a run, its settings are the defaults.
 
-    Raises:
-        BadInput: a setting contradicts the run's, or its directory is not writable.
-        CannotWrite: the directory is no longer writable.
+    Raises BadInput if a setting contradicts the run's or its directory is not writable, CannotWrite if a write fails.
     """
     refuse_cluster("--evaluate-continuously")
     settings = read_settings()
@@ -77,10 +73,8 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
     settings = read_settings()
     RunDirectory(settings.run_dir).check_same_run(settings)
     if not os.access(settings.run_dir, os.W_OK | os.X_OK):
-        raise BadInput(
-            f"--evaluate-continuously writes to --run-dir {settings.run_dir}, which is not writable: make it writable, "
-            "or use --evaluate-only"
-        )
+        problem = f"--evaluate-continuously writes to --run-dir {settings.run_dir}, which is not writable"
+        raise BadInput(f"{problem}: make it writable, or use --evaluate-only")
     program.build(settings)
     if not any(split_of(name) == "validation" for name in program.run.objects.names.datasets):
         problem = "task.load_examples('validation') returned None, so there is no validation"
@@ -95,7 +89,7 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
     seen: set[Any] = {row["step"] for row in rows}  # It contains steps, and the paths of damaged checkpoints.
 
     def new() -> Path | str | None:
-        # The result is looked for first, because the last checkpoint is written before it.
+        # It looks for the result first, because a run writes its last checkpoint before that.
         has_ended = result.exists()
         path = next((path for path in run.checkpoints.paths() if seen.isdisjoint((path, step_of(path)))), None)
         return path or ("ended" if has_ended else None)
@@ -115,8 +109,8 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
         console.print("The run has ended.")
 
 
-def _wait_for(find: Callable[[], T | None], settings: Settings) -> T | None:
-    """Returns what `find` returns within --evaluation-timeout; prints a line if that is nothing."""
+def _wait_for(find: Callable[[], Any], settings: Settings) -> Any:
+    """Returns the first true value that `find` returns; None, and prints a line, after --evaluation-timeout."""
     deadline = time.monotonic() + settings.evaluation_timeout
     while not (found := find()):
         if time.monotonic() > deadline:
@@ -127,7 +121,7 @@ def _wait_for(find: Callable[[], T | None], settings: Settings) -> T | None:
 
 
 def _validate(program: Program, checkpoint: Path) -> dict[str, float]:
-    """Returns the validation metrics of a checkpoint. Raises Damaged."""
+    """Returns the validation metrics of a checkpoint. Raises Damaged if it cannot be read."""
     run = program.run
     values, _ = run.checkpoints.read(checkpoint)
     run.checkpoints.state.assign(values)

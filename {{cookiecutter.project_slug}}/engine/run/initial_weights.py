@@ -28,13 +28,9 @@ NOT_WEIGHTS = {"optimizer", "_optimizer", "_seed_generators", "seed_generator"} 
 def load_initial_weights(path: Path, model: Any, *, partial: bool) -> str:
     """Loads the weights in `path` into the built model, or dict of models; random seeds stay. Returns what matched.
 
-    Args:
-        path: one of FORMS. Of a run directory the best weights are loaded, or else the newest checkpoint's.
-        model: several models can be loaded from a run or a tf.train.Checkpoint(**models) only.
-        partial: whether weights may be missing or unused.
-
-    Raises:
-        BadInput: the path is none of FORMS, or (without `partial`) weights are missing or unused.
+    `path` is one of FORMS. Of a run directory the best weights are loaded, or else the newest checkpoint's. Several
+    models need a run or a tf.train.Checkpoint(**models). Raises BadInput if the path is none of FORMS, or (without
+    `partial`) weights are missing or unused.
     """
     models = by_name(model, "model")
     variables = {name: variable for name, variable in model_variables(model).items() if not is_seed(name)}

@@ -103,8 +103,8 @@ class Pass:
     def next_execution(self) -> Iterator[tuple[Any, int, int]]:
         """Yields the batches of the next execution: a stack, the index of the first batch in it, and their number.
 
-        Pass the losses of all of them to `Run.record_losses`, also if it yields nothing: a run that was stopped in a
-        validation ends that before it trains. Raises BadInput if examples cannot be read; in a single process the steps
+        Pass the losses of all of them to `Run.record_losses`. The first execution is empty if a resumed run was stopped
+        in a validation, which must end first. Raises BadInput if examples cannot be read; in a single process the steps
         before them are taken and counted first.
         """
         if self.waits or self._iterator is None:

@@ -10,27 +10,21 @@ from typing import Any
 class Progress:
     """Counts and scores of a run, all of them JSON values."""
 
-    epoch: int = 0
-    """Complete epochs."""
-    step: int = 0
-    """Training steps."""
+    epoch: int = 0  # Complete epochs.
+    step: int = 0  # Training steps.
     steps_of_pass: dict[str, int] = dataclasses.field(default_factory=dict)
     """dataset -> steps done of a pass that has not ended: an epoch of "train", or an evaluation of another dataset."""
     metrics: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     """dataset -> the metrics of a pass that has ended, while the epoch or the evaluation around it has not."""
     seconds_of_epoch: dict[str, float] = dataclasses.field(default_factory=dict)
-    """dataset -> seconds of the current epoch so far."""
-    seconds_waited: float = 0.0
-    """Seconds of the current epoch in which the training waited for batches."""
-    seconds: float = 0.0
-    """Seconds of all complete epochs."""
+    """dataset -> seconds of the current epoch."""
+    seconds_waited: float = 0.0  # Seconds of the current epoch in which the training waited for batches.
+    seconds: float = 0.0  # Seconds of all complete epochs.
     best_epoch: int | None = None
     best_step: int | None = None
     best_score: float | None = None
-    validated_step: int | None = None
-    """The step after which --validate-every-steps had the last complete validation."""
-    workers: int = 1
-    """The number of processes in which the run last trained."""
+    validated_step: int | None = None  # The step of the last complete validation of --validate-every-steps.
+    workers: int = 1  # The number of processes in which the run last trained.
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     """The last --learning-rate, and the constant rate that task.create_optimizer gave to each optimizer."""
 

@@ -39,10 +39,9 @@ def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: W
         return None if fresh else read_json(settings.run_dir / RESULT)
 
     result = workers.from_chief(look) or {}
-    # A file that was edited by hand is made again.
-    epochs, without_improvement = (
-        count if isinstance(count := result.get(name), int) else 0 for name in ("epochs", "epochs_without_improvement")
-    )
+    epochs, without_improvement = result.get("epochs"), result.get("epochs_without_improvement")
+    if not isinstance(epochs, int) or not isinstance(without_improvement, int):
+        return None  # There is no result yet; or it was edited by hand, and is made again.
     if epochs >= settings.epochs:
         more = "--epochs"
     elif settings.patience is not None and without_improvement >= settings.patience:
@@ -75,7 +74,7 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
 
 
 def _is_fresh(settings: Settings) -> bool:
-    """Returns whether --fresh is to move the run aside: not if this same start, before a restart, has made it."""
+    """Returns whether --fresh moves the run aside: not if a restart finds the run that this launch has made."""
     if not settings.fresh or not os.environ.get(START_ID):
         return settings.fresh
     with contextlib.suppress(BadInput):
@@ -87,7 +86,7 @@ def _is_fresh(settings: Settings) -> bool:
 
 
 def _check_same_examples(workers: Workers, batches: dict[str, Batches]) -> None:
-    """Raises BadInput, in every process, if their examples differ: each would take its shard of another order."""
+    """Raises BadInput in every process if their examples differ: each would take its shard of another order."""
     own = {name: (each.number_of_examples, (each.fingerprint or {}).get("sha256")) for name, each in batches.items()}
     if others := workers.names_where(own != workers.broadcast(own)):
         counts = ", ".join(f"{count:,} for {name!r}" for name, (count, _) in own.items())
@@ -106,7 +105,7 @@ def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
     found = []
     if step := run.hidden.training:
         found += [f"task.train_step: {text}" for text in (*draws_in_step(step), *python_in_step(step))]
-    for traced in [each.traced for each in batches.values() if each.traced]:  # None with --eager.
+    for traced in filter(None, (each.traced for each in batches.values())):  # It is None with --eager.
         texts = (*draws_in_preparation(traced), *python_in_preparation(traced))
         found += [f"task.prepare_example: {text}" for text in texts]
     for text in dict.fromkeys(found):
@@ -114,7 +113,7 @@ def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
 
 
 def _check_same_records(run: Run, batches: dict[str, Batches]) -> None:
-    """Raises BadInput if the record files of a dataset are not those that the run started with."""
+    """Raises BadInput if the record files of a dataset differ from the files that the run started with."""
     recorded = (read_json(run.settings.run_dir / CONFIG) or {}).get("records", {})
     for name, now in describe_records(batches).items():
         before = recorded.get(name, now)
@@ -162,13 +161,13 @@ def _resume(run: Run, batches: dict[str, Batches]) -> tuple[Progress, str] | Non
 
 
 def initialize(run: Run) -> str:
-    """Starts with the weights of --init-from; returns which they are. Raises BadInput if they do not fit."""
+    """Loads the weights of --init-from; returns which they are. Raises BadInput if they do not fit."""
     settings, objects = run.settings, run.objects
     weights = {name: each for name, each in objects.weights.items() if not is_seed(name)}
     state = State(run.strategy, run.workers, weights)
 
     def load() -> tuple[str, Values]:
-        assert settings.init_from is not None  # The caller has looked.
+        assert settings.init_from is not None  # The callers check that.
         report = load_initial_weights(settings.init_from, objects.model, partial=settings.init_partial)
         return report, state.values()
 
@@ -182,7 +181,7 @@ def initialize(run: Run) -> str:
 def _created_rates(run: Run) -> dict[str, float]:
     """Returns --learning-rate, and the constant rates that task.create_optimizer gave to the optimizers.
 
-    A checkpoint, which may contain other rates, must not have been restored yet. No checkpoint contains a schedule.
+    Call it before a checkpoint is restored, which may contain other rates. No checkpoint contains a schedule.
     """
     rates = {"--learning-rate": run.settings.learning_rate}
     for column, optimizer in run.objects.optimizers.items():
@@ -193,12 +192,12 @@ def _created_rates(run: Run) -> dict[str, float]:
 
 
 def _set_changed_rates(run: Run, progress: Progress, created: dict[str, float]) -> str:
-    """Sets the learning rates that task.create_optimizer makes otherwise than at the last start; returns which.
+    """Sets the learning rates that task.create_optimizer has changed since the last start; returns which.
 
-    A rate that it makes as before stays the checkpoint's: the run may have changed it by itself.
+    Other rates stay as in the checkpoint, because the run may have changed them by itself.
     """
     before, progress.learning_rates = progress.learning_rates, created
-    texts: dict[str, str] = {}  # What changed -> where. The optimizers usually have what --learning-rate says.
+    texts: dict[str, str] = {}  # Change -> the first name with it: optimizers usually have --learning-rate.
     for name, rate in created.items():
         if before.get(name, rate) != rate:
             texts.setdefault(f"{before[name]:g} -> {rate:g}", name)

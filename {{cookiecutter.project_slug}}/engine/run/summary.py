@@ -43,7 +43,7 @@ def describe_run(run: Run, batches: dict[str, Batches], code_sha256: dict[str, s
 
 
 def describe_start(step: int, settings: Settings) -> dict[str, Any]:
-    """Returns what config.json says of a start after `step`."""
+    """Returns the description of a start after `step`, for config.json."""
     return {
         "step": step,
         "learning_rate": settings.learning_rate,
@@ -55,7 +55,7 @@ def describe_start(step: int, settings: Settings) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Returns the project's commit, with "and changes" if a tracked file differs from it; None without git."""
+    """Returns the project's commit, with " and changes" if a tracked file differs from it; None without git."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(PROJECT), *arguments]
@@ -69,7 +69,7 @@ def _git_commit() -> str | None:
 
 
 def describe_records(batches: dict[str, Batches]) -> dict[str, Any]:
-    """Returns the record files of every dataset that has some, for config.json: a resume needs the same ones."""
+    """Returns the fingerprints of the datasets' record files, for config.json: a resume needs the same files."""
     return {name: each.fingerprint for name, each in batches.items() if each.fingerprint}
 
 
@@ -106,7 +106,7 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
 
 
 def _memory_warning(taken: int, processes: int) -> str:
-    """Returns a text if processes that take `taken` bytes each need over half of their machine's memory, or ""."""
+    """Returns a text if processes that take `taken` bytes each need over half of their machine's memory; else ""."""
     if not hasattr(os, "sysconf"):  # On Windows.
         return ""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
