@@ -476,7 +476,7 @@ def test_changed_learning_rate_is_printed_and_every_optimizer_takes_its_own(
         train.run.save()
         for value, expected in ((0.001, printed), (0.003, "")):
             train.build(Config(run_dir=tmp_path, learning_rate=value))
-            assert _resume(train.run, train.batches).message == f"resumed from step-00000020{expected}"
+            assert _resume(train.run, train.batches)[1] == f"resumed from step-00000020{expected}"
             if rates and value == 0.001:
                 assert list(train.run.objects.learning_rates().values()) == pytest.approx(rates)
 
