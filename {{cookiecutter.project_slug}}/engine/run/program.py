@@ -1,4 +1,4 @@
-"""What --check and the evaluation use of train.py, which hands itself to them."""
+"""The parts of train.py that --check and the evaluation use; train.py passes itself to them."""
 
 from typing import Any, Protocol
 
