@@ -122,11 +122,10 @@ class Pass:
             if not self.uncounted or self._executions.workers.count > 1:
                 raise
 
-    def record(self, losses: Sequence[Any]) -> tuple[np.ndarray, float, float]:
+    def record(self, losses: Sequence[Any]) -> tuple[np.ndarray, float]:
         """Counts the steps of an execution by their losses, one tensor ([count]) for each stack.
 
-        Returns the losses ([steps]), the seconds that the steps took, and the seconds waited for batches. Raises
-        Diverged if a loss is not finite.
+        Returns the losses ([steps]) and the seconds that the steps took. Raises Diverged if a loss is not finite.
         """
         # They are read after all steps have been started, so that a GPU continues meanwhile.
         values = np.concatenate([np.asarray(each) for each in losses])
@@ -138,7 +137,9 @@ class Pass:
         seconds = time.monotonic() - self._started
         self._executions.took(self.split, len(values), seconds)
         self.done, self.uncounted, self._count = self.done + len(values), 0, 0
-        return values, seconds, self._iterator.seconds_waited - self._waited if self._iterator else 0.0
+        waited = self._iterator.seconds_waited - self._waited if self._iterator else 0.0
+        self._progress.add(self.name, len(values), seconds, waited)
+        return values, seconds
 
     def close(self) -> None:
         """Ends an execution that failed."""

@@ -93,8 +93,7 @@ class Run:
         """
         if not losses:
             return
-        values, seconds, waited = steps.record(losses)
-        self.progress.add(steps.name, len(values), seconds, waited)
+        values, seconds = steps.record(losses)
         self.live.took(values)
         if steps.split == "train" and self.report and self.workers.is_chief:
             self.report.steps(self.progress.step, self.epoch + 1, values, seconds, self.objects.learning_rates)
