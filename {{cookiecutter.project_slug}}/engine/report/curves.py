@@ -54,8 +54,8 @@ def figure_of_run(
 ) -> matplotlib.figure.Figure:
     """Returns a panel for each metric, with a line for each dataset; then the learning rate and the speed.
 
-    `rows` are the rows of metrics.csv, at least one, and `validations` those of validations.csv. The steps from which
-    the run was `resumed` are marked, and the best score ("min" or "max") of `monitor`, whose panel comes first.
+    `rows` come from metrics.csv (at least one), `validations` from validations.csv. The steps from which the run was
+    `resumed` are marked, and the best score ("min" or "max") of `monitor`, whose panel comes first.
     """
     both = sorted([*validations, *rows], key=lambda row: row["step"])
     columns = dict.fromkeys(name for row in both for name in row)
