@@ -789,7 +789,7 @@ def test_signal_before_the_first_step_saves_too(
 
 def test_own_column_in_a_row_is_reported(tmp_path: Path) -> None:
     report = Report(tmp_path, ResultNames({}, []), epochs=1, monitor="validation/loss", direction="min")
-    report.open(epochs_done=0, validated_step=0, step=0, settings={})
+    report.open(epochs_done=0, validated_step=0, step=0, resumed=[], settings={})
     report.epoch(
         {"epoch": 1, "step": 1, "seconds": 1.0, "examples_per_second": 1.0, "learning_rate": 0.1, "mine": 2.0},
         is_best=False,
