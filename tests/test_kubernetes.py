@@ -16,7 +16,7 @@ import yaml
 
 from rendering import PROJECT, run
 
-START_ID = "TRAINING_START_ID"  # engine.run.run says what it means.
+START_ID = "TRAINING_START_ID"  # engine/cluster/launcher.py says what it means.
 MANIFEST = PROJECT / "deploy" / "kubernetes.yaml"
 
 

@@ -10,13 +10,12 @@ from rendering import PROJECT
 
 sys.path.insert(0, str(PROJECT))
 
+import task
 from config import Config
 from engine.cluster.strategy import create_strategy
+from engine.report import report
 
 create_strategy(Config(strategy="mirrored", simulated_devices=5))
-
-import task
-from engine.report import report
 
 REPORT = Path(__file__).parent / "report"
 

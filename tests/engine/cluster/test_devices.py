@@ -197,7 +197,7 @@ def test_plan_and_config_name_the_devices(machine: Machine, monkeypatch: pytest.
     assert lines["devices"] == "2 simulated on 8 CPU cores"
     assert lines["all-reduce"] == "one_device"
     assert lines["arithmetic"] == "float32"
-    recorded = describe_run(settings, train.strategy, {})
+    recorded = describe_run(train.run, train.batches, {})
     assert (recorded["devices"], recorded["arithmetic"]) == ("2 simulated on 8 CPU cores", "float32")
 
     machine()

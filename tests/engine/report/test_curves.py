@@ -28,6 +28,11 @@ def rows(epochs: int, **columns: Any) -> list[dict[str, Any]]:
     ]
 
 
+def figure(title: str, names: ResultNames, rows: list[dict[str, Any]], **marks: Any) -> matplotlib.figure.Figure:
+    nothing = {"validations": [], "resumed": [], "monitor": "", "direction": "min"}
+    return figure_of_run(title, names, rows, **{**nothing, **marks})
+
+
 def panels(figure: matplotlib.figure.Figure) -> dict[str, matplotlib.axes.Axes]:
     figure.savefig(io.BytesIO(), format="png")  # Whatever is in it can be drawn.
     return {axes.get_title(): axes for axes in figure.axes}
@@ -55,7 +60,7 @@ def test_datasets_of_a_metric_share_a_panel_and_elements_of_arrays_have_none() -
     given = [
         {**row, **more} for row in rows(2, train__loss=1.0, validation__easy__loss=2.0, validation__hard__loss=3.0)
     ]
-    drawn = panels(figure_of_run("run", names, given, monitor="validation/hard/f1/7"))
+    drawn = panels(figure("run", names, given, monitor="validation/hard/f1/7"))
     assert {title: list(curves(axes)) for title, axes in drawn.items()} == {
         "f1/7": ["validation/hard/f1/7"],  # It is monitored.
         "loss": ["train/loss", "validation/easy/loss", "validation/hard/loss"],
@@ -65,22 +70,22 @@ def test_datasets_of_a_metric_share_a_panel_and_elements_of_arrays_have_none() -
 
 
 def test_thirteen_metrics_are_in_a_grid_and_a_hundred_are_cut_with_a_word() -> None:
-    thirteen = figure_of_run("run", PLAIN, rows(2, **{f"train__m{number}": 1.0 for number in range(13)}))
+    thirteen = figure("run", PLAIN, rows(2, **{f"train__m{number}": 1.0 for number in range(13)}))
     assert thirteen.axes[0].get_gridspec().get_geometry() == (4, 4)
-    many = figure_of_run("run", PLAIN, rows(2, **{f"train__m{number}": 1.0 for number in range(100)}))
+    many = figure("run", PLAIN, rows(2, **{f"train__m{number}": 1.0 for number in range(100)}))
     assert len(many.axes) == 24
     assert many.get_suptitle() == "run, epoch 2; 76 more are in metrics.csv"
 
 
 def test_a_dataset_has_the_same_colour_in_every_panel() -> None:
-    drawn = panels(figure_of_run("run", PLAIN, rows(2, train__loss=1.0, validation__loss=1.0, validation__auc=0.5)))
+    drawn = panels(figure("run", PLAIN, rows(2, train__loss=1.0, validation__loss=1.0, validation__auc=0.5)))
     colours = {line.get_label(): line.get_color() for axes in drawn.values() for line in axes.get_lines()}
     assert colours == {"train/loss": BLUE, "validation/loss": VERMILLION, "validation/auc": VERMILLION}
 
 
 @pytest.mark.parametrize(("epochs", "ticks"), [(1, [1]), (3, [1, 2, 3]), (300, [60, 120, 180, 240, 300])])
 def test_epochs_are_whole_numbers(epochs: int, ticks: list[int]) -> None:
-    (axes,) = panels(figure_of_run("run", PLAIN, rows(epochs, train__loss=1.0))).values()
+    (axes,) = panels(figure("run", PLAIN, rows(epochs, train__loss=1.0))).values()
     low, high = axes.get_xlim()
     assert [tick for tick in axes.get_xticks() if max(low, 0.1) <= tick <= high] == ticks
     (line,) = axes.get_lines()
@@ -89,15 +94,15 @@ def test_epochs_are_whole_numbers(epochs: int, ticks: list[int]) -> None:
 
 def test_best_and_resumed_epochs_are_marked_in_every_panel() -> None:
     given = rows(3, validation__loss=[3.0, 1.0, 1.0], validation__auc=[0.1, 0.9, 0.9])
-    figure = figure_of_run("run", PLAIN, given, monitor="validation/loss", resumed=[10, 15])
-    drawn = panels(figure)
+    drawn_figure = figure("run", PLAIN, given, monitor="validation/loss", resumed=[10, 15])
+    drawn = panels(drawn_figure)
     assert [marks(axes) for axes in drawn.values()] == [{":": [1.0, 1.5], "--": [2.0]}] * 2
     stars = {title: [list(line.get_xydata()[0]) for line in axes.get_lines() if line.get_marker() == "*"]
              for title, axes in drawn.items()}  # fmt: skip
     assert stars == {"loss": [[2.0, 1.0]], "auc": []}
     assert {title: axes.title.get_weight() for title, axes in drawn.items()} == {"loss": "bold", "auc": "normal"}
-    assert figure.get_suptitle() == "run, epoch 3; best validation/loss 1 in epoch 2"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["validation", "resumed", "best"]
+    assert drawn_figure.get_suptitle() == "run, epoch 3; best validation/loss 1 in epoch 2"
+    assert [text.get_text() for text in drawn_figure.legends[0].get_texts()] == ["validation", "resumed", "best"]
 
 
 def test_best_is_the_first_of_equals_by_the_direction_and_never_nan() -> None:
@@ -110,11 +115,11 @@ def test_best_is_the_first_of_equals_by_the_direction_and_never_nan() -> None:
 def test_validations_between_epochs_are_drawn_at_their_steps() -> None:
     between = [{"step": 5, "validation/loss": 0.25}, {"step": 25, "validation/loss": 2.0}]
     given = rows(2, train__loss=1.0, validation__loss=1.0)
-    figure = figure_of_run("run", PLAIN, given, validations=between, monitor="validation/loss")
-    drawn = curves(panels(figure)["loss"])
+    drawn_figure = figure("run", PLAIN, given, validations=between, monitor="validation/loss")
+    drawn = curves(panels(drawn_figure)["loss"])
     assert drawn["validation/loss"][:3] == [(0.5, 0.25), (1.0, 1.0), (2.0, 1.0)]
     assert drawn["train/loss"] == [(1.0, 1.0), (2.0, 1.0)]
-    assert figure.get_suptitle().endswith("best validation/loss 0.25 in epoch 1")
+    assert drawn_figure.get_suptitle().endswith("best validation/loss 0.25 in epoch 1")
     assert epochs_at([15, 20, 30], given) == [1.5, 2.0, 2.0]
 
 
@@ -131,7 +136,7 @@ def test_validations_between_epochs_are_drawn_at_their_steps() -> None:
     ],
 )
 def test_a_metric_that_falls_far_is_on_a_log_scale(values: list[float], scale: str) -> None:
-    (axes,) = panels(figure_of_run("run", PLAIN, rows(3, train__loss=values), monitor="train/loss")).values()
+    (axes,) = panels(figure("run", PLAIN, rows(3, train__loss=values), monitor="train/loss")).values()
     assert axes.get_yscale() == scale
 
 
@@ -139,6 +144,6 @@ def test_gaps_and_odd_names_do_not_stop_the_drawing() -> None:
     given = rows(3, **{"train/$\\frac{": 1.0, "learning_rate__a": 0.1, "learning_rate__b": 0.2})
     del given[1]["train/$\\frac{"]
     given[2]["validation/late"] = None
-    drawn = panels(figure_of_run("$x_{", PLAIN, given))
+    drawn = panels(figure("$x_{", PLAIN, given))
     assert list(drawn) == ["$\\frac{", "late", "learning rate"]
     assert curves(drawn["$\\frac{"]) == {"train/$\\frac{": [(1.0, 1.0), (3.0, 1.0)]}

@@ -23,7 +23,7 @@ def rows_in(run_dir: Path) -> list[dict[str, str]]:
 
 def opened(run_dir: Path, *, epochs: int, epochs_done: int, validated_step: int = 0) -> Report:
     report = Report(run_dir, NAMES, epochs=epochs, monitor="validation/loss", direction="min")
-    report.open(epochs_done=epochs_done, validated_step=validated_step, step=10 * epochs_done, settings={})
+    report.open(epochs_done=epochs_done, validated_step=validated_step, step=10 * epochs_done, resumed=[], settings={})
     return report
 
 

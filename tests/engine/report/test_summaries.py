@@ -33,7 +33,7 @@ def row(epoch: int, **metrics: float) -> dict[str, Any]:
 
 def test_datasets_of_a_metric_have_one_tag_in_folders_of_their_own(tmp_path: Path) -> None:
     report = Report(tmp_path, NAMES, epochs=1, monitor="validation/loss", direction="min")
-    report.open(epochs_done=0, validated_step=0, step=0, settings={"seed": 7})
+    report.open(epochs_done=0, validated_step=0, step=0, resumed=[], settings={"seed": 7})
     report.epoch(row(1, train__loss=0.5, validation__easy__loss=0.25), is_best=True)
     report.result(10, {"test/loss": 0.75}, best=0.25)
     folder = tmp_path / "tensorboard"
@@ -53,7 +53,7 @@ def test_datasets_of_a_metric_have_one_tag_in_folders_of_their_own(tmp_path: Pat
 
 def test_executions_of_steps_are_in_steps_csv_and_in_tensorboard(tmp_path: Path) -> None:
     report = Report(tmp_path, NAMES, epochs=1, monitor="validation/loss", direction="min")
-    report.open(epochs_done=0, validated_step=0, step=0, settings={})
+    report.open(epochs_done=0, validated_step=0, step=0, resumed=[], settings={})
     report.steps(2, 1, np.array([1.0, 2.0]), 1.0, lambda: {"learning_rate": 0.5})
     report.steps(3, 1, np.array([4.0]), 0.5, lambda: {"learning_rate": 0.25})
     report.end()
@@ -72,7 +72,7 @@ def test_a_resumed_run_shows_no_step_twice_and_its_latest_settings(tmp_path: Pat
     for settings, first, last in (({"epochs": 2, "pad_to": [], "note": "a|b"}, 1, 4), ({"epochs": 5}, 3, 5)):
         report = Report(tmp_path, NAMES, epochs=5, monitor="validation/loss", direction="min")
         done = first - 1  # After the third and fourth epoch it was killed before a checkpoint.
-        report.open(epochs_done=done, validated_step=0, step=10 * done, settings=settings)
+        report.open(epochs_done=done, validated_step=0, step=10 * done, resumed=[], settings=settings)
         for epoch in range(first, last + 1):
             report.epoch(row(epoch, train__loss=first + epoch / 8), is_best=False)
         report.result(10 * last, {"test/loss": float(last)}, best=1.0)

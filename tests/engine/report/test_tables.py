@@ -34,7 +34,7 @@ def written(path: Path) -> list[dict[str, str]]:
 
 def test_short_executions_share_a_row_which_is_their_mean(tmp_path: Path) -> None:
     report = Report(tmp_path, ResultNames({}, []), epochs=1, monitor="validation/loss", direction="min")
-    report.open(epochs_done=0, validated_step=0, step=0, settings={})
+    report.open(epochs_done=0, validated_step=0, step=0, resumed=[], settings={})
     lines = []
     for step, losses in ((1, [1.0]), (3, [2.0, 4.0]), (4, [5.0])):
         report.steps(step, 1, np.array(losses), 0.375, lambda: {"learning_rate": 0.1})

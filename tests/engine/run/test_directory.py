@@ -134,7 +134,7 @@ def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: p
     directory.check_same_run(settings)
     changes = f"helper.py has changed, mine/losses.py is gone, keras 3.0.0 has become {keras.__version__}"
     assert capsys.readouterr().out == (
-        f"Since the run in {tmp_path / 'run'} started, {changes}. It is used as it is now; --fresh starts over\n"
+        f"Since the run in {tmp_path / 'run'} started, {changes}. The present ones are used; --fresh starts over\n"
     )
     # It is the beginning that is remembered.
     assert directory.code_sha256() == facts["code"]

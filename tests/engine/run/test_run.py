@@ -339,10 +339,10 @@ def test_end_of_an_epoch_that_is_no_pass_is_a_position_of_its_number_of_workers(
     run.objects.optimizers = {}
     batches = {"train": SimpleNamespace(shards_by_file=shards_by_file, fingerprint=None)}
     if shards_by_file and steps_per_epoch:
-        with pytest.raises(BadInput, match=r"middle of a pass on 2 worker\(s\), and there are 1: .*: resume with 2$"):
+        with pytest.raises(BadInput, match=r"pass on 2 worker\(s\), and there are 1 \(.*\): resume with 2$"):
             start._resume(run, batches)
     else:
-        assert start._resume(run, batches).message == "resumed from step-00000007"
+        assert start._resume(run, batches) == (progress, "resumed from step-00000007")
 
 
 def test_sets_that_are_gone_are_forgotten_at_a_resume(
@@ -356,8 +356,8 @@ def test_sets_that_are_gone_are_forgotten_at_a_resume(
     monkeypatch.setattr(start, "read_newest", lambda *_: newest)
     run.objects.optimizers, run.objects.reset = {}, reset.append
     names = ("train", "validation/kept", "validation/new")
-    found = start._resume(run, {name: SimpleNamespace(shards_by_file=False, fingerprint=None) for name in names})
-    run.start(found.progress, None)
+    progress, _ = start._resume(run, {name: SimpleNamespace(shards_by_file=False, fingerprint=None) for name in names})
+    run.start(progress, None)
     assert reset == ["validation/old"]
     assert run.progress.steps_of_pass == {"train": 10}
     assert run.results("validation") == {"validation/kept/loss": 2.0}

@@ -483,7 +483,7 @@ def test_changed_learning_rate_is_printed_and_every_optimizer_takes_its_own(
         train.run.save()
         for value, expected in ((0.001, printed), (0.003, "")):
             train.build(Config(run_dir=tmp_path, learning_rate=value))
-            assert _resume(train.run, train.batches).message == f"resumed from step-00000020{expected}"
+            assert _resume(train.run, train.batches)[1] == f"resumed from step-00000020{expected}"
             if rates and value == 0.001:
                 assert list(train.run.objects.learning_rates().values()) == pytest.approx(rates)
 
@@ -797,7 +797,7 @@ def test_signal_before_the_first_step_saves_too(
 
 def test_own_column_in_a_row_is_reported(tmp_path: Path) -> None:
     report = Report(tmp_path, ResultNames({}, []), epochs=1, monitor="validation/loss", direction="min")
-    report.open(epochs_done=0, validated_step=0, step=0, settings={})
+    report.open(epochs_done=0, validated_step=0, step=0, resumed=[], settings={})
     report.epoch(
         {"epoch": 1, "step": 1, "seconds": 1.0, "examples_per_second": 1.0, "learning_rate": 0.1, "mine": 2.0},
         is_best=False,

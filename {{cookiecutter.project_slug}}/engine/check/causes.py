@@ -11,7 +11,7 @@ from engine.run.program import Program
 
 
 def why_losses_differ(program: Program, task: Task, one: float, two: float) -> tuple[str, str]:
-    """Returns the hook to look at, and the cause that the losses of one and of two replicas point to."""
+    """Returns the hook to look at, and the likely cause, from the losses of one replica and of two."""
     batch = next(program.batches["train"].one_by_one())
     shape = _shape_of_losses(task, batch)
     if len(shape) != 1:  # The metrics differ for the same reason.
@@ -37,13 +37,13 @@ def _shape_of_losses(task: Any, batch: Any) -> tuple[int, ...]:
     features, labels, sample_weights = batch
     try:
         _, per_example_loss = task.compute_loss(labels, task.model(features), sample_weights)
-    except Exception:  # noqa: BLE001 - This task calls it in another way.
+    except Exception:  # noqa: BLE001 - The steps of this task may pass it other arguments.
         return tuple(sample_weights.shape)
     return tuple(per_example_loss.shape)
 
 
 def _losses_of_model(model: Any, batch: Any) -> tuple[float, float]:
-    """Returns the sums in model.losses for a batch: of the weights, and of activities or by add_loss."""
+    """Returns two sums of model.losses for a batch: the regularizers of weights, and all other losses."""
     if not isinstance(model, keras.Model) or not model.losses:
         return 0.0, 0.0
     model(batch[0], training=True)

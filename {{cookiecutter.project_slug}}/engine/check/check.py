@@ -23,7 +23,7 @@ from engine.user_errors import first_line, where_raised
 def check_task(program: Program, task: Task, settings: Settings) -> bool:
     """Prints a table of checks of task.py, with the settings of training; returns whether all passed. Saves nothing."""
     reject_cluster("--check")
-    tf.get_logger().setLevel("ERROR")  # It warns of the many functions that are compiled here.
+    tf.get_logger().setLevel("ERROR")  # Otherwise it warns of the many functions that are compiled here.
     checks: list[Check] = []
     with tempfile.TemporaryDirectory() as folder:
         comparable = _comparable_settings(settings, Path(folder))
@@ -38,7 +38,7 @@ def check_task(program: Program, task: Task, settings: Settings) -> bool:
 
 
 def print_checks(checks: Sequence[Check]) -> None:
-    """Prints a line for each check, with its texts wrapped in a terminal, then how many failed."""
+    """Prints a line for each check, then how many failed. A terminal wraps long texts."""
     if console.is_terminal:
         ok, fail = Text("ok", "green"), Text("FAIL", "bold red")
         rows = [(ok if each.ok else fail, Text(each.where), Text(each.text)) for each in checks]
@@ -55,7 +55,7 @@ def print_checks(checks: Sequence[Check]) -> None:
 
 def _comparable_settings(settings: Settings, folder: Path) -> Settings:
     """Returns settings for two simulated replicas, without the options that hide a fault or cannot cause one."""
-    unit = 2 * settings.micro_batches  # One and two replicas must be able to share a batch, in micro-batches.
+    unit = 2 * settings.micro_batches  # Two replicas must be able to share a batch, in micro-batches.
     evaluated = settings.evaluation_batch_size
     return dataclasses.replace(
         settings,

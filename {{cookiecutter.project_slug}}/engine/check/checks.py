@@ -1,8 +1,8 @@
 """The checks of a task's hooks.
 
-One replica and two simulated ones compute the same batches, and must get the same results. Randomness inside the model
-is switched off for that. An unsynchronized BatchNormalization is reported and then synchronized, so that one cause does
-not hide another.
+One replica and two simulated ones must get the same results for the same batches. Randomness inside the model is
+switched off for that. An unsynchronized BatchNormalization is reported and then synchronized, so that it hides no other
+cause.
 """
 
 import contextlib
@@ -46,12 +46,12 @@ class Check:
 
 
 def run_checks(program: Program, task: Task, settings: Settings, global_batch_size: int) -> Iterator[Check]:
-    """Yields the results of the checks; BadInput, and whatever a hook raises, ends them.
+    """Yields the results of the checks; BadInput, and any exception of a hook, ends them.
 
-    `global_batch_size` is the one asked for; `settings` have one that two replicas can share.
+    `global_batch_size` is the user's; the one in `settings` can be shared by two replicas.
     """
     create_strategy(settings)
-    task.config = settings  # The examples are read before anything is built.
+    task.config = settings  # task.load_examples is called before anything is built.
     yield from _check_examples(program, task, settings, global_batch_size)
     yield from _check_batches(program, task)
     if hook := getattr(task, "predict_step", None):
@@ -67,13 +67,13 @@ def run_checks(program: Program, task: Task, settings: Settings, global_batch_si
         yield from compared
         yield from _check_traces(program)
         yield from _check_evaluation(program, task, settings)
-        # Steps that differ make the updates differ, too: that is one cause, and is reported once.
+        # Steps that differ make the updates differ, too. That is one cause, so it is reported once.
         compare = not one.layers.still_random and all(each.ok for each in compared)
         yield from _check_training(program, task, settings, compare=compare)
 
 
 def _check_repeats(hook: str, results: str, draws: list[str], python: list[str], *, repeats: bool) -> Iterator[Check]:
-    """Results that a hook draws again each time cannot be compared, so they end the checks."""
+    """Raises BadInput if a hook draws its results again each time, because such results cannot be compared."""
     if draws:
         raise BadInput(f"task.{hook}: {draws[0]}")
     if python and not repeats:
@@ -102,7 +102,7 @@ def _check_examples(program: Program, task: Task, settings: Settings, global_bat
 
 
 def _fingerprints(examples: Any) -> list[bytes]:
-    """Returns the bytes of the first examples, or none where the engine will reject what the hook returned."""
+    """Returns the bytes of the first examples; none if `examples` is not a dataset, which the engine rejects later."""
     if not isinstance(examples, tf.data.Dataset):
         return []
     first = examples.take(EXAMPLES_READ_TWICE).as_numpy_iterator()
@@ -122,11 +122,11 @@ def _check_batches(program: Program, task: Task) -> Iterator[Check]:
             floats = (part for part in tf.nest.flatten(batch[0]) if part.dtype.is_floating)
             if not all(bool(tf.reduce_all(tf.math.is_finite(part))) for part in floats):
                 raise BadInput(f"task.prepare_example: features of {name!r} are not finite: fix or drop them")
-            _refuse_wrong_labels(task, name, batch, predict)
+            _check_labels(task, name, batch, predict)
     yield Check(True, "task.py prepare_example", "finite features, and labels that the model can predict")
 
 
-def _refuse_wrong_labels(task: Any, name: str, batch: Any, predict: Callable[[Any], Any]) -> None:
+def _check_labels(task: Any, name: str, batch: Any, predict: Callable[[Any], Any]) -> None:
     features, labels, sample_weights = batch
     if tf.is_tensor(labels) and labels.dtype == tf.string:
         raise BadInput(f"task.prepare_example returned text labels for {name!r}: map them to numbers")
@@ -137,7 +137,7 @@ def _refuse_wrong_labels(task: Any, name: str, batch: Any, predict: Callable[[An
     classes, low, high = predictions.shape[-1], int(tf.reduce_min(labels)), int(tf.reduce_max(labels))
     if classes == 1 or 0 <= low <= high < classes:
         return
-    # They may mark padding, or may not be classes at all: only the loss knows.
+    # Labels may mark padding, or may not be classes at all: only the loss knows.
     with contextlib.suppress(tf.errors.InvalidArgumentError):
         if math.isfinite(float(task.compute_loss(labels, predictions, sample_weights)[0])):
             return
@@ -146,7 +146,7 @@ def _refuse_wrong_labels(task: Any, name: str, batch: Any, predict: Callable[[An
 
 
 def _check_predictions(program: Program, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
-    """--export and predict.py need the predictions, whose faults would otherwise show after the training."""
+    """Checks the predictions, whose faults would otherwise show after the training, in --export or predict.py."""
     *_, last = program.batches.values()  # The test dataset, if there is one.
     features, _, sample_weights = next(last.one_by_one())
     outputs, where = tf.function(predict_step)(features), "task.py predict_step"
@@ -168,7 +168,7 @@ def _check_predictions(program: Program, predict_step: Callable[[Any], Any]) -> 
 
 def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]:
     layers, step = one.layers, program.run.hidden.training
-    assert step is not None  # There is one process.
+    assert step is not None  # It is None only beside other processes.
     if layers.unsynchronized:
         names = ", ".join(map(repr, layers.unsynchronized))
         text = f"the statistics of {names} are of one replica's batch: use BatchNormalization(synchronized=True)"
@@ -193,7 +193,7 @@ def _check_same_results(program: Program, task: Task, one: Measured, two: Measur
     if not gradients:
         yield Check(True, "task.py train_step", f"the same gradients of {len(one.rounding)} variables")
     loss, other = one.losses[0], two.losses[0]
-    # Where the loss differs, gradients and metrics differ for the same reason.
+    # If the loss differs, gradients and metrics differ for the same reason.
     if not close(one.losses, two.losses):
         hook, why = why_losses_differ(program, task, loss, other)
         yield Check(False, f"task.py {hook}", f"the loss is {loss:.6g} on one replica and {other:.6g} on two: {why}")
@@ -227,17 +227,16 @@ def _check_traces(program: Program) -> Iterator[Check]:
 
 
 def _check_evaluation(program: Program, task: Task, settings: Settings) -> Iterator[Check]:
-    """Validation and test must leave the model unchanged, and must not count padding."""
-    # The same examples, with more padding in the last batch.
+    """Checks that validation and test leave the model unchanged, and do not count padding."""
     size = settings.evaluation_batch_size or settings.global_batch_size
     program.build(dataclasses.replace(settings, simulated_devices=1, evaluation_batch_size=measure.BATCHES * size))
-    padded = {**program.validate(), **program.test()}
+    padded = {**program.validate(), **program.test()}  # The same examples, with more padding in the last batch.
     program.build(dataclasses.replace(settings, simulated_devices=1))
     variables = model_variables(task.model)
     for split, evaluate in (("validation", program.validate), ("test", program.test)):
         before = {name: variable.numpy() for name, variable in variables.items()}
         results = evaluate()
-        if not results:  # There is no such split.
+        if not results:  # The split has no dataset.
             continue
         changed = [name for name, each in variables.items() if not np.array_equal(before[name], each.numpy())]
         # Recurrent layers advance their seeds in evaluation too, and draw nothing.
@@ -252,7 +251,7 @@ def _check_evaluation(program: Program, task: Task, settings: Settings) -> Itera
 
 
 def _check_training(program: Program, task: Task, settings: Settings, *, compare: bool) -> Iterator[Check]:
-    """The updates must be the same on one replica and on two, a checkpoint must restore, and the loss must fall."""
+    """Checks that one replica and two make the same updates, that a checkpoint restores, and that the loss falls."""
     epochs = math.ceil(REPEATED_STEPS / measure.BATCHES)  # A schedule ends within these steps.
     program.build(dataclasses.replace(settings, simulated_devices=2, epochs=epochs))
     two, _ = measure.measure_updates(program, task)

@@ -34,8 +34,8 @@ MARGIN = 10  # One replica and two round many more numbers differently, not only
 class Layers:
     """The names of the layers that make one replica and two differ.
 
-    Of the `random` ones, those `still_random` cannot be switched off. All `synchronized` ones now normalize the batches
-    of all replicas together; the `unsynchronized` ones of them did not before the check.
+    The `still_random` layers are `random` and cannot be switched off. The `synchronized` ones normalize the batches of
+    all replicas together, the `unsynchronized` ones among them only since the check changed them.
     """
 
     random: list[str]
@@ -48,10 +48,10 @@ class Layers:
 class Measured:
     """The results of some replicas for the same batches, from the same weights."""
 
-    losses: list[float]  # Of each batch, as the gradients are.
-    gradients: list[Arrays]
+    losses: list[float]  # One for each batch.
+    gradients: list[Arrays]  # One for each batch.
     rounding: dict[str, float]
-    """Variable -> how much its gradient changes, at most, if the weights change by a few roundings."""
+    """Variable -> how much its gradient changes, at most, when the weights change by a few roundings."""
     metrics: dict[str, float]
     without_gradient: list[str]
     layers: Layers
@@ -75,8 +75,8 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     trainable = [each.path for model in by_name(task.model, "model").values() for each in model.trainable_variables]
     without_gradient = [path for path in trainable if path not in updated]
     for optimizer in optimizers:
-        optimizer.learning_rate.assign(0.0)  # All metrics are of the same weights.
-    metrics = program.train_epoch(1)  # Its batches are being prepared already.
+        optimizer.learning_rate.assign(0.0)  # So all metrics are of the same weights.
+    metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
     with program.run.evaluation_weights():
         metrics |= {**program.validate(), **program.test()}
     return Measured(losses, gradients, rounding, metrics, without_gradient, layers)
@@ -91,7 +91,7 @@ def _make_comparable(program: Program, task: Task) -> Layers:
         if any(getattr(layer, name) for name in strengths):
             random.append(layer.name)
         for name in strengths:
-            with contextlib.suppress(AttributeError):  # It belongs to a layer inside this one, which has its own turn.
+            with contextlib.suppress(AttributeError):  # It belongs to an inner layer, which is also in `layers`.
                 setattr(layer, name, 0.0)
         if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized and layer.trainable:
             layer.synchronized = True
@@ -99,7 +99,7 @@ def _make_comparable(program: Program, task: Task) -> Layers:
     synchronized = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
 
     step = program.run.hidden.training  # This traces the step, so layers are changed before.
-    assert step is not None  # There is one process.
+    assert step is not None  # It is None only beside other processes.
     changed = step.changed
 
     def draws(generator: keras.random.SeedGenerator) -> bool:
@@ -111,7 +111,7 @@ def _make_comparable(program: Program, task: Task) -> Layers:
 
 
 def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
-    """Returns the batches of the first epoch: stacks, the position of the first batch in each, and how many to take."""
+    """Returns the batches of the first epoch: stacks, the index of the first batch in each, and how many to take."""
     batches = program.batches["train"]
     return list(batches.iterator().take(batches.steps_per_pass))
 
@@ -119,7 +119,7 @@ def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
 def losses_and_gradients(
     program: Program, task: Task, stacks: Sequence[tuple[Any, int, int]]
 ) -> tuple[list[float], list[Arrays]]:
-    """Returns the loss and the gradient of each batch, all computed from the program's present state."""
+    """Returns the loss and the gradients of each batch, all from the program's present state."""
     state, losses, gradients = program.run.checkpoints.state, [], []
     initial, before = state.values(), _weights(task)
     for stack, first, count in stacks:
@@ -133,7 +133,7 @@ def losses_and_gradients(
 def measure_updates(program: Program, task: Task) -> tuple[Arrays, dict[str, float]]:
     """Returns how an epoch with the real optimizers changes each weight, and how much rounding changes that.
 
-    The program must be newly built; its state is restored.
+    The program must be newly built. Its state is restored.
     """
     _make_comparable(program, task)
     state, stacks = program.run.checkpoints.state, first_stacks(program)
@@ -201,7 +201,7 @@ class _Recorder(keras.optimizers.SGD):
 
 
 def recording_optimizers(task: Task) -> contextlib.AbstractContextManager[object]:
-    """Replaces the task's optimizers with some that record which variables get a gradient."""
+    """Replaces the task's optimizers with recorders."""
     create_optimizer = task.create_optimizer
 
     def create_recorders(total_steps: int) -> Any:
@@ -212,7 +212,7 @@ def recording_optimizers(task: Task) -> contextlib.AbstractContextManager[object
 
 
 def few_examples(task: Task, global_batch_size: int) -> contextlib.AbstractContextManager[object]:
-    """Shortens every split to a few batches, and a part of one."""
+    """Shortens every split to a few batches, the last of them incomplete."""
     load_examples = task.load_examples
     count = BATCHES * global_batch_size + global_batch_size // 2
 
@@ -223,7 +223,7 @@ def few_examples(task: Task, global_batch_size: int) -> contextlib.AbstractConte
 
 
 def close(one: Any, other: Any, *, floor: float = 1e-9) -> bool:
-    """Returns whether two numbers or arrays differ by no more than rounding, or than `floor`."""
+    """Returns whether two numbers or arrays differ by at most rounding, or `floor`."""
     one, other = np.asarray(one), np.asarray(other)
     scale = max(np.abs(one).max(initial=0.0), np.abs(other).max(initial=0.0))
     return bool(np.abs(one - other).max(initial=0.0) <= TOLERANCE * scale + floor)
@@ -241,7 +241,7 @@ def differing_gradients(one: Measured, other: Measured) -> list[str]:
 
 
 def differing_metrics(names: ResultNames, one: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
-    """Returns the names of the metrics that differ by more than rounding; of an array the first element that does."""
+    """Returns the names of the metrics that differ by more than rounding; of an array, its first such element."""
     differing: dict[str, str] = {}
     for name, value in one.items():
         if not close(value, other[name]):
@@ -251,6 +251,6 @@ def differing_metrics(names: ResultNames, one: Mapping[str, float], other: Mappi
 
 def differing_arrays(one: Arrays, other: Arrays, rounding: Mapping[str, float]) -> list[str]:
     """Returns the names of the variables that differ by more than rounding."""
-    # The gradient of a bias before a normalization is zero but for rounding, which differs.
+    # The gradient of a bias before a normalization is zero except for rounding, which differs.
     zero = 1e-6 * max((float(np.abs(array).max(initial=0.0)) for array in one.values()), default=0.0)
     return [name for name in one if not close(one[name], other[name], floor=MARGIN * (zero + rounding[name]))]

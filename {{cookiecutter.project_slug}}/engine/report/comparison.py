@@ -19,7 +19,7 @@ from engine.settings import CONFIG, flag, recorded_settings
 COMPARISON = "comparison.png"
 COLOURS = (curves.BLUE, curves.VERMILLION, curves.GREEN, curves.PURPLE, curves.ORANGE, curves.SKY, "black")
 WIDTHS = (20, 12)  # The widths of a table's first column, and of the column of a run.
-# Settings that say where and why a program runs, and nothing about the results of a run.
+# These settings do not affect the results of a run.
 NOT_COMPARED = ("run_dir", "fresh", "settings_from", "compare", "check", "evaluate_only", "evaluate_continuously")
 
 
@@ -40,7 +40,7 @@ class Compared:
 def compare(paths: Sequence[Path]) -> None:
     """Prints a table of the runs in some directories, and writes their curves to comparison.png in the current folder.
 
-    Raises BadInput if a directory contains no run or the current folder does, CannotWrite if it cannot be written.
+    Raises BadInput if a directory contains no run, or the current folder contains one; CannotWrite.
     """
     names = [path.absolute().name for path in paths]
     if len(set(names)) < len(names):
@@ -66,7 +66,7 @@ def _read(path: Path, name: str) -> Compared:
 
 
 def _print_table(runs: Sequence[Compared]) -> None:
-    """Prints the outcomes and the settings that differ, with as many runs side by side as the console has room for."""
+    """Prints the outcomes and the differing settings, with as many runs side by side as fit in the console."""
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in NOT_COMPARED)
     differing = [name for name in names if any(run.settings.get(name) != runs[0].settings.get(name) for run in runs)]
     columns = [_facts(run) | {flag(name): str(run.settings.get(name, "")) for name in differing} for run in runs]
@@ -101,7 +101,7 @@ def _facts(run: Compared) -> dict[str, str]:
 
 
 def figure_of_runs(runs: Sequence[Compared]) -> matplotlib.figure.Figure | None:
-    """Returns a panel for each metric, with a line for each run, and a dotted one for its training."""
+    """Returns a panel for each metric, with a line for each run, and a dotted line for its training."""
     monitored = {run.settings["monitor"] for run in runs}
     names = dict.fromkeys(name for run in runs for row in run.rows for name in row if is_metric(name))
     bold = {_metric(name) for name in monitored}
@@ -132,5 +132,5 @@ def _metric(column: str) -> str:
 
 
 def _is_line(column: str) -> bool:
-    """Returns whether a column is drawn: not an element of an array ("validation/f1/3"); the tasks are unknown here."""
+    """Returns whether a column is drawn: by its name, it is not an element of an array ("validation/f1/3")."""
     return not column.rsplit("/", 1)[-1].isdigit()

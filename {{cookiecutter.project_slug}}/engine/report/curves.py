@@ -23,7 +23,7 @@ CURVES = "curves.png"
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 GREY = "#666666"
 MOST_PANELS = 24  # Panels of metrics in a figure.
-LARGEST_LINEAR_RATIO = 20.0  # A falling curve with a larger ratio between its ends is drawn on a log scale.
+LARGEST_LINEAR_RATIO = 20.0  # Falling curves with a larger ratio between their values are drawn on a log scale.
 MOST_MARKERS = 40  # A curve of at most this many points shows each of them.
 
 Points = list[tuple[float, float]]
@@ -31,7 +31,7 @@ Points = list[tuple[float, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A line in a panel, with its name in the figure's legend, if it has one, and its style for matplotlib."""
+    """A line in a panel, with its entry in the figure's legend, if any, and its style for matplotlib."""
 
     label: str
     points: Points
@@ -47,15 +47,15 @@ def figure_of_run(
     names: ResultNames,
     rows: Sequence[Row],
     *,
-    validations: Sequence[Row] = (),
-    resumed: Sequence[int] = (),
-    monitor: str = "",
-    direction: str = "min",
+    validations: Sequence[Row],
+    resumed: Sequence[int],
+    monitor: str,
+    direction: str,
 ) -> matplotlib.figure.Figure:
     """Returns a panel for each metric, with a line for each dataset; then the learning rate and the speed.
 
-    `rows` are the rows of metrics.csv, at least one; `validations` lie between the ends of epochs. The steps from which
-    the run was `resumed` are marked, and the best score ("min" or "max") of `monitor`, whose panel comes first.
+    `rows` come from metrics.csv (at least one), `validations` from validations.csv. The steps from which the run was
+    `resumed` are marked, and the best score ("min" or "max") of `monitor`, whose panel comes first.
     """
     both = sorted([*validations, *rows], key=lambda row: row["step"])
     columns = dict.fromkeys(name for row in both for name in row)
@@ -98,13 +98,13 @@ def _curve(column: str, names: ResultNames, rows: Sequence[Row], epochs: Sequenc
 
 
 def _points(rows: Iterable[Row], column: str, epochs: Sequence[Row]) -> Points:
-    # Validations between the ends of epochs have no training metrics, so curves of these have no points there.
+    # Validations within an epoch have no training metrics, so curves of training metrics have no points there.
     values = {row["step"]: float(row[column]) for row in rows if row.get(column) is not None}
     return list(zip(epochs_at(values, epochs), values.values(), strict=True))
 
 
 def epochs_at(steps: Iterable[int], rows: Sequence[Row]) -> list[float]:
-    """Returns where steps lie on the axis of epochs: 1.5 is in the middle of the second one."""
+    """Returns the positions of steps on the axis of epochs: 1.5 is in the middle of the second one."""
     ends, epochs = [0, *(row["step"] for row in rows)], [0, *(row["epoch"] for row in rows)]
     return np.interp(list(steps), ends, epochs).tolist()
 
@@ -135,7 +135,7 @@ def draw_panels(
 
     A panel of metrics has a log scale if only that shows the ends of its curves.
     """
-    # The figure is made directly: matplotlib.pyplot would choose a window system, and keep every figure in memory.
+    # matplotlib.pyplot would choose a window system, and keep every figure in memory.
     count = len(panels)
     columns = min(count, 2 if count == 4 else 3 if count <= 9 else 4)
     rows = math.ceil(count / columns)
@@ -169,7 +169,7 @@ def _plot(axes: matplotlib.axes.Axes, curve: Curve) -> matplotlib.lines.Line2D:
 
 
 def _falls_far(curves: Iterable[Curve]) -> bool:
-    """Returns whether positive numbers fall so far that only a log scale shows the ends of their curves."""
+    """Returns whether curves of positive numbers fall so far that only a log scale shows their ends."""
     finite = [[y for _, y in curve.points if math.isfinite(y)] for curve in curves]
     values = [y for ys in finite for y in ys]
     falls = sum(ys[-1] - ys[0] for ys in finite if ys) < 0

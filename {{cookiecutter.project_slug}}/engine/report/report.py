@@ -1,7 +1,6 @@
 """Console output, metrics.csv, steps.csv, TensorBoard and curves.png. Of several workers only the chief reports.
 
-metrics.csv is the source; the others show the same numbers, and steps.csv the steps in between. A resumed run keeps
-the rows up to the epoch and the step it continues from, and writes the rest again.
+A resumed run keeps the rows up to the epoch and the step it continues from, and writes the rest again.
 """
 
 import time
@@ -23,15 +22,13 @@ from engine.user_errors import first_line, where_raised
 METRICS = "metrics.csv"
 VALIDATIONS = "validations.csv"
 STEPS = "steps.csv"
-# curves.png is drawn at the end of a run and, in between, at most this often: TensorBoard is the live view.
-SECONDS_BETWEEN_CURVES = 30.0
+SECONDS_BETWEEN_CURVES = 30.0  # curves.png is drawn at most this often, and at the end of a run.
 SECONDS_PER_ROW = 1.0  # A row of steps.csv covers at least this time; an execution may be far shorter.
-# Waiting for batches is reported above this fraction of the training time, and above a second.
-MUCH_WAITING = 0.1
+MUCH_WAITING = 0.1  # Waiting for batches is reported above this fraction of the training time, and above a second.
 
 
 class Report:
-    """Reports each epoch to all outputs, validations between the ends of epochs, and about a row of steps a second."""
+    """Reports epochs and validations to all outputs, and about one row of steps a second."""
 
     def __init__(self, run_dir: Path, names: ResultNames, *, epochs: int, monitor: str, direction: str) -> None:
         """Reads and writes nothing; `open` does. The best score of `monitor` is the "min" or the "max"."""
@@ -46,13 +43,7 @@ class Report:
         self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
 
     def open(
-        self,
-        *,
-        epochs_done: int,
-        validated_step: int,
-        step: int,
-        resumed: Sequence[int] = (),
-        settings: Mapping[str, Any],
+        self, *, epochs_done: int, validated_step: int, step: int, resumed: Sequence[int], settings: Mapping[str, Any]
     ) -> None:
         """Keeps the reports in `run_dir` up to the epoch, the validation and the step that a run continues from.
 
@@ -73,10 +64,10 @@ class Report:
     def steps(
         self, step: int, epoch: int, losses: np.ndarray, seconds: float, latest: Callable[[], dict[str, float]]
     ) -> None:
-        """Counts an execution of training steps that ends with `step`; about once a second they get a row of steps.csv.
+        """Counts an execution of training steps; writes a row of steps.csv about once a second.
 
-        `step`, over all epochs, and `epoch` count from 1. `losses` has one for each step ([count]); all took `seconds`.
-        `latest` returns the learning rates; it is called when a row is due.
+        `step`, the last one over all epochs, and `epoch` count from 1. `losses` are the steps' losses ([count]), and
+        `seconds` the time of all of them. `latest` returns the learning rates; it is called when a row is due.
         """
         self._losses.append(losses)
         self._seconds += seconds
@@ -95,13 +86,13 @@ class Report:
         self._summaries.add(step, {f"steps/{name}": value for name, value in row.items()})
 
     def end(self) -> None:
-        """Writes the rest: a run has ended, or reaches the last of its epochs."""
+        """Writes the rest, after the last epoch."""
         if self._losses:
             self._end_row()
         self.draw_curves()
 
     def result(self, step: int, metrics: Mapping[str, float], best: float) -> None:
-        """Shows the test metrics of a run that has ended, and its best score, in TensorBoard."""
+        """Writes the test metrics and the best score of a finished run to TensorBoard."""
         self._summaries.add(step, {**self.names.scalars(metrics), f"best/{self._monitored['monitor']}": best})
 
     def epoch(self, row: Row, *, is_best: bool, waited: float = 0.0) -> None:
@@ -133,7 +124,7 @@ class Report:
         self, on_report: Callable[..., None], row: Row, settings: Settings, strategy: tf.distribute.Strategy
     ) -> None:
         """Calls task.on_report, whose summaries go to TensorBoard. Its first exception is printed and ends nothing."""
-        # The chief is alone here. As one replica it reads variables without asking the other processes.
+        # Only the chief calls it. In a replica's context it reads variables without the other processes.
         replica = tf.distribute.ReplicaContext(strategy, replica_id_in_sync_group=0)
         with self._summaries.at(row["step"]):
             try:
@@ -146,7 +137,7 @@ class Report:
                 self._on_report_failed = True
 
     def validation(self, step: int, metrics: dict[str, float], *, is_best: bool) -> None:
-        """Reports a validation between the ends of epochs: `metrics` as "<dataset>/<metric>"."""
+        """Reports a validation within an epoch: `metrics` as "<dataset>/<metric>"."""
         self.validations.append({"step": step, **metrics})
         self._lines.print(f"step {step}", metrics, is_best=is_best)
         self._summaries.add(step, self.names.scalars(metrics))
@@ -155,7 +146,6 @@ class Report:
     def draw_curves(self) -> None:
         """Draws curves.png, if an epoch has ended."""
         if self.rows:
-            marks: dict[str, Any] = {"resumed": self._resumed, **self._monitored}
-            figure = figure_of_run(self.run_dir.name, self.names, self.rows, validations=self.validations, **marks)
-            write_figure(self.run_dir / CURVES, figure)
+            shown: dict[str, Any] = {"validations": self.validations, "resumed": self._resumed, **self._monitored}
+            write_figure(self.run_dir / CURVES, figure_of_run(self.run_dir.name, self.names, self.rows, **shown))
             self._curves_drawn = time.monotonic()

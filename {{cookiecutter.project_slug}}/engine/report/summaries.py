@@ -19,12 +19,12 @@ class Summaries:
     """The summaries in one folder, and in a folder below it for each dataset."""
 
     def __init__(self, folder: Path, names: ResultNames) -> None:
-        """Writes nothing yet: before the first values there may be no run, whose directory must be empty."""
+        """Writes nothing yet, because the directory must stay empty until the run starts."""
         self._folder, self._names = folder, names
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
 
     def cut(self, step: int) -> None:
-        """Removes the summaries of later steps, and the result, so that a resumed run does not show them twice."""
+        """Removes the summaries of later steps and of the result, so that a resumed run does not show them twice."""
         for name in ("", *self._names.datasets):
             for path in sorted((self._folder / name).glob("events.out.tfevents.*")):
                 _cut(path, -1 if split_of(name) == "test" else step)
@@ -51,7 +51,7 @@ class Summaries:
 
     @contextlib.contextmanager
     def at(self, step: int, name: str = "") -> Iterator[None]:
-        """Gives the summaries that are written inside a step, and the folder of a dataset."""
+        """Writes the summaries of the code inside at a step, to the folder of a dataset."""
         with writing(self._folder):
             if name not in self._writers:
                 self._writers[name] = tf.summary.create_file_writer(str(self._folder / name))
@@ -61,9 +61,9 @@ class Summaries:
 
 
 def _cut(path: Path, step: int) -> None:
-    """Replaces a file of events by one without the events after a step, and without the end that a kill has damaged.
+    """Removes the events after a step from a file, and an end that was damaged when the run was killed.
 
-    Hyperparameters are removed too: TensorBoard shows the first that it finds, and the run's are the latest.
+    Hyperparameters are removed too, because TensorBoard shows the first ones, and the run's are the latest.
     """
     kept, is_intact = [], True
     with writing(path):

@@ -9,7 +9,7 @@ from engine.errors import BadInput
 from engine.files import write_atomically, writing
 from engine.user_errors import first_line
 
-# The columns of metrics.csv before the metrics. Several optimizers have a learning rate each: "learning_rate/<name>".
+# The columns of metrics.csv before the metrics; with several optimizers, each has its "learning_rate/<name>".
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
 COUNTS = COLUMNS[:2]
 
@@ -37,7 +37,7 @@ def read_rows(path: Path, key: str = "epoch") -> list[Row]:
 
 def write_rows(path: Path, rows: list[Row]) -> list[str]:
     """Replaces the file; returns its columns. Raises CannotWrite."""
-    # A metric that was added or removed between two resumes has a column with blank cells.
+    # A metric that was added or removed at a resume has a column with blank cells.
     columns = list(dict.fromkeys(name for row in rows for name in row))
 
     def write(temporary: Path) -> None:
@@ -53,7 +53,7 @@ def write_rows(path: Path, rows: list[Row]) -> list[str]:
 def append_row(path: Path, row: Row, columns: list[str]) -> list[str]:
     """Appends a row to a file with these columns; returns its columns. Raises CannotWrite.
 
-    A long run has 100,000 rows and more, so the file is replaced only if the row has new columns, as the first row has.
+    A long run has 100,000 rows and more, so the file is replaced only if the row, like the first one, has new columns.
     """
     if not row.keys() <= set(columns):
         return write_rows(path, [*read_rows(path, "step"), row])
@@ -63,9 +63,9 @@ def append_row(path: Path, row: Row, columns: list[str]) -> list[str]:
 
 
 def cut_rows(path: Path, step: int) -> list[str]:
-    """Removes the rows after a step, and all from the first damaged one on; returns the columns. Raises CannotWrite.
+    """Removes the rows after a step, and all from the first damaged one; returns the columns. Raises CannotWrite.
 
-    A killed run may leave a part of a row. A damaged steps.csv does not end a run, because no run continues from it.
+    A killed run may leave an incomplete row. Damage does not end a run, because a run resumes without these rows.
     """
     if not path.exists():
         return []

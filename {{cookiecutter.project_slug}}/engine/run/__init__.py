@@ -1,17 +1,17 @@
-"""One run: how it starts, how far it is, and what it keeps on disk.
+"""One run: how it starts, how far it has come, and what it keeps on disk.
 
-run              which steps come next, what is due between them, what is best, when it ends
+run              which steps come next, what is due between them, which weights are best, when it ends
 passes           the steps of a pass, cut into executions
 saving           saves a run that ends early
-start            resumes, or starts with other weights, or with new ones
+start            resumes a run, or starts one with other weights or with new ones
 summary          the lines at the start, and config.json
 progress         counts and scores
 state            the variables by name, and their values
 checkpoints      saves and restores the state
 initial_weights  --init-from
-directory        the run's directory: whether it can be used
+directory        the run's directory, which one program at a time may use
 signals          SIGTERM and Ctrl-C
-program          what the evaluation and --check use of train.py
+program          the parts of train.py that the evaluation and --check use
 evaluation       --evaluate-only, --evaluate-continuously
 """
 

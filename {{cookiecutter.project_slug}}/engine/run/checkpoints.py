@@ -3,7 +3,7 @@
 A checkpoint is a directory, `step-00000135/`: every variable under its name in TensorFlow's own format (`state.index`,
 `state.data-*`, for tf.train.load_checkpoint), counts and scores (`progress.json`), and `SHA256SUMS`. It is written
 under a temporary name, synced to disk and renamed, and never overwritten: the same step saved again is
-`step-00000135.1`. So every checkpoint was complete when it got its name; later damage is found by checksum, before any
+`step-00000135.1`. So every checkpoint is complete when it gets its name. Checksums reveal later damage before any
 variable is changed.
 """
 
@@ -53,7 +53,7 @@ class Writer:
         self._pending.append(self._thread.submit(write_after, list(self._pending)))
 
     def wait(self, *, at_most: int = 0) -> None:
-        """Returns when at most so many are pending. Raises CannotWrite, once, if something could not be written."""
+        """Returns when at most `at_most` writes are pending. Raises CannotWrite, once, if a write failed."""
         if len(self._pending) > at_most:
             pending, self._pending = self._pending, []
             for each in pending:
@@ -70,11 +70,11 @@ class Checkpoints:
         self.keep = keep
         self.writer = writer or Writer()
         self._newest: Path | None = None  # The last one that was saved. It may still be pending.
-        # A mask may be infinite from the start; a weight that becomes infinite has diverged.
+        # A mask may be infinite from the start, but a weight that becomes infinite has diverged.
         self._infinite = {name for name, variable in state.mirrored.items() if not _all_finite(variable.numpy())}
 
     def paths(self) -> list[Path]:
-        """Returns the paths of the checkpoints, oldest first."""
+        """Returns the checkpoints, oldest first."""
         return checkpoint_paths(self.directory)
 
     def path(self, step: int) -> Path:
@@ -86,17 +86,16 @@ class Checkpoints:
         return [path for path in saved if step_of(path) == step]
 
     def save(self, step: int, record: dict[str, Any]) -> Path:
-        """Writes the state and `record` (JSON values) as a checkpoint of `step`; returns where. Removes the oldest.
+        """Writes the state and `record` (JSON values) as a checkpoint of `step`; returns its path. Removes the oldest.
 
-        Every worker must call it; the chief writes. Checkpoints of later steps are removed too: they are left from
-        before the run was resumed at an earlier one.
+        Every worker must call it; the chief writes. It also removes checkpoints of later steps, which are left from
+        before the run resumed from an earlier one.
 
-        Raises:
-            Diverged: a variable is no longer finite; nothing is written.
-            CannotWrite: a write failed; older checkpoints are untouched. With a thread, a later call raises it.
+        Raises Diverged, and writes nothing, if a variable is no longer finite; CannotWrite if a write failed. With a
+        thread, a later call raises that.
         """
         from_chief = self.state.workers.from_chief
-        from_chief(lambda: self.writer.wait(at_most=1))  # There is memory for one more.
+        from_chief(lambda: self.writer.wait(at_most=1))  # Memory is needed for each pending one.
         values, record = self.state.values(), {**record, "step": step}
         for name, value in values.items():
             is_fine = name.startswith("metrics/") or _all_finite(value)
@@ -107,11 +106,9 @@ class Checkpoints:
         return path
 
     def read(self, path: Path) -> tuple[Values, dict[str, Any]]:
-        """Returns the values and the record of the checkpoint at `path`; changes nothing. For the chief.
+        """Returns the values and the record of the checkpoint at `path`; changes nothing. Only the chief calls it.
 
-        Raises:
-            Damaged: a file is missing, cut short or changed.
-            BadInput: it is intact, but its variables differ from the model's.
+        Raises Damaged if a file is missing, cut short or changed; BadInput if its variables differ from the model's.
         """
         values, record = read_checkpoint(path)
         if differences := self.state.differences(values):
@@ -141,7 +138,7 @@ class Checkpoints:
     def _write(self, path: Path, values: Values, record: dict[str, Any]) -> None:
         temporary = self.directory / f".{path.name}.part"
         with writing(path):
-            # Without its parents: if the run directory is gone, somebody deleted it.
+            # Its parents are not made: if the run directory is gone, somebody deleted it.
             self.directory.mkdir(exist_ok=True)
             self.clear()
             temporary.mkdir()
@@ -160,7 +157,7 @@ class Checkpoints:
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)  # A full disk needs the space.
                 raise
-        paths = self.paths()  # Without this one if somebody moved the directory meanwhile: the next write says so.
+        paths = self.paths()  # This one is missing if somebody moved the directory; the next write fails.
         later = [each for each in paths if _place(each) > _place(path)]
         earlier = paths[: len(paths) - len(later)]
         for each in [*later, *earlier[: max(0, len(earlier) - self.keep)]]:
@@ -180,10 +177,10 @@ class Checkpoints:
 
 
 def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Values, Progress] | None:
-    """Returns the path, values and progress of the newest checkpoint that is intact, as its best weights must be.
+    """Returns the path, values and progress of the newest checkpoint that is intact, with intact best weights.
 
-    Prints which are damaged; returns None if there is no checkpoint. Raises BadInput if none is intact, or its
-    variables are others. Deletes nothing.
+    Prints which ones are damaged; returns None if there is no checkpoint. Raises BadInput if none is intact, or its
+    variables differ from the model's. Deletes nothing.
     """
     problems: list[Exception] = []
     intact = None
@@ -207,7 +204,7 @@ def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Valu
 
 
 def find_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
-    """Returns the path of the best weights, as the newest checkpoint of a run names them.
+    """Returns the path of the best weights that the newest checkpoint names.
 
     Raises BadInput if there are none yet, Damaged if the newest checkpoint's progress cannot be read.
     """
@@ -257,9 +254,9 @@ def read_record(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def plain_name(prefix: Path) -> Iterator[str]:
-    """Yields a prefix by which TensorFlow can read the same files.
+    """Yields a prefix under which TensorFlow can read the same files.
 
-    It writes under any name, but reads a name as a pattern, and finds nothing in "exp[1]" or "a\\b" (tensorflow#34290).
+    It reads a name as a pattern, and finds nothing in "exp[1]" or "a\\b" (tensorflow#34290).
     """
     if not re.search(r"[][\\*?]", str(prefix)):
         yield str(prefix)
@@ -272,7 +269,7 @@ def plain_name(prefix: Path) -> Iterator[str]:
 
 
 def _checksums(path: Path) -> str:
-    """Returns checksums of the small files, as sha256sum writes them; the index contains those of the tensors."""
+    """Returns checksums of the small files, as sha256sum writes them; the index contains the tensors' checksums."""
     return "".join(f"{file_sha256(path / name)}  {name}\n" for name in (PROGRESS, INDEX))
 
 
@@ -292,7 +289,7 @@ def _all_finite(value: np.ndarray | tf.Tensor) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint; it loses its name first, so that half of it is never taken for a checkpoint."""
+    """Removes a checkpoint. It is renamed first, so that half of it is never taken for a checkpoint."""
     try:
         shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
     except OSError as problem:

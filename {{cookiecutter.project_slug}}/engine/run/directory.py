@@ -21,7 +21,7 @@ BEST = "best"
 
 
 class RunDirectory:
-    """The directory of a run. As a context it keeps other programs out, from `lock` or `open` to its end."""
+    """The directory of a run. As a context manager it keeps other programs out, from `lock` or `open` to its end."""
 
     def __init__(self, path: Path) -> None:
         """Changes nothing; the directory need not exist."""
@@ -37,23 +37,19 @@ class RunDirectory:
     def check_same_run(self, settings: Settings) -> None:
         """Raises BadInput if the directory contains a run with other settings. Changes nothing.
 
-        Prints a line if the code or versions have changed. Only the author knows whether it is still the same task.
+        Prints a line if the code or versions have changed: only the author knows whether it is still the same task.
         """
         if not self._exists():
             return
-        if differences := settings.differences(recorded_settings(self.path) or {}):
-            what_to_do = "use the run's" if settings.evaluates else "use the same ones, another --run-dir, or --fresh"
-            raise BadInput(
-                f"--run-dir {self.path} contains a run with other settings ({', '.join(differences)}): {what_to_do}"
-            )
-        if changes := changes_since(read_json(self.path / CONFIG) or {}):
+        if differences := ", ".join(settings.differences(recorded_settings(self.path) or {})):
+            remedy = "use the run's" if settings.evaluates else "use the same ones, another --run-dir, or --fresh"
+            raise BadInput(f"--run-dir {self.path} contains a run with other settings ({differences}): {remedy}")
+        if changes := ", ".join(changes_since(read_json(self.path / CONFIG) or {})):
             start_over = "" if settings.evaluates else "; --fresh starts over"
-            console.print(
-                f"Since the run in {self.path} started, {', '.join(changes)}. It is used as it is now{start_over}"
-            )
+            console.print(f"Since the run in {self.path} started, {changes}. The present ones are used{start_over}")
 
     def code_sha256(self) -> dict[str, str]:
-        """Returns the fingerprints of the code with which the run here started, or now starts."""
+        """Returns the fingerprints of the code with which the run in this directory started, or now starts."""
         recorded = read_json(self.path / CONFIG) or {}
         return {**code_sha256(), **recorded.get("code_sha256", {})}
 

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
@@ -24,8 +24,6 @@ from engine.settings import CONFIG, Settings
 
 SECONDS_BETWEEN_LOOKS = 1.0
 
-T = TypeVar("T")
-
 
 def evaluate(program: Program, settings: Settings) -> dict[str, float]:
     """Prints and returns the validation and test metrics of --init-from, or else of the run's best weights.
@@ -42,40 +40,30 @@ def evaluate(program: Program, settings: Settings) -> dict[str, float]:
         raise BadInput("--evaluate-only: task.load_examples returned None for 'validation' and 'test': return one")
     with signals.listening(), run.steps_named():
         for measure in (program.validate, program.test):
-            # Restored for both, because a validation may change the state of a recurrent layer.
+            # They are restored for both, because a validation may change the state of a recurrent layer.
             weights = initialize(run) if settings.init_from else str(_restore_best(run))
             metrics |= measure()
-        print_facts(f"Evaluation of {weights}", run.objects.names.lines(metrics))  # With all digits: no file has them.
+        print_facts(f"Evaluation of {weights}", run.objects.names.lines(metrics))  # All digits, as no file has them.
     return metrics
 
 
 def _restore_best(run: Run) -> Path:
-    """Sets the weights to those that the newest checkpoint names as the best; returns where they are."""
-
-    def find() -> Path:
-        try:
-            return find_best(run.checkpoints, run.best)
-        except BadInput as problem:
-            raise BadInput(f"--evaluate-only: {problem}, or pass --init-from") from problem
-
+    """Restores the weights that the newest checkpoint names as the best; returns their path."""
     try:
-        weights = run.workers.from_chief(find)
+        weights = run.workers.from_chief(lambda: find_best(run.checkpoints, run.best))
         run.best.restore(weights)
-    except Damaged as problem:
-        raise BadInput(f"--evaluate-only: {problem}: restore it, or pass other weights with --init-from") from problem
+    except (BadInput, Damaged) as problem:
+        raise BadInput(f"--evaluate-only: {problem}; pass --init-from to evaluate other weights") from problem
     return weights
 
 
 def evaluate_continuously(program: Program, read_settings: Callable[[], Settings]) -> None:
-    """Validates each checkpoint of the run in --run-dir as it appears, beside the training.
+    """Validates each checkpoint of the run in --run-dir as it appears, until the run ends or --evaluation-timeout.
 
-    The metrics go to the console, to evaluations.csv and to TensorBoard. It ends when the run has ended, or after
-    --evaluation-timeout seconds without a new checkpoint. Checkpoints that the run removes before their turn are
-    skipped. `read_settings` returns the settings; once there is a run, its settings are the defaults.
+    The metrics go to the console, to evaluations.csv and to TensorBoard. Checkpoints that the run removes before their
+    turn are skipped. `read_settings` returns the settings; once there is a run, its settings are the defaults.
 
-    Raises:
-        BadInput: a setting contradicts the run's, or its directory is not writable.
-        CannotWrite: the directory is no longer writable.
+    Raises BadInput if a setting contradicts the run's or its directory is not writable, CannotWrite if a write fails.
     """
     reject_cluster("--evaluate-continuously")
     settings = read_settings()
@@ -85,29 +73,23 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
     settings = read_settings()
     RunDirectory(settings.run_dir).check_same_run(settings)
     if not os.access(settings.run_dir, os.W_OK | os.X_OK):
-        raise BadInput(
-            f"--evaluate-continuously writes to --run-dir {settings.run_dir}, which is not writable: make it writable, "
-            "or use --evaluate-only"
-        )
+        problem = f"--evaluate-continuously writes to --run-dir {settings.run_dir}, which is not writable"
+        raise BadInput(f"{problem}: make it writable, or use --evaluate-only")
     program.build(settings)
     if not any(split_of(name) == "validation" for name in program.run.objects.names.datasets):
-        raise BadInput(
-            "--evaluate-continuously: task.load_examples('validation') returned None, so there is no validation: "
-            "return one, or use --evaluate-only for the test"
-        )
-    if _validate_as_they_appear(program, settings):
-        console.print("The run has ended.")
+        problem = "task.load_examples('validation') returned None, so there is no validation"
+        raise BadInput(f"--evaluate-continuously: {problem}: return one, or use --evaluate-only for the test")
+    _validate_as_they_appear(program, settings)
 
 
-def _validate_as_they_appear(program: Program, settings: Settings) -> bool:
-    """Returns whether the run has ended; False if nothing new came within --evaluation-timeout."""
+def _validate_as_they_appear(program: Program, settings: Settings) -> None:
     run, names = program.run, program.run.objects.names
     file, result = settings.run_dir / "evaluations.csv", settings.run_dir / RESULT
     rows, summaries = read_rows(file, key="step"), Summaries(settings.run_dir / TENSORBOARD / "evaluation", names)
-    seen: set[Any] = {row["step"] for row in rows}  # Steps; and the paths of damaged checkpoints.
+    seen: set[Any] = {row["step"] for row in rows}  # It contains steps, and the paths of damaged checkpoints.
 
     def new() -> Path | str | None:
-        # The result is looked for first, because the last checkpoint is written before it.
+        # It looks for the result first, because a run writes its last checkpoint before that.
         has_ended = result.exists()
         path = next((path for path in run.checkpoints.paths() if seen.isdisjoint((path, step_of(path)))), None)
         return path or ("ended" if has_ended else None)
@@ -115,7 +97,7 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> bool:
     while isinstance(path := _wait_for(new, settings), Path):
         try:
             metrics = _validate(program, path)
-        except Damaged:  # Or removed meanwhile.
+        except Damaged:  # It may also have been removed meanwhile.
             seen.add(path)
             continue
         seen.add(step := step_of(path))
@@ -123,11 +105,12 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> bool:
         summaries.add(step, names.scalars(metrics))
         rows = sorted([*rows, {"step": step, **metrics}], key=lambda row: row["step"])
         write_rows(file, rows)
-    return path is not None
+    if path:
+        console.print("The run has ended.")
 
 
-def _wait_for(find: Callable[[], T | None], settings: Settings) -> T | None:
-    """Returns what is found within --evaluation-timeout; prints a line if nothing is."""
+def _wait_for(find: Callable[[], Any], settings: Settings) -> Any:
+    """Returns the first true value that `find` returns; None, and prints a line, after --evaluation-timeout."""
     deadline = time.monotonic() + settings.evaluation_timeout
     while not (found := find()):
         if time.monotonic() > deadline:
@@ -138,7 +121,7 @@ def _wait_for(find: Callable[[], T | None], settings: Settings) -> T | None:
 
 
 def _validate(program: Program, checkpoint: Path) -> dict[str, float]:
-    """Returns the validation metrics of a checkpoint. Raises Damaged."""
+    """Returns the validation metrics of a checkpoint. Raises Damaged if it cannot be read."""
     run = program.run
     values, _ = run.checkpoints.read(checkpoint)
     run.checkpoints.state.assign(values)

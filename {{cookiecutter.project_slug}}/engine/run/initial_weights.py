@@ -1,7 +1,6 @@
-"""--init-from: weights for a new run from another run or a file, as a whole or (--init-partial) what matches.
+"""--init-from: weights for a new run, from another run or a file; with --init-partial only the weights that match.
 
-Weights for a part of the model are loaded in task.create_model instead: see "Weights for a part of the model" in the
-recipes.
+Weights for a part of the model are loaded in task.create_model instead.
 """
 
 import warnings
@@ -27,15 +26,11 @@ NOT_WEIGHTS = {"optimizer", "_optimizer", "_seed_generators", "seed_generator"} 
 
 
 def load_initial_weights(path: Path, model: Any, *, partial: bool) -> str:
-    """Gives the model, or the dict of models, the weights in `path`; random seeds stay. Returns what matched.
+    """Loads the weights in `path` into the built model, or dict of models; random seeds stay. Returns what matched.
 
-    Args:
-        path: one of FORMS. In a run directory the best weights are taken, or else those of the newest checkpoint.
-        model: built. Several models can be loaded from a run or a tf.train.Checkpoint(**models) only.
-        partial: whether weights may be missing or unused.
-
-    Raises:
-        BadInput: the path is none of FORMS, or (without `partial`) its weights are not exactly those of the model.
+    `path` is one of FORMS. Of a run directory the best weights are loaded, or else the newest checkpoint's. Several
+    models need a run or a tf.train.Checkpoint(**models). Raises BadInput if the path is none of FORMS, or (without
+    `partial`) weights are missing or unused.
     """
     models = by_name(model, "model")
     variables = {name: variable for name, variable in model_variables(model).items() if not is_seed(name)}
@@ -63,7 +58,7 @@ def load_initial_weights(path: Path, model: Any, *, partial: bool) -> str:
     if unused:
         report += f"; {unused} in the file are unused"
     if len(missing) == len(floats):
-        raise BadInput(f"--init-from {path} matches no variable of the model: load those of a part in create_model")
+        raise BadInput(f"--init-from {path} matches none of the model's variables: pass weights of this model")
     if (missing or unused) and not partial:
         raise BadInput(f"--init-from {path} gives {report}: --init-partial loads what matches")
     return report
@@ -75,9 +70,10 @@ def _load(path: Path, models: dict[str, keras.Model], variables: Variables, *, p
         return str(checkpoint), _load_checkpoint(checkpoint, variables)
     if path.is_file() and path.name.endswith((".weights.h5", ".keras")):
         if len(models) > 1:
-            raise BadInput(f"--init-from {path} is of one model, and the task has {', '.join(models)}: use a run's")
+            names = ", ".join(models)
+            raise BadInput(f"--init-from {path} contains one model, and the task has {names}: pass a run directory")
         (model,) = models.values()
-        with warnings.catch_warnings(action="ignore"):  # The report names what is missing.
+        with warnings.catch_warnings(action="ignore"):  # The report names the missing variables.
             model.load_weights(path, skip_mismatch=partial)
         return str(path), max(0, _count_weights(path) - len(variables))
     if Path(f"{path}.index").is_file():
@@ -115,17 +111,14 @@ def _load_checkpoint(checkpoint: Path, variables: Variables) -> int:
 
 
 def _count_weights(path: Path) -> int:
-    """Returns how many arrays a file of Keras has, without those of the optimizer and of seeds."""
+    """Returns how many arrays a Keras file has, without the optimizer's and the seeds'."""
     names: list[str] = []
 
-    def note(name: str, item: Any) -> None:
+    def add(name: str, item: Any) -> None:
         if isinstance(item, h5py.Dataset) and NOT_WEIGHTS.isdisjoint(name.split("/")):
             names.append(name)
 
-    if path.suffix == ".keras":
-        with zipfile.ZipFile(path) as archive, archive.open("model.weights.h5") as weights, h5py.File(weights) as file:
-            file.visititems(note)
-    else:
-        with h5py.File(path) as file:
-            file.visititems(note)
+    weights = zipfile.Path(path, "model.weights.h5") if path.suffix == ".keras" else path
+    with weights.open("rb") as opened, h5py.File(opened) as file:
+        file.visititems(add)
     return len(names)

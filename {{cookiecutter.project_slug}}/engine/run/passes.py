@@ -17,23 +17,23 @@ from engine.report.summaries import TENSORBOARD
 from engine.run.progress import Progress
 from engine.settings import Settings
 
-# The fourth execution of training steps is profiled: the first ones compile, or are short.
+# The fourth execution of training steps is profiled, because the first ones compile or are short.
 PROFILED, PROFILED_STEPS = 3, 30
 
 
 class Executions:
-    """How many steps the next call of a compiled function runs, for each split; about a second's worth."""
+    """How many steps each split's next call of a compiled function runs: with "auto", about one second of steps."""
 
     def __init__(self, settings: Settings, workers: Workers, all_reduce: str = "") -> None:
-        """`all_reduce` says how the strategy sums over its devices, if it does."""
+        """`all_reduce` names how the strategy sums over its devices; "" if it does not."""
         self._settings, self._all_reduce, self.workers = settings, all_reduce, workers
         self._is_measured = settings.steps_per_execution == "auto" and not settings.eager
         self._every = [each for each in (settings.checkpoint_every_steps, settings.validate_every_steps) if each]
         self._lengths: dict[str, int] = {}
-        self._trained = 0  # The executions of training steps so far.
+        self._trained = 0  # Executions of training steps so far.
 
     def length(self, split: str, *, left: int, step: int) -> int:
-        """Returns how many steps to run now, if so many are `left` of the pass, after training `step` in all."""
+        """Returns how many steps to run now, when `left` steps of the pass remain, after training step `step`."""
         chosen = self._settings.steps_per_execution
         count = min(self._lengths.setdefault(split, 1 if chosen == "auto" else chosen), left)
         if split == "train":
@@ -61,7 +61,7 @@ class Executions:
     def took(self, split: str, count: int, seconds: float) -> None:
         """Adjusts the length to the time that an execution took; every worker must call it."""
         if self._is_measured and count == self._lengths[split]:
-            # A second's worth, reached by doubling: the first call compiles, and so looks slow.
+            # At most doubled each time, because the first call compiles, and so looks slow.
             self._lengths[split] = self.workers.broadcast(max(1, min(2 * count, int(count / seconds))))
 
     def report_missing_profile(self) -> None:
@@ -74,13 +74,10 @@ class Pass:
 
     Attributes:
         name: the dataset's: "train", "validation" or "validation/<name>", ...
-        split: "train", "validation" or "test".
         epoch: counted from 0; None where there are no epochs.
-        steps: how many the pass has.
-        done: how many of them are taken and counted.
-        uncounted: steps that are taken and not counted yet.
+        done: how many of its `steps` are taken and counted; `uncounted` ones are taken, and not counted yet.
         has_ended: whether its metrics have been read.
-        waits: whether the next execution is empty, because a validation is due first.
+        waits: whether the next execution is empty: the run was stopped in a validation, which must end first.
     """
 
     def __init__(
@@ -89,13 +86,14 @@ class Pass:
         """Continues at the position in `progress`."""
         self.name, self.split, self.steps = batches.name, batches.split, batches.steps_per_epoch
         self.epoch = epoch if has_epochs else None
+        self._epoch_text = f" of epoch {epoch + 1}" if has_epochs else ""
         # A pass that ended before a stop keeps its metrics until the evaluation or the epoch ends.
         self.has_ended = self.name in progress.metrics and (self.split != "train" or epoch == progress.epoch)
         self.done = self.steps if self.has_ended else progress.steps_of_pass.setdefault(self.name, 0)
         self.uncounted, self.waits = 0, False
         self._progress, self._executions = progress, executions
         self._iterator = batches.iterator(epoch, first_step=self.done) if self.steps_left else None
-        self._count = 0  # Steps of the execution that is under way.
+        self._count = 0  # Steps of the current execution.
         self._watch = contextlib.ExitStack()
 
     @property
@@ -103,10 +101,11 @@ class Pass:
         return self.steps - self.done
 
     def next_execution(self) -> Iterator[tuple[Any, int, int]]:
-        """Yields where the batches of the next execution are: a stack, the first one's number in it, how many.
+        """Yields the batches of the next execution: a stack, the index of the first batch in it, and their number.
 
-        Pass the losses of all of them to `Run.record_losses`. Yields nothing if a validation is due first. Raises
-        BadInput if examples cannot be read; in a single process the steps before them are taken and counted first.
+        Pass the losses of all of them to `Run.record_losses`. The first execution is empty if a resumed run was stopped
+        in a validation, which must end first. Raises BadInput if examples cannot be read; in a single process the steps
+        before them are taken and counted first.
         """
         if self.waits or self._iterator is None:
             self.waits = False
@@ -123,13 +122,12 @@ class Pass:
             if not self.uncounted or self._executions.workers.count > 1:
                 raise
 
-    def record(self, losses: Sequence[Any]) -> tuple[np.ndarray, float, float]:
+    def record(self, losses: Sequence[Any]) -> tuple[np.ndarray, float]:
         """Counts the steps of an execution by their losses, one tensor ([count]) for each stack.
 
-        Returns the losses ([steps]), the seconds that the steps took, and those of them without batches. Raises
-        Diverged if a loss is not finite.
+        Returns the losses ([steps]) and the seconds that the steps took. Raises Diverged if a loss is not finite.
         """
-        # Read when all steps are under way, so that a GPU continues meanwhile.
+        # They are read after all steps have been started, so that a GPU continues meanwhile.
         values = np.concatenate([np.asarray(each) for each in losses])
         self._watch.close()
         infinite = np.flatnonzero(~np.isfinite(values))
@@ -139,20 +137,18 @@ class Pass:
         seconds = time.monotonic() - self._started
         self._executions.took(self.split, len(values), seconds)
         self.done, self.uncounted, self._count = self.done + len(values), 0, 0
-        return values, seconds, self._iterator.seconds_waited - self._waited if self._iterator else 0.0
+        waited = self._iterator.seconds_waited - self._waited if self._iterator else 0.0
+        self._progress.add(self.name, len(values), seconds, waited)
+        return values, seconds
 
     def close(self) -> None:
         """Ends an execution that failed."""
         self._watch.close()
 
     def __str__(self) -> str:
-        """Returns which steps are under way, for messages: "in train steps 3 to 5 of epoch 1"; "" if none are."""
+        """Returns the steps of the current execution for messages: "in train steps 3 to 5 of epoch 1"; "" without."""
         if not self._count:
             return ""
         first, last = self.done + 1, self.done + self._count
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         return f"in {self.name} {steps}{self._epoch_text}"
-
-    @property
-    def _epoch_text(self) -> str:
-        return "" if self.epoch is None else f" of epoch {self.epoch + 1}"

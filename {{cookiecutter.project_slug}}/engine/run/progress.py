@@ -10,34 +10,29 @@ from typing import Any
 class Progress:
     """Counts and scores of a run, all of them JSON values."""
 
-    epoch: int = 0
-    """Complete epochs."""
-    step: int = 0
-    """Training steps."""
+    epoch: int = 0  # Complete epochs.
+    step: int = 0  # Training steps.
     steps_of_pass: dict[str, int] = dataclasses.field(default_factory=dict)
-    """dataset -> steps done of a pass that has not ended: of an epoch of "train", of an evaluation of the others."""
+    """dataset -> steps done of a pass that has not ended: an epoch of "train", or an evaluation of another dataset."""
     metrics: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     """dataset -> the metrics of a pass that has ended, while the epoch or the evaluation around it has not."""
     seconds_of_epoch: dict[str, float] = dataclasses.field(default_factory=dict)
-    """dataset -> seconds of the running epoch so far."""
-    seconds_waited: float = 0.0
-    """Those of the running epoch's seconds in training in which there were no batches."""
-    seconds: float = 0.0
-    """Seconds of all complete epochs."""
+    """dataset -> seconds of the current epoch."""
+    seconds_waited: float = 0.0  # Seconds of the current epoch in which the training waited for batches.
+    seconds: float = 0.0  # Seconds of all complete epochs.
     best_epoch: int | None = None
     best_step: int | None = None
     best_score: float | None = None
-    validated_step: int | None = None
-    """The step after which --validate-every-steps had the last complete validation."""
-    workers: int = 1
-    """The number of processes that the run was last in."""
+    validated_step: int | None = None  # The step of the last complete validation of --validate-every-steps.
+    workers: int = 1  # The number of processes in which the run last trained.
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     """The last --learning-rate, and the constant rate that task.create_optimizer gave to each optimizer."""
 
     def add(self, name: str, steps: int, seconds: float, waited: float) -> None:
-        """Counts steps of a pass over a dataset, the seconds that they took, and those of them without batches."""
-        self.seconds_waited += waited if name == "train" else 0.0
-        self.step += steps if name == "train" else 0
+        """Counts steps of a pass over a dataset, the seconds that they took, and the seconds waited for batches."""
+        if name == "train":
+            self.step += steps
+            self.seconds_waited += waited
         self.steps_of_pass[name] = self.steps_of_pass.get(name, 0) + steps
         self.seconds_of_epoch[name] = self.seconds_of_epoch.get(name, 0.0) + seconds
 
@@ -47,7 +42,7 @@ class Progress:
         self.metrics[name] = metrics
 
     def forget_others(self, names: Collection[str]) -> list[str]:
-        """Forgets datasets that are none of `names`; returns those of which a pass was under way."""
+        """Forgets the datasets that are not among `names`; returns the ones whose pass had not ended."""
         under_way = [name for name in self.steps_of_pass if name not in names]
         for counted in (self.steps_of_pass, self.metrics):
             for name in counted.keys() - set(names):
@@ -58,7 +53,7 @@ class Progress:
         return bool({*self.steps_of_pass, *self.metrics} - {"train"})
 
     def end_epoch(self) -> tuple[float, float, float]:
-        """Counts one more epoch; returns its seconds, those in training, and those of these without batches."""
+        """Counts one more epoch; returns its seconds in all, in training, and in waiting for training batches."""
         seconds = sum(self.seconds_of_epoch.values())
         times = seconds, self.seconds_of_epoch.get("train", 0.0), self.seconds_waited
         self.epoch += 1
@@ -77,7 +72,7 @@ class Progress:
         return self.epoch - (self.best_epoch or 0)
 
     def epochs_started(self) -> int:
-        """Returns how many epochs have started, complete ones included."""
+        """Returns how many epochs have started, including complete ones."""
         return self.epoch + (any(self.steps_of_pass.values()) or bool(self.metrics))
 
     def position(self) -> tuple[int, int, list[str]]:
@@ -89,7 +84,7 @@ class Progress:
 
 
 def is_better(score: float, best_score: float | None, direction: str) -> bool:
-    """Returns whether `score` improves on the best so far (None: there is none). NaN improves on nothing else."""
+    """Returns whether `score` improves on the best so far (None: there is none). NaN is worse than every number."""
     if best_score is None or math.isnan(best_score):
         return best_score is None or not math.isnan(score)
     return score < best_score if direction == "min" else score > best_score

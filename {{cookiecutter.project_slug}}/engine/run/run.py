@@ -1,6 +1,6 @@
 """One run: which steps come next, what is due between them, which weights are best, and when it ends.
 
-It contains no graph and no code of the user's, so all of that is tested with made-up batches and losses.
+It uses no graph and no hooks, so tests give it made-up batches and losses.
 """
 
 import contextlib
@@ -36,14 +36,11 @@ class Run:
     """How far a run has come, and what it keeps on disk.
 
     Attributes:
-        progress: its counts and scores.
         objects: the task's objects, which the steps use and change.
         hidden: the variables of the steps that Keras does not list.
-        workers: the processes that train together, usually only this one.
         checkpoints: the complete state, at the end of each epoch and every --checkpoint-every-steps.
-        best: the weights that are the best by --monitor.
+        best: the weights with the best --monitor.
         report: lines, tables and curves; None until the run has started.
-        live: the console's line of the pass that is under way.
     """
 
     def __init__(
@@ -63,16 +60,16 @@ class Run:
         weights = State(strategy, workers, objects.weights, hidden=hidden.used_in_evaluation)
         writer, keep = Writer(in_thread=settings.async_checkpoints), settings.keep_checkpoints
         self.checkpoints = Checkpoints(settings.run_dir / CHECKPOINTS, state, keep=keep, writer=writer)
-        # One more than there are checkpoints, because each of them may name another one as the best.
+        # One more than the checkpoints, because each of them may name other weights as the best.
         self.best = Checkpoints(settings.run_dir / BEST, weights, keep=keep + 1, writer=writer)
         self.live = LiveLine(settings.epochs, can_be_drawn=not settings.eager)
         self._executions = Executions(settings, workers, strategy_info(strategy).all_reduce)
-        self._passes: list[Pass] = []  # The passes under way: a validation may be inside an epoch.
-        self._examples = 0  # In an epoch of training.
+        self._passes: list[Pass] = []  # The passes that have not ended: a validation may be inside an epoch.
+        self._examples = 0  # Examples in an epoch of training.
         self._saved_step: int | None = None
 
     def start(self, progress: Progress, report: Report) -> None:
-        """Continues at a position, whose state is in the variables."""
+        """Continues from the progress whose state is in the variables."""
         self.progress, self.report, self._saved_step = progress, report, progress.step
 
     # --- Steps --------------------------------------------------------------------------------------------------------
@@ -83,7 +80,7 @@ class Run:
             self._examples = batches.examples_in_epoch(epoch)
         has_epochs = batches.split == "train" or self.report is not None
         steps = Pass(batches, epoch, self.progress, self._executions, has_epochs=has_epochs)
-        steps.waits = self.validation_is_due(steps)  # The run was stopped in that validation.
+        steps.waits = self.validation_is_due(steps)  # Then the run was stopped in that validation.
         if not steps.has_ended:
             self._passes.append(steps)
             self._show(steps)
@@ -92,13 +89,11 @@ class Run:
     def record_losses(self, steps: Pass, losses: Sequence[Any]) -> None:
         """Counts the steps of an execution by their losses, one tensor ([count]) for each stack.
 
-        Raises:
-            Diverged: a loss is not finite, or no loss scale of float16 makes the gradients finite.
+        Raises Diverged if a loss is not finite, or no loss scale of float16 makes the gradients finite.
         """
         if not losses:
             return
-        values, seconds, waited = steps.record(losses)
-        self.progress.add(steps.name, len(values), seconds, waited)
+        values, seconds = steps.record(losses)
         self.live.took(values)
         if steps.split == "train" and self.report and self.workers.is_chief:
             self.report.steps(self.progress.step, self.epoch + 1, values, seconds, self.objects.learning_rates)
@@ -116,7 +111,7 @@ class Run:
         return bool(every and is_within and step % every == 0 and step != self.progress.validated_step)
 
     def stop_if_asked(self) -> None:
-        """Raises Stopped, on all workers, if one of them got a signal. What was done so far is in the state."""
+        """Raises Stopped, on all workers, if one of them got a signal."""
         signals.check(self.workers)
 
     def end_pass(self, steps: Pass) -> Scores:
@@ -141,7 +136,7 @@ class Run:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is under way, counted from 0."""
+        """The current epoch, counted from 0."""
         return self.progress.epoch
 
     def should_continue(self) -> bool:
@@ -154,10 +149,7 @@ class Run:
 
     @contextlib.contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """Puts the weights in place that are validated, tested and kept: with --ema-decay the average.
-
-        Before, all replicas get the mean of their statistics.
-        """
+        """Gives all replicas the mean of their statistics; with --ema-decay, the average replaces the weights."""
         if not self.progress.is_evaluating():  # Otherwise it was stopped in an evaluation, after the mean.
             self.objects.average_statistics()
         with self.objects.average_in_place():
@@ -174,7 +166,7 @@ class Run:
         return self.progress.best_step == self.progress.step
 
     def end_validation(self, metrics: Scores) -> None:
-        """Reports a validation in the middle of an epoch."""
+        """Reports a validation within an epoch."""
         self.progress.validated_step = self.progress.step
         self._report(lambda report: report.validation(self.progress.step, metrics, is_best=self._is_best))
         if self._is_best:  # Every checkpoint's best weights are kept, and there is room for one more.
@@ -201,8 +193,7 @@ class Run:
             self._report(lambda report: report.end())
 
     def _report(self, write: Callable[[Report], None]) -> None:
-        report = self.report
-        if report:  # On all workers, or on none.
+        if report := self.report:  # On all workers, or on none.
             self.workers.from_chief(lambda: write(report))
 
     def save(self) -> Path:
@@ -245,7 +236,7 @@ class Run:
 
     @contextlib.contextmanager
     def steps_named(self) -> Iterator[None]:
-        """Turns an exception of the user's code into BadInput, which names the place and the steps."""
+        """Turns an exception of the user's code into BadInput with its place and the steps."""
         try:
             with user_errors_named(lambda: str(self._passes[-1] if self._passes else "")), self.live.shown():
                 yield

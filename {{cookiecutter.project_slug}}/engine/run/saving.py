@@ -9,10 +9,9 @@ from engine.run.run import Run
 
 @contextlib.contextmanager
 def saving_on_exit(run: Run) -> Iterator[None]:
-    """Saves the state if a signal or bad input stops the epochs inside; returns when all files are written.
+    """Saves the state if a signal or bad input ends the epochs inside; returns when all files are written.
 
-    Raises:
-        BadInput, Diverged, Stopped: the epochs did. The message also names the checkpoint to resume from.
+    The messages of BadInput, Diverged and Stopped get the checkpoint to resume from.
     """
     from_chief, checkpoints = run.workers.from_chief, run.checkpoints
     started = run.progress.position()
@@ -27,18 +26,15 @@ def saving_on_exit(run: Run) -> Iterator[None]:
         raise Stopped(f"{problem}, the state is in {saved}") from problem
     except Diverged as problem:
         from_chief(checkpoints.writer.wait)
-        paths = checkpoints.paths()
-        last, start = "Nothing was saved.", "--fresh"
-        if paths:
-            last = f"The last good checkpoint is {paths[-1]}; nothing later was saved."
-            start = f"a new --run-dir with --init-from {paths[-1]}"
-        raise Diverged(
-            f"{problem}. {last} Start {start} and a smaller --learning-rate or --global-clipnorm, or find the cause "
-            "with --check"
-        ) from problem
+        advice = "Nothing was saved. Start --fresh"
+        if paths := checkpoints.paths():
+            advice = f"The last good checkpoint is {paths[-1]}; nothing later was saved. "
+            advice += f"Start a new --run-dir with --init-from {paths[-1]}"
+        remedy = "and a smaller --learning-rate or --global-clipnorm, or find the cause with --check"
+        raise Diverged(f"{problem}. {advice} {remedy}") from problem
     except BadInput as problem:
-        # A step that failed may be half done, and steps that are not counted cannot be saved. Other workers may not
-        # know of the failure, so nothing is asked of them.
+        # A step that failed may be half done, and uncounted steps cannot be saved. Other workers may not know of the
+        # failure, and a save would wait for them.
         is_complete = run.is_counted and not isinstance(problem, InterruptedStep)
         if is_complete and run.workers.count == 1 and run.progress.position() != started:
             run.save()

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: after the first one the running steps end and the state is saved; a second one ends at once.
+"""SIGTERM and Ctrl-C: the first one ends the program after the running steps, a second one at once.
 
 Batch systems and clouds send SIGTERM before they take the machine back.
 """
@@ -33,7 +33,7 @@ class Signals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes the signals while it is open. Python allows that in the main thread; in another, nothing happens."""
+        """Handles the signals inside it. Python allows that only in the main thread; in another, nothing happens."""
         self.signal = None
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -67,10 +67,10 @@ class Signals:
             if first is None:
                 first, name = time.monotonic(), signal.Signals(numbers[0]).name
                 self.signal = self.signal or name
-                console.print(f"{name}: the running steps end, then the state is saved; a second one ends at once")
+                console.print(f"{name}: the running steps end, then the program; a second signal ends it at once")
             elif time.monotonic() > first + SECONDS_AS_ONE:
                 # The files that are being written still have temporary names.
                 os._exit(128 + numbers[0])
 
 
-signals = Signals()  # This process's.
+signals = Signals()  # The signals of this process.

@@ -1,10 +1,10 @@
 """How a run starts: from its newest checkpoint, from other weights, or from new ones."""
 
 import contextlib
-import dataclasses
 import os
 from typing import Any
 
+from engine.cluster.launcher import START_ID
 from engine.cluster.workers import Workers
 from engine.console import console, print_result
 from engine.data.batches import Batches
@@ -18,23 +18,11 @@ from engine.run.initial_weights import load_initial_weights
 from engine.run.progress import Progress
 from engine.run.run import Run
 from engine.run.state import State, Values
-from engine.run.summary import describe_examples, describe_records, describe_run, describe_start, print_summary
+from engine.run.summary import describe_records, describe_run, describe_start, print_summary
 from engine.settings import CONFIG, Settings
 from engine.tracing import unrepeatable_in_preparation, unrepeatable_in_step
 
-# An environment variable of whatever restarts a program that died, as launch.py does: the same for all restarts.
-START_ID = "TRAINING_START_ID"
-# A run may be restarted many times.
-STARTS_KEPT = 100
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """Where a run starts; its variables are set."""
-
-    progress: Progress
-    message: str
-    """"resumed from step-00000135", for example."""
+STARTS_KEPT = 100  # A run may be restarted many times.
 
 
 def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: Workers) -> dict[str, Any] | None:
@@ -51,10 +39,9 @@ def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: W
         return None if fresh else read_json(settings.run_dir / RESULT)
 
     result = workers.from_chief(look) or {}
-    # A file that was edited by hand is made again.
-    epochs, without_improvement = (
-        count if isinstance(count := result.get(name), int) else 0 for name in ("epochs", "epochs_without_improvement")
-    )
+    epochs, without_improvement = result.get("epochs"), result.get("epochs_without_improvement")
+    if not isinstance(epochs, int) or not isinstance(without_improvement, int):
+        return None  # There is no result yet; or it was edited by hand, and is made again.
     if epochs >= settings.epochs:
         more = "--epochs"
     elif settings.patience is not None and without_improvement >= settings.patience:
@@ -72,27 +59,22 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
     _check_same_examples(run.workers, batches)
     _check_steps(run, batches)
     fresh = from_chief(lambda: _is_fresh(settings))
-    start = resume_or_initialize(run, batches, fresh=fresh)
+    if fresh or not (start := _resume(run, batches)):
+        message = initialize(run) if settings.init_from else "with new weights"
+        start = Progress(learning_rates=_created_rates(run)), message
+    progress, message = start
     for each in batches.values():
         each.cache()  # Examples that cannot be read are rejected before anything is written.
     monitor = {"monitor": settings.monitor, "direction": objects.monitor_direction}
     report = Report(settings.run_dir, objects.names, epochs=settings.epochs, **monitor)
-    start.progress.workers = run.workers.count
-    run.start(start.progress, report)
+    progress.workers = run.workers.count
+    run.start(progress, report)
     from_chief(lambda: _write_files(run, report, directory, batches, fresh))
-    print_summary(run, batches, start.message)
-
-
-def resume_or_initialize(run: Run, batches: dict[str, Batches], *, fresh: bool) -> Start:
-    """Sets the run's variables; returns where it starts. Raises BadInput if it cannot."""
-    if not fresh and (start := _resume(run, batches)):
-        return start
-    message = initialize(run) if run.settings.init_from else "with new weights"
-    return Start(Progress(learning_rates=_created_rates(run)), message)
+    print_summary(run, batches, message)
 
 
 def _is_fresh(settings: Settings) -> bool:
-    """Returns whether --fresh is to move the run aside: not if this same start, before a restart, has made it."""
+    """Returns whether --fresh moves the run aside: not if a restart finds the run that this launch has made."""
     if not settings.fresh or not os.environ.get(START_ID):
         return settings.fresh
     with contextlib.suppress(BadInput):
@@ -104,7 +86,7 @@ def _is_fresh(settings: Settings) -> bool:
 
 
 def _check_same_examples(workers: Workers, batches: dict[str, Batches]) -> None:
-    """Raises BadInput, in every process, if their examples differ: each would take its shard of another order."""
+    """Raises BadInput in every process if their examples differ: each would take its shard of another order."""
     own = {name: (each.number_of_examples, (each.fingerprint or {}).get("sha256")) for name, each in batches.items()}
     if others := workers.names_where(own != workers.broadcast(own)):
         counts = ", ".join(f"{count:,} for {name!r}" for name, (count, _) in own.items())
@@ -124,7 +106,7 @@ def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
     if step := run.hidden.training:
         draws, python = unrepeatable_in_step(step)
         found += [f"task.train_step: {text}" for text in draws + python]
-    for traced in [each.traced for each in batches.values() if each.traced]:  # None with --eager.
+    for traced in filter(None, (each.traced for each in batches.values())):  # It is None with --eager.
         draws, python = unrepeatable_in_preparation(traced)
         found += [f"task.prepare_example: {text}" for text in draws + python]
     for text in dict.fromkeys(found):
@@ -132,7 +114,7 @@ def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
 
 
 def _check_same_records(run: Run, batches: dict[str, Batches]) -> None:
-    """Raises BadInput if the record files of a dataset are not those that the run started with."""
+    """Raises BadInput if the record files of a dataset differ from the files that the run started with."""
     recorded = (read_json(run.settings.run_dir / CONFIG) or {}).get("records", {})
     for name, now in describe_records(batches).items():
         before = recorded.get(name, now)
@@ -147,8 +129,11 @@ def _check_same_records(run: Run, batches: dict[str, Batches]) -> None:
 # --- The state --------------------------------------------------------------------------------------------------------
 
 
-def _resume(run: Run, batches: dict[str, Batches]) -> Start | None:
-    """Restores the newest intact checkpoint; returns None if there is none yet. Raises BadInput if it cannot."""
+def _resume(run: Run, batches: dict[str, Batches]) -> tuple[Progress, str] | None:
+    """Restores the newest intact checkpoint; returns its progress and "resumed from ...", or None if there is none.
+
+    Raises BadInput if the run cannot be resumed.
+    """
     settings, from_chief, workers = run.settings, run.workers.from_chief, run.workers.count
     newest = from_chief(lambda: read_newest(run.checkpoints, run.best))
     if newest is None:
@@ -165,26 +150,25 @@ def _resume(run: Run, batches: dict[str, Batches]) -> Start | None:
     if progress.workers != workers and is_within_pass and batches["train"].shards_by_file:
         later = "" if settings.steps_per_epoch else ", and change the number after an epoch"
         raise BadInput(
-            f"{path} is from the middle of a pass on {progress.workers} worker(s), and there are {workers}: with "
-            f"input_context each number of them has other batches: resume with {progress.workers}{later}"
+            f"{path} is from the middle of a pass on {progress.workers} worker(s), and there are {workers} (with "
+            f"input_context the batches depend on that number): resume with {progress.workers}{later}"
         )
     from_chief(lambda: _check_same_records(run, batches))
     created = _created_rates(run)
     run.checkpoints.state.assign(values)
     for name in progress.forget_others(batches):
         run.objects.reset(name)
-    return Start(progress, f"resumed from {path.name}{_set_changed_rates(run, progress, created)}")
+    return progress, f"resumed from {path.name}{_set_changed_rates(run, progress, created)}"
 
 
 def initialize(run: Run) -> str:
-    """Starts with the weights of --init-from; returns which they are. Raises BadInput if they do not fit."""
+    """Loads the weights of --init-from; returns which they are. Raises BadInput if they do not fit."""
     settings, objects = run.settings, run.objects
-    state = State(
-        run.strategy, run.workers, {name: each for name, each in objects.weights.items() if not is_seed(name)}
-    )
+    weights = {name: each for name, each in objects.weights.items() if not is_seed(name)}
+    state = State(run.strategy, run.workers, weights)
 
     def load() -> tuple[str, Values]:
-        assert settings.init_from is not None  # The caller has looked.
+        assert settings.init_from is not None  # The callers check that.
         report = load_initial_weights(settings.init_from, objects.model, partial=settings.init_partial)
         return report, state.values()
 
@@ -198,7 +182,7 @@ def initialize(run: Run) -> str:
 def _created_rates(run: Run) -> dict[str, float]:
     """Returns --learning-rate, and the constant rates that task.create_optimizer gave to the optimizers.
 
-    A checkpoint, which may contain other rates, must not have been restored yet. No checkpoint contains a schedule.
+    Call it before a checkpoint is restored, which may contain other rates. No checkpoint contains a schedule.
     """
     rates = {"--learning-rate": run.settings.learning_rate}
     for column, optimizer in run.objects.optimizers.items():
@@ -209,12 +193,12 @@ def _created_rates(run: Run) -> dict[str, float]:
 
 
 def _set_changed_rates(run: Run, progress: Progress, created: dict[str, float]) -> str:
-    """Sets the learning rates that task.create_optimizer makes otherwise than at the last start; returns which.
+    """Sets the learning rates that task.create_optimizer has changed since the last start; returns which.
 
-    A rate that it makes as before stays the checkpoint's: the run may have changed it by itself.
+    Other rates stay as in the checkpoint, because the run may have changed them by itself.
     """
     before, progress.learning_rates = progress.learning_rates, created
-    texts: dict[str, str] = {}  # What changed -> where. The optimizers usually have what --learning-rate says.
+    texts: dict[str, str] = {}  # Change -> the first name with it: optimizers usually have --learning-rate.
     for name, rate in created.items():
         if before.get(name, rate) != rate:
             texts.setdefault(f"{before[name]:g} -> {rate:g}", name)
@@ -243,9 +227,7 @@ def _write_files(run: Run, report: Report, directory: RunDirectory, batches: dic
         settings=settings.as_json(),
     )
     config = {
-        **describe_run(settings, run.strategy, directory.code_sha256()),
-        **describe_examples(batches),
-        "records": describe_records(batches),
+        **describe_run(run, batches, directory.code_sha256()),
         "start_id": earlier.get("start_id"),
         "monitor_direction": run.objects.monitor_direction,
         "starts": starts,

@@ -1,8 +1,8 @@
 """The variables of a run by name, and their values.
 
 Most variables are mirrored: they have one value on all replicas. Some are per-replica: what a metric has counted so
-far, the seeds of dropout, the statistics of an unsynchronized BatchNormalization. Of those every replica's value is
-saved, otherwise a resumed run would differ slightly.
+far, the seeds of dropout, the statistics of an unsynchronized BatchNormalization. Every replica's value of them is
+saved, because otherwise a resumed run would differ slightly.
 """
 
 import functools
@@ -19,7 +19,7 @@ Values = dict[str, np.ndarray | tf.Tensor]
 
 
 class State:
-    """Some variables, each under a name of its own."""
+    """Some variables by name."""
 
     def __init__(
         self,
@@ -40,11 +40,9 @@ class State:
 
     @functools.cached_property
     def per_replica(self) -> Variables:
-        """The variables of which each replica has a value of its own."""
         return {**self._per_replica, **self._hidden()}
 
     def variables(self) -> list[tf.Variable]:
-        """Returns all variables."""
         return [*self.mirrored.values(), *self.per_replica.values()]
 
     def values(self) -> Values:
@@ -101,8 +99,8 @@ class State:
 
 
 def one_of_replicas(rows: np.ndarray) -> np.ndarray:
-    """Returns one value [...] for the replicas' own ones [replicas, ...]: their mean."""
-    # The mean of equal numbers may be rounded to another number, and seeds have no mean: theirs is the first.
+    """Returns one value [...] for the values of all replicas [replicas, ...]: their mean."""
+    # The mean of equal numbers may be rounded to another number, and seeds, which have no mean, get the first one.
     if rows.dtype.kind in "iu" or (rows == rows[0]).all():
         return rows[0]
     return rows.mean(axis=0, dtype=rows.dtype)

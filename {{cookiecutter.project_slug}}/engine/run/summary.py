@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
-
 from engine.cluster.devices import describe_arithmetic
 from engine.cluster.strategy import strategy_info
 from engine.console import print_facts
@@ -22,25 +20,30 @@ from engine.run.run import Run
 from engine.settings import Settings
 from engine.versions import PROJECT, versions
 
-# A repository may be large, or its disk slow.
-SECONDS_FOR_GIT = 5.0
+SECONDS_FOR_GIT = 5.0  # A repository may be large, or its disk slow.
 
 
-def describe_run(settings: Settings, strategy: tf.distribute.Strategy, code_sha256: dict[str, str]) -> dict[str, Any]:
+def describe_run(run: Run, batches: dict[str, Batches], code_sha256: dict[str, str]) -> dict[str, Any]:
     """Returns the settings, and everything else that results depend on, for config.json."""
+    settings, info = run.settings, strategy_info(run.strategy)
+    *_, last = batches.values()  # The test dataset, if there is one.
     return {
         "settings": settings.as_json(),
-        "strategy": strategy_info(strategy).name,
-        "replicas": strategy.num_replicas_in_sync,
-        "devices": strategy_info(strategy).devices,
+        "strategy": info.name,
+        "replicas": run.strategy.num_replicas_in_sync,
+        "devices": info.devices,
         "arithmetic": describe_arithmetic(settings.precision, settings.simulated_devices),
         "versions": versions(),
         "code_sha256": code_sha256,
+        # --export and predict.py have no data, so they read the element specs here.
+        "example": element_spec.encode(last.example_spec),
+        "features": element_spec.encode(last.features_spec),
+        "records": describe_records(batches),
     }
 
 
 def describe_start(step: int, settings: Settings) -> dict[str, Any]:
-    """Returns what config.json says of a start after `step`."""
+    """Returns the description of a start after `step`, for config.json."""
     return {
         "step": step,
         "learning_rate": settings.learning_rate,
@@ -52,7 +55,7 @@ def describe_start(step: int, settings: Settings) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Returns the project's commit, with "and changes" if a tracked file differs from it; None without git."""
+    """Returns the project's commit, with " and changes" if a tracked file differs from it; None without git."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(PROJECT), *arguments]
@@ -65,19 +68,13 @@ def _git_commit() -> str | None:
         return None
 
 
-def describe_examples(batches: dict[str, Batches]) -> dict[str, Any]:
-    """Returns the specs of an example and of its features for config.json: --export and predict.py have no data."""
-    *_, last = batches.values()  # The test's, if there is one.
-    return {"example": element_spec.encode(last.example_spec), "features": element_spec.encode(last.features_spec)}
-
-
 def describe_records(batches: dict[str, Batches]) -> dict[str, Any]:
-    """Returns the record files of every dataset that has some, for config.json: a resume needs the same ones."""
+    """Returns the fingerprints of the datasets' record files, for config.json: a resume needs the same files."""
     return {name: each.fingerprint for name, each in batches.items() if each.fingerprint}
 
 
 def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
-    """Prints the run summary; `start` is how it starts: "resumed from ...", "with new weights"."""
+    """Prints the run summary; `start` says how it starts: "resumed from ...", "with new weights"."""
     settings, info, train = run.settings, strategy_info(run.strategy), batches["train"]
     steps = f"{train.steps_per_pass} steps"
     if train.steps_per_epoch != train.steps_per_pass:
@@ -109,7 +106,7 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
 
 
 def _memory_warning(taken: int, processes: int) -> str:
-    """Returns a text if processes that take `taken` bytes each need over half of their machine's memory, or ""."""
+    """Returns a text if processes that take `taken` bytes each need over half of their machine's memory; else ""."""
     if not hasattr(os, "sysconf"):  # On Windows.
         return ""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
