@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
-from small import small_model
+from small import linear_model
 
 import task
 import train
@@ -33,7 +33,7 @@ MORE = (
 
 @pytest.fixture(autouse=True)
 def model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "create_model", small_model)
+    monkeypatch.setattr(task, "create_model", linear_model)
 
 
 def run(run_dir: Path, *flags: str) -> tuple[dict[str, Any], list[dict[str, str]]]:

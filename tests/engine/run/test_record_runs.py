@@ -11,14 +11,15 @@ import pytest
 import tensorflow as tf
 from record_files import shuffle_in
 from sklearn.datasets import load_digits
-from small import small_model
+from small import linear_model
 
 import task
 import train
 from engine.data import Records
 from engine.run.signals import Signals
 
-FLAGS = ("--global-batch-size=60", "--simulated-devices=2", "--epochs=2")
+# A batch of 134 = 2 x 67 examples has two segments, and the pipeline of each takes a while to start.
+FLAGS = ("--global-batch-size=134", "--simulated-devices=1", "--epochs=2")
 SHORT = ("--steps-per-execution=3", "--checkpoint-every-steps=7")
 DIGITS = load_digits(return_X_y=True)
 
@@ -46,7 +47,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write(folder / f"train-{name}.tfrecord", numbers)
     write(folder / "validation.tfrecord", range(1258, 1500))
     write(folder / "test.tfrecord", range(1500, 1797))
-    monkeypatch.setattr(task, "create_model", small_model)
+    monkeypatch.setattr(task, "create_model", linear_model)
     monkeypatch.setattr(task, "load_examples", lambda split: Records(folder / f"{split}*.tfrecord"))
     monkeypatch.setattr(task, "prepare_example", prepare)
     shuffle_in(monkeypatch, 80_000, block=2**11)

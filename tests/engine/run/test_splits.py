@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from small import small_model
+from small import linear_model
 
 import task
 import train
@@ -45,7 +45,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> None:
             task.metrics[split]["f1"].update_state(tf.one_hot(labels, 10), predictions, sample_weight=weights)
 
     monkeypatch.setattr(task, "load_examples", several_sets)
-    monkeypatch.setattr(task, "create_model", small_model)
+    monkeypatch.setattr(task, "create_model", linear_model)
     monkeypatch.setattr(task, "create_metrics", create_metrics)
     monkeypatch.setattr(task, "update_metrics", update_metrics)
 
@@ -172,7 +172,6 @@ def test_run_without_validation_and_test_resumes_and_says_so(
     assert json.loads((tmp_path / "whole" / "result.json").read_text())["test"] is None
     assert "none: task.load_examples('test') returned None" in out
     assert "examples       train 1258, no validation, no test" in out
-    assert (tmp_path / "whole" / "curves.png").read_bytes().startswith(b"\x89PNG")
     losses = [float(row["train/loss"]) for row in rows(tmp_path / "whole")]
     assert (result["best_epoch"], result["best_train/loss"]) == (losses.index(min(losses)) + 1, min(losses))
     assert not [name for name in rows(tmp_path / "whole")[0] if name.startswith("validation/")]
