@@ -175,6 +175,7 @@ def test_mistake_that_one_worker_meets_ends_it_with_its_line_and_the_other_as_fo
         assert "Traceback" not in failed.text + other.text
 
 
+@pytest.mark.long
 def test_loss_that_is_not_finite_ends_all_alike(tmp_path: Path) -> None:
     arguments = (f"--run-dir={tmp_path / 'run'}", "--epochs=5", "--learning-rate=1e30")
     with workers(PROJECT, tmp_path / "logs", 2, *arguments) as started:

@@ -2,8 +2,6 @@
 
 import itertools
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import tensorflow as tf
 from clusters import NORMALIZED, assert_same_numbers, outcome, project_with
 from processes import until
+from programs import Program, run_program
 from sklearn.datasets import load_digits
 
 # In the place of the task's own; a few records of each segment are in memory at a time.
@@ -74,14 +73,14 @@ def newest_step(run_dir: Path) -> int:
 def test_killed_run_ends_bit_equal(project: Path, one_process: Path, tmp_path: Path) -> None:
     draw = random.Random(0)
     flags = (*FLAGS, "--simulated-devices=2", "--checkpoint-every-steps=5", "--steps-per-execution=3")
-    command = [sys.executable, "train.py", f"--run-dir={tmp_path / 'run'}", *flags]
+    command = ["train.py", f"--run-dir={tmp_path / 'run'}", *flags]
     for life in range(3):
-        process = subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = Program(command, project, tmp_path / "log", tmp_path / "log")
         until(lambda step=10 * life + 10: newest_step(tmp_path / "run") >= step)
         time.sleep(draw.uniform(0.0, 0.3))
         process.kill()
         assert process.wait() != 0
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    done = run_program(command, project)
     assert done.returncode == 0, done.stderr
     assert "resumed from step-" in done.stdout
     assert outcome(tmp_path / "run")[1]["weights_sha256"] == outcome(one_process)[1]["weights_sha256"]

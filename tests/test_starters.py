@@ -4,8 +4,6 @@ import csv
 import gzip
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from programs import Program
 
 from rendering import PROJECT, STARTERS, Bake, rendered, run
 
@@ -193,7 +192,8 @@ def test_starter_gives_the_same_numbers_on_one_replica_and_after_a_kill(starter:
 
     command = ["train.py", "--simulated-devices=2", "--run-dir=runs/killed", *SHORT[name]]
     command += ["--checkpoint-every-steps=3", "--steps-per-execution=3"]
-    killed = subprocess.Popen([sys.executable, *command], cwd=project.folder, stdout=subprocess.DEVNULL)
+    log = project.folder.with_name("killed.log")
+    killed = Program(command, project.folder, log, log)
     checkpoints = project.folder / "runs/killed/checkpoints"
     while killed.poll() is None and len(list(checkpoints.glob("step-*"))) < 3:
         time.sleep(0.05)

@@ -65,7 +65,7 @@ def write_records(split: str, images: np.ndarray, labels: np.ndarray) -> None:
                 writer.write(example.SerializeToString())
 
 
-@pytest.mark.parametrize("block", [0, 1])
+@pytest.mark.parametrize("block", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_tensorflow_datasets(block: int, arrays, trained) -> None:
     import tensorflow_datasets as tfds
 

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from processes import until
+from programs import Program, run_program
 
 from rendering import PROJECT
 
@@ -61,18 +60,12 @@ class Worker:
         self.address = addresses[index]
         self.log = log
         config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "train.py", *arguments],
-                cwd=project,
-                env={**os.environ, "TF_CONFIG": json.dumps(config)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        environment = {**os.environ, "TF_CONFIG": json.dumps(config)}
+        self.process = Program(["train.py", *arguments], project, log, log, environment)
 
     @property
     def text(self) -> str:
-        return self.log.read_text(encoding="utf-8")
+        return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
 
     def last_line(self) -> str:
         """Returns the line with which the program ended."""
@@ -111,8 +104,7 @@ def train(project: Path, run_dir: Path, number: int, *arguments: str) -> None:
     """Trains to the end, in one process or in several."""
     given = (f"--run-dir={run_dir}", *arguments)
     if number == 1:
-        command = [sys.executable, "train.py", *given]
-        done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=600, check=False)
+        done = run_program(["train.py", *given], project, timeout=600)
         assert done.returncode == 0, done.stderr
         return
     with workers(project, run_dir.with_name(f"{run_dir.name}-logs"), number, *given) as started:

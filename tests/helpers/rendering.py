@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from programs import run_program
+
 TEMPLATE = Path(__file__).parents[2]
 PROJECT = TEMPLATE / "{{cookiecutter.project_slug}}"
 TASKS = TEMPLATE / "tests/tasks"
@@ -21,9 +23,14 @@ os.environ["MYPY_CACHE_DIR"] = os.devnull
 
 
 def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a folder; `python` and the tools beside it are those that run the tests."""
+    """Runs a command in a folder; `python` and the tools beside it are those that run the tests.
+
+    `python FILE` and `python -m pytest` find TensorFlow imported already, see programs.py.
+    """
     tools = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": os.pathsep.join([tools, os.environ["PATH"]])}
+    if command[0] == "python" and (str(command[1]).endswith(".py") or command[1:3] == ("-m", "pytest")):
+        return run_program(command[1:], folder, environment)
     return subprocess.run(
         [*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )

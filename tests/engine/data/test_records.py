@@ -101,7 +101,7 @@ def test_batches_are_the_same_for_any_number_of_replicas(
             np.testing.assert_array_equal(each, expected)
 
 
-@pytest.mark.parametrize("size", [60, 100])
+@pytest.mark.parametrize("size", [60, pytest.param(100, marks=pytest.mark.long)])
 def test_batches_are_the_same_for_any_number_of_processes(
     size: int, files: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
