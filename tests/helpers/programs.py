@@ -47,7 +47,7 @@ def _run(arguments: Sequence[str], folder: Path, environment: dict[str, str], ou
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(sys.argv[0], run_name="__main__")
-    except Exception:
+    except Exception:  # noqa: BLE001 - It ends as Python ends a program.
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
     finally:
