@@ -11,7 +11,6 @@ import keras
 import tensorflow as tf
 
 from engine.model import replicas
-from engine.protocols import Metrics
 
 
 def by_name(objects: Any, kind: str) -> dict[str, Any]:
@@ -21,15 +20,7 @@ def by_name(objects: Any, kind: str) -> dict[str, Any]:
 
 def model_variables(model: Any) -> dict[str, tf.Variable]:
     """Returns every variable of every model, trained or not, seed states included, in model order."""
-    return _named(by_name(model, "model"))
-
-
-def optimizer_variables(optimizer: Any) -> dict[str, tf.Variable]:
-    return _named(by_name(optimizer, "optimizer"))
-
-
-def metric_variables(metrics: Metrics) -> dict[str, tf.Variable]:
-    return _named({f"metrics/{split}/{name}": each for split in metrics for name, each in metrics[split].items()})
+    return named(by_name(model, "model"))
 
 
 def trainable_variables(model: Any) -> dict[str, tf.Variable]:
@@ -57,13 +48,14 @@ def _chosen(model: Any, variables: Iterable[keras.Variable]) -> dict[str, tf.Var
     return {name: variable for name, variable in model_variables(model).items() if id(variable) in chosen}
 
 
-def _named(objects: dict[str, Any]) -> dict[str, tf.Variable]:
-    named: dict[str, tf.Variable] = {}
+def named(objects: dict[str, Any]) -> dict[str, tf.Variable]:
+    """Returns the variables of objects, as "<object>/<path>", and with "#2" for the second one of a path."""
+    found: dict[str, tf.Variable] = {}
     for kind, each in objects.items():
         for variable in each.variables:
             name = unique = f"{kind}/{variable_path(variable)}"
             number = 2
-            while unique in named:
+            while unique in found:
                 unique, number = f"{name}#{number}", number + 1
-            named[unique] = inner_variable(variable)
-    return named
+            found[unique] = inner_variable(variable)
+    return found

@@ -1,6 +1,5 @@
 """Evaluation without training: once, of the best weights, or of every checkpoint of a run as it appears."""
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,7 +62,7 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
     The metrics go to the console, to evaluations.csv and to TensorBoard. Checkpoints that the run removes before their
     turn are skipped. `read_settings` returns the settings; once there is a run, its settings are the defaults.
 
-    Raises BadInput if a setting contradicts the run's or its directory is not writable, CannotWrite if a write fails.
+    Raises BadInput if a setting contradicts the run's, CannotWrite if a write fails.
     """
     reject_cluster("--evaluate-continuously")
     settings = read_settings()
@@ -72,9 +71,6 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
         return
     settings = read_settings()
     RunDirectory(settings.run_dir).check_same_run(settings)
-    if not os.access(settings.run_dir, os.W_OK | os.X_OK):
-        problem = f"--evaluate-continuously writes to --run-dir {settings.run_dir}, which is not writable"
-        raise BadInput(f"{problem}: make it writable, or use --evaluate-only")
     program.build(settings)
     if not any(split_of(name) == "validation" for name in program.run.objects.names.datasets):
         problem = "task.load_examples('validation') returned None, so there is no validation"

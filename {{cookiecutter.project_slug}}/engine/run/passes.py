@@ -80,19 +80,16 @@ class Pass:
         waits: whether the next execution is empty: the run was stopped in a validation, which must end first.
     """
 
-    def __init__(
-        self, batches: Batches, epoch: int, progress: Progress, executions: Executions, *, has_epochs: bool
-    ) -> None:
+    def __init__(self, batches: Batches, epoch: int | None, progress: Progress, executions: Executions) -> None:
         """Continues at the position in `progress`."""
         self.name, self.split, self.steps = batches.name, batches.split, batches.steps_per_epoch
-        self.epoch = epoch if has_epochs else None
-        self._epoch_text = f" of epoch {epoch + 1}" if has_epochs else ""
+        self.epoch, self._epoch_text = epoch, "" if epoch is None else f" of epoch {epoch + 1}"
         # A pass that ended before a stop keeps its metrics until the evaluation or the epoch ends.
         self.has_ended = self.name in progress.metrics and (self.split != "train" or epoch == progress.epoch)
         self.done = self.steps if self.has_ended else progress.steps_of_pass.setdefault(self.name, 0)
         self.uncounted, self.waits = 0, False
         self._progress, self._executions = progress, executions
-        self._iterator = batches.iterator(epoch, first_step=self.done) if self.steps_left else None
+        self._iterator = batches.iterator(epoch or 0, first_step=self.done) if self.steps_left else None
         self._count = 0  # Steps of the current execution.
         self._watch = contextlib.ExitStack()
 

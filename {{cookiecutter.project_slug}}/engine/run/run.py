@@ -14,7 +14,7 @@ from engine.cluster.strategy import strategy_info
 from engine.cluster.workers import Workers
 from engine.console import LiveLine, console, print_result
 from engine.data.batches import Batches
-from engine.errors import BadInput, Damaged, InterruptedStep
+from engine.errors import BadInput, Damaged, Diverged, InterruptedStep, Stopped
 from engine.files import write_json
 from engine.model.build import TaskObjects
 from engine.model.hidden_state import HiddenState
@@ -40,7 +40,7 @@ class Run:
         hidden: the variables of the steps that Keras does not list.
         checkpoints: the complete state, at the end of each epoch and every --checkpoint-every-steps.
         best: the weights with the best --monitor.
-        report: lines, tables and curves; None until the run has started.
+        report: lines, tables and curves; the chief has one once the run has started.
     """
 
     def __init__(
@@ -68,18 +68,17 @@ class Run:
         self._examples = 0  # Examples in an epoch of training.
         self._saved_step: int | None = None
 
-    def start(self, progress: Progress, report: Report) -> None:
+    def start(self, progress: Progress) -> None:
         """Continues from the progress whose state is in the variables."""
-        self.progress, self.report, self._saved_step = progress, report, progress.step
+        self.progress, self._saved_step = progress, progress.step
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
-    def start_pass(self, batches: Batches, epoch: int = 0) -> Pass:
-        """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0."""
+    def start_pass(self, batches: Batches, epoch: int | None) -> Pass:
+        """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0; None outside epochs."""
         if batches.split == "train":
-            self._examples = batches.examples_in_epoch(epoch)
-        has_epochs = batches.split == "train" or self.report is not None
-        steps = Pass(batches, epoch, self.progress, self._executions, has_epochs=has_epochs)
+            self._examples = batches.examples_in_epoch(epoch or 0)
+        steps = Pass(batches, epoch, self.progress, self._executions)
         steps.waits = self.validation_is_due(steps)  # Then the run was stopped in that validation.
         if not steps.has_ended:
             self._passes.append(steps)
@@ -95,7 +94,7 @@ class Run:
             return
         values, seconds = steps.record(losses)
         self.live.took(values)
-        if steps.split == "train" and self.report and self.workers.is_chief:
+        if steps.split == "train" and self.report:
             self.report.steps(self.progress.step, self.epoch + 1, values, seconds, self.objects.learning_rates)
         self.objects.check_loss_scales(self.progress.step)
 
@@ -152,7 +151,7 @@ class Run:
         """Gives all replicas the mean of their statistics; with --ema-decay, the average replaces the weights."""
         if not self.progress.is_evaluating():  # Otherwise it was stopped in an evaluation, after the mean.
             self.objects.average_statistics()
-        with self.objects.average_in_place():
+        with self.objects.average.in_place():
             yield
 
     def save_if_best(self, metrics: Mapping[str, float]) -> None:
@@ -187,19 +186,57 @@ class Run:
         }
         self._report(lambda report: report.epoch(row, is_best=self._is_best, waited=waited / train_seconds))
         if on_report := self.objects.on_report:
-            with self.objects.average_in_place():
-                self._report(lambda report: report.call_hook(on_report, row, self.settings, self.strategy))
+            with self.objects.average.in_place():
+                self._report(lambda report: report.call_hook(on_report, row, self.strategy))
         if not self.should_continue():
             self._report(lambda report: report.end())
 
     def _report(self, write: Callable[[Report], None]) -> None:
-        if report := self.report:  # On all workers, or on none.
-            self.workers.from_chief(lambda: write(report))
+        self.workers.from_chief(lambda: self.report and write(self.report))
 
     def save(self) -> Path:
         """Saves the state as a checkpoint; returns where."""
         self._saved_step = self.progress.step
         return self.checkpoints.save(self.progress.step, self.progress.record())
+
+    @contextlib.contextmanager
+    def saving_on_exit(self) -> Iterator[None]:
+        """Saves the state if a signal or bad input ends the epochs inside; returns when all files are written.
+
+        The messages of BadInput, Diverged and Stopped get the checkpoint to resume from.
+        """
+        from_chief, checkpoints = self.workers.from_chief, self.checkpoints
+        started = self.progress.position()
+        try:
+            with self.steps_named():
+                self.stop_if_asked()  # Before the first steps are compiled.
+                yield
+                from_chief(checkpoints.writer.wait)
+        except Stopped as problem:
+            saved = self.save()
+            from_chief(checkpoints.writer.wait)
+            raise Stopped(f"{problem}, the state is in {saved}") from problem
+        except Diverged as problem:
+            from_chief(checkpoints.writer.wait)
+            advice = "Nothing was saved. Start --fresh"
+            if paths := checkpoints.paths():
+                advice = f"The last good checkpoint is {paths[-1]}; nothing later was saved. "
+                advice += f"Start a new --run-dir with --init-from {paths[-1]}"
+            remedy = "and a smaller --learning-rate or --global-clipnorm, or find the cause with --check"
+            raise Diverged(f"{problem}. {advice} {remedy}") from problem
+        except BadInput as problem:
+            # A step that failed may be half done, and uncounted steps cannot be saved. Other workers may not know of
+            # the failure, and a save would wait for them.
+            is_complete = not (isinstance(problem, InterruptedStep) or any(each.uncounted for each in self._passes))
+            if is_complete and self.workers.count == 1 and self.progress.position() != started:
+                self.save()
+            checkpoints.writer.wait()
+            paths = checkpoints.paths()
+            kept = f"the same command, without --fresh, resumes from {paths[-1]}" if paths else "nothing was saved yet"
+            raise type(problem)(f"{problem}; {kept}") from problem
+        except BaseException:
+            checkpoints.writer.wait()  # The other workers may not know of it.
+            raise
 
     # --- The end ------------------------------------------------------------------------------------------------------
 
@@ -251,8 +288,3 @@ class Run:
         finally:
             for each in self._passes:
                 each.close()
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether all steps that changed the variables are in `progress`."""
-        return not any(each.uncounted for each in self._passes)
