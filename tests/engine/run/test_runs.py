@@ -426,7 +426,7 @@ def test_run_goes_on_with_another_learning_rate_on_purpose(
     at_start = config["code_sha256"] | {"gone.py": "0" * 64}
     write_json(tmp_path / "run" / "config.json", config | {"code_sha256": at_start})
     expected = run(tmp_path / "run", *flags)
-    assert (read_json(tmp_path / "run" / "config.json") or {})["code_sha256"] == at_start
+    assert (read_json(tmp_path / "run" / "config.json") or {})["code_sha256"].items() >= at_start.items()
     _, (step, rate) = starts(tmp_path / "run")
     assert (20 < step < 40, rate) == (True, 0.01)
     assert f"resumed from step-{step:08d}; --learning-rate 0.1 -> 0.01\n" in capsys.readouterr().out
