@@ -24,8 +24,7 @@ from engine.cluster.strategy import create_strategy
 from engine.data.examples import hook_of
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
-from engine.model.replicas import is_seed
-from engine.model.variables import by_name, model_variables
+from engine.model.variables import by_name, is_seed, model_variables
 from engine.protocols import Task
 from engine.run.program import Program
 from engine.settings import Settings

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import engine
 from engine.errors import BadInput, Diverged
-from engine.model import rejections, replicas, variables
+from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
 from engine.model.gradients import inner_optimizers, prepare_optimizer
 from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
@@ -59,7 +59,7 @@ def build_models(model: Any, features_spec: Any) -> Any:
                 # It warns about layers that the next call builds, or that no step calls.
                 warnings.filterwarnings("ignore", message=r"`build\(\)` was called on layer")
                 each(zeros(features_spec), training=False)
-                if not all(layer.built for layer in replicas.layers_of(each)):
+                if not all(layer.built for layer in variables.layers_of(each)):
                     # A symbolic call makes variables and assigns to none: seeds and statistics stay.
                     symbols = tf.nest.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype.name), features_spec)
                     each(symbols, training=True)
@@ -176,7 +176,7 @@ def finish_objects(
     names = ResultNames(task.metrics, batch_specs)
     direction = rejections.monitor_direction(names, settings.monitor, settings.monitor_direction)
     weights = variables.model_variables(task.model)
-    replicas.spread_seeds(strategy, [variable for name, variable in weights.items() if replicas.is_seed(name)])
+    variables.spread_seeds(strategy, [variable for name, variable in weights.items() if variables.is_seed(name)])
     return TaskObjects(
         model=task.model,
         optimizer=task.optimizer,
@@ -184,7 +184,7 @@ def finish_objects(
         names=names,
         weights=weights,
         average=MovingAverage(variables.trainable_variables(task.model), settings.ema_decay),
-        average_statistics=replicas.compile_averaging(strategy, by_name(task.model, "model")),
+        average_statistics=variables.compile_averaging(strategy, task.model),
         monitor_direction=direction,
         on_report=getattr(task, "on_report", None),
     )

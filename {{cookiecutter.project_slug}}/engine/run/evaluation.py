@@ -92,10 +92,14 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
 
     while isinstance(path := _wait_for(new, settings), Path):
         try:
-            metrics = _validate(program, path)
+            values, _ = run.checkpoints.read(path)
         except Damaged:  # It may also have been removed meanwhile.
             seen.add(path)
             continue
+        run.checkpoints.state.assign(values)
+        run.objects.reset("validation")  # The checkpoint may be from the middle of a validation.
+        with run.evaluation_weights(), run.live.shown():
+            metrics = program.validate()
         seen.add(step := step_of(path))
         console.print(f"{path.name}  {in_short(names, metrics)}")
         summaries.add(step, names.scalars(metrics))
@@ -114,13 +118,3 @@ def _wait_for(find: Callable[[], Any], settings: Settings) -> Any:
             return None
         time.sleep(SECONDS_BETWEEN_LOOKS)
     return found
-
-
-def _validate(program: Program, checkpoint: Path) -> dict[str, float]:
-    """Returns the validation metrics of a checkpoint. Raises Damaged if it cannot be read."""
-    run = program.run
-    values, _ = run.checkpoints.read(checkpoint)
-    run.checkpoints.state.assign(values)
-    run.objects.reset("validation")  # The checkpoint may be from the middle of a validation.
-    with run.evaluation_weights(), run.live.shown():
-        return program.validate()

@@ -14,8 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.errors import BadInput, Damaged
-from engine.model.replicas import is_seed
-from engine.model.variables import by_name, model_variables
+from engine.model.variables import by_name, is_seed, model_variables
 from engine.run.checkpoints import PROGRESS, checkpoint_paths, plain_name, read_checkpoint
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import Variables, one_of_replicas

@@ -10,7 +10,7 @@ from engine.console import console, print_result
 from engine.data.batches import Batches
 from engine.errors import BadInput
 from engine.files import read_json, write_json
-from engine.model.replicas import is_seed
+from engine.model.variables import is_seed
 from engine.report.report import Report
 from engine.run.checkpoints import read_newest
 from engine.run.directory import RESULT, RunDirectory

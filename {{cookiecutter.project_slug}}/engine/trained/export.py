@@ -26,8 +26,7 @@ from engine.data.splits import named
 from engine.errors import BadInput, ProgramExit
 from engine.files import sync, writing
 from engine.model.build import set_up
-from engine.model.replicas import is_seed
-from engine.model.variables import by_name, model_variables
+from engine.model.variables import by_name, is_seed, model_variables
 from engine.protocols import Task
 from engine.settings import Settings
 from engine.trained.loading import NO_TENSORS, Trained, compiled_predict_step, load_trained, new_model
