@@ -65,9 +65,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, state: State, *, keep: int, writer: Writer | None = None) -> None:
         """A `writer` may be shared, where one checkpoint names another."""
-        self.directory = directory
-        self.state = state
-        self.keep = keep
+        self.directory, self.state, self.keep = directory, state, keep
         self.writer = writer or Writer()
         self._newest: Path | None = None  # The last one that was saved. It may still be pending.
         # A mask may be infinite from the start, but a weight that becomes infinite has diverged.

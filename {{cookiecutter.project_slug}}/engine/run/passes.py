@@ -77,6 +77,7 @@ class Pass:
         epoch: counted from 0; None where there are no epochs.
         done: how many of its `steps` are taken and counted; `uncounted` ones are taken, and not counted yet.
         has_ended: whether its metrics have been read.
+        watch: is open during an execution; close it if that fails.
         waits: whether the next execution is empty: the run was stopped in a validation, which must end first.
     """
 
@@ -91,7 +92,7 @@ class Pass:
         self._progress, self._executions = progress, executions
         self._iterator = batches.iterator(epoch or 0, first_step=self.done) if self.steps_left else None
         self._count = 0  # Steps of the current execution.
-        self._watch = contextlib.ExitStack()
+        self.watch = contextlib.ExitStack()
 
     @property
     def steps_left(self) -> int:
@@ -109,7 +110,7 @@ class Pass:
             return
         self._count = self._executions.length(self.split, left=self.steps_left, step=self._progress.step)
         self._started, self._waited = time.monotonic(), self._iterator.seconds_waited
-        self._watch.enter_context(self._executions.watched(self.split))
+        self.watch.enter_context(self._executions.watched(self.split))
         try:
             for stack, first, count in self._iterator.take(self._count):
                 yield stack, first, count
@@ -126,7 +127,7 @@ class Pass:
         """
         # They are read after all steps have been started, so that a GPU continues meanwhile.
         values = np.concatenate([np.asarray(each) for each in losses])
-        self._watch.close()
+        self.watch.close()
         infinite = np.flatnonzero(~np.isfinite(values))
         if len(infinite):
             step = f"{self.name} step {self.done + infinite[0] + 1}{self._epoch_text}"
@@ -137,10 +138,6 @@ class Pass:
         waited = self._iterator.seconds_waited - self._waited if self._iterator else 0.0
         self._progress.add(self.name, len(values), seconds, waited)
         return values, seconds
-
-    def close(self) -> None:
-        """Ends an execution that failed."""
-        self._watch.close()
 
     def __str__(self) -> str:
         """Returns the steps of the current execution for messages: "in train steps 3 to 5 of epoch 1"; "" without."""

@@ -82,7 +82,7 @@ class Run:
         steps.waits = self.validation_is_due(steps)  # Then the run was stopped in that validation.
         if not steps.has_ended:
             self._passes.append(steps)
-            self._show(steps)
+            self.live.begin(steps.name, steps.epoch, steps.done, steps.steps)
         return steps
 
     def record_losses(self, steps: Pass, losses: Sequence[Any]) -> None:
@@ -128,9 +128,6 @@ class Run:
             results |= metrics.pop(name)
         return results
 
-    def _show(self, steps: Pass) -> None:
-        self.live.begin(steps.name, steps.epoch, steps.done, steps.steps)
-
     # --- Epochs -------------------------------------------------------------------------------------------------------
 
     @property
@@ -170,8 +167,8 @@ class Run:
         self._report(lambda report: report.validation(self.progress.step, metrics, is_best=self._is_best))
         if self._is_best:  # Every checkpoint's best weights are kept, and there is room for one more.
             self.save()
-        if self._passes:
-            self._show(self._passes[-1])
+        for each in self._passes[-1:]:
+            self.live.begin(each.name, each.epoch, each.done, each.steps)
 
     def end_epoch(self, metrics: Scores) -> None:
         """Counts an epoch and reports it. `metrics`, as "<dataset>/<name>", go to metrics.csv."""
@@ -287,4 +284,4 @@ class Run:
             raise BadInput(str(problem)) from problem
         finally:
             for each in self._passes:
-                each.close()
+                each.watch.close()
