@@ -26,7 +26,7 @@ from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.variables import by_name, is_seed, model_variables
 from engine.protocols import Task
-from engine.run.program import Program
+from engine.run.evaluation import Program
 from engine.settings import Settings
 from engine.tracing import unrepeatable_in_preparation, unrepeatable_in_step
 

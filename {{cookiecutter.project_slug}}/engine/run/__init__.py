@@ -10,8 +10,7 @@ checkpoints      saves and restores the state
 initial_weights  --init-from
 directory        the run's directory, which one program at a time may use
 signals          SIGTERM and Ctrl-C
-program          the parts of train.py that the evaluation and --check use
-evaluation       --evaluate-only, --evaluate-continuously
+evaluation       --evaluate-only, --evaluate-continuously; the parts of train.py that they and --check use
 """
 
 from engine.run.directory import RunDirectory

@@ -3,25 +3,43 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import tensorflow as tf
 
 from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.console import console, in_short, print_facts
+from engine.data.batches import Batches
+from engine.data.stacks import CompiledSteps
 from engine.errors import BadInput, Damaged
 from engine.model.metrics import split_of
 from engine.report.summaries import TENSORBOARD, Summaries
 from engine.report.tables import read_rows, write_rows
 from engine.run.checkpoints import find_best, step_of
 from engine.run.directory import RESULT, RunDirectory
-from engine.run.program import Program
 from engine.run.run import Run
 from engine.run.signals import signals
 from engine.run.start import initialize
 from engine.settings import CONFIG, Settings
 
 SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class Program(Protocol):
+    """The global objects and functions of train.py that the evaluation and --check use; it passes itself to them."""
+
+    SPLITS: tuple[str, str, str]
+    strategy: tf.distribute.Strategy
+    batches: dict[str, Batches]
+    run_steps: dict[str, CompiledSteps]
+    run: Run
+
+    def build(self, settings: Any) -> None: ...
+    def train_epoch(self, epoch: int = 0) -> dict[str, float]: ...
+    def validate(self, epoch: int | None = None) -> dict[str, float]: ...
+    def test(self) -> dict[str, float]: ...
 
 
 def evaluate(program: Program, settings: Settings) -> dict[str, float]:
