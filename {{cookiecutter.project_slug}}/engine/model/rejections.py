@@ -65,10 +65,9 @@ def check_weight_decay(optimizer: Any, model: Any) -> None:
 
 
 def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
-    """Returns "min" or "max": the setting, or with "auto" the metric's direction as Keras knows it.
+    """Returns "min" or "max": the setting, or with "auto" the metric's direction as Keras knows it; "min" for a loss.
 
-    Raises BadInput if `monitor` is not a result of training or validation, or if its direction is unknown: Keras does
-    not know it, and it is not called a loss.
+    Raises BadInput if `monitor` is not a result of training or validation, or its direction is unknown.
     """
     if monitor not in names.metrics or split_of(monitor) not in ("train", "validation"):
         problem = "is not the name of a metric"

@@ -44,12 +44,7 @@ class Curve:
 
 
 def figure_of_run(
-    settings: Settings,
-    names: ResultNames,
-    rows: Sequence[Row],
-    validations: Sequence[Row],
-    resumed: Sequence[int],
-    direction: str,
+    settings: Settings, names: ResultNames, rows: list[Row], validations: list[Row], resumed: list[int], direction: str
 ) -> matplotlib.figure.Figure:
     """Returns a panel for each metric, with a line for each dataset; then the learning rate and the speed.
 

@@ -4,7 +4,7 @@ A resumed run keeps the rows up to the epoch and the step it continues from, and
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -37,7 +37,7 @@ class Report:
         epochs_done: int,
         validated_step: int,
         step: int,
-        resumed: Sequence[int],
+        resumed: list[int],
     ) -> None:
         """Keeps the reports in --run-dir up to the epoch, the validation and the step that a run continues from.
 

@@ -19,12 +19,4 @@ from engine.run.run import Run
 from engine.run.signals import signals
 from engine.run.start import lock_and_find_result, start_run
 
-__all__ = [
-    "Run",
-    "RunDirectory",
-    "evaluate",
-    "evaluate_continuously",
-    "lock_and_find_result",
-    "signals",
-    "start_run",
-]
+__all__ = ["Run", "RunDirectory", "evaluate", "evaluate_continuously", "lock_and_find_result", "signals", "start_run"]

@@ -213,15 +213,9 @@ def _write_files(run: Run, directory: RunDirectory, batches: dict[str, Batches],
     run.best.forget(progress.step, but=progress.best_step)
     earlier = read_json(settings.run_dir / CONFIG) or {"start_id": os.environ.get(START_ID)}
     starts = [*earlier.get("starts", []), describe_start(progress.step, settings)][-STARTS_KEPT:]
-    run.report = Report(
-        settings,
-        run.objects.names,
-        direction,
-        epochs_done=progress.epoch,
-        validated_step=progress.validated_step or 0,
-        step=progress.step,
-        resumed=[start["step"] for start in starts if 0 < start["step"] <= progress.step],
-    )
+    resumed = [start["step"] for start in starts if 0 < start["step"] <= progress.step]
+    done = {"epochs_done": progress.epoch, "validated_step": progress.validated_step or 0, "step": progress.step}
+    run.report = Report(settings, run.objects.names, direction, resumed=resumed, **done)
     config = {
         **describe_run(run, batches, earlier),
         "start_id": earlier.get("start_id"),
