@@ -127,6 +127,8 @@ def _check_batches(program: Program, task: Task) -> Iterator[Check]:
 
 def _check_labels(task: Any, name: str, batch: Any, predict: Callable[[Any], Any]) -> None:
     features, labels, sample_weights = batch
+    if tf.is_tensor(labels) and labels.dtype == tf.string:
+        raise BadInput(f"task.prepare_example returned text labels for {name!r}: map them to numbers")
     are_integers = tf.is_tensor(labels) and labels.dtype.is_integer
     predictions: Any = predict(features) if are_integers and isinstance(task.model, keras.Model) else None
     if not tf.is_tensor(predictions) or predictions.shape.rank != labels.shape.rank + 1:

@@ -41,8 +41,7 @@ class Report:
     ) -> None:
         """Keeps the reports in --run-dir up to the epoch, the validation and the step that a run continues from.
 
-        The best score is the "min" or the "max", as `direction` says; `resumed` are the steps from which the run was
-        resumed.
+        The best score is the "min" or the "max" (`direction`). `resumed` are the steps from which the run was resumed.
         """
         self.settings, self.run_dir, self.names = settings, settings.run_dir, names
         path = self.run_dir / METRICS
@@ -56,7 +55,7 @@ class Report:
         self._summaries.cut(step)
         self._summaries.settings(step, settings.as_json())
         self._lines = Lines(names, settings.monitor, rest=str(path))
-        self._direction, self._resumed = direction, resumed
+        self.direction, self._resumed = direction, resumed
         self._curves_drawn = time.monotonic()
         self._losses: list[np.ndarray] = []  # The losses since the last row of steps.csv.
         self._seconds = 0.0
@@ -147,7 +146,7 @@ class Report:
     def draw_curves(self) -> None:
         """Draws curves.png, if an epoch has ended."""
         if self.rows:
-            marks = self.validations, self._resumed, self._direction
+            marks = self.validations, self._resumed, self.direction
             figure = figure_of_run(self.settings, self.names, self.rows, *marks)
             write_figure(self.run_dir / CURVES, figure)
             self._curves_drawn = time.monotonic()

@@ -84,7 +84,8 @@ class Pass:
     def __init__(self, batches: Batches, epoch: int | None, progress: Progress, executions: Executions) -> None:
         """Continues at the position in `progress`."""
         self.name, self.split, self.steps = batches.name, batches.split, batches.steps_per_epoch
-        self.epoch, self._epoch_text = epoch, "" if epoch is None else f" of epoch {epoch + 1}"
+        self.epoch = epoch
+        self._epoch_text = "" if epoch is None else f" of epoch {epoch + 1}"
         # A pass that ended before a stop keeps its metrics until the evaluation or the epoch ends.
         self.has_ended = self.name in progress.metrics and (self.split != "train" or epoch == progress.epoch)
         self.done = self.steps if self.has_ended else progress.steps_of_pass.setdefault(self.name, 0)

@@ -29,8 +29,6 @@ from engine.run.state import State
 from engine.settings import Settings
 from engine.user_errors import user_errors_named
 
-Scores = dict[str, float]
-
 
 class Run:
     """How far a run has come, and what it keeps on disk.
@@ -113,7 +111,7 @@ class Run:
         """Raises Stopped, on all workers, if one of them got a signal."""
         signals.check(self.workers)
 
-    def end_pass(self, steps: Pass) -> Scores:
+    def end_pass(self, steps: Pass) -> dict[str, float]:
         """Returns the metrics of a pass whose steps are all taken, as "<dataset>/<metric>", and resets them."""
         if not steps.has_ended:
             self.progress.end_pass(steps.name, self.objects.results(steps.name))
@@ -121,9 +119,10 @@ class Run:
             self._passes.remove(steps)
         return self.progress.metrics[steps.name]
 
-    def results(self, split: str) -> Scores:
+    def results(self, split: str) -> dict[str, float]:
         """Returns the metrics of an evaluation's datasets, and forgets them, so that the next one starts over."""
-        metrics, results = self.progress.metrics, Scores()
+        metrics = self.progress.metrics
+        results: dict[str, float] = {}
         for name in [name for name in metrics if split_of(name) == split]:
             results |= metrics.pop(name)
         return results
@@ -161,7 +160,7 @@ class Run:
     def _is_best(self) -> bool:
         return self.progress.best_step == self.progress.step
 
-    def end_validation(self, metrics: Scores) -> None:
+    def end_validation(self, metrics: dict[str, float]) -> None:
         """Reports a validation within an epoch."""
         self.progress.validated_step = self.progress.step
         self._report(lambda report: report.validation(self.progress.step, metrics, is_best=self._is_best))
@@ -170,7 +169,7 @@ class Run:
         for each in self._passes[-1:]:
             self.live.begin(each.name, each.epoch, each.done, each.steps)
 
-    def end_epoch(self, metrics: Scores) -> None:
+    def end_epoch(self, metrics: dict[str, float]) -> None:
         """Counts an epoch and reports it. `metrics`, as "<dataset>/<name>", go to metrics.csv."""
         seconds, train_seconds, waited = self.progress.end_epoch()
         row = {
@@ -237,7 +236,7 @@ class Run:
 
     # --- The end ------------------------------------------------------------------------------------------------------
 
-    def finish(self, test: Callable[[], Scores]) -> dict[str, Any]:
+    def finish(self, test: Callable[[], dict[str, float]]) -> dict[str, Any]:
         """Tests the best weights; writes and returns the contents of result.json."""
         settings, progress = self.settings, self.progress
         without_improvement = progress.epochs_without_improvement()
