@@ -42,7 +42,6 @@ from engine.run import (
     evaluate,
     evaluate_continuously,
     lock_and_find_result,
-    saving_on_exit,
     signals,
     start_run,
 )
@@ -102,7 +101,7 @@ def datasets(split: str) -> list[Batches]:
 def distributed_train_step(batch) -> tf.Tensor:
     """Runs task.train_step on every replica; returns the batch's loss (scalar)."""
     per_replica_losses = strategy.run(in_micro_batches(task.train_step, config), args=(batch,))
-    objects.update_average()  # Of the weights, with --ema-decay.
+    objects.average.update()  # Of the weights, with --ema-decay.
     # KEEP: SUM, because every replica's loss is already divided by the global batch size.
     return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
 
@@ -165,7 +164,7 @@ def train_epoch(epoch: int = 0) -> dict[str, float]:
     return run.end_pass(training)
 
 
-def evaluate_split(split: str, epoch: int = 0) -> dict[str, float]:
+def evaluate_split(split: str, epoch: int | None = None) -> dict[str, float]:
     """Returns the metrics of a split's datasets for the weights as they are; {} without datasets."""
     for dataset in datasets(split):
         evaluation = run.start_pass(dataset, epoch)
@@ -177,8 +176,8 @@ def evaluate_split(split: str, epoch: int = 0) -> dict[str, float]:
     return run.results(split)
 
 
-def validate(epoch: int = 0) -> dict[str, float]:
-    """Returns the validation metrics of the weights as they are, after an epoch counted from 0."""
+def validate(epoch: int | None = None) -> dict[str, float]:
+    """Returns the validation metrics of the weights as they are; `epoch`, counted from 0, is the one around it."""
     return evaluate_split("validation", epoch)
 
 
@@ -237,7 +236,7 @@ def train(settings: Config) -> dict[str, Any]:
             if not result:
                 build(settings)
                 start_run(run, directory, batches)  # From a checkpoint, or else --init-from, or else new weights.
-                with saving_on_exit(run):
+                with run.saving_on_exit():
                     run_epochs()
                 result = run.finish(test)
         if settings.export:  # A signal ends it at once.

@@ -15,8 +15,7 @@ import task
 import train
 from engine.check.measure import differing_gradients, measure, recording_optimizers
 from engine.errors import BadInput
-from engine.model.replicas import is_seed
-from engine.model.variables import model_variables
+from engine.model.variables import is_seed, model_variables
 
 OPTIONS = {
     "none": {},

@@ -212,10 +212,6 @@ FAULTY_HOOKS = {
     "list of metrics": ({"create_metrics": lambda split: []}, "task.create_metrics returned []"),
     "no optimizer": ({"create_optimizer": lambda total_steps: None}, "task.create_optimizer returned None"),
     "no evaluation step": ({"evaluation_step": None}, "task.py has no function evaluation_step"),
-    "report hook of two": (
-        {"on_report": lambda row, run_dir: None},
-        "task.on_report: too many positional arguments: it takes (row, run_dir, settings)",
-    ),
     "stray optimizer": (
         {"create_optimizer": lambda total_steps: {"critic": keras.optimizers.SGD()}},
         "task.create_optimizer returned an optimizer 'critic'",

@@ -2,6 +2,8 @@
 
 import io
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.axes
@@ -29,8 +31,8 @@ def rows(epochs: int, **columns: Any) -> list[dict[str, Any]]:
 
 
 def figure(title: str, names: ResultNames, rows: list[dict[str, Any]], **marks: Any) -> matplotlib.figure.Figure:
-    nothing = {"validations": [], "resumed": [], "monitor": "", "direction": "min"}
-    return figure_of_run(title, names, rows, **{**nothing, **marks})
+    settings: Any = SimpleNamespace(run_dir=Path(title), monitor=marks.pop("monitor", ""))
+    return figure_of_run(settings, names, rows, **{"validations": [], "resumed": [], "direction": "min", **marks})
 
 
 def panels(figure: matplotlib.figure.Figure) -> dict[str, matplotlib.axes.Axes]:

@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
+from config import Config
 from engine.model.metrics import ResultNames
 from engine.report.report import Report
 from engine.run.progress import is_better
@@ -22,9 +23,8 @@ def rows_in(run_dir: Path) -> list[dict[str, str]]:
 
 
 def opened(run_dir: Path, *, epochs: int, epochs_done: int, validated_step: int = 0) -> Report:
-    report = Report(run_dir, NAMES, epochs=epochs, monitor="validation/loss", direction="min")
-    report.open(epochs_done=epochs_done, validated_step=validated_step, step=10 * epochs_done, resumed=[], settings={})
-    return report
+    settings, position = Config(run_dir=run_dir, epochs=epochs), {"epochs_done": epochs_done, "step": 10 * epochs_done}
+    return Report(settings, NAMES, "min", **position, validated_step=validated_step, resumed=[])
 
 
 def test_resumed_report_keeps_the_rows_of_the_epochs_done(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """TensorBoard: what its own reader finds in the files."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,14 @@ def row(epoch: int, **metrics: float) -> dict[str, Any]:
     return {**counters, **{name.replace("__", "/"): value for name, value in metrics.items()}}
 
 
+def opened(run_dir: Path, settings: dict[str, Any], epochs_done: int = 0) -> Report:
+    """Returns a report that shows only these settings."""
+    config: Any = SimpleNamespace(run_dir=run_dir, epochs=5, monitor="validation/loss", as_json=lambda: settings)
+    return Report(config, NAMES, "min", epochs_done=epochs_done, validated_step=0, step=10 * epochs_done, resumed=[])
+
+
 def test_datasets_of_a_metric_have_one_tag_in_folders_of_their_own(tmp_path: Path) -> None:
-    report = Report(tmp_path, NAMES, epochs=1, monitor="validation/loss", direction="min")
-    report.open(epochs_done=0, validated_step=0, step=0, resumed=[], settings={"seed": 7})
+    report = opened(tmp_path, {"seed": 7})
     report.epoch(row(1, train__loss=0.5, validation__easy__loss=0.25), is_best=True)
     report.result(10, {"test/loss": 0.75}, best=0.25)
     folder = tmp_path / "tensorboard"
@@ -52,8 +58,7 @@ def test_datasets_of_a_metric_have_one_tag_in_folders_of_their_own(tmp_path: Pat
 
 
 def test_executions_of_steps_are_in_steps_csv_and_in_tensorboard(tmp_path: Path) -> None:
-    report = Report(tmp_path, NAMES, epochs=1, monitor="validation/loss", direction="min")
-    report.open(epochs_done=0, validated_step=0, step=0, resumed=[], settings={})
+    report = opened(tmp_path, {})
     report.steps(2, 1, np.array([1.0, 2.0]), 1.0, lambda: {"learning_rate": 0.5})
     report.steps(3, 1, np.array([4.0]), 0.5, lambda: {"learning_rate": 0.25})
     report.end()
@@ -70,9 +75,8 @@ def test_executions_of_steps_are_in_steps_csv_and_in_tensorboard(tmp_path: Path)
 def test_a_resumed_run_shows_no_step_twice_and_its_latest_settings(tmp_path: Path) -> None:
     folder = tmp_path / "tensorboard"
     for settings, first, last in (({"epochs": 2, "pad_to": [], "note": "a|b"}, 1, 4), ({"epochs": 5}, 3, 5)):
-        report = Report(tmp_path, NAMES, epochs=5, monitor="validation/loss", direction="min")
-        done = first - 1  # After the third and fourth epoch it was killed before a checkpoint.
-        report.open(epochs_done=done, validated_step=0, step=10 * done, resumed=[], settings=settings)
+        # After the third and fourth epoch it was killed before a checkpoint.
+        report = opened(tmp_path, settings, epochs_done=first - 1)
         for epoch in range(first, last + 1):
             report.epoch(row(epoch, train__loss=first + epoch / 8), is_best=False)
         report.result(10 * last, {"test/loss": float(last)}, best=1.0)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from config import Config
 from engine.errors import BadInput, CannotWrite
 from engine.model.metrics import ResultNames
 from engine.report.report import Report
@@ -33,8 +34,8 @@ def written(path: Path) -> list[dict[str, str]]:
 
 
 def test_short_executions_share_a_row_which_is_their_mean(tmp_path: Path) -> None:
-    report = Report(tmp_path, ResultNames({}, []), epochs=1, monitor="validation/loss", direction="min")
-    report.open(epochs_done=0, validated_step=0, step=0, resumed=[], settings={})
+    start = {"epochs_done": 0, "validated_step": 0, "step": 0, "resumed": []}
+    report = Report(Config(run_dir=tmp_path), ResultNames({}, []), "min", **start)
     lines = []
     for step, losses in ((1, [1.0]), (3, [2.0, 4.0]), (4, [5.0])):
         report.steps(step, 1, np.array(losses), 0.375, lambda: {"learning_rate": 0.1})

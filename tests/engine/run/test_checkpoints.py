@@ -43,8 +43,9 @@ def test_restored_variables_and_record_are_those_saved(tmp_path: Path) -> None:
     }
     path = make_checkpoints(tmp_path, saved).save(12, {"best_score": 0.1, "best_epoch": None})
     others = {name: tf.Variable(tf.zeros_like(variable)) for name, variable in saved.items()}
-    record = make_checkpoints(tmp_path, others).restore(path)
-    assert record == {"step": 12, "best_score": 0.1, "best_epoch": None}
+    checkpoints = make_checkpoints(tmp_path, others)
+    checkpoints.restore(path)
+    assert checkpoints.read(path)[1] == {"step": 12, "best_score": 0.1, "best_epoch": None}
     for name, variable in saved.items():
         np.testing.assert_array_equal(others[name].numpy(), variable.numpy())
 

@@ -34,7 +34,7 @@ def begun(path: Path, settings: Config | None = None, **more: object) -> Path:
     return path
 
 
-def test_directory_that_cannot_be_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for path, reason in (
         (tmp_path / "file", "Not a directory"),
@@ -43,8 +43,6 @@ def test_directory_that_cannot_be_one_is_refused(tmp_path: Path, monkeypatch: py
         (Path("/proc/run"), "No such file or directory"),  # The tests may run as root, who may write anywhere else.
     ):
         assert refused(path) == f"--run-dir {path} cannot be used ({reason}): use another one"
-    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
-    assert f"cannot be used ({tmp_path} is not writable)" in refused(tmp_path / "a" / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -117,7 +115,6 @@ def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: p
     assert facts["code"].keys() == {"helper.py", "mine/losses.py"}
     assert (facts["keras"], facts["tensorflow"]) == (keras.__version__, tf.__version__)
     directory = RunDirectory(tmp_path / "run")
-    assert directory.code_sha256() == facts["code"]
     recorded = {"code_sha256": facts["code"], "versions": versions.versions()}
     assert "template" not in recorded["versions"]  # There is no pyproject.toml, and nothing is wrong with that.
     begun(tmp_path / "run", **recorded)
@@ -136,8 +133,6 @@ def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: p
     assert capsys.readouterr().out == (
         f"Since the run in {tmp_path / 'run'} started, {changes}. The present ones are used; --fresh starts over\n"
     )
-    # It is the beginning that is remembered.
-    assert directory.code_sha256() == facts["code"]
 
 
 def onto_a_full_disk(path: Path) -> None:

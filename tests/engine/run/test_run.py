@@ -14,10 +14,10 @@ import train
 from config import Config
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, Diverged, InterruptedStep, Stopped
+from engine.model.averages import MovingAverage
 from engine.run import start
 from engine.run.progress import Progress
 from engine.run.run import Run
-from engine.run.saving import saving_on_exit
 from engine.run.signals import signals
 
 STEPS = 20
@@ -52,7 +52,7 @@ class Objects:
 
     def __init__(self) -> None:
         self.weight = tf.Variable(0.0)
-        self.weights, self.average, self.monitor_direction = {"weight": self.weight}, None, "min"
+        self.weights, self.average, self.monitor_direction = {"weight": self.weight}, MovingAverage({}, None), "min"
         self.averaged, self.on_report = 0, None
         self.scores: Iterator[float] = iter(())
 
@@ -64,9 +64,6 @@ class Objects:
 
     def average_statistics(self) -> None:
         self.averaged += 1
-
-    def average_in_place(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def learning_rates(self) -> dict[str, float]:
         return {}
@@ -162,7 +159,7 @@ def test_executions_end_at_multiples_and_continue_from_a_position(begin: Callabl
 def test_run_stopped_inside_a_validation_continues_there_and_saves_nothing_twice(begin: Callable[..., Run]) -> None:
     """The training must not overtake the validation, and the checkpoint of this step exists already."""
     run = begin(validate_every_steps=10, checkpoint_every_steps=10, steps_per_execution=5, epochs=1)
-    run.start(Progress(step=10, steps_of_pass={"train": 10, "validation": 2}), None)
+    run.start(Progress(step=10, steps_of_pass={"train": 10, "validation": 2}))
     run.objects.scores = iter([1.0, 2.0])
     calls = put_into_train_py(run, Batches("train"), Batches("validation", 4))
     train.run_epochs()
@@ -225,7 +222,7 @@ def test_stopped_run_saves_and_goes_on_with_the_same_decisions(
     run.objects.scores = iter(scores)  # Also if the run is stopped before its epochs.
     with monkeypatch.context() as stopping:
         stopping.setattr(signals, "check", check)
-        with pytest.raises(Stopped, match="the state is in"), saving_on_exit(run):
+        with pytest.raises(Stopped, match="the state is in"), run.saving_on_exit():
             run_epochs(run, scores, names=names)
     done = len(scores) - len(list(run.objects.scores))
     *_, newest = run.checkpoints.paths()
@@ -261,7 +258,7 @@ def test_loss_that_is_not_finite_ends_the_run_with_the_step(begin: Callable[...,
     put_into_train_py(run, Batches("train"), losses=lambda step: np.inf if step == 13 else 0.0)
     with (
         pytest.raises(Diverged, match=r"loss of train step 14 of epoch 3 is inf\. Nothing was saved\. Start --fresh"),
-        saving_on_exit(run),
+        run.saving_on_exit(),
     ):
         train.train_epoch(2)
     assert run.progress.step == 10
@@ -272,7 +269,7 @@ def test_steps_before_what_cannot_be_read_count(begin: Callable[..., Run]) -> No
     run = begin(steps_per_execution=10)
     put_into_train_py(run, Batches("train", unreadable=17))
     message = r"unreadable; the same command, .* resumes from .*step-000000"
-    with pytest.raises(BadInput, match=message), saving_on_exit(run):
+    with pytest.raises(BadInput, match=message), run.saving_on_exit():
         train.train_epoch()
     assert (run.progress.step, run.progress.steps_of_pass) == (16, {"train": 16})
     assert float(run.checkpoints.read(run.checkpoints.paths()[-1])[0]["weight"]) == 16
@@ -307,7 +304,7 @@ def test_steps_that_were_not_counted_are_not_saved(begin: Callable[..., Run]) ->
         return 0.0
 
     put_into_train_py(run, Batches("train"), losses=fail)
-    with pytest.raises(BadInput, match=r"a mistake .* resumes from .*step-00000010"), saving_on_exit(run):
+    with pytest.raises(BadInput, match=r"a mistake .* resumes from .*step-00000010"), run.saving_on_exit():
         train.train_epoch()
     assert float(run.objects.weight) > 10
     assert saved(run) == ["step-00000010"]
@@ -323,7 +320,7 @@ def test_user_error_after_a_validation_does_not_restart_it(
 
     monkeypatch.setattr(run, "end_epoch", fail)
 
-    with pytest.raises(InterruptedStep), saving_on_exit(run):
+    with pytest.raises(InterruptedStep), run.saving_on_exit():
         run_epochs(run, [1.0, 2.0])
     assert run.progress.steps_of_pass == {}
 
@@ -357,7 +354,7 @@ def test_sets_that_are_gone_are_forgotten_at_a_resume(
     run.objects.optimizers, run.objects.reset = {}, reset.append
     names = ("train", "validation/kept", "validation/new")
     progress, _ = start._resume(run, {name: SimpleNamespace(shards_by_file=False, fingerprint=None) for name in names})
-    run.start(progress, None)
+    run.start(progress)
     assert reset == ["validation/old"]
     assert run.progress.steps_of_pass == {"train": 10}
     assert run.results("validation") == {"validation/kept/loss": 2.0}

@@ -7,7 +7,7 @@ import keras
 from engine.check.measure import close
 from engine.errors import BadInput
 from engine.protocols import Task
-from engine.run.program import Program
+from engine.run.evaluation import Program
 
 
 def why_losses_differ(program: Program, task: Task, one: float, two: float) -> tuple[str, str]:

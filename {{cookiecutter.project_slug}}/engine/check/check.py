@@ -15,7 +15,7 @@ from engine.cluster.environment import reject_cluster
 from engine.console import columns, console
 from engine.errors import BadInput
 from engine.protocols import Task
-from engine.run.program import Program
+from engine.run.evaluation import Program
 from engine.settings import Settings
 from engine.user_errors import first_line, where_raised
 

@@ -24,10 +24,9 @@ from engine.cluster.strategy import create_strategy
 from engine.data.examples import hook_of
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
-from engine.model.replicas import is_seed
-from engine.model.variables import by_name, model_variables
+from engine.model.variables import by_name, is_seed, model_variables
 from engine.protocols import Task
-from engine.run.program import Program
+from engine.run.evaluation import Program
 from engine.settings import Settings
 from engine.tracing import unrepeatable_in_preparation, unrepeatable_in_step
 

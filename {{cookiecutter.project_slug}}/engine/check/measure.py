@@ -12,10 +12,9 @@ import numpy as np
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.metrics import ResultNames
-from engine.model.replicas import layers_of
-from engine.model.variables import by_name, trainable_variables
+from engine.model.variables import by_name, layers_of, trainable_variables
 from engine.protocols import Task
-from engine.run.program import Program
+from engine.run.evaluation import Program
 from engine.settings import Settings
 
 Arrays = dict[str, np.ndarray]

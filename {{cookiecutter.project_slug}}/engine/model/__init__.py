@@ -2,11 +2,10 @@
 
 build         builds and checks the objects that the hooks return, in order
 rejections    rejects objects that would train wrongly without an error
-variables     the variables of the objects by name
+variables     the variables of the objects by name; those that differ between replicas
 metrics       builds and reads the metrics, and names their results
 gradients     micro-batches, the sum over replicas, clipping, the update
 averages      the moving average of the weights
-replicas      seeds and statistics, which differ between replicas
 hidden_state  the variables that Keras does not list
 """
 

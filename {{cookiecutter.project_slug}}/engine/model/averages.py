@@ -9,17 +9,18 @@ import tensorflow as tf
 class MovingAverage:
     """average <- decay * average + (1 - decay) * variable, for some variables."""
 
-    def __init__(self, variables: dict[str, tf.Variable], decay: float) -> None:
-        """Starts with the variables' values. Make it inside the strategy's scope."""
+    def __init__(self, variables: dict[str, tf.Variable], decay: float | None) -> None:
+        """Starts with the variables' values; averages nothing without a decay. Make it inside the strategy's scope."""
         self._strategy = tf.distribute.get_strategy()
-        self._variables, self._decay = variables, decay
-        self.averages = {name: tf.Variable(variable, trainable=False) for name, variable in variables.items()}
+        self._variables, self._decay = (variables, decay) if decay else ({}, 0.0)
+        self.averages = {name: tf.Variable(variable, trainable=False) for name, variable in self._variables.items()}
 
     def start_over(self) -> None:
         """Sets the averages to the variables' values."""
         for name, variable in self._variables.items():
             self.averages[name].assign(tf.identity(variable))
 
+    @tf.autograph.experimental.do_not_convert
     def update(self) -> None:
         """Moves the averages by one step; outside the replicas, in the graph."""
         for name, average in self.averages.items():

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import engine
 from engine.errors import BadInput, Diverged
-from engine.model import rejections, replicas, variables
+from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
 from engine.model.gradients import inner_optimizers, prepare_optimizer
 from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
@@ -59,7 +59,7 @@ def build_models(model: Any, features_spec: Any) -> Any:
                 # It warns about layers that the next call builds, or that no step calls.
                 warnings.filterwarnings("ignore", message=r"`build\(\)` was called on layer")
                 each(zeros(features_spec), training=False)
-                if not all(layer.built for layer in replicas.layers_of(each)):
+                if not all(layer.built for layer in variables.layers_of(each)):
                     # A symbolic call makes variables and assigns to none: seeds and statistics stay.
                     symbols = tf.nest.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype.name), features_spec)
                     each(symbols, training=True)
@@ -100,7 +100,7 @@ class TaskObjects:
     metrics: Metrics
     names: ResultNames
     weights: dict[str, tf.Variable]  # Every variable of the models.
-    average: MovingAverage | None  # The moving average of the weights, with --ema-decay.
+    average: MovingAverage  # Of the weights, with --ema-decay.
     average_statistics: Callable[[], None]  # Gives all replicas the mean of the statistics that each has measured.
     monitor_direction: str  # "min" or "max".
     on_report: Callable[..., None] | None
@@ -114,26 +114,17 @@ class TaskObjects:
                 optimizers["/".join(filter(None, ["learning_rate", name, inner_name]))] = inner
         return optimizers
 
-    @tf.autograph.experimental.do_not_convert
-    def update_average(self) -> None:
-        """Moves the average of the weights by one step, with --ema-decay; outside the replicas, in the graph."""
-        if self.average:
-            self.average.update()
-
-    def average_in_place(self) -> contextlib.AbstractContextManager[None]:
-        """Replaces the weights by their average inside, with --ema-decay."""
-        return self.average.in_place() if self.average else contextlib.nullcontext()
-
     def mirrored(self) -> dict[str, tf.Variable]:
         """Returns the variables that have one value on all replicas."""
         per_replica = variables.per_replica_variables(self.model)
         weights = {name: each for name, each in self.weights.items() if name not in per_replica}
-        averages = {f"average/{name}": each for name, each in self.average.averages.items()} if self.average else {}
-        return weights | variables.optimizer_variables(self.optimizer) | averages
+        averages = {f"average/{name}": each for name, each in self.average.averages.items()}
+        return weights | variables.named(by_name(self.optimizer, "optimizer")) | averages
 
     def per_replica(self) -> dict[str, tf.Variable]:
         """Returns the variables that may differ between replicas."""
-        return variables.per_replica_variables(self.model) | variables.metric_variables(self.metrics)
+        metrics = {f"metrics/{split}/{name}": each[name] for split, each in self.metrics.items() for name in each}
+        return variables.per_replica_variables(self.model) | variables.named(metrics)
 
     def results(self, name: str) -> dict[str, float]:
         """Returns the metrics of a dataset as "<name>/<metric>", and resets them: datasets of a split share them."""
@@ -185,16 +176,15 @@ def finish_objects(
     names = ResultNames(task.metrics, batch_specs)
     direction = rejections.monitor_direction(names, settings.monitor, settings.monitor_direction)
     weights = variables.model_variables(task.model)
-    replicas.spread_seeds(strategy, [variable for name, variable in weights.items() if replicas.is_seed(name)])
-    decay = settings.ema_decay
+    variables.spread_seeds(strategy, [variable for name, variable in weights.items() if variables.is_seed(name)])
     return TaskObjects(
         model=task.model,
         optimizer=task.optimizer,
         metrics=task.metrics,
         names=names,
         weights=weights,
-        average=MovingAverage(variables.trainable_variables(task.model), decay) if decay else None,
-        average_statistics=replicas.compile_averaging(strategy, by_name(task.model, "model")),
+        average=MovingAverage(variables.trainable_variables(task.model), settings.ema_decay),
+        average_statistics=variables.compile_averaging(strategy, task.model),
         monitor_direction=direction,
         on_report=getattr(task, "on_report", None),
     )

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.replicas import is_seed
+from engine.model.variables import is_seed
 from engine.tracing import Traced, look_at
 
 # On several replicas an unseeded generator fails, because Keras makes one in each replica's thread.

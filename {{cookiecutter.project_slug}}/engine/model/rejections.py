@@ -1,6 +1,5 @@
 """Rejects hooks whose objects would train wrongly without an error."""
 
-import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -19,15 +18,10 @@ HOOKS = ("load_examples", "prepare_example", *CREATE_HOOKS, "train_step", "evalu
 
 
 def check_hooks(task: Task, *, export: bool) -> None:
-    """Raises BadInput if task.py lacks a hook (an export needs predict_step), or on_report has other parameters."""
+    """Raises BadInput if task.py lacks a hook; an export needs predict_step."""
     needed = (*HOOKS, "predict_step") if export else HOOKS
     if missing := [name for name in needed if not callable(getattr(task, name, None))]:
         raise BadInput(f"task.py has no function {', '.join(missing)}: it needs {', '.join(needed)}")
-    if on_report := getattr(task, "on_report", None):
-        try:
-            inspect.signature(on_report).bind("row", "run_dir", "settings")
-        except TypeError as problem:
-            raise BadInput(f"task.on_report: {problem}: it takes (row, run_dir, settings)") from None
 
 
 def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> None:
@@ -71,10 +65,9 @@ def check_weight_decay(optimizer: Any, model: Any) -> None:
 
 
 def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
-    """Returns "min" or "max": the setting, or with "auto" the metric's direction as Keras knows it.
+    """Returns "min" or "max": the setting, or with "auto" the metric's direction as Keras knows it; "min" for a loss.
 
-    Raises BadInput if `monitor` is not a result of training or validation, or if its direction is unknown: Keras does
-    not know it, and it is not called a loss.
+    Raises BadInput if `monitor` is not a result of training or validation, or its direction is unknown.
     """
     if monitor not in names.metrics or split_of(monitor) not in ("train", "validation"):
         problem = "is not the name of a metric"

@@ -4,14 +4,15 @@ A task has one model and one optimizer, or dictionaries of them under the same n
 discriminator. `by_name` makes both the same to the rest of the engine.
 """
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from engine.model import replicas
-from engine.protocols import Metrics
+# An odd number near 2**32 / 1.618: multiples of it fall far apart in 32 bits (Knuth, volume 3, section 6.4).
+SEED_STEP = 2654435769
 
 
 def by_name(objects: Any, kind: str) -> dict[str, Any]:
@@ -21,15 +22,7 @@ def by_name(objects: Any, kind: str) -> dict[str, Any]:
 
 def model_variables(model: Any) -> dict[str, tf.Variable]:
     """Returns every variable of every model, trained or not, seed states included, in model order."""
-    return _named(by_name(model, "model"))
-
-
-def optimizer_variables(optimizer: Any) -> dict[str, tf.Variable]:
-    return _named(by_name(optimizer, "optimizer"))
-
-
-def metric_variables(metrics: Metrics) -> dict[str, tf.Variable]:
-    return _named({f"metrics/{split}/{name}": each for split in metrics for name, each in metrics[split].items()})
+    return named(by_name(model, "model"))
 
 
 def trainable_variables(model: Any) -> dict[str, tf.Variable]:
@@ -38,8 +31,10 @@ def trainable_variables(model: Any) -> dict[str, tf.Variable]:
 
 
 def per_replica_variables(model: Any) -> dict[str, tf.Variable]:
-    """Returns the `model_variables` that may differ between replicas."""
-    return _chosen(model, replicas.per_replica_variables(by_name(model, "model")))
+    """Returns the `model_variables` that may differ between replicas: seeds, statistics of unsynchronized layers."""
+    models = by_name(model, "model").values()
+    seeds = [each for one in models for each in one.variables if is_seed(each.path)]
+    return _chosen(model, [*seeds, *(each for one in models for each in _statistics(one))])
 
 
 def inner_variable(variable: keras.Variable | tf.Variable) -> tf.Variable:
@@ -57,13 +52,62 @@ def _chosen(model: Any, variables: Iterable[keras.Variable]) -> dict[str, tf.Var
     return {name: variable for name, variable in model_variables(model).items() if id(variable) in chosen}
 
 
-def _named(objects: dict[str, Any]) -> dict[str, tf.Variable]:
-    named: dict[str, tf.Variable] = {}
+def named(objects: dict[str, Any]) -> dict[str, tf.Variable]:
+    """Returns the variables of objects, as "<object>/<path>", and with "#2" for the second one of a path."""
+    found: dict[str, tf.Variable] = {}
     for kind, each in objects.items():
         for variable in each.variables:
             name = unique = f"{kind}/{variable_path(variable)}"
             number = 2
-            while unique in named:
+            while unique in found:
                 unique, number = f"{name}#{number}", number + 1
-            named[unique] = inner_variable(variable)
-    return named
+            found[unique] = inner_variable(variable)
+    return found
+
+
+# --- Variables that differ between replicas: dropout's seeds, an unsynchronized BatchNormalization's statistics -------
+
+
+def is_seed(path: str) -> bool:
+    """Returns whether the variable of this path is the state of a keras.random.SeedGenerator."""
+    return path.rsplit("/", 1)[-1].startswith("seed_generator_state")
+
+
+def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable]) -> None:
+    """Gives every replica but the first other seeds, so that dropout does not drop the same units on all."""
+    if strategy.num_replicas_in_sync == 1 or not seeds:
+        return
+
+    def spread() -> None:
+        replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.uint32)
+        for seed in seeds:
+            offset = replica * tf.constant(SEED_STEP, tf.uint32)
+            seed.assign(seed + tf.cast(tf.stack([offset, tf.zeros_like(offset)]), seed.dtype))
+
+    tf.function(strategy.run)(spread)
+
+
+def compile_averaging(strategy: tf.distribute.Strategy, model: Any) -> Callable[[], None]:
+    """Returns a function that gives all replicas the mean of their statistics. Call it before every evaluation."""
+    measured = [variable for one in by_name(model, "model").values() for variable in _statistics(one)]
+    statistics = [variable for variable in measured if variable.dtype.startswith(("float", "bfloat"))]
+    if strategy.num_replicas_in_sync == 1 or not statistics:
+        return lambda: None
+
+    def average() -> None:
+        replica = tf.distribute.get_replica_context()
+        for variable in statistics:
+            variable.assign(replica.all_reduce(tf.distribute.ReduceOp.MEAN, tf.identity(variable.value)))
+
+    return functools.partial(tf.function(strategy.run), average)
+
+
+def _statistics(model: keras.Model) -> Iterator[keras.Variable]:
+    for layer in layers_of(model):
+        if not getattr(layer, "synchronized", False):
+            yield from layer._non_trainable_variables
+
+
+def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
+    """Yields every layer of a model, however deeply nested; `model.layers` has the outermost ones only."""
+    yield from model._flatten_layers(include_self=True, recursive=True)

@@ -84,7 +84,6 @@ def _print_table(runs: Sequence[Compared]) -> None:
 
 
 def _facts(run: Compared) -> dict[str, str]:
-    """Returns the table's lines about the outcome of a run."""
     monitor, seconds = run.settings["monitor"], sum(row["seconds"] for row in run.rows)
     best = curves.best_point(run.points(monitor), run.direction)
     if run.result:

@@ -17,6 +17,7 @@ import numpy as np
 from engine.files import write_atomically
 from engine.model.metrics import ResultNames
 from engine.report.tables import Row, is_metric
+from engine.settings import Settings
 
 CURVES = "curves.png"
 # Okabe and Ito's colours, which colour-blind people can tell apart.
@@ -43,20 +44,14 @@ class Curve:
 
 
 def figure_of_run(
-    title: str,
-    names: ResultNames,
-    rows: Sequence[Row],
-    *,
-    validations: Sequence[Row],
-    resumed: Sequence[int],
-    monitor: str,
-    direction: str,
+    settings: Settings, names: ResultNames, rows: list[Row], validations: list[Row], resumed: list[int], direction: str
 ) -> matplotlib.figure.Figure:
     """Returns a panel for each metric, with a line for each dataset; then the learning rate and the speed.
 
     `rows` come from metrics.csv (at least one), `validations` from validations.csv. The steps from which the run was
-    `resumed` are marked, and the best score ("min" or "max") of `monitor`, whose panel comes first.
+    `resumed` are marked, and the best --monitor ("min" or "max", as `direction` says), whose panel comes first.
     """
+    monitor = settings.monitor
     both = sorted([*validations, *rows], key=lambda row: row["step"])
     columns = dict.fromkeys(name for row in both for name in row)
     # An element of an array is drawn if it is monitored.
@@ -82,7 +77,7 @@ def figure_of_run(
             axes.plot(*best, marker="*", markersize=14, color=ORANGE, markeredgecolor="black", label="best")
     score = f"; best {monitor} {best[1]:.4g} in epoch {math.ceil(best[0] - 1e-9)}" if best else ""
     more = f"; {dropped} more are in metrics.csv" if dropped else ""
-    figure.suptitle(f"{title}, epoch {last}{score}{more}", parse_math=False)
+    figure.suptitle(f"{settings.run_dir.name}, epoch {last}{score}{more}", parse_math=False)
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, frameon=False)
     return figure
 

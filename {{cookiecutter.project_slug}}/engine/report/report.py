@@ -4,9 +4,7 @@ A resumed run keeps the rows up to the epoch and the step it continues from, and
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -30,36 +28,39 @@ MUCH_WAITING = 0.1  # Waiting for batches is reported above this fraction of the
 class Report:
     """Reports epochs and validations to all outputs, and about one row of steps a second."""
 
-    def __init__(self, run_dir: Path, names: ResultNames, *, epochs: int, monitor: str, direction: str) -> None:
-        """Reads and writes nothing; `open` does. The best score of `monitor` is the "min" or the "max"."""
-        self.run_dir, self.names, self.epochs = run_dir, names, epochs
-        self._monitored = {"monitor": monitor, "direction": direction}
-        self._lines = Lines(names, monitor, rest=f"{run_dir / METRICS}")
-        self._summaries = Summaries(run_dir / TENSORBOARD, names)
-        self._step_columns: list[str] = []
-        self._losses: list[np.ndarray] = []  # The losses since the last row of steps.csv.
-        self._seconds = 0.0
-        self._on_report_failed = False
-        self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
-
-    def open(
-        self, *, epochs_done: int, validated_step: int, step: int, resumed: Sequence[int], settings: Mapping[str, Any]
+    def __init__(
+        self,
+        settings: Settings,
+        names: ResultNames,
+        direction: str,
+        *,
+        epochs_done: int,
+        validated_step: int,
+        step: int,
+        resumed: list[int],
     ) -> None:
-        """Keeps the reports in `run_dir` up to the epoch, the validation and the step that a run continues from.
+        """Keeps the reports in --run-dir up to the epoch, the validation and the step that a run continues from.
 
-        `resumed` are the steps from which the run was resumed; TensorBoard shows the `settings`.
+        The best score is the "min" or the "max" (`direction`). `resumed` are the steps from which the run was resumed.
         """
+        self.settings, self.run_dir, self.names = settings, settings.run_dir, names
         path = self.run_dir / METRICS
         self.rows = [row for row in read_rows(path) if row["epoch"] <= epochs_done]
         if missing := epochs_done - len(self.rows):
             console.print(f"{path} lacks {missing} of {epochs_done} epochs")
         validations = read_rows(self.run_dir / VALIDATIONS, key="step")
         self.validations = [row for row in validations if row["step"] <= validated_step]
-        self._resumed = resumed
-        self._curves_drawn = time.monotonic()
         self._step_columns = cut_rows(self.run_dir / STEPS, step)
+        self._summaries = Summaries(self.run_dir / TENSORBOARD, names)
         self._summaries.cut(step)
-        self._summaries.settings(step, settings)
+        self._summaries.settings(step, settings.as_json())
+        self._lines = Lines(names, settings.monitor, rest=str(path))
+        self.direction, self._resumed = direction, resumed
+        self._curves_drawn = time.monotonic()
+        self._losses: list[np.ndarray] = []  # The losses since the last row of steps.csv.
+        self._seconds = 0.0
+        self._on_report_failed = False
+        self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
 
     def steps(
         self, step: int, epoch: int, losses: np.ndarray, seconds: float, latest: Callable[[], dict[str, float]]
@@ -93,7 +94,7 @@ class Report:
 
     def result(self, step: int, metrics: Mapping[str, float], best: float) -> None:
         """Writes the test metrics and the best score of a finished run to TensorBoard."""
-        self._summaries.add(step, {**self.names.scalars(metrics), f"best/{self._monitored['monitor']}": best})
+        self._summaries.add(step, {**self.names.scalars(metrics), f"best/{self.settings.monitor}": best})
 
     def epoch(self, row: Row, *, is_best: bool, waited: float = 0.0) -> None:
         """Reports an epoch. `row` has the columns COLUMNS and "<dataset>/<metric>".
@@ -104,7 +105,8 @@ class Report:
         metrics = {name: value for name, value in row.items() if is_metric(name)}
         rates = {name: value for name, value in row.items() if name.split("/")[0] == "learning_rate"}
         speed = row["examples_per_second"]
-        start = f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}"
+        epochs = self.settings.epochs
+        start = f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}"
         waiting = f"{100 * waited:.0f} %"
         ends = [f"{row['seconds']:.1f} s", f"{speed:7,.0f} examples/s"]
         ends += [f"waited {waiting}"] if waited > MUCH_WAITING else []
@@ -120,16 +122,14 @@ class Report:
         if time.monotonic() - self._curves_drawn > SECONDS_BETWEEN_CURVES:
             self.draw_curves()
 
-    def call_hook(
-        self, on_report: Callable[..., None], row: Row, settings: Settings, strategy: tf.distribute.Strategy
-    ) -> None:
+    def call_hook(self, on_report: Callable[..., None], row: Row, strategy: tf.distribute.Strategy) -> None:
         """Calls task.on_report, whose summaries go to TensorBoard. Its first exception is printed and ends nothing."""
         # Only the chief calls it. In a replica's context it reads variables without the other processes.
         replica = tf.distribute.ReplicaContext(strategy, replica_id_in_sync_group=0)
         with self._summaries.at(row["step"]):
             try:
                 with replica:
-                    on_report(dict(row), self.run_dir, settings)
+                    on_report(dict(row), self.run_dir, self.settings)
             except Exception as problem:  # noqa: BLE001 - A picture is not worth the run.
                 if not self._on_report_failed:
                     cause = f"{where_raised(problem)}: {first_line(problem)}"
@@ -146,6 +146,7 @@ class Report:
     def draw_curves(self) -> None:
         """Draws curves.png, if an epoch has ended."""
         if self.rows:
-            shown: dict[str, Any] = {"validations": self.validations, "resumed": self._resumed, **self._monitored}
-            write_figure(self.run_dir / CURVES, figure_of_run(self.run_dir.name, self.names, self.rows, **shown))
+            marks = self.validations, self._resumed, self.direction
+            figure = figure_of_run(self.settings, self.names, self.rows, *marks)
+            write_figure(self.run_dir / CURVES, figure)
             self._curves_drawn = time.monotonic()

@@ -1,8 +1,7 @@
 """One run: how it starts, how far it has come, and what it keeps on disk.
 
-run              which steps come next, what is due between them, which weights are best, when it ends
+run              which steps come next, what is due between them, which weights are best, when and how it ends
 passes           the steps of a pass, cut into executions
-saving           saves a run that ends early
 start            resumes a run, or starts one with other weights or with new ones
 summary          the lines at the start, and config.json
 progress         counts and scores
@@ -11,24 +10,13 @@ checkpoints      saves and restores the state
 initial_weights  --init-from
 directory        the run's directory, which one program at a time may use
 signals          SIGTERM and Ctrl-C
-program          the parts of train.py that the evaluation and --check use
-evaluation       --evaluate-only, --evaluate-continuously
+evaluation       --evaluate-only, --evaluate-continuously; the parts of train.py that they and --check use
 """
 
 from engine.run.directory import RunDirectory
 from engine.run.evaluation import evaluate, evaluate_continuously
 from engine.run.run import Run
-from engine.run.saving import saving_on_exit
 from engine.run.signals import signals
 from engine.run.start import lock_and_find_result, start_run
 
-__all__ = [
-    "Run",
-    "RunDirectory",
-    "evaluate",
-    "evaluate_continuously",
-    "lock_and_find_result",
-    "saving_on_exit",
-    "signals",
-    "start_run",
-]
+__all__ = ["Run", "RunDirectory", "evaluate", "evaluate_continuously", "lock_and_find_result", "signals", "start_run"]

@@ -65,9 +65,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, state: State, *, keep: int, writer: Writer | None = None) -> None:
         """A `writer` may be shared, where one checkpoint names another."""
-        self.directory = directory
-        self.state = state
-        self.keep = keep
+        self.directory, self.state, self.keep = directory, state, keep
         self.writer = writer or Writer()
         self._newest: Path | None = None  # The last one that was saved. It may still be pending.
         # A mask may be infinite from the start, but a weight that becomes infinite has diverged.
@@ -118,16 +116,14 @@ class Checkpoints:
             )
         return values, record
 
-    def restore(self, path: Path) -> dict[str, Any]:
-        """Sets the state, on all workers, from the checkpoint at `path`; returns its record. Raises as `read` does."""
+    def restore(self, path: Path) -> None:
+        """Sets the state, on all workers, from the checkpoint at `path`. Raises as `read` does."""
 
-        def read() -> tuple[Values, dict[str, Any]]:
+        def read() -> Values:
             self.writer.wait()
-            return self.read(path)
+            return self.read(path)[0]
 
-        values, record = self.state.workers.from_chief(read)
-        self.state.assign(values)
-        return record
+        self.state.assign(self.state.workers.from_chief(read))
 
     def _free_path(self, step: int) -> Path:
         newest = self.path(step)

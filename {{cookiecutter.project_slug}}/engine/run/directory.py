@@ -1,8 +1,6 @@
 """The directory of a run: whether it can be used, by one program at a time."""
 
 import contextlib
-import errno
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -13,7 +11,7 @@ from engine.console import console
 from engine.errors import BadInput
 from engine.files import read_json
 from engine.settings import CONFIG, Settings, recorded_settings
-from engine.versions import changes_since, code_sha256
+from engine.versions import changes_since
 
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
@@ -48,11 +46,6 @@ class RunDirectory:
             start_over = "" if settings.evaluates else "; --fresh starts over"
             console.print(f"Since the run in {self.path} started, {changes}. The present ones are used{start_over}")
 
-    def code_sha256(self) -> dict[str, str]:
-        """Returns the fingerprints of the code with which the run in this directory started, or now starts."""
-        recorded = read_json(self.path / CONFIG) or {}
-        return {**code_sha256(), **recorded.get("code_sha256", {})}
-
     def lock(self) -> None:
         """Keeps other programs out of the directory, if it exists. Raises BadInput if it cannot be used."""
         if self._exists():
@@ -79,9 +72,6 @@ class RunDirectory:
             try:
                 names = [each.name for each in self.path.iterdir()]
             except FileNotFoundError:
-                parent = next(folder for folder in self.path.absolute().parents if folder.exists())
-                if not os.access(parent, os.W_OK | os.X_OK):
-                    raise PermissionError(errno.EACCES, f"{parent} is not writable") from None
                 return False
         # A run that was killed before it wrote config.json may have left hidden files.
         if CONFIG not in names and not all(name.startswith(".") for name in names):

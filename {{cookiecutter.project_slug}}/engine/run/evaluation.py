@@ -1,28 +1,45 @@
 """Evaluation without training: once, of the best weights, or of every checkpoint of a run as it appears."""
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import tensorflow as tf
 
 from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.console import console, in_short, print_facts
+from engine.data.batches import Batches
+from engine.data.stacks import CompiledSteps
 from engine.errors import BadInput, Damaged
 from engine.model.metrics import split_of
 from engine.report.summaries import TENSORBOARD, Summaries
 from engine.report.tables import read_rows, write_rows
 from engine.run.checkpoints import find_best, step_of
 from engine.run.directory import RESULT, RunDirectory
-from engine.run.program import Program
 from engine.run.run import Run
 from engine.run.signals import signals
 from engine.run.start import initialize
 from engine.settings import CONFIG, Settings
 
 SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class Program(Protocol):
+    """The global objects and functions of train.py that the evaluation and --check use; it passes itself to them."""
+
+    SPLITS: tuple[str, str, str]
+    strategy: tf.distribute.Strategy
+    batches: dict[str, Batches]
+    run_steps: dict[str, CompiledSteps]
+    run: Run
+
+    def build(self, settings: Any) -> None: ...
+    def train_epoch(self, epoch: int = 0) -> dict[str, float]: ...
+    def validate(self, epoch: int | None = None) -> dict[str, float]: ...
+    def test(self) -> dict[str, float]: ...
 
 
 def evaluate(program: Program, settings: Settings) -> dict[str, float]:
@@ -63,7 +80,7 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
     The metrics go to the console, to evaluations.csv and to TensorBoard. Checkpoints that the run removes before their
     turn are skipped. `read_settings` returns the settings; once there is a run, its settings are the defaults.
 
-    Raises BadInput if a setting contradicts the run's or its directory is not writable, CannotWrite if a write fails.
+    Raises BadInput if a setting contradicts the run's, CannotWrite if a write fails.
     """
     reject_cluster("--evaluate-continuously")
     settings = read_settings()
@@ -72,9 +89,6 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
         return
     settings = read_settings()
     RunDirectory(settings.run_dir).check_same_run(settings)
-    if not os.access(settings.run_dir, os.W_OK | os.X_OK):
-        problem = f"--evaluate-continuously writes to --run-dir {settings.run_dir}, which is not writable"
-        raise BadInput(f"{problem}: make it writable, or use --evaluate-only")
     program.build(settings)
     if not any(split_of(name) == "validation" for name in program.run.objects.names.datasets):
         problem = "task.load_examples('validation') returned None, so there is no validation"
@@ -96,10 +110,14 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
 
     while isinstance(path := _wait_for(new, settings), Path):
         try:
-            metrics = _validate(program, path)
+            values, _ = run.checkpoints.read(path)
         except Damaged:  # It may also have been removed meanwhile.
             seen.add(path)
             continue
+        run.checkpoints.state.assign(values)
+        run.objects.reset("validation")  # The checkpoint may be from the middle of a validation.
+        with run.evaluation_weights(), run.live.shown():
+            metrics = program.validate()
         seen.add(step := step_of(path))
         console.print(f"{path.name}  {in_short(names, metrics)}")
         summaries.add(step, names.scalars(metrics))
@@ -118,13 +136,3 @@ def _wait_for(find: Callable[[], Any], settings: Settings) -> Any:
             return None
         time.sleep(SECONDS_BETWEEN_LOOKS)
     return found
-
-
-def _validate(program: Program, checkpoint: Path) -> dict[str, float]:
-    """Returns the validation metrics of a checkpoint. Raises Damaged if it cannot be read."""
-    run = program.run
-    values, _ = run.checkpoints.read(checkpoint)
-    run.checkpoints.state.assign(values)
-    run.objects.reset("validation")  # The checkpoint may be from the middle of a validation.
-    with run.evaluation_weights(), run.live.shown():
-        return program.validate()

@@ -14,8 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.errors import BadInput, Damaged
-from engine.model.replicas import is_seed
-from engine.model.variables import by_name, model_variables
+from engine.model.variables import by_name, is_seed, model_variables
 from engine.run.checkpoints import PROGRESS, checkpoint_paths, plain_name, read_checkpoint
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import Variables, one_of_replicas
@@ -82,9 +81,7 @@ def _load(path: Path, models: dict[str, keras.Model], variables: Variables, *, p
             roots.append(tf.train.Checkpoint(*models.values()))  # Or the model is the object itself.
         for root in roots:
             with plain_name(path) as readable:
-                root.read(readable).expect_partial()
-            if not any(np.isnan(variable.numpy()).all() for variable in variables.values()):
-                break
+                root.read(readable).expect_partial()  # Only what the file has under the root's names.
         return str(path), 0
     raise BadInput(f"--init-from {path} contains no weights: it must be {FORMS}")
 

@@ -77,24 +77,23 @@ class Pass:
         epoch: counted from 0; None where there are no epochs.
         done: how many of its `steps` are taken and counted; `uncounted` ones are taken, and not counted yet.
         has_ended: whether its metrics have been read.
+        watch: is open during an execution; close it if that fails.
         waits: whether the next execution is empty: the run was stopped in a validation, which must end first.
     """
 
-    def __init__(
-        self, batches: Batches, epoch: int, progress: Progress, executions: Executions, *, has_epochs: bool
-    ) -> None:
+    def __init__(self, batches: Batches, epoch: int | None, progress: Progress, executions: Executions) -> None:
         """Continues at the position in `progress`."""
         self.name, self.split, self.steps = batches.name, batches.split, batches.steps_per_epoch
-        self.epoch = epoch if has_epochs else None
-        self._epoch_text = f" of epoch {epoch + 1}" if has_epochs else ""
+        self.epoch = epoch
+        self._epoch_text = "" if epoch is None else f" of epoch {epoch + 1}"
         # A pass that ended before a stop keeps its metrics until the evaluation or the epoch ends.
         self.has_ended = self.name in progress.metrics and (self.split != "train" or epoch == progress.epoch)
         self.done = self.steps if self.has_ended else progress.steps_of_pass.setdefault(self.name, 0)
         self.uncounted, self.waits = 0, False
         self._progress, self._executions = progress, executions
-        self._iterator = batches.iterator(epoch, first_step=self.done) if self.steps_left else None
+        self._iterator = batches.iterator(epoch or 0, first_step=self.done) if self.steps_left else None
         self._count = 0  # Steps of the current execution.
-        self._watch = contextlib.ExitStack()
+        self.watch = contextlib.ExitStack()
 
     @property
     def steps_left(self) -> int:
@@ -112,7 +111,7 @@ class Pass:
             return
         self._count = self._executions.length(self.split, left=self.steps_left, step=self._progress.step)
         self._started, self._waited = time.monotonic(), self._iterator.seconds_waited
-        self._watch.enter_context(self._executions.watched(self.split))
+        self.watch.enter_context(self._executions.watched(self.split))
         try:
             for stack, first, count in self._iterator.take(self._count):
                 yield stack, first, count
@@ -129,7 +128,7 @@ class Pass:
         """
         # They are read after all steps have been started, so that a GPU continues meanwhile.
         values = np.concatenate([np.asarray(each) for each in losses])
-        self._watch.close()
+        self.watch.close()
         infinite = np.flatnonzero(~np.isfinite(values))
         if len(infinite):
             step = f"{self.name} step {self.done + infinite[0] + 1}{self._epoch_text}"
@@ -140,10 +139,6 @@ class Pass:
         waited = self._iterator.seconds_waited - self._waited if self._iterator else 0.0
         self._progress.add(self.name, len(values), seconds, waited)
         return values, seconds
-
-    def close(self) -> None:
-        """Ends an execution that failed."""
-        self._watch.close()
 
     def __str__(self) -> str:
         """Returns the steps of the current execution for messages: "in train steps 3 to 5 of epoch 1"; "" without."""

@@ -14,7 +14,7 @@ from engine.cluster.strategy import strategy_info
 from engine.cluster.workers import Workers
 from engine.console import LiveLine, console, print_result
 from engine.data.batches import Batches
-from engine.errors import BadInput, Damaged, InterruptedStep
+from engine.errors import BadInput, Damaged, Diverged, InterruptedStep, Stopped
 from engine.files import write_json
 from engine.model.build import TaskObjects
 from engine.model.hidden_state import HiddenState
@@ -29,8 +29,6 @@ from engine.run.state import State
 from engine.settings import Settings
 from engine.user_errors import user_errors_named
 
-Scores = dict[str, float]
-
 
 class Run:
     """How far a run has come, and what it keeps on disk.
@@ -40,7 +38,7 @@ class Run:
         hidden: the variables of the steps that Keras does not list.
         checkpoints: the complete state, at the end of each epoch and every --checkpoint-every-steps.
         best: the weights with the best --monitor.
-        report: lines, tables and curves; None until the run has started.
+        report: lines, tables and curves; the chief has one once the run has started.
     """
 
     def __init__(
@@ -68,22 +66,21 @@ class Run:
         self._examples = 0  # Examples in an epoch of training.
         self._saved_step: int | None = None
 
-    def start(self, progress: Progress, report: Report) -> None:
+    def start(self, progress: Progress) -> None:
         """Continues from the progress whose state is in the variables."""
-        self.progress, self.report, self._saved_step = progress, report, progress.step
+        self.progress, self._saved_step = progress, progress.step
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
-    def start_pass(self, batches: Batches, epoch: int = 0) -> Pass:
-        """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0."""
+    def start_pass(self, batches: Batches, epoch: int | None) -> Pass:
+        """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0; None outside epochs."""
         if batches.split == "train":
-            self._examples = batches.examples_in_epoch(epoch)
-        has_epochs = batches.split == "train" or self.report is not None
-        steps = Pass(batches, epoch, self.progress, self._executions, has_epochs=has_epochs)
+            self._examples = batches.examples_in_epoch(epoch or 0)
+        steps = Pass(batches, epoch, self.progress, self._executions)
         steps.waits = self.validation_is_due(steps)  # Then the run was stopped in that validation.
         if not steps.has_ended:
             self._passes.append(steps)
-            self._show(steps)
+            self.live.begin(steps.name, steps.epoch, steps.done, steps.steps)
         return steps
 
     def record_losses(self, steps: Pass, losses: Sequence[Any]) -> None:
@@ -95,7 +92,7 @@ class Run:
             return
         values, seconds = steps.record(losses)
         self.live.took(values)
-        if steps.split == "train" and self.report and self.workers.is_chief:
+        if steps.split == "train" and self.report:
             self.report.steps(self.progress.step, self.epoch + 1, values, seconds, self.objects.learning_rates)
         self.objects.check_loss_scales(self.progress.step)
 
@@ -114,7 +111,7 @@ class Run:
         """Raises Stopped, on all workers, if one of them got a signal."""
         signals.check(self.workers)
 
-    def end_pass(self, steps: Pass) -> Scores:
+    def end_pass(self, steps: Pass) -> dict[str, float]:
         """Returns the metrics of a pass whose steps are all taken, as "<dataset>/<metric>", and resets them."""
         if not steps.has_ended:
             self.progress.end_pass(steps.name, self.objects.results(steps.name))
@@ -122,15 +119,13 @@ class Run:
             self._passes.remove(steps)
         return self.progress.metrics[steps.name]
 
-    def results(self, split: str) -> Scores:
+    def results(self, split: str) -> dict[str, float]:
         """Returns the metrics of an evaluation's datasets, and forgets them, so that the next one starts over."""
-        metrics, results = self.progress.metrics, Scores()
+        metrics = self.progress.metrics
+        results: dict[str, float] = {}
         for name in [name for name in metrics if split_of(name) == split]:
             results |= metrics.pop(name)
         return results
-
-    def _show(self, steps: Pass) -> None:
-        self.live.begin(steps.name, steps.epoch, steps.done, steps.steps)
 
     # --- Epochs -------------------------------------------------------------------------------------------------------
 
@@ -152,7 +147,7 @@ class Run:
         """Gives all replicas the mean of their statistics; with --ema-decay, the average replaces the weights."""
         if not self.progress.is_evaluating():  # Otherwise it was stopped in an evaluation, after the mean.
             self.objects.average_statistics()
-        with self.objects.average_in_place():
+        with self.objects.average.in_place():
             yield
 
     def save_if_best(self, metrics: Mapping[str, float]) -> None:
@@ -165,16 +160,16 @@ class Run:
     def _is_best(self) -> bool:
         return self.progress.best_step == self.progress.step
 
-    def end_validation(self, metrics: Scores) -> None:
+    def end_validation(self, metrics: dict[str, float]) -> None:
         """Reports a validation within an epoch."""
         self.progress.validated_step = self.progress.step
         self._report(lambda report: report.validation(self.progress.step, metrics, is_best=self._is_best))
         if self._is_best:  # Every checkpoint's best weights are kept, and there is room for one more.
             self.save()
-        if self._passes:
-            self._show(self._passes[-1])
+        for each in self._passes[-1:]:
+            self.live.begin(each.name, each.epoch, each.done, each.steps)
 
-    def end_epoch(self, metrics: Scores) -> None:
+    def end_epoch(self, metrics: dict[str, float]) -> None:
         """Counts an epoch and reports it. `metrics`, as "<dataset>/<name>", go to metrics.csv."""
         seconds, train_seconds, waited = self.progress.end_epoch()
         row = {
@@ -187,23 +182,61 @@ class Run:
         }
         self._report(lambda report: report.epoch(row, is_best=self._is_best, waited=waited / train_seconds))
         if on_report := self.objects.on_report:
-            with self.objects.average_in_place():
-                self._report(lambda report: report.call_hook(on_report, row, self.settings, self.strategy))
+            with self.objects.average.in_place():
+                self._report(lambda report: report.call_hook(on_report, row, self.strategy))
         if not self.should_continue():
             self._report(lambda report: report.end())
 
     def _report(self, write: Callable[[Report], None]) -> None:
-        if report := self.report:  # On all workers, or on none.
-            self.workers.from_chief(lambda: write(report))
+        self.workers.from_chief(lambda: self.report and write(self.report))
 
     def save(self) -> Path:
         """Saves the state as a checkpoint; returns where."""
         self._saved_step = self.progress.step
         return self.checkpoints.save(self.progress.step, self.progress.record())
 
+    @contextlib.contextmanager
+    def saving_on_exit(self) -> Iterator[None]:
+        """Saves the state if a signal or bad input ends the epochs inside; returns when all files are written.
+
+        The messages of BadInput, Diverged and Stopped get the checkpoint to resume from.
+        """
+        from_chief, checkpoints = self.workers.from_chief, self.checkpoints
+        started = self.progress.position()
+        try:
+            with self.steps_named():
+                self.stop_if_asked()  # Before the first steps are compiled.
+                yield
+                from_chief(checkpoints.writer.wait)
+        except Stopped as problem:
+            saved = self.save()
+            from_chief(checkpoints.writer.wait)
+            raise Stopped(f"{problem}, the state is in {saved}") from problem
+        except Diverged as problem:
+            from_chief(checkpoints.writer.wait)
+            advice = "Nothing was saved. Start --fresh"
+            if paths := checkpoints.paths():
+                advice = f"The last good checkpoint is {paths[-1]}; nothing later was saved. "
+                advice += f"Start a new --run-dir with --init-from {paths[-1]}"
+            remedy = "and a smaller --learning-rate or --global-clipnorm, or find the cause with --check"
+            raise Diverged(f"{problem}. {advice} {remedy}") from problem
+        except BadInput as problem:
+            # A step that failed may be half done, and uncounted steps cannot be saved. Other workers may not know of
+            # the failure, and a save would wait for them.
+            is_complete = not (isinstance(problem, InterruptedStep) or any(each.uncounted for each in self._passes))
+            if is_complete and self.workers.count == 1 and self.progress.position() != started:
+                self.save()
+            checkpoints.writer.wait()
+            paths = checkpoints.paths()
+            kept = f"the same command, without --fresh, resumes from {paths[-1]}" if paths else "nothing was saved yet"
+            raise type(problem)(f"{problem}; {kept}") from problem
+        except BaseException:
+            checkpoints.writer.wait()  # The other workers may not know of it.
+            raise
+
     # --- The end ------------------------------------------------------------------------------------------------------
 
-    def finish(self, test: Callable[[], Scores]) -> dict[str, Any]:
+    def finish(self, test: Callable[[], dict[str, float]]) -> dict[str, Any]:
         """Tests the best weights; writes and returns the contents of result.json."""
         settings, progress = self.settings, self.progress
         without_improvement = progress.epochs_without_improvement()
@@ -250,9 +283,4 @@ class Run:
             raise BadInput(str(problem)) from problem
         finally:
             for each in self._passes:
-                each.close()
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether all steps that changed the variables are in `progress`."""
-        return not any(each.uncounted for each in self._passes)
+                each.watch.close()

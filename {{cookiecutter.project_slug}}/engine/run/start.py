@@ -10,7 +10,7 @@ from engine.console import console, print_result
 from engine.data.batches import Batches
 from engine.errors import BadInput
 from engine.files import read_json, write_json
-from engine.model.replicas import is_seed
+from engine.model.variables import is_seed
 from engine.report.report import Report
 from engine.run.checkpoints import read_newest
 from engine.run.directory import RESULT, RunDirectory
@@ -55,7 +55,7 @@ def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: W
 
 def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) -> None:
     """Starts the run and its files. Raises BadInput, before anything is written, if it cannot."""
-    settings, from_chief, objects = run.settings, run.workers.from_chief, run.objects
+    settings, from_chief = run.settings, run.workers.from_chief
     _check_same_examples(run.workers, batches)
     _check_steps(run, batches)
     fresh = from_chief(lambda: _is_fresh(settings))
@@ -65,11 +65,9 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
     progress, message = start
     for each in batches.values():
         each.cache()  # Examples that cannot be read are rejected before anything is written.
-    monitor = {"monitor": settings.monitor, "direction": objects.monitor_direction}
-    report = Report(settings.run_dir, objects.names, epochs=settings.epochs, **monitor)
     progress.workers = run.workers.count
-    run.start(progress, report)
-    from_chief(lambda: _write_files(run, report, directory, batches, fresh))
+    run.start(progress)
+    from_chief(lambda: _write_files(run, directory, batches, fresh))
     print_summary(run, batches, message)
 
 
@@ -174,8 +172,7 @@ def initialize(run: Run) -> str:
 
     report, values = run.workers.from_chief(load)
     state.assign(values)
-    if objects.average:
-        objects.average.start_over()
+    objects.average.start_over()
     return report
 
 
@@ -184,12 +181,9 @@ def _created_rates(run: Run) -> dict[str, float]:
 
     Call it before a checkpoint is restored, which may contain other rates. No checkpoint contains a schedule.
     """
-    rates = {"--learning-rate": run.settings.learning_rate}
-    for column, optimizer in run.objects.optimizers.items():
-        with contextlib.suppress(Exception):  # A task's own optimizer may have no learning rate.
-            if hasattr(optimizer.learning_rate, "assign"):
-                rates[column] = float(optimizer.learning_rate)
-    return rates
+    optimizers, rates = run.objects.optimizers, run.objects.learning_rates()
+    constant = {name: rate for name, rate in rates.items() if hasattr(optimizers[name].learning_rate, "assign")}
+    return {"--learning-rate": run.settings.learning_rate, **constant}
 
 
 def _set_changed_rates(run: Run, progress: Progress, created: dict[str, float]) -> str:
@@ -210,8 +204,8 @@ def _set_changed_rates(run: Run, progress: Progress, created: dict[str, float]) 
 # --- The files --------------------------------------------------------------------------------------------------------
 
 
-def _write_files(run: Run, report: Report, directory: RunDirectory, batches: dict[str, Batches], fresh: bool) -> None:
-    settings, progress = run.settings, run.progress
+def _write_files(run: Run, directory: RunDirectory, batches: dict[str, Batches], fresh: bool) -> None:
+    settings, progress, direction = run.settings, run.progress, run.objects.monitor_direction
     directory.open(fresh=fresh)
     for each in (run.checkpoints, run.best):
         each.clear()
@@ -219,17 +213,13 @@ def _write_files(run: Run, report: Report, directory: RunDirectory, batches: dic
     run.best.forget(progress.step, but=progress.best_step)
     earlier = read_json(settings.run_dir / CONFIG) or {"start_id": os.environ.get(START_ID)}
     starts = [*earlier.get("starts", []), describe_start(progress.step, settings)][-STARTS_KEPT:]
-    report.open(
-        epochs_done=progress.epoch,
-        validated_step=progress.validated_step or 0,
-        step=progress.step,
-        resumed=[start["step"] for start in starts if 0 < start["step"] <= progress.step],
-        settings=settings.as_json(),
-    )
+    resumed = [start["step"] for start in starts if 0 < start["step"] <= progress.step]
+    done = {"epochs_done": progress.epoch, "validated_step": progress.validated_step or 0, "step": progress.step}
+    run.report = Report(settings, run.objects.names, direction, resumed=resumed, **done)
     config = {
-        **describe_run(run, batches, directory.code_sha256()),
+        **describe_run(run, batches, earlier),
         "start_id": earlier.get("start_id"),
-        "monitor_direction": run.objects.monitor_direction,
+        "monitor_direction": direction,
         "starts": starts,
     }
     write_json(settings.run_dir / CONFIG, config)

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.workers import Workers
-from engine.model.replicas import is_seed, spread_seeds
+from engine.model.variables import is_seed, spread_seeds
 
 Variables = dict[str, tf.Variable]
 Values = dict[str, np.ndarray | tf.Tensor]

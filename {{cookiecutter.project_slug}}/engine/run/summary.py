@@ -18,13 +18,13 @@ from engine.data.batches import Batches
 from engine.model.variables import by_name
 from engine.run.run import Run
 from engine.settings import Settings
-from engine.versions import PROJECT, versions
+from engine.versions import PROJECT, code_sha256, versions
 
 SECONDS_FOR_GIT = 5.0  # A repository may be large, or its disk slow.
 
 
-def describe_run(run: Run, batches: dict[str, Batches], code_sha256: dict[str, str]) -> dict[str, Any]:
-    """Returns the settings, and everything else that results depend on, for config.json."""
+def describe_run(run: Run, batches: dict[str, Batches], earlier: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings, and everything else that results depend on, for config.json; `earlier` is an older one."""
     settings, info = run.settings, strategy_info(run.strategy)
     *_, last = batches.values()  # The test dataset, if there is one.
     return {
@@ -34,7 +34,7 @@ def describe_run(run: Run, batches: dict[str, Batches], code_sha256: dict[str, s
         "devices": info.devices,
         "arithmetic": describe_arithmetic(settings.precision, settings.simulated_devices),
         "versions": versions(),
-        "code_sha256": code_sha256,
+        "code_sha256": {**code_sha256(), **earlier.get("code_sha256", {})},  # As the run started.
         # --export and predict.py have no data, so they read the element specs here.
         "example": element_spec.encode(last.example_spec),
         "features": element_spec.encode(last.features_spec),

@@ -26,8 +26,7 @@ from engine.data.splits import named
 from engine.errors import BadInput, ProgramExit
 from engine.files import sync, writing
 from engine.model.build import set_up
-from engine.model.replicas import is_seed
-from engine.model.variables import by_name, model_variables
+from engine.model.variables import by_name, is_seed, model_variables
 from engine.protocols import Task
 from engine.settings import Settings
 from engine.trained.loading import NO_TENSORS, Trained, compiled_predict_step, load_trained, new_model
@@ -90,13 +89,13 @@ def _replaced(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _failing_as(text: str) -> Iterator[None]:
-    """Turns any exception but a ProgramExit into BadInput with `text` and the reason."""
+    """Turns any exception but a ProgramExit into BadInput with `text` and the reason: a user's layer may raise any."""
     try:
         yield
     except ProgramExit:
         raise
     except Exception as problem:
-        raise BadInput(f"--export: {text} ({first_line(problem)})") from problem
+        raise BadInput(f"{text} ({first_line(problem)})") from problem
 
 
 # --- Files for Keras --------------------------------------------------------------------------------------------------
@@ -108,16 +107,15 @@ def _write_models(folder: Path, task: Task, trained: Trained) -> Facts:
     for name, model in trained.models.items():
         file = folder / f"{name}.keras"
         try:
-            with writing(file):
-                model.save(file)
-            loaded[name], options = _load(file)
+            with _failing_as("skipped: Keras cannot save and load this model"):
+                with writing(file):
+                    model.save(file)
+                loaded[name], options = _load(file)
             facts[file.name] = f"for keras.models.load_model{options}"
-        except ProgramExit:
-            raise
-        except Exception as problem:  # noqa: BLE001 - A layer of the user's own may raise anything.
+        except BadInput as problem:
             file.unlink(missing_ok=True)
             remedy = "layers of your own need @keras.saving.register_keras_serializable() and get_config"
-            facts[file.name] = f"skipped: Keras cannot save and load this model ({first_line(problem)}): {remedy}"
+            facts[file.name] = f"{problem}: {remedy}"
     note = _compare_models(".keras", loaded, task, trained)
     return {name: text + note for name, text in facts.items()}
 
@@ -134,7 +132,7 @@ def _write_weights(folder: Path, task: Task, trained: Trained) -> Facts:
     loaded = by_name(new_model(task, trained.settings, trained.serve.spec), "model")
     for name, model in trained.models.items():
         file = folder / f"{name}.weights.h5"
-        with _failing_as(f"{file.name} cannot be written and loaded"):
+        with _failing_as(f"--export: {file.name} cannot be written and loaded"):
             with writing(file):
                 model.save_weights(file)
             loaded[name].load_weights(file)
@@ -186,7 +184,7 @@ def _write_saved_model(folder: Path, task: Task, trained: Trained) -> Facts:
     endpoints = {"serve": trained.serve}
     if trained.serve_examples:
         endpoints["serve_examples"] = trained.serve_examples
-    with _failing_as("the SavedModel cannot be written and loaded"):
+    with _failing_as("--export: the SavedModel cannot be written and loaded"):
         loaded, skipped = write_saved_model(folder, endpoints)
     if not trained.serve_examples:
         skipped["serve_examples"] = NO_TENSORS

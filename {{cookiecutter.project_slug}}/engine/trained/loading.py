@@ -84,7 +84,6 @@ def compiled_predict_step(task: Task, features_spec: Any) -> tf.types.experiment
 
 
 def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_spec: Any) -> Endpoint:
-    """Returns Trained.serve_examples."""
     lengths = settings.pad_to or ()
     preparation = Preparation(task.prepare_example, training=False, pad_to=lengths)
     prepared, seed = preparation.trace(example_spec), evaluation_seed(settings.seed)
