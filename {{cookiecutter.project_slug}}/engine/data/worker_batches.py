@@ -15,17 +15,12 @@ from engine.data.stacks import CompiledSteps, StackIterator, Stacks
 
 
 class WorkerPool(Protocol):
-    """The workers, as the chief reaches them."""
+    """The part of engine.cluster.parameter_servers.WorkerPool that batches need."""
 
-    @property
-    def count(self) -> int:
-        """The number of workers."""
+    count: int
 
-    def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any:
-        """Returns the workers' iterators, as one value; each worker calls `dataset` for its own."""
-
-    def take_steps(self, steps: Callable[..., tf.Tensor], iterators: Any, count: int) -> np.ndarray:
-        """Has the workers take `count` steps together; returns their losses ([count]), in any order."""
+    def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any: ...
+    def take_steps(self, steps: Callable[..., tf.Tensor], iterators: Any, count: int) -> np.ndarray: ...
 
 
 class WorkerBatches(Batches):
