@@ -1,6 +1,5 @@
 """GPU machines, by stand-ins: what the driver describes, and lists of devices. Nothing here runs on a GPU."""
 
-import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import train
 from config import Config
 from engine.cluster import devices, nvidia, parameter_servers
 from engine.cluster import strategy as strategies
-from engine.cluster.devices import describe_arithmetic, warn_of_unused_gpus
+from engine.cluster.devices import describe_arithmetic
 from engine.cluster.environment import Cluster
 from engine.cluster.nvidia import gpus_of_machine, identify_gpus, visible_gpus
 from engine.cluster.strategy import strategy_info
@@ -51,7 +50,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     # What other tests have made stays, and what these make goes.
     monkeypatch.setattr(strategies, "_made", {})
     monkeypatch.setattr(strategies, "_infos", {})
-    monkeypatch.setattr(strategies, "warn_of_unused_gpus", functools.cache(warn_of_unused_gpus.__wrapped__))
 
     def noted(name: str) -> Callable[..., Any]:
         class Strategy:

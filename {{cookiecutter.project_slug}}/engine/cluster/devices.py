@@ -2,12 +2,10 @@
 
 import collections
 import contextlib
-import functools
 import os
 
 import tensorflow as tf
 
-from engine.cluster.nvidia import why_no_gpu
 from engine.cluster.rendezvous import called_after
 from engine.console import console
 
@@ -23,13 +21,6 @@ def let_gpu_memory_grow() -> None:
             console.print(f"{gpu.name}: TensorFlow has already started (in task.py?) and takes all of its memory")
         except ValueError:
             continue  # It was divided into virtual devices, each with its own limit.
-
-
-@functools.cache
-def warn_of_unused_gpus() -> None:
-    """Warns once if this machine has GPUs, where TensorFlow lists none (tensorflow#63362, tensorflow#85689)."""
-    if reason := why_no_gpu(os.environ):
-        console.print(f"WARNING: trained on the CPU, because {reason}")
 
 
 def describe_own_devices(simulated_devices: int, *, only_one: bool = False) -> str:

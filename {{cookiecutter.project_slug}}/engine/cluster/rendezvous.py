@@ -164,18 +164,12 @@ def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
 
 def _ask(address: str) -> Hello | None:
     """Returns the hello of the process at an address; None if nothing answers, or another program."""
-    deadline = time.monotonic() + SECONDS_PER_CONNECTION
-    received = bytearray()
     try:
-        with _connect(address) as connection:
+        with _connect(address) as connection, connection.makefile("rb") as received:
             # If TensorFlow has started there, its first byte differs, and it does not end.
-            while not received.endswith(b"\n") and received[:1] in (b"", b"{"):
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
-                data = connection.recv(2**16)
-                received += data
-                if not data or len(received) > LONGEST_HELLO:
-                    return None
-        hello = json.loads(received)
+            if (first := received.read(1)) != b"{":
+                return None
+            hello = json.loads(first + received.readline(LONGEST_HELLO))
     except (OSError, ValueError, RecursionError):
         return None
     kinds = {"task": str, "cluster": dict, "facts": dict, "own": dict, "rejection": str, "everyone": dict}

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.cluster.devices import describe_own_devices, let_gpu_memory_grow, warn_of_unused_gpus
+from engine.cluster.devices import describe_own_devices, let_gpu_memory_grow
 from engine.cluster.environment import Cluster, find_cluster, reject_cluster
 from engine.cluster.nvidia import identify_gpus, why_no_gpu
 from engine.cluster.parameter_servers import check_settings, coordinate, serve
@@ -65,12 +65,14 @@ def create_strategy(settings: Settings) -> tf.distribute.Strategy:
         check_settings(settings)
     if simulated:
         _simulate(simulated)
-    elif not gpus and name in ("one_device", "multi_worker"):
-        warn_of_unused_gpus()
 
     # Simulated devices have one way to sum.
     key = (name, simulated) if simulated else (name, gpus, settings.all_reduce)
     if key not in _made:
+        # TensorFlow itself says nothing (tensorflow#63362, tensorflow#85689).
+        uses_cpu = not simulated and not gpus and name in ("one_device", "multi_worker")
+        if uses_cpu and (reason := why_no_gpu(os.environ)):
+            console.print(f"WARNING: trained on the CPU, because {reason}")
         _made[key] = _create(name, settings, gpus, cluster)
     strategy, info = _made[key]
     _infos[strategy] = info  # TensorFlow's default strategy belongs to several keys.

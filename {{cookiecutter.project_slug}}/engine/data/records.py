@@ -43,8 +43,7 @@ class Records:
     """
 
     def __init__(self, *patterns: str | Path | list[str | Path]) -> None:
-        given = [each for pattern in patterns for each in (pattern if isinstance(pattern, list | tuple) else [pattern])]
-        self.patterns = [os.fspath(each) for each in given]
+        self.patterns = [os.fspath(each) for each in tf.nest.flatten(patterns)]
         self._count: int | None = None
 
     def __str__(self) -> str:
