@@ -85,12 +85,10 @@ def sync(*paths: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    try:
+    # Windows and some network file systems cannot sync a directory.
+    with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError:
-        if not path.is_dir():  # Windows and some network file systems cannot sync a directory.
-            raise

@@ -187,7 +187,7 @@ def test_gpu_that_cannot_grow_any_more_is_reported(machine: Machine, monkeypatch
 
 
 def test_plan_and_config_name_the_devices(machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(devices, "_count_cores", lambda: 8)
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(8))
     settings = Config(simulated_devices=2)
     train.build(settings)
     print_summary(train.run, train.batches, "with new weights")
@@ -328,7 +328,7 @@ def test_parameter_servers_refuse_epochs_that_are_no_passes() -> None:
 
 def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machine, monkeypatch) -> None:
     implementations = tf.distribute.experimental.CommunicationImplementation
-    monkeypatch.setattr(devices, "_count_cores", lambda: 8)
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(8))
     for gpus, others, implementation, all_reduce, by_worker in (
         (
             *([A100], {"gpus": ["another one"]}, implementations.NCCL),
