@@ -154,7 +154,7 @@ def _create(
         return strategy, StrategyInfo(name, size, f"{devices} (the chief; the workers have their own)")
     workers = all_reduce = ""
     if cluster and name == "multi_worker":
-        strategy, devices = _multi_worker(cluster, gpus, settings)
+        strategy, devices = _multi_worker(cluster, gpus, devices, settings)
         workers = f"{len(cluster.processes())} workers, "
         all_reduce = f"{'nccl' if gpus else 'ring'} between the workers"
     elif name == "mirrored":
@@ -199,13 +199,12 @@ def _mirrored(simulated: int, gpus: int, all_reduce: str) -> tf.distribute.Strat
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=reductions[all_reduce]())
 
 
-def _multi_worker(cluster: Cluster, gpus: int, settings: Settings) -> tuple[tf.distribute.Strategy, str]:
+def _multi_worker(cluster: Cluster, gpus: int, devices: str, settings: Settings) -> tuple[tf.distribute.Strategy, str]:
     """Returns the strategy and the devices of the workers, after the rendezvous with them."""
     console.print(f"{cluster.name} of {', '.join(map(' '.join, cluster.processes().items()))}")
     # Only the chief uses --run-dir.
     facts = {flag(name): value for name, value in settings.as_json().items() if name != "run_dir"}
     facts |= {**shared_facts(), "GPUs": gpus}
-    devices = describe_own_devices(settings.simulated_devices)
     own = {"host": socket.gethostname(), "devices": devices, "gpus": identify_gpus(os.environ, gpus)}
     workers = rendezvous(cluster, facts, own, timeout=settings.cluster_timeout)
     _check_gpus_are_not_shared(workers)
