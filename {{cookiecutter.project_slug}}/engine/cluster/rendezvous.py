@@ -173,8 +173,7 @@ def _ask(address: str) -> Hello | None:
     except (OSError, ValueError, RecursionError):
         return None
     kinds = {"task": str, "cluster": dict, "facts": dict, "own": dict, "rejection": str, "everyone": dict}
-    is_hello = isinstance(hello, dict) and all(isinstance(hello.get(key), kind) for key, kind in kinds.items())
-    return hello if is_hello else None
+    return hello if all(isinstance(hello.get(key), kind) for key, kind in kinds.items()) else None
 
 
 def _listen(address: str) -> socket.socket:
