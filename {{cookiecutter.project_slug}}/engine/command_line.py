@@ -136,10 +136,7 @@ def _settings_from(kind: type[Settings], path: Path, per_launch: set[str]) -> tu
     """Returns the file that --settings-from names, and its settings. Raises BadInput if they cannot be used."""
     check_is_local("--settings-from", path)
     file = path / CONFIG if path.is_dir() else path
-    found = read_json(file, "--settings-from")
-    if found is None:
-        problem = f"{file} does not exist: pass the directory of a run, or a JSON file of settings"
-        raise BadInput(f"--settings-from {path}: {problem}")
+    found = read_json(file, "--settings-from") or {}
     settings = found["settings"] if isinstance(found.get("settings"), dict) else found
     if unknown := ", ".join(sorted(settings.keys() - {each.name for each in dataclasses.fields(kind)})):
         problem = f"this project has no setting {unknown}: remove it from a copy of {file.name}"

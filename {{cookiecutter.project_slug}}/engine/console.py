@@ -1,4 +1,4 @@
-"""Console output: lines of epochs, a live line, tables of facts, and the result.
+"""Console output: a live line, tables of facts, and the result.
 
 A terminal gets colours, tables, and a live line that is erased at the end. A pipe, a log file, a notebook or TERM=dumb
 gets plain lines without control characters.
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import rich.console
@@ -28,7 +28,6 @@ PLAIN_WIDTH = 120  # Width of a line if the output is not a terminal and COLUMNS
 DIGITS = 4  # Digits of the numbers that people read; files contain all.
 SECONDS_BETWEEN_REFRESHES = 0.2  # Executions may end more often than anybody can read.
 SECONDS_BETWEEN_LINES = 180.0  # Without a terminal the live line is printed this often.
-SEPARATOR = " / "
 
 
 class _Console(rich.console.Console):
@@ -89,70 +88,6 @@ def print_facts(title: str, facts: Mapping[str, Any], *, boxed: bool = False) ->
     else:
         console.print(title, style="bold")
         console.print(columns([(Text(f"  {name}"), Text(str(each))) for name, each in facts.items()]), soft_wrap=False)
-
-
-class Names(Protocol):
-    """The part of engine.model.metrics.ResultNames that lines need."""
-
-    datasets: tuple[str, ...]
-
-    def lines(self, values: Mapping[str, Any]) -> dict[str, Any]: ...
-    def dataset(self, name: str) -> str: ...
-    def metric(self, name: str) -> str: ...
-
-
-class Lines:
-    """Prints the lines of one run's epochs, all with the same choice of metrics.
-
-        Each metric as train / validation
-        epoch  1/10  loss  1.985 / 0.9777  accuracy 0.2821 / 0.7318  1.8 s      791 examples/s  best
-
-    A metric that all datasets have is shown once; others have their full names. If the line would be too long, the
-    ends after the first are dropped, and then metrics; the monitored one and the losses take precedence.
-    """
-
-    def __init__(self, names: Names, monitor: str, rest: str) -> None:
-        """`monitor` is the result with precedence, `rest` the file that contains all results."""
-        self._names, self._monitor, self._rest = names, monitor, rest
-        self._explained = {""}
-
-    def print(self, start: str, metrics: Mapping[str, float], *ends: str, is_best: bool) -> None:
-        """Prints a line: its start, the metrics ("<dataset>/<metric>" -> value), and its ends."""
-        values = self._names.lines(metrics)
-        if self._monitor in metrics:  # It may be an element of an array.
-            values[self._monitor] = metrics[self._monitor]
-        measured = set(map(self._names.dataset, values))
-        datasets = [name for name in self._names.datasets if name in measured]
-        texts: dict[str, str] = {}
-        for name, value in values.items():
-            metric = self._names.metric(name)
-            all_values = [values.get(f"{each}/{metric}") for each in datasets]
-            key, shared = (name, [value]) if len(datasets) < 2 or None in all_values else (metric, all_values)
-            texts[key] = f"{key} {SEPARATOR.join(f'{digits(each):>6}' for each in shared)}"
-
-        def fits(*groups: str) -> bool:  # Room for "best" is kept on all lines, so that all show the same metrics.
-            return len("  ".join([start, *(texts[each] for each in groups), *ends, "best"])) <= console.line_width
-
-        while ends[1:] and not fits(*texts):
-            ends = ends[:-1]
-        first = (self._monitor, self._names.metric(self._monitor))
-        shown: list[str] = []
-        for each in sorted(texts, key=lambda each: (each not in first, not each.endswith("loss"))):
-            shown += [each] * (not shown or fits(*shown, each))
-        chosen = [text for each, text in texts.items() if each in shown]  # In the order of task.create_metrics.
-        legends = [f"Each metric as {SEPARATOR.join(datasets)}"] * any(SEPARATOR in text for text in chosen)
-        legends += [f"{len(texts) - len(chosen)} more in {self._rest}"] * (len(texts) > len(chosen))
-        if (legend := "; ".join(legends)) not in self._explained:
-            self._explained.add(legend)
-            console.print(legend, style="dim")
-        line = Text("  ".join([start, *chosen, *ends, *["best"] * is_best]))
-        line.stylize("bold green" * is_best, -len("best"))
-        console.print(line)
-
-
-def in_short(names: Names, metrics: Mapping[str, Any]) -> str:
-    """Returns the metrics as a part of a line, with their full names."""
-    return "  ".join(f"{name} {digits(value)}" for name, value in names.lines(metrics).items())
 
 
 class LiveLine(rich.progress.Progress):

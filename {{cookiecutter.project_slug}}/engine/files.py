@@ -50,18 +50,18 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, flag: str = "") -> dict[str, Any] | None:
-    """Returns the JSON object in `path`; None if there is no such file.
+    """Returns the JSON object in `path`; None if there is no such file, unless it was given with a `flag`.
 
-    Raises BadInput if it contains something else, and names the `flag` that the path was given with, if any.
+    Raises BadInput, which names the flag, if the file contains something else.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(value, dict):
             return value
         problem = f"it contains a {type(value).__name__}"
-    except FileNotFoundError:
-        return None
     except (ValueError, OSError, RecursionError) as error:
+        if isinstance(error, FileNotFoundError) and not flag:
+            return None
         problem = str(error)
     if flag:
         raise BadInput(f"{flag} {path} is not a JSON object ({problem}): pass the directory of a run, or such a file")
@@ -85,12 +85,10 @@ def sync(*paths: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    try:
+    # Windows and some network file systems cannot sync a directory.
+    with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError:
-        if not path.is_dir():  # Windows and some network file systems cannot sync a directory.
-            raise

@@ -1,6 +1,7 @@
 """The code and the versions of packages, on which the results of a run may depend."""
 
 import contextlib
+import inspect
 import os
 import platform
 import sys
@@ -18,38 +19,32 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions by name; "template" is that which the project was rendered from, or last updated to."""
-    found = _versions_of_packages()
+    """Returns the versions by name; "template" is the one that the project was rendered from, or last updated to."""
+    found = {
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # The user may change the file.
         project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
         found["template"] = project["tool"]["tf-dist-template"]["version"]
     return found
 
 
-def _versions_of_packages() -> dict[str, str]:
-    return {
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-
-
 def shared_facts() -> dict[str, Any]:
     """Returns the versions and the code, which must be the same in all processes of a cluster."""
     # Patch releases of Python may differ. The template's version adds nothing to the code.
-    return {"code": code_sha256(), **_versions_of_packages(), "python": ".".join(platform.python_version_tuple()[:2])}
+    found = {name: version for name, version in versions().items() if name != "template"}
+    return {"code": code_sha256(), **found, "python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def code_sha256() -> dict[str, str]:
     """Returns the SHA-256 of each imported file of the project, by its path; not of files that a hook imports later."""
     found = {}
     for module in list(sys.modules.values()):
-        try:
-            # getattr would load a module that is loaded lazily.
-            file = object.__getattribute__(module, "__dict__").get("__file__")
-        except AttributeError:
-            continue
+        # getattr would load a module that is loaded lazily.
+        file = inspect.getattr_static(module, "__file__", None)
         if isinstance(file, str) and "site-packages" not in file and "dist-packages" not in file:
             path = Path(os.path.realpath(os.path.dirname(file)), os.path.basename(file))
             if _is_of_project(path) and (sha256 := _sha256(path)):
@@ -72,10 +67,9 @@ def changes_since(recorded: dict[str, Any]) -> list[str]:
 
 def _is_of_project(path: Path) -> bool:
     """Returns whether a file is in the project's folder, and not in an environment inside it."""
-    if not path.is_relative_to(PROJECT):
-        return False
     environments = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
-    return not any(path.is_relative_to(each) for each in environments if each.is_relative_to(PROJECT))
+    inside = [each for each in environments if each.is_relative_to(PROJECT)]
+    return path.is_relative_to(PROJECT) and not any(map(path.is_relative_to, inside))
 
 
 def _sha256(path: Path) -> str | None:

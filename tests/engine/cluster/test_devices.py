@@ -1,6 +1,5 @@
 """GPU machines, by stand-ins: what the driver describes, and lists of devices. Nothing here runs on a GPU."""
 
-import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import train
 from config import Config
 from engine.cluster import devices, nvidia, parameter_servers
 from engine.cluster import strategy as strategies
-from engine.cluster.devices import describe_arithmetic, warn_of_unused_gpus
+from engine.cluster.devices import describe_arithmetic
 from engine.cluster.environment import Cluster
 from engine.cluster.nvidia import gpus_of_machine, identify_gpus, visible_gpus
 from engine.cluster.strategy import strategy_info
@@ -51,7 +50,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     # What other tests have made stays, and what these make goes.
     monkeypatch.setattr(strategies, "_made", {})
     monkeypatch.setattr(strategies, "_infos", {})
-    monkeypatch.setattr(strategies, "warn_of_unused_gpus", functools.cache(warn_of_unused_gpus.__wrapped__))
 
     def noted(name: str) -> Callable[..., Any]:
         class Strategy:
@@ -189,7 +187,7 @@ def test_gpu_that_cannot_grow_any_more_is_reported(machine: Machine, monkeypatch
 
 
 def test_plan_and_config_name_the_devices(machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(devices, "_count_cores", lambda: 8)
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(8))
     settings = Config(simulated_devices=2)
     train.build(settings)
     print_summary(train.run, train.batches, "with new weights")
@@ -330,7 +328,7 @@ def test_parameter_servers_refuse_epochs_that_are_no_passes() -> None:
 
 def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machine, monkeypatch) -> None:
     implementations = tf.distribute.experimental.CommunicationImplementation
-    monkeypatch.setattr(devices, "_count_cores", lambda: 8)
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(8))
     for gpus, others, implementation, all_reduce, by_worker in (
         (
             *([A100], {"gpus": ["another one"]}, implementations.NCCL),

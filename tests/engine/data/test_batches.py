@@ -147,7 +147,7 @@ def test_dataset_is_let_go_once_its_examples_are_kept(is_kept: bool, monkeypatch
         return dataset
 
     made = batches(load_examples=load)
-    made.cache()
+    made.examples.cache()
     gc.collect()
     assert (loaded[0]() is None) == is_kept
 

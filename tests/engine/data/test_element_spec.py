@@ -32,7 +32,7 @@ def test_structure_survives_json() -> None:
 
 def test_what_is_no_tensor_is_named_and_refused() -> None:
     ragged = tf.RaggedTensorSpec([None, None], tf.int32)
-    assert encode((ragged, SPECS["string[]"])) == ["RaggedTensorSpec", "string[]"]
+    assert encode((ragged, SPECS["string[]"])) == ("RaggedTensorSpec", "string[]")
     with pytest.raises(ValueError, match="RaggedTensorSpec is not the element spec of a tensor"):
         decode(encode({"words": ragged}))
 

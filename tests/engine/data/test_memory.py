@@ -118,7 +118,7 @@ def test_resume_in_a_folder_of_images_reads_none_before_its_position(
     def batches() -> Batches:
         return batches_of("train", load_examples, prepare_example, Config(global_batch_size=4))
 
-    assert batches()._examples.fits_in_memory == is_kept
+    assert batches().examples.fits_in_memory == is_kept
     whole = [tuple(part.numpy() for part in batch) for batch in batches().one_by_one()]
     labels = np.concatenate([batch[1] for batch in whole])
     assert sorted(labels) == list(range(40))

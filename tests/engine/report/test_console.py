@@ -14,10 +14,11 @@ from config import Config
 from engine import console as live
 from engine.check.check import print_checks
 from engine.check.checks import Check
-from engine.console import Lines, LiveLine, print_result
+from engine.console import LiveLine, print_result
 from engine.model.metrics import ResultNames
+from engine.report.report import Lines
 
-MODULES = ("engine.console", "engine.check.check")
+MODULES = ("engine.console", "engine.check.check", "engine.report.report")
 RESULT = {
     "test/loss": 0.6529028415679932,
     "test/[b]f1": 0.25,

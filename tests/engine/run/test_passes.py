@@ -10,9 +10,9 @@ from config import Config
 from engine.run.passes import Executions
 
 
-def executions(broadcast: Callable[[int], int] = lambda value: value, **settings: Any) -> Executions:
-    """Returns those of a process whose own numbers are the chief's, unless `broadcast` says otherwise."""
-    return Executions(Config(**settings), SimpleNamespace(broadcast=broadcast, is_chief=True))
+def executions(from_chief: Callable[[Callable[[], int]], int] = lambda length: length(), **settings: Any) -> Executions:
+    """Returns those of a process whose own numbers are the chief's, unless `from_chief` says otherwise."""
+    return Executions(Config(**settings), SimpleNamespace(from_chief=from_chief, is_chief=True))
 
 
 def lengths(ran: Executions, split: str, calls: int, seconds_of_step: float) -> list[int]:

@@ -366,10 +366,10 @@ def test_other_examples_than_the_first_process_has_are_refused_in_every_process(
 
     def check(chiefs: dict[str, Any], own: dict[str, Any], others: list[str]) -> None:
         of_chief: list[Any] = []
-        chief = SimpleNamespace(broadcast=lambda value: of_chief.append(value) or value, names_where=lambda _: others)
+        chief = SimpleNamespace(from_chief=lambda own: of_chief.append(own()) or own(), names_where=lambda _: others)
         with contextlib.suppress(BadInput):
             start._check_same_examples(chief, chiefs)
-        worker = SimpleNamespace(broadcast=lambda _: of_chief[0], names_where=lambda flag: others if flag else [])
+        worker = SimpleNamespace(from_chief=lambda _: of_chief[0], names_where=lambda flag: others if flag else [])
         start._check_same_examples(worker, own)
 
     check(batches(9, "a"), batches(9, "a"), ["worker 1"])

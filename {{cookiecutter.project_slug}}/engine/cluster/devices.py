@@ -2,12 +2,10 @@
 
 import collections
 import contextlib
-import functools
 import os
 
 import tensorflow as tf
 
-from engine.cluster.nvidia import why_no_gpu
 from engine.cluster.rendezvous import called_after
 from engine.console import console
 
@@ -25,16 +23,10 @@ def let_gpu_memory_grow() -> None:
             continue  # It was divided into virtual devices, each with its own limit.
 
 
-@functools.cache
-def warn_of_unused_gpus() -> None:
-    """Warns once if this machine has GPUs, where TensorFlow lists none (tensorflow#63362, tensorflow#85689)."""
-    if reason := why_no_gpu(os.environ):
-        console.print(f"WARNING: trained on the CPU, because {reason}")
-
-
 def describe_own_devices(simulated_devices: int, *, only_one: bool = False) -> str:
     """Returns the devices of this process: "2 x NVIDIA A100", "4 simulated on 2 CPU cores", "CPU, 2 cores"."""
-    cores = f"{_count_cores()} core{'s' * (_count_cores() > 1)}"
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = f"{count} core{'s' * (count > 1)}"
     if simulated_devices:
         return f"{simulated_devices} simulated on {cores.replace('core', 'CPU core')}"
     gpus = tf.config.list_physical_devices("GPU")[: 1 if only_one else None]
@@ -62,7 +54,3 @@ def long_sums_reported(all_reduce: str) -> contextlib.AbstractContextManager[Non
     remedy = "set NCCL_DEBUG=INFO to see where; on one machine --all-reduce one_device does without it"
     message = f"No step has ended for {SECONDS_WITHOUT_AN_END:g} s. If NCCL hangs, {remedy}"
     return called_after(SECONDS_WITHOUT_AN_END, lambda: console.print(message))
-
-
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,6 @@
 """The cluster that this process belongs to, as TF_CONFIG, a Slurm step or a Kubernetes Indexed Job describes it."""
 
 import dataclasses
-import ipaddress
 import json
 import os
 import re
@@ -154,7 +153,4 @@ def _problems(cluster: Cluster) -> Iterator[str]:
 
 def is_loopback(host: str) -> bool:
     """Returns whether a host name or address means this machine on every machine."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")

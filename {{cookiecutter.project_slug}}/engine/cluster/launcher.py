@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import socket
@@ -217,7 +218,8 @@ def main(description: str) -> int:
             parser.error(f"--{name.replace('_', '-')} {value} must be {least} or more")
     workers, gpus = options.workers, visible_gpus(os.environ)
     # Simulated devices need no GPU. Then all GPUs are hidden, so that no process takes their memory.
-    used = [] if _simulates_devices(options.arguments) else gpus
+    is_simulated = re.search(r"--simulated[-_]devices[ =](?!0\b)", " ".join(options.arguments))
+    used = [] if is_simulated else gpus
     each, left_over = divmod(len(used), workers)
     if left_over:
         fitting = " or ".join(str(number) for number in range(1, len(used) + 1) if len(used) % number == 0)
@@ -229,9 +231,3 @@ def main(description: str) -> int:
         jobs = {"chief": 1, **jobs, "ps": options.parameter_servers}
         arguments = ["--strategy=parameter_server", *arguments]
     return Launcher(jobs, arguments, visible, options.max_restarts).run()
-
-
-def _simulates_devices(arguments: list[str]) -> bool:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--simulated-devices", "--simulated_devices", default="0")
-    return parser.parse_known_args(arguments)[0].simulated_devices != "0"

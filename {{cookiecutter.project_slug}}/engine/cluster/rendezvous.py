@@ -10,7 +10,6 @@ TensorFlow's own ports, which open next, trust everybody: the network must be pr
 
 import concurrent.futures
 import contextlib
-import errno
 import json
 import os
 import socket
@@ -137,13 +136,13 @@ def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
     """Sends the current `hello` to whoever connects to this process's address."""
     address = cluster.processes()[cluster.name]
     try:
-        servers = _listen(address)
+        server = _listen(address)
     except OSError as problem:
         fact = f"{cluster.source} puts {cluster.name} at {address}, where it cannot listen ({problem.strerror})"
         raise BadInput(f"{fact}: end the program that uses the port, or choose another port") from None
     over = threading.Event()
 
-    def answer(server: socket.socket) -> None:
+    def answer() -> None:
         while not over.is_set():
             try:
                 connection, _ = server.accept()
@@ -153,11 +152,10 @@ def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
             except OSError:  # Nobody connected, somebody left, or too many files are open.
                 over.wait(0.05)
 
-    # The threads end before the servers are closed.
-    with contextlib.ExitStack() as opened, concurrent.futures.ThreadPoolExecutor(len(servers)) as threads:
-        for server in servers:
-            opened.enter_context(server).settimeout(SECONDS_BETWEEN_QUESTIONS)
-            threads.submit(answer, server)
+    # The thread ends before the server is closed.
+    with server, concurrent.futures.ThreadPoolExecutor(1) as thread:
+        server.settimeout(SECONDS_BETWEEN_QUESTIONS)
+        thread.submit(answer)
         try:
             yield
         finally:
@@ -166,45 +164,25 @@ def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
 
 def _ask(address: str) -> Hello | None:
     """Returns the hello of the process at an address; None if nothing answers, or another program."""
-    deadline = time.monotonic() + SECONDS_PER_CONNECTION
-    received = bytearray()
     try:
-        with _connect(address) as connection:
+        with _connect(address) as connection, connection.makefile("rb") as received:
             # If TensorFlow has started there, its first byte differs, and it does not end.
-            while not received.endswith(b"\n") and received[:1] in (b"", b"{"):
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
-                data = connection.recv(2**16)
-                received += data
-                if not data or len(received) > LONGEST_HELLO:
-                    return None
-        hello = json.loads(received)
+            if (first := received.read(1)) != b"{":
+                return None
+            hello = json.loads(first + received.readline(LONGEST_HELLO))
     except (OSError, ValueError, RecursionError):
         return None
     kinds = {"task": str, "cluster": dict, "facts": dict, "own": dict, "rejection": str, "everyone": dict}
-    is_hello = isinstance(hello, dict) and all(isinstance(hello.get(key), kind) for key, kind in kinds.items())
-    return hello if is_hello else None
+    return hello if all(isinstance(hello.get(key), kind) for key, kind in kinds.items()) else None
 
 
-def _listen(address: str) -> list[socket.socket]:
-    """Listens at an address of this machine; at all of its addresses if this one is not its own, as in a container."""
+def _listen(address: str) -> socket.socket:
+    """Listens at a loopback address, or else at all addresses of this machine, as TensorFlow does afterwards."""
     host, port = _host_and_port(address)
-    found = []
-    with contextlib.suppress(OSError, UnicodeError):  # The name may be unknown, for now or for good.
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    servers = []
-    for family, _, _, _, place in found:
-        # A machine may know itself by a loopback address, as Debian's do, where no other one reaches it.
-        if is_loopback(str(place[0])) and not is_loopback(host):
-            continue
-        try:
-            servers.append(socket.create_server(place, family=family))
-        except OSError as problem:
-            if problem.errno in (errno.EADDRINUSE, errno.EACCES):
-                raise
-    if servers:
-        return servers
+    if is_loopback(host):
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     both = socket.has_dualstack_ipv6()
-    return [socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)]
+    return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.cluster.devices import describe_own_devices, let_gpu_memory_grow, warn_of_unused_gpus
+from engine.cluster.devices import describe_own_devices, let_gpu_memory_grow
 from engine.cluster.environment import Cluster, find_cluster, reject_cluster
 from engine.cluster.nvidia import identify_gpus, why_no_gpu
 from engine.cluster.parameter_servers import check_settings, coordinate, serve
@@ -65,12 +65,14 @@ def create_strategy(settings: Settings) -> tf.distribute.Strategy:
         check_settings(settings)
     if simulated:
         _simulate(simulated)
-    elif not gpus and name in ("one_device", "multi_worker"):
-        warn_of_unused_gpus()
 
     # Simulated devices have one way to sum.
     key = (name, simulated) if simulated else (name, gpus, settings.all_reduce)
     if key not in _made:
+        # TensorFlow itself says nothing (tensorflow#63362, tensorflow#85689).
+        uses_cpu = not simulated and not gpus and name in ("one_device", "multi_worker")
+        if uses_cpu and (reason := why_no_gpu(os.environ)):
+            console.print(f"WARNING: trained on the CPU, because {reason}")
         _made[key] = _create(name, settings, gpus, cluster)
     strategy, info = _made[key]
     _infos[strategy] = info  # TensorFlow's default strategy belongs to several keys.
@@ -152,7 +154,7 @@ def _create(
         return strategy, StrategyInfo(name, size, f"{devices} (the chief; the workers have their own)")
     workers = all_reduce = ""
     if cluster and name == "multi_worker":
-        strategy, devices = _multi_worker(cluster, gpus, settings)
+        strategy, devices = _multi_worker(cluster, gpus, devices, settings)
         workers = f"{len(cluster.processes())} workers, "
         all_reduce = f"{'nccl' if gpus else 'ring'} between the workers"
     elif name == "mirrored":
@@ -197,13 +199,12 @@ def _mirrored(simulated: int, gpus: int, all_reduce: str) -> tf.distribute.Strat
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=reductions[all_reduce]())
 
 
-def _multi_worker(cluster: Cluster, gpus: int, settings: Settings) -> tuple[tf.distribute.Strategy, str]:
+def _multi_worker(cluster: Cluster, gpus: int, devices: str, settings: Settings) -> tuple[tf.distribute.Strategy, str]:
     """Returns the strategy and the devices of the workers, after the rendezvous with them."""
     console.print(f"{cluster.name} of {', '.join(map(' '.join, cluster.processes().items()))}")
     # Only the chief uses --run-dir.
     facts = {flag(name): value for name, value in settings.as_json().items() if name != "run_dir"}
     facts |= {**shared_facts(), "GPUs": gpus}
-    devices = describe_own_devices(settings.simulated_devices)
     own = {"host": socket.gethostname(), "devices": devices, "gpus": identify_gpus(os.environ, gpus)}
     workers = rendezvous(cluster, facts, own, timeout=settings.cluster_timeout)
     _check_gpus_are_not_shared(workers)

@@ -97,10 +97,6 @@ class Workers:
             raise error
         return value
 
-    def broadcast(self, value: Any) -> Any:
-        """Returns the chief's `value` on every worker."""
-        return self.from_chief(lambda: value)
-
 
 def _as_integers(packed: bytes) -> np.ndarray:
     return np.frombuffer(packed + bytes(-len(packed) % 4), np.int32)

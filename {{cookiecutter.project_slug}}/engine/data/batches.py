@@ -42,7 +42,7 @@ class Batches:
         dropped: examples that one pass drops.
         shards_by_file: whether each of several processes loads files of its own.
         element_spec: of a per-replica batch: static shapes [batch, ...].
-        example_spec: the element spec of task.load_examples.
+        examples: the examples that this process loads, in their order.
         fingerprint: of record files, which must be the same when a run is resumed; None for other examples.
         traced: what task.prepare_example does; None if it runs in Python, with --eager.
         stacks: how steps take batches out of the stacks that `iterator` yields.
@@ -71,23 +71,22 @@ class Batches:
         self.per_replica_batch_size = per_replica_batch_size(size, strategy.num_replicas_in_sync, flag)
         self._lengths = [each.length for each in examples]
         self._count_steps(settings)
-        self._processes, process = context.num_input_pipelines, context.input_pipeline_id
         loaders = len(examples)  # The processes, if each loads files of its own; else 1.
-        self._loader = process % loaders
-        self._examples, self._preparation = examples[self._loader], preparation
-        self.example_spec, self.fingerprint = self._examples.element_spec, self._examples.fingerprint
+        self._loader = context.input_pipeline_id % loaders
+        self.examples, self._preparation = examples[self._loader], preparation
+        self.fingerprint, example_spec = self.examples.fingerprint, self.examples.element_spec
         self._prepared = preparation.trace(
-            self.example_spec, hook_of(name), first_example=lambda: next(iter(self._examples.unshuffled()))[1]
+            example_spec, hook_of(name), first_example=lambda: next(iter(self.examples.unshuffled()))[1]
         )
         self.traced = self._prepared.traced
         batch_spec = batched(unbatched(self._prepared.batch_spec), self.per_replica_batch_size)
         self.element_spec = batch_spec[:3]
         self.stacks = Stacks(strategy, batch_spec, self._prepared.padding)
         self._bytes_of_batch = strategy.num_replicas_in_sync * bytes_of(self.element_spec)
-        bytes_read = size * bytes_of(self.example_spec) if is_static(self.example_spec) else 0
+        bytes_read = size * bytes_of(example_spec) if is_static(example_spec) else 0
         self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, self._bytes_of_batch)))
-        from_loader, from_process = size // loaders, size // self._processes
-        first = process * from_process % from_loader
+        from_loader, from_process = size // loaders, size // context.num_input_pipelines
+        first = context.input_pipeline_id * from_process % from_loader
         self._shard = Shard(from_loader, slice(first, first + from_process), self.steps_per_pass * from_loader)
         self._iterator: StackIterator | None = None
 
@@ -128,14 +127,6 @@ class Batches:
         of_pass = sum(min(length, self.steps_per_pass * size) for length in self._lengths)
         return passes * of_pass + sum(min(length, steps * size) for length in self._lengths)
 
-    def cache(self) -> None:
-        """Reads the examples that this process caches in memory. Raises BadInput if they cannot be read."""
-        self._examples.cache()
-
-    def describe_shuffling(self) -> tuple[str, int]:
-        """Returns how this process shuffles its training examples, as one line, and the bytes that this takes."""
-        return self._examples.describe_shuffling(self._processes)
-
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
         """Returns an iterator over the global batches from a step of an epoch on. All evaluations have the same."""
         number, step = self._place(epoch, first_step)
@@ -164,7 +155,7 @@ class Batches:
 
     def _stacks_of_process(self, first_pass: int, first_step: int, sizes: Sizes) -> tf.data.Dataset:
         """Returns stacks of these `sizes` from a step of a pass on: tuples of one for each replica of this process."""
-        self.cache()
+        self.examples.cache()
         sizes_of_first, sizes_of_others = (tf.constant(each, tf.int64) for each in sizes)
         replicas = self._shard.size // self.per_replica_batch_size
 
@@ -185,16 +176,16 @@ class Batches:
         """Returns the prepared examples of this process in a pass from a step on, any number [n, ...] in an element."""
         # In evaluation every pass is the same.
         seed = pass_seed(self._seed, number if self._training else tf.zeros_like(number))
-        length_and_seed = self._examples.length, tf.stack([seed, self._loader])
+        length_and_seed = self.examples.length, tf.stack([seed, self._loader])
         order_seed = seed if self._training else None
         shard, size = self._shard, self._shard.examples_per_batch
         if not self._prepared.takes_batches:
-            numbered = self._examples.one_by_one(shard, first_step * size, order_seed)
+            numbered = self.examples.one_by_one(shard, first_step * size, order_seed)
             prepared = self._preparation.one_by_one(numbered, self._prepared, *length_and_seed)
             return prepared.batch(shard.size, drop_remainder=True)
         # Counted from batch 0, so that after a resume a batch is prepared with the same others, and rounded alike.
         skipped, at_once = first_step % self._batches_at_once, self._batches_at_once
-        elements, pick = self._examples.batches(shard, (first_step - skipped) * size, order_seed, at_once)
+        elements, pick = self.examples.batches(shard, (first_step - skipped) * size, order_seed, at_once)
         prepare = self._preparation.batch_function(*length_and_seed)
 
         def pick_and_prepare(number: tf.Tensor, element: tuple[Any, Any]) -> Any:
@@ -206,7 +197,7 @@ class Batches:
     def _rejection(self, problem: tf.errors.OpError, number: int, step: int) -> BadInput:
         """Returns the error for batches that cannot be read or prepared, from `step` of a pass on."""
         epoch, step = divmod(number * self.steps_per_pass + step, self.steps_per_epoch)
-        examples, seed = self._examples, tf.zeros([2], tf.int64)
+        examples, seed = self.examples, tf.zeros([2], tf.int64)
         one_by_one = self._preparation.one_by_one(examples.unshuffled(), self._prepared, examples.length, seed)
         return examples.rejection(problem, one_by_one, f"in the batches from step {step + 1} of epoch {epoch + 1} on")
 

@@ -20,18 +20,14 @@ BYTES_OF_TEXT = 2**14
 
 def encode(spec: Any) -> Any:
     """Returns an element spec as JSON values; a leaf that is not a tensor, such as a ragged one, becomes its kind."""
-    if isinstance(spec, Mapping):
-        return {name: encode(each) for name, each in spec.items()}
-    if isinstance(spec, tuple | list):
-        return [encode(each) for each in spec]
-    return leaf_text(spec)
+    return tf.nest.map_structure(leaf_text, spec)
 
 
 def decode(value: Any) -> Any:
     """Returns the element spec that `encode` was given. Raises ValueError unless all its leaves are tensors."""
     if isinstance(value, dict):
         return {name: decode(each) for name, each in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return tuple(decode(each) for each in value)
     found = re.fullmatch(r"(\w+)\[(.*)\]", str(value))
     if not found:
@@ -50,7 +46,7 @@ def leaf_text(leaf: Any) -> str:
 
 def as_text(spec: Any) -> str:
     """Returns an element spec as one short line."""
-    return str(tf.nest.map_structure(leaf_text, spec)).replace("'", "")
+    return str(encode(spec)).replace("'", "")
 
 
 def batched(spec: Any, size: int | None = None) -> Any:

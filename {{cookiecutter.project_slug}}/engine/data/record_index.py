@@ -1,8 +1,8 @@
 """Where the records of TFRecord files are: found without reading the records, and cached beside the files.
 
-A record is its length (8 bytes), a checksum of the length, its data, and a checksum of the data. Of large records the
-data are not read. The index of a file is cached in a hidden file beside it, and made again when the file's size or time
-of change differs, or when the cache is damaged.
+A record is its length (8 bytes), a checksum of the length, its data, which are skipped, and a checksum of the data. The
+index of a file is cached in a hidden file beside it, and made again when the file's size or time of change differs, or
+when the cache is damaged.
 """
 
 import array
@@ -25,7 +25,6 @@ VERSION = 2
 HEADER, FOOTER = 12, 4  # Bytes of a record before and behind its data.
 # The first bytes of files that gzip or zlib has compressed.
 COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
-SMALL_RECORD = 2**12  # To read a smaller one takes less time than to skip it.
 CRC_TABLE = np.arange(256, dtype=np.uint32)  # What each byte adds to a CRC-32C.
 for _ in range(8):
     CRC_TABLE = np.where(CRC_TABLE & 1, CRC_TABLE >> 1 ^ np.uint32(0x82F63B78), CRC_TABLE >> 1)
@@ -101,11 +100,8 @@ def _walk(file: BinaryIO, size: int) -> tuple[np.ndarray, np.ndarray, bytes]:
         offsets.append(end)
         if end > size:
             break
-        if length < SMALL_RECORD:
-            following = file.read(length + FOOTER + HEADER)[length:]
-        else:
-            file.seek(end - FOOTER)
-            following = file.read(FOOTER + HEADER)
+        file.seek(end - FOOTER)
+        following = file.read(FOOTER + HEADER)
         checksums += following[:FOOTER]
         header = following[FOOTER:]
     return np.array(offsets, np.int64), np.frombuffer(bytes(headers), np.uint8).reshape(-1, HEADER), bytes(checksums)

@@ -10,6 +10,7 @@ in memory. A record's place is its number in the sequence; all else follows from
 import dataclasses
 import glob
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -42,8 +43,7 @@ class Records:
     """
 
     def __init__(self, *patterns: str | Path | list[str | Path]) -> None:
-        given = [each for pattern in patterns for each in (pattern if isinstance(pattern, list | tuple) else [pattern])]
-        self.patterns = [os.fspath(each) for each in given]
+        self.patterns = [os.fspath(each) for each in tf.nest.flatten(patterns)]
         self._count: int | None = None
 
     def __str__(self) -> str:
@@ -87,20 +87,11 @@ class Records:
         sha256 = hashlib.sha256("".join(each.sha256 for each in files).encode()).hexdigest()
         length = sum(each.length for each in files)
         fingerprint = {"patterns": str(self), "files": len(files), "records": length, "sha256": sha256}
-        files = _shortened(files, self._count) if self._count is not None else files
+        if self._count is not None:
+            firsts = itertools.accumulate((each.length for each in files), initial=0)
+            left = [(each, self._count - first) for each, first in zip(files, firsts, strict=False)]
+            files = [dataclasses.replace(each, offsets=each.offsets[: count + 1]) for each, count in left if count > 0]
         return RecordExamples(files, hook, shuffle_bytes, fingerprint)
-
-
-def _shortened(files: list[FileIndex], count: int) -> list[FileIndex]:
-    """Returns the files of the first `count` records, the last one with those records only."""
-    shortened = []
-    for each in files:
-        offsets = each.offsets[: count + 1]
-        count -= len(offsets) - 1
-        shortened.append(dataclasses.replace(each, offsets=offsets))
-        if not count:
-            break
-    return shortened
 
 
 def segment_count(examples_per_batch: int) -> int:

@@ -15,17 +15,12 @@ from engine.data.stacks import CompiledSteps, StackIterator, Stacks
 
 
 class WorkerPool(Protocol):
-    """The workers, as the chief reaches them."""
+    """The part of engine.cluster.parameter_servers.WorkerPool that batches need."""
 
-    @property
-    def count(self) -> int:
-        """The number of workers."""
+    count: int
 
-    def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any:
-        """Returns the workers' iterators, as one value; each worker calls `dataset` for its own."""
-
-    def take_steps(self, steps: Callable[..., tf.Tensor], iterators: Any, count: int) -> np.ndarray:
-        """Has the workers take `count` steps together; returns their losses ([count]), in any order."""
+    def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any: ...
+    def take_steps(self, steps: Callable[..., tf.Tensor], iterators: Any, count: int) -> np.ndarray: ...
 
 
 class WorkerBatches(Batches):
@@ -38,7 +33,7 @@ class WorkerBatches(Batches):
         """`load` calls task.load_examples; the other arguments are those of Batches."""
         super().__init__(*arguments)
         self._load, self._workers = load, workers
-        self._examples.may_be_cached = False  # Each worker loads them again.
+        self.examples.may_be_cached = False  # Each worker loads them again.
         self.stacks = WorkerStacks(self.stacks.strategy, self.stacks.batch_spec, self.stacks.padding, workers)
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
@@ -57,7 +52,7 @@ class WorkerBatches(Batches):
     def endless(self, epoch: int, first_step: int, workers: int, worker: tf.Tensor) -> tf.data.Dataset:
         """Returns batches of every `workers`-th example, again and again, in the graph of a worker."""
         # Loaded where they are used, because a dataset of the chief's cannot be sent to a worker.
-        examples = self._examples.for_worker(self._load)
+        examples = self.examples.for_worker(self._load)
         seed = pass_seed(self._seed, tf.constant(epoch, tf.int64))
         first = tf.constant(first_step * self.global_batch_size, tf.int64)
         numbered = examples.one_by_one(self._shard, first, seed).shard(workers, worker).repeat()

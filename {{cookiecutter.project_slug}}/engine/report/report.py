@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import tensorflow as tf
+from rich.text import Text
 
-from engine.console import Lines, console
+from engine.console import console, digits
 from engine.model.metrics import ResultNames
 from engine.report.curves import CURVES, figure_of_run, write_figure
 from engine.report.summaries import TENSORBOARD, Summaries
@@ -23,6 +24,7 @@ STEPS = "steps.csv"
 SECONDS_BETWEEN_CURVES = 30.0  # curves.png is drawn at most this often, and at the end of a run.
 SECONDS_PER_ROW = 1.0  # A row of steps.csv covers at least this time; an execution may be far shorter.
 MUCH_WAITING = 0.1  # Waiting for batches is reported above this fraction of the training time, and above a second.
+SEPARATOR = " / "  # Between the values of a metric on several datasets.
 
 
 class Report:
@@ -150,3 +152,52 @@ class Report:
             figure = figure_of_run(self.settings, self.names, self.rows, *marks)
             write_figure(self.run_dir / CURVES, figure)
             self._curves_drawn = time.monotonic()
+
+
+class Lines:
+    """Prints the lines of one run's epochs, all with the same choice of metrics.
+
+        Each metric as train / validation
+        epoch  1/10  loss  1.985 / 0.9777  accuracy 0.2821 / 0.7318  1.8 s      791 examples/s  best
+
+    A metric that all datasets have is shown once; others have their full names. If the line would be too long, the
+    ends after the first are dropped, and then metrics; the monitored one and the losses take precedence.
+    """
+
+    def __init__(self, names: ResultNames, monitor: str, rest: str) -> None:
+        """`monitor` is the result with precedence, `rest` the file that contains all results."""
+        self._names, self._monitor, self._rest = names, monitor, rest
+        self._explained = {""}
+
+    def print(self, start: str, metrics: Mapping[str, float], *ends: str, is_best: bool) -> None:
+        """Prints a line: its start, the metrics ("<dataset>/<metric>" -> value), and its ends."""
+        values = self._names.lines(metrics)
+        if self._monitor in metrics:  # It may be an element of an array.
+            values[self._monitor] = metrics[self._monitor]
+        measured = set(map(self._names.dataset, values))
+        datasets = [name for name in self._names.datasets if name in measured]
+        texts: dict[str, str] = {}
+        for name, value in values.items():
+            metric = self._names.metric(name)
+            all_values = [values.get(f"{each}/{metric}") for each in datasets]
+            key, shared = (name, [value]) if len(datasets) < 2 or None in all_values else (metric, all_values)
+            texts[key] = f"{key} {SEPARATOR.join(f'{digits(each):>6}' for each in shared)}"
+
+        def fits(*groups: str) -> bool:  # Room for "best" is kept on all lines, so that all show the same metrics.
+            return len("  ".join([start, *(texts[each] for each in groups), *ends, "best"])) <= console.line_width
+
+        while ends[1:] and not fits(*texts):
+            ends = ends[:-1]
+        first = (self._monitor, self._names.metric(self._monitor))
+        shown: list[str] = []
+        for each in sorted(texts, key=lambda each: (each not in first, not each.endswith("loss"))):
+            shown += [each] * (not shown or fits(*shown, each))
+        chosen = [text for each, text in texts.items() if each in shown]  # In the order of task.create_metrics.
+        legends = [f"Each metric as {SEPARATOR.join(datasets)}"] * any(SEPARATOR in text for text in chosen)
+        legends += [f"{len(texts) - len(chosen)} more in {self._rest}"] * (len(texts) > len(chosen))
+        if (legend := "; ".join(legends)) not in self._explained:
+            self._explained.add(legend)
+            console.print(legend, style="dim")
+        line = Text("  ".join([start, *chosen, *ends, *["best"] * is_best]))
+        line.stylize("bold green" * is_best, -len("best"))
+        console.print(line)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
-from engine.console import console, in_short, print_facts
+from engine.console import console, digits, print_facts
 from engine.data.batches import Batches
 from engine.data.stacks import CompiledSteps
 from engine.errors import BadInput, Damaged
@@ -119,7 +119,8 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
         with run.evaluation_weights(), run.live.shown():
             metrics = program.validate()
         seen.add(step := step_of(path))
-        console.print(f"{path.name}  {in_short(names, metrics)}")
+        texts = [f"{name} {digits(value)}" for name, value in names.lines(metrics).items()]
+        console.print("  ".join([path.name, *texts]))
         summaries.add(step, names.scalars(metrics))
         rows = sorted([*rows, {"step": step, **metrics}], key=lambda row: row["step"])
         write_rows(file, rows)

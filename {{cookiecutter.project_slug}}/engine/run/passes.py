@@ -62,7 +62,7 @@ class Executions:
         """Adjusts the length to the time that an execution took; every worker must call it."""
         if self._is_measured and count == self._lengths[split]:
             # At most doubled each time, because the first call compiles, and so looks slow.
-            self._lengths[split] = self.workers.broadcast(max(1, min(2 * count, int(count / seconds))))
+            self._lengths[split] = self.workers.from_chief(lambda: max(1, min(2 * count, int(count / seconds))))
 
     def report_missing_profile(self) -> None:
         if self._settings.profile and self._trained <= PROFILED:

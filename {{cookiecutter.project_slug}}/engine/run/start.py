@@ -64,7 +64,7 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
         start = Progress(learning_rates=_created_rates(run)), message
     progress, message = start
     for each in batches.values():
-        each.cache()  # Examples that cannot be read are rejected before anything is written.
+        each.examples.cache()  # Examples that cannot be read are rejected before anything is written.
     progress.workers = run.workers.count
     run.start(progress)
     from_chief(lambda: _write_files(run, directory, batches, fresh))
@@ -86,7 +86,7 @@ def _is_fresh(settings: Settings) -> bool:
 def _check_same_examples(workers: Workers, batches: dict[str, Batches]) -> None:
     """Raises BadInput in every process if their examples differ: each would take its shard of another order."""
     own = {name: (each.number_of_examples, (each.fingerprint or {}).get("sha256")) for name, each in batches.items()}
-    if others := workers.names_where(own != workers.broadcast(own)):
+    if others := workers.names_where(own != workers.from_chief(lambda: own)):
         counts = ", ".join(f"{count:,} for {name!r}" for name, (count, _) in own.items())
         raise BadInput(
             f"{', '.join(others)}: task.load_examples returned other examples than in the first process (here "

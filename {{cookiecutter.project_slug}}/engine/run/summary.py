@@ -36,7 +36,7 @@ def describe_run(run: Run, batches: dict[str, Batches], earlier: dict[str, Any])
         "versions": versions(),
         "code_sha256": {**code_sha256(), **earlier.get("code_sha256", {})},  # As the run started.
         # --export and predict.py have no data, so they read the element specs here.
-        "example": element_spec.encode(last.example_spec),
+        "example": element_spec.encode(last.examples.element_spec),
         "features": element_spec.encode(last.features_spec),
         "records": describe_records(batches),
     }
@@ -79,7 +79,7 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
     steps = f"{train.steps_per_pass} steps"
     if train.steps_per_epoch != train.steps_per_pass:
         steps = f"{train.steps_per_epoch} steps; a pass over the examples has {train.steps_per_pass}"
-    shuffled, taken = train.describe_shuffling()
+    shuffled, taken = train.examples.describe_shuffling(run.workers.count)
     dropped = f", each drops {train.dropped} examples (--keep-last-batch keeps them)" if train.dropped else ""
     splits = {each.split for each in batches.values()}
     examples = [f"{name} {each.number_of_examples}" for name, each in batches.items()]
