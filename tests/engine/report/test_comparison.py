@@ -97,14 +97,6 @@ def test_what_is_no_run_is_refused(path: str) -> None:
     assert not Path("comparison.png").exists()
 
 
-def test_nothing_is_written_into_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = run("a", [0.5]).absolute()
-    monkeypatch.chdir(path)
-    with pytest.raises(BadInput, match="start it elsewhere"):
-        compare([path])
-    assert sorted(each.name for each in path.iterdir()) == ["config.json", "metrics.csv"]
-
-
 @pytest.mark.parametrize(
     ("more", "rule"),
     [(["--fresh"], "--fresh cannot be combined with --compare"), (["--export"], "--export cannot be combined with")],

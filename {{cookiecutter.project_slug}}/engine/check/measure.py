@@ -17,8 +17,7 @@ from engine.protocols import Task
 from engine.run.evaluation import Program
 from engine.settings import Settings
 
-Arrays = dict[str, np.ndarray]
-"""Variable -> its value, gradient or change."""
+Arrays = dict[str, np.ndarray]  # Variable -> its value, gradient or change.
 
 BATCHES = 3
 RANDOMNESS = ("rate", "stddev", "dropout", "recurrent_dropout")  # Attributes of Keras layers: how much they draw.

@@ -20,8 +20,7 @@ from engine.settings import Settings
 # Small batches are prepared several in one call, because a call takes longer than the work itself.
 BATCHES_AT_ONCE = 16
 BYTES_AT_ONCE = 2**20
-# Stacks that are ready before they are asked for.
-STACKS_AHEAD = 2
+STACKS_AHEAD = 2  # Stacks that are ready before they are asked for.
 
 
 class Batches:

@@ -14,8 +14,7 @@ import tensorflow as tf
 MEASURED = 256
 # What TensorFlow adds to the bytes of a string, of an example in a shuffle buffer, and of each of its tensors.
 BYTES_OF_STRING, BYTES_OF_ELEMENT, BYTES_OF_TENSOR = 40, 128, 64
-# A guess: an element spec does not contain the length of a string.
-BYTES_OF_TEXT = 2**14
+BYTES_OF_TEXT = 2**14  # A guess: an element spec does not contain the length of a string.
 
 
 def encode(spec: Any) -> Any:

@@ -17,12 +17,9 @@ from engine.data.element_spec import bytes_in_buffer, bytes_of, is_exact, is_sta
 from engine.errors import BadInput
 from engine.user_errors import first_line, is_users, where_raised
 
-# Examples of up to this size are read once and cached.
-BYTES_IN_MEMORY = 2**29
-# Where only the first examples were measured, the others may be larger.
-MARGIN = 1.5
-# How long to search for the example that cannot be read or prepared.
-SECONDS_TO_SEARCH = 60.0
+BYTES_IN_MEMORY = 2**29  # Examples of up to this size are read once and cached.
+MARGIN = 1.5  # Where only the first examples were measured, the others may be larger.
+SECONDS_TO_SEARCH = 60.0  # How long to search for the example that cannot be read or prepared.
 # Calls that run at once: more than there are cores, so that a core finds the next one waiting.
 PARALLEL_CALLS = 64
 

@@ -28,12 +28,9 @@ MOST_SEGMENTS = 64
 # Consecutive records that are read at once. Small datasets have smaller blocks, and at least this many.
 BYTES_OF_BLOCK = 2**18
 BLOCKS_OF_SMALL_DATASET = 1024
-# Memory for the windows where nothing is shuffled, to read ahead.
-BYTES_WITHOUT_SHUFFLE = 2**24
-# Memory that a record takes besides its data.
-BYTES_BESIDES = 300
-# The next window of a segment is read when this fraction of the one before is left.
-READ_AHEAD = 1 / 8
+BYTES_WITHOUT_SHUFFLE = 2**24  # Memory for the windows where nothing is shuffled, to read ahead.
+BYTES_BESIDES = 300  # Memory that a record takes besides its data.
+READ_AHEAD = 1 / 8  # The next window of a segment is read when this fraction of the one before is left.
 
 
 class Records:

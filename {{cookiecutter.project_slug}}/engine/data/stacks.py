@@ -22,8 +22,7 @@ from engine.data.element_spec import batched
 from engine.data.padding import Padding
 from engine.errors import BadInput
 
-# The size of a stack at most, for all replicas together.
-BYTES_OF_STACK = 2**22
+BYTES_OF_STACK = 2**22  # The size of a stack at most, for all replicas together.
 # Each of the first stacks is this many times as large as the one before, so that the first one is ready soon.
 GROWTH = 4
 

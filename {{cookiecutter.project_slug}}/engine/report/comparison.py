@@ -40,14 +40,12 @@ class Compared:
 def compare(paths: Sequence[Path]) -> None:
     """Prints a table of the runs in some directories, and writes their curves to comparison.png in the current folder.
 
-    Raises BadInput if a directory contains no run, or the current folder contains one; CannotWrite.
+    Raises BadInput if a directory contains no run; CannotWrite.
     """
     names = [path.absolute().name for path in paths]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
     runs = [_read(path, name) for path, name in zip(paths, names, strict=True)]
-    if Path(CONFIG).exists():
-        raise BadInput(f"--compare writes {COMPARISON} to the current folder, which contains a run: start it elsewhere")
     _print_table(runs)
     if figure := figure_of_runs(runs):
         curves.write_figure(Path(COMPARISON), figure)

@@ -13,8 +13,7 @@ from engine.user_errors import first_line
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
 COUNTS = COLUMNS[:2]
 
-Row = dict[str, Any]
-"""Column -> number; a blank cell has no entry."""
+Row = dict[str, Any]  # Column -> number; a blank cell has no entry.
 
 
 def is_metric(column: str) -> bool:

@@ -24,8 +24,6 @@ from engine.run.signals import signals
 from engine.run.start import initialize
 from engine.settings import CONFIG, Settings
 
-SECONDS_BETWEEN_LOOKS = 1.0
-
 
 class Program(Protocol):
     """The global objects and functions of train.py that the evaluation and --check use; it passes itself to them."""
@@ -135,5 +133,5 @@ def _wait_for(find: Callable[[], Any], settings: Settings) -> Any:
         if time.monotonic() > deadline:
             console.print(f"Nothing new for {settings.evaluation_timeout:g} s (--evaluation-timeout)")
             return None
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(1.0)
     return found

@@ -49,9 +49,6 @@ class Progress:
                 del counted[name]
         return under_way
 
-    def is_evaluating(self) -> bool:
-        return bool({*self.steps_of_pass, *self.metrics} - {"train"})
-
     def end_epoch(self) -> tuple[float, float, float]:
         """Counts one more epoch; returns its seconds in all, in training, and in waiting for training batches."""
         seconds = sum(self.seconds_of_epoch.values())

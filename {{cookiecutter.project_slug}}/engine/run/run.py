@@ -145,8 +145,8 @@ class Run:
     @contextlib.contextmanager
     def evaluation_weights(self) -> Iterator[None]:
         """Gives all replicas the mean of their statistics; with --ema-decay, the average replaces the weights."""
-        if not self.progress.is_evaluating():  # Otherwise it was stopped in an evaluation, after the mean.
-            self.objects.average_statistics()
+        if not {*self.progress.steps_of_pass, *self.progress.metrics} - {"train"}:
+            self.objects.average_statistics()  # Otherwise the run was stopped in an evaluation, after the mean.
         with self.objects.average.in_place():
             yield
 

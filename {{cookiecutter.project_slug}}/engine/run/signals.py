@@ -15,8 +15,7 @@ from engine.console import console
 from engine.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A terminal, or a program that ends a group of processes, may send the same signal twice.
-SECONDS_AS_ONE = 1.0
+SECONDS_AS_ONE = 1.0  # A terminal, or a program that ends a group of processes, may send the same signal twice.
 
 
 class Signals:

@@ -22,8 +22,6 @@ from engine.run.summary import describe_records, describe_run, describe_start, p
 from engine.settings import CONFIG, Settings
 from engine.tracing import unrepeatable_in_preparation, unrepeatable_in_step
 
-STARTS_KEPT = 100  # A run may be restarted many times.
-
 
 def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: Workers) -> dict[str, Any] | None:
     """Locks the directory; returns the result of the run in it if nothing is left to do.
@@ -102,11 +100,9 @@ def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
     run.hidden.check(run.checkpoints.state.variables())
     found = []
     if step := run.hidden.training:
-        draws, python = unrepeatable_in_step(step)
-        found += [f"task.train_step: {text}" for text in draws + python]
+        found += [f"task.train_step: {text}" for texts in unrepeatable_in_step(step) for text in texts]
     for traced in filter(None, (each.traced for each in batches.values())):  # It is None with --eager.
-        draws, python = unrepeatable_in_preparation(traced)
-        found += [f"task.prepare_example: {text}" for text in draws + python]
+        found += [f"task.prepare_example: {text}" for texts in unrepeatable_in_preparation(traced) for text in texts]
     for text in dict.fromkeys(found):
         console.print(text)
 
@@ -212,7 +208,7 @@ def _write_files(run: Run, directory: RunDirectory, batches: dict[str, Batches],
     # Weights that were saved after the checkpoint will be saved again.
     run.best.forget(progress.step, but=progress.best_step)
     earlier = read_json(settings.run_dir / CONFIG) or {"start_id": os.environ.get(START_ID)}
-    starts = [*earlier.get("starts", []), describe_start(progress.step, settings)][-STARTS_KEPT:]
+    starts = [*earlier.get("starts", []), describe_start(progress.step, settings)][-100:]  # There may be many.
     resumed = [start["step"] for start in starts if 0 < start["step"] <= progress.step]
     done = {"epochs_done": progress.epoch, "validated_step": progress.validated_step or 0, "step": progress.step}
     run.report = Report(settings, run.objects.names, direction, resumed=resumed, **done)
