@@ -101,7 +101,7 @@ def datasets(split: str) -> list[Batches]:
 def distributed_train_step(batch) -> tf.Tensor:
     """Runs task.train_step on every replica; returns the batch's loss (scalar)."""
     per_replica_losses = strategy.run(in_micro_batches(task.train_step, config), args=(batch,))
-    objects.average.update()  # Of the weights, with --ema-decay.
+    objects.average.update()  # With --ema-decay.
     # KEEP: SUM, because every replica's loss is already divided by the global batch size.
     return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
 
@@ -148,11 +148,11 @@ def graph(split: str) -> tf.Graph | None:
 
 
 def train_epoch(epoch: int = 0) -> dict[str, float]:
-    """Trains on the batches that are left of an epoch, counted from 0; returns the training metrics of all."""
+    """Trains on the remaining batches of an epoch, counted from 0; returns the metrics of the complete epoch."""
     training = run.start_pass(batches["train"], epoch)
     while training.steps_left:
         # About a second of steps, at most up to the next checkpoint or validation. The first list is empty if a resumed
-        # run was stopped in a validation, which must end first.
+        # run still owes a validation.
         losses = [run_steps["train"](stack, first, count) for stack, first, count in training.next_execution()]
         run.record_losses(training, losses)
         if run.save_is_due(training):  # With --checkpoint-every-steps.
@@ -188,7 +188,7 @@ def test() -> dict[str, float]:
 
 def validate_and_keep_best(epoch: int) -> dict[str, float]:
     """Returns the validation metrics; saves the weights if --monitor has never been better."""
-    with run.evaluation_weights():  # With --ema-decay the averaged ones.
+    with run.evaluation_weights():  # With --ema-decay these are the averages.
         metrics = validate(epoch)
         run.save_if_best(metrics)
     return metrics

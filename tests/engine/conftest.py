@@ -22,7 +22,7 @@ REPORT = Path(__file__).parent / "report"
 
 @pytest.fixture(autouse=True)
 def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws curves in the tests of the report only, and reads the digits once: together a quarter of a short run."""
+    """Draws curves in the tests of the report only, and reads the digits once; both take a good part of a short run."""
     if REPORT not in request.path.parents:
         monkeypatch.setattr(report, "write_figure", lambda path, figure: None)
     if hasattr(task, "load_digits"):

@@ -29,7 +29,7 @@ def _server() -> multiprocessing.context.ForkServerContext:
 
 
 def _run(arguments: Sequence[str], folder: Path, environment: dict[str, str], out: Path, err: Path) -> None:
-    """Is `python <arguments>` in a folder, from here on."""
+    """Turns this process into `python <arguments>` in a folder."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -56,7 +56,7 @@ def _run(arguments: Sequence[str], folder: Path, environment: dict[str, str], ou
 
 
 class Program:
-    """`python <arguments>` in a folder; `out` and `err` get what it writes. It has what Popen has, as far as needed."""
+    """`python <arguments>` in a folder; `out` and `err` get what it writes. It has those methods of Popen that the tests use."""
 
     def __init__(
         self, arguments: Sequence[str], folder: Path, out: Path, err: Path, environment: dict[str, str] | None = None

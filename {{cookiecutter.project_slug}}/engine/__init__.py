@@ -11,11 +11,11 @@ settings   the engine's settings and the command line     errors    how a run en
 console    output                                         user_errors  what the user's code raises, as one line
 protocols  what the engine uses of task.py
 files      files that are written completely or not       versions  the code and the packages that a run depends on
-tracing    what a traced function does                   quiet_start  a first minute without TensorFlow's lines
+tracing    what a traced function does                   quiet_start  hides TensorFlow's lines about itself
 
-check and trained import run; run imports report, cluster, data and model; report imports model. No other subpackage
-imports another, and the files beside them import none. Nothing here imports train, task or config, which hand over
-what the engine needs.
+check and trained import run; these three import cluster, data and model; run imports report, and report model. No other
+subpackage imports another, and the files beside them import none. Nothing here imports train, task or config, which
+hand over what the engine needs.
 """
 
 import atexit
@@ -26,7 +26,7 @@ from engine.quiet_start import filter_stderr
 # Before TensorFlow is imported.
 filter_stderr()
 
-# TensorFlow's import makes nearly a million objects. Searching them for garbage takes 0.4 s of the start, and 0.7 s of
+# TensorFlow's import makes 600,000 objects. Searching them for garbage takes 0.4 s of the start, and 0.7 s of
 # the end. The first build excludes them from the search, which then is as frequent as usual.
 WHILE_IMPORTING = 1_000_000
 gc.set_threshold(WHILE_IMPORTING)

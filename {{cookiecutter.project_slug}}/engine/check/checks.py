@@ -22,6 +22,7 @@ from engine.check.causes import why_losses_differ
 from engine.check.measure import Measured, close
 from engine.cluster.strategy import create_strategy
 from engine.data.examples import hook_of
+from engine.data.records import Records
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.variables import by_name, is_seed, model_variables
@@ -101,8 +102,8 @@ def _check_examples(program: Program, task: Task, settings: Settings, global_bat
 
 
 def _fingerprints(examples: Any) -> list[bytes]:
-    """Returns the bytes of the first examples; none if `examples` is not a dataset, which the engine rejects later."""
-    if not isinstance(examples, tf.data.Dataset):
+    """Returns the bytes of the first examples; none for what the engine rejects later."""
+    if not isinstance(examples, tf.data.Dataset | Records):
         return []
     first = examples.take(EXAMPLES_READ_TWICE).as_numpy_iterator()
     # Texts are objects, whose bytes are addresses; pickle takes any value.

@@ -38,7 +38,7 @@ class Workers:
         self.index = self.names.index(cluster.name)
         self.is_chief = cluster.is_chief  # Only the chief writes.
         hosts = [address.rpartition(":")[0] for address in cluster.processes().values()]
-        self.on_one_machine = max(map(hosts.count, hosts))  # The most workers of one machine, judged by addresses.
+        self.most_on_one_machine = max(map(hosts.count, hosts))  # Judged by addresses.
 
     def _sum(self, integers: np.ndarray) -> np.ndarray:
         """Returns the sum of all workers' `integers` ([n], int32)."""

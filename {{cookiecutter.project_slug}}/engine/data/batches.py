@@ -17,7 +17,7 @@ from engine.data.stacks import Sizes, StackIterator, Stacks, on_replicas, stack_
 from engine.errors import BadInput
 from engine.settings import Settings
 
-# Small batches are prepared several in one call, because a call takes longer than the work itself.
+# Several small batches are prepared in one call, because a call takes longer than the work itself.
 BATCHES_AT_ONCE = 16
 BYTES_AT_ONCE = 2**20
 STACKS_AHEAD = 2  # Stacks that are ready before they are asked for.
@@ -115,7 +115,7 @@ class Batches:
         return padding.of_any_length(features) if padding else features
 
     def examples_in_epoch(self, epoch: int) -> int:
-        """Returns how many examples, without padding, an epoch is over."""
+        """Returns how many examples, without padding, an epoch takes."""
         end = (epoch + 1) * self.steps_per_epoch
         return self._examples_before(end) - self._examples_before(end - self.steps_per_epoch)
 
@@ -127,10 +127,10 @@ class Batches:
         return passes * of_pass + sum(min(length, steps * size) for length in self._lengths)
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
-        """Returns an iterator over the global batches from a step of an epoch on. All evaluations have the same."""
+        """Returns an iterator over the global batches from a step of an epoch on. Evaluations have the same batches."""
         number, step = self._place(epoch, first_step)
         if self._iterator is None or not self._iterator.is_at(number if self._training else None, step):
-            # It takes most of a second to make one, so it serves one epoch after the other.
+            # To make one takes a few tenths of a second, so it serves one epoch after the other.
             self._iterator = self._new_iterator(number, step)
         return self._iterator
 
@@ -167,7 +167,7 @@ class Batches:
 
         # Endless, so that the next pass's first batches are prepared while this one is validated.
         endless = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(one_pass)
-        if not self._preparation.is_eager:  # Else task.prepare_example would run beside a debugger's prompt.
+        if not self._preparation.is_eager:  # Otherwise task.prepare_example would run beside a debugger's prompt.
             endless = endless.prefetch(STACKS_AHEAD)
         return endless.with_options(input_options())
 

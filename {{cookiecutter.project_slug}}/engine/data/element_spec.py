@@ -10,8 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# The first examples are measured: the same ones after a resume, so that their order is the same.
-MEASURED = 256
+MEASURED = 256  # The first examples are measured: the same ones after a resume, so that their order is the same.
 # What TensorFlow adds to the bytes of a string, of an example in a shuffle buffer, and of each of its tensors.
 BYTES_OF_STRING, BYTES_OF_ELEMENT, BYTES_OF_TENSOR = 40, 128, 64
 BYTES_OF_TEXT = 2**14  # A guess: an element spec does not contain the length of a string.

@@ -243,7 +243,7 @@ def input_options() -> tf.data.Options:
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     # The thread that tunes a pipeline may miss that it should end, and is then waited for, up to a minute.
     options.autotune.enabled = False
-    options.autotune.initial_parallelism = PARALLEL_CALLS  # tf.data.AUTOTUNE then stands for it.
+    options.autotune.initial_parallelism = PARALLEL_CALLS  # tf.data.AUTOTUNE then means this, or a call per core.
     return options
 
 

@@ -25,9 +25,8 @@ from engine.data.record_index import FileIndex, damaged, index_files, is_cache, 
 from engine.errors import BadInput
 
 MOST_SEGMENTS = 64
-# Consecutive records that are read at once. Small datasets have smaller blocks, and at least this many.
-BYTES_OF_BLOCK = 2**18
-BLOCKS_OF_SMALL_DATASET = 1024
+BYTES_OF_BLOCK = 2**18  # A block is consecutive records that are read at once.
+BLOCKS_OF_SMALL_DATASET = 1024  # The blocks of a small dataset are smaller, and there are about this many.
 BYTES_WITHOUT_SHUFFLE = 2**24  # Memory for the windows where nothing is shuffled, to read ahead.
 BYTES_BESIDES = 300  # Memory that a record takes besides its data.
 READ_AHEAD = 1 / 8  # The next window of a segment is read when this fraction of the one before is left.
@@ -65,7 +64,7 @@ class Records:
         """Returns the files, in the same order on every machine. Raises BadInput if a pattern matches none."""
         found: dict[str, str] = {}
         for pattern in self.patterns:
-            if is_cache(pattern):  # As from a glob that finds hidden files too.
+            if is_cache(pattern):  # A glob that finds hidden files returns the caches, too.
                 continue
             if is_remote(pattern):
                 matches = tf.io.gfile.glob(pattern)
@@ -115,7 +114,7 @@ class RecordExamples(Examples):
         with tf.init_scope(), tf.device("CPU:0"):  # Made once. As constants they would be in every graph.
             self.paths = tf.constant([each.path for each in files])
             self.blocks = [tf.constant(each, tf.int64) for each in (block_files, block_firsts, block_sizes)]
-            # Of all files, one after the other: a file of n records has n + 1.
+            # The offsets of all files, one file after the other; a file of n records has n + 1.
             self.offsets = tf.constant(np.concatenate([each.offsets for each in files]), tf.int64)
         self._window_bytes = shuffle_bytes or BYTES_WITHOUT_SHUFFLE
         self.records_in_memory = int(self._window_bytes / (self._bytes_of_files / self.length + BYTES_BESIDES))
@@ -167,7 +166,7 @@ def _blocks(offsets: np.ndarray, bytes_of_block: int) -> np.ndarray:
 
 def _can_be_read(file: FileIndex, number: int) -> bool:
     start, end = file.offsets[number : number + 2]
-    # TensorFlow cannot iterate over a dataset with an offset that is in no other one's function.
+    # TensorFlow iterates over a dataset with a byte offset only if another dataset's function makes it.
     block = tf.data.Dataset.from_tensors((file.path, start, end - start, np.int64(1)))
     return bool(list(block.flat_map(_read_block).ignore_errors()))
 
@@ -224,7 +223,7 @@ class _Segments:
                 seed = tf.random.experimental.stateless_fold_in(seed, each)
             # Use both seed words: the first does not depend on the last fold_in.
             seed_of_order = tf.random.stateless_uniform([], seed, maxval=2**31 - 1, dtype=tf.int64)
-            # Moves the records, which tf.gather would copy.
+            # This moves the records; tf.gather would copy them.
             examples = shuffled(examples, tf.maximum(end_of_records - begin, 1), seed_of_order)
         last_record = self._records(self._number_of_records - 1, self._number_of_records)
         padding = last_record.repeat(end - end_of_records).enumerate(first_padding + end_of_records - records)

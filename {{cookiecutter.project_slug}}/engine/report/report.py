@@ -99,7 +99,7 @@ class Report:
         self._summaries.add(step, {**self.names.scalars(metrics), f"best/{self.settings.monitor}": best})
 
     def epoch(self, row: Row, *, is_best: bool, waited: float = 0.0) -> None:
-        """Reports an epoch. `row` has the columns COLUMNS and "<dataset>/<metric>".
+        """Reports an epoch. `row` has the columns tables.COLUMNS and "<dataset>/<metric>".
 
         `waited` is the fraction of the training time that was spent waiting for batches.
         """
@@ -199,5 +199,6 @@ class Lines:
             self._explained.add(legend)
             console.print(legend, style="dim")
         line = Text("  ".join([start, *chosen, *ends, *["best"] * is_best]))
-        line.stylize("bold green" * is_best, -len("best"))
+        if is_best:
+            line.stylize("bold green", -len("best"))
         console.print(line)

@@ -44,7 +44,7 @@ class Executions:
 
     @contextlib.contextmanager
     def watched(self, split: str) -> Iterator[None]:
-        """Warns if an execution does not end, and profiles it if it is the one to profile."""
+        """Warns if an execution that sums over devices takes very long; profiles it if it is the one to profile."""
         with long_sums_reported(self._all_reduce), contextlib.ExitStack() as profile:
             if split == "train" and self._profiles_next and self.workers.is_chief:
                 folder = self._settings.run_dir / TENSORBOARD
@@ -61,7 +61,7 @@ class Executions:
     def took(self, split: str, count: int, seconds: float) -> None:
         """Adjusts the length to the time that an execution took; every worker must call it."""
         if self._is_measured and count == self._lengths[split]:
-            # At most doubled each time, because the first call compiles, and so looks slow.
+            # The first call compiles and so looks slow; from its one step the length at most doubles each time.
             self._lengths[split] = self.workers.from_chief(lambda: max(1, min(2 * count, int(count / seconds))))
 
     def report_missing_profile(self) -> None:
@@ -78,7 +78,7 @@ class Pass:
         done: how many of its `steps` are taken and counted; `uncounted` ones are taken, and not counted yet.
         has_ended: whether its metrics have been read.
         watch: is open during an execution; close it if that fails.
-        waits: whether the next execution is empty: the run was stopped in a validation, which must end first.
+        waits: whether the next execution is empty, because a resumed run still owes a validation.
     """
 
     def __init__(self, batches: Batches, epoch: int | None, progress: Progress, executions: Executions) -> None:
@@ -102,9 +102,8 @@ class Pass:
     def next_execution(self) -> Iterator[tuple[Any, int, int]]:
         """Yields the batches of the next execution: a stack, the index of the first batch in it, and their number.
 
-        Pass the losses of all of them to `Run.record_losses`. The first execution is empty if a resumed run was stopped
-        in a validation, which must end first. Raises BadInput if examples cannot be read; in a single process the steps
-        before them are taken and counted first.
+        Pass the losses of all of them to `Run.record_losses`. The first execution is empty if a resumed run still owes
+        a validation. Raises BadInput if examples cannot be read; in a single process earlier steps are counted first.
         """
         if self.waits or self._iterator is None:
             self.waits = False

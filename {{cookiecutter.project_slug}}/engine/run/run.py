@@ -1,6 +1,6 @@
 """One run: which steps come next, what is due between them, which weights are best, and when it ends.
 
-It uses no graph and no hooks, so tests give it made-up batches and losses.
+It builds no graph and takes no steps, so tests give it made-up batches and losses.
 """
 
 import contextlib
@@ -76,23 +76,23 @@ class Run:
         """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0; None outside epochs."""
         if batches.split == "train":
             self._examples = batches.examples_in_epoch(epoch or 0)
-        steps = Pass(batches, epoch, self.progress, self._executions)
-        steps.waits = self.validation_is_due(steps)  # Then the run was stopped in that validation.
-        if not steps.has_ended:
-            self._passes.append(steps)
-            self.live.begin(steps.name, steps.epoch, steps.done, steps.steps)
-        return steps
+        one_pass = Pass(batches, epoch, self.progress, self._executions)
+        one_pass.waits = self.validation_is_due(one_pass)  # The run was stopped before or in that validation.
+        if not one_pass.has_ended:
+            self._passes.append(one_pass)
+            self.live.begin(one_pass.name, one_pass.epoch, one_pass.done, one_pass.steps)
+        return one_pass
 
-    def record_losses(self, steps: Pass, losses: Sequence[Any]) -> None:
+    def record_losses(self, one_pass: Pass, losses: Sequence[Any]) -> None:
         """Counts the steps of an execution by their losses, one tensor ([count]) for each stack.
 
         Raises Diverged if a loss is not finite, or no loss scale of float16 makes the gradients finite.
         """
         if not losses:
             return
-        values, seconds = steps.record(losses)
+        values, seconds = one_pass.record(losses)
         self.live.took(values)
-        if steps.split == "train" and self.report:
+        if one_pass.split == "train" and self.report:
             self.report.steps(self.progress.step, self.epoch + 1, values, seconds, self.objects.learning_rates)
         self.objects.check_loss_scales(self.progress.step)
 
@@ -111,13 +111,13 @@ class Run:
         """Raises Stopped, on all workers, if one of them got a signal."""
         signals.check(self.workers)
 
-    def end_pass(self, steps: Pass) -> dict[str, float]:
+    def end_pass(self, one_pass: Pass) -> dict[str, float]:
         """Returns the metrics of a pass whose steps are all taken, as "<dataset>/<metric>", and resets them."""
-        if not steps.has_ended:
-            self.progress.end_pass(steps.name, self.objects.results(steps.name))
-            steps.has_ended = True
-            self._passes.remove(steps)
-        return self.progress.metrics[steps.name]
+        if not one_pass.has_ended:
+            self.progress.end_pass(one_pass.name, self.objects.results(one_pass.name))
+            one_pass.has_ended = True
+            self._passes.remove(one_pass)
+        return self.progress.metrics[one_pass.name]
 
     def results(self, split: str) -> dict[str, float]:
         """Returns the metrics of an evaluation's datasets, and forgets them, so that the next one starts over."""
@@ -164,10 +164,11 @@ class Run:
         """Reports a validation within an epoch."""
         self.progress.validated_step = self.progress.step
         self._report(lambda report: report.validation(self.progress.step, metrics, is_best=self._is_best))
-        if self._is_best:  # Every checkpoint's best weights are kept, and there is room for one more.
+        if self._is_best:  # In best/ there is room for only one set of weights that no checkpoint names.
             self.save()
-        for each in self._passes[-1:]:
-            self.live.begin(each.name, each.epoch, each.done, each.steps)
+        if self._passes:
+            training = self._passes[-1]
+            self.live.begin(training.name, training.epoch, training.done, training.steps)
 
     def end_epoch(self, metrics: dict[str, float]) -> None:
         """Counts an epoch and reports it. `metrics`, as "<dataset>/<name>", go to metrics.csv."""
@@ -199,7 +200,7 @@ class Run:
     def saving_on_exit(self) -> Iterator[None]:
         """Saves the state if a signal or bad input ends the epochs inside; returns when all files are written.
 
-        The messages of BadInput, Diverged and Stopped get the checkpoint to resume from.
+        The messages of BadInput, Diverged and Stopped name the newest checkpoint, if there is one.
         """
         from_chief, checkpoints = self.workers.from_chief, self.checkpoints
         started = self.progress.position()
@@ -274,12 +275,12 @@ class Run:
             with user_errors_named(lambda: str(self._passes[-1] if self._passes else "")), self.live.shown():
                 yield
         except InterruptedStep as problem:
-            steps = self._passes[-1] if self._passes else None
-            if steps is None or steps.split == "train" or self.workers.count > 1:
+            one_pass = self._passes[-1] if self._passes else None
+            if one_pass is None or one_pass.split == "train" or self.workers.count > 1:
                 raise
             # An evaluation changes its metrics only. It starts over, so that the training before it can be saved.
-            self.progress.steps_of_pass[steps.name] = steps.uncounted = 0
-            self.objects.reset(steps.name)
+            self.progress.steps_of_pass[one_pass.name] = one_pass.uncounted = 0
+            self.objects.reset(one_pass.name)
             raise BadInput(str(problem)) from problem
         finally:
             for each in self._passes:

@@ -57,7 +57,8 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
     _check_same_examples(run.workers, batches)
     _check_steps(run, batches)
     fresh = from_chief(lambda: _is_fresh(settings))
-    if fresh or not (start := _resume(run, batches)):
+    start = None if fresh else _resume(run, batches)
+    if start is None:
         message = initialize(run) if settings.init_from else "with new weights"
         start = Progress(learning_rates=_created_rates(run)), message
     progress, message = start

@@ -94,7 +94,7 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
         "batch": f"{train.global_batch_size} examples, {train.per_replica_batch_size} on each replica{to_evaluate}",
         "examples": ", ".join(examples),
         "shuffled": f"train {shuffled}",
-        "memory": _memory_warning(taken, run.workers.on_one_machine),
+        "memory": _memory_warning(taken, run.workers.most_on_one_machine),
         "epochs": f"{settings.epochs}, each of {steps}{dropped}",
         "limited": limited if settings.limit_steps else "",
         "parameters": f"{sum(model.count_params() for model in by_name(run.objects.model, 'model').values()):,}",

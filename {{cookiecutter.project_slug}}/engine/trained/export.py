@@ -5,7 +5,8 @@
     export/saved_model/        two endpoints, which return the outputs of task.predict_step: serve takes prepared
                                features, serve_examples the features of examples as task.load_examples returns them
 
-Every file is loaded again and compared with the model before the export replaces an earlier one.
+Every file but the one of --export-format is loaded again and compared with the model before the export replaces an
+earlier one.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ SUFFIXES = {"litert": ".tflite", "onnx": ".onnx"}
 Facts = dict[str, Any]  # The text to print for each file.
 
 
-@user_errors_named()  # Placed here, because only BadInput and CannotWrite reach the other workers.
+@user_errors_named()  # Placed here, because `from_chief` passes on no exception of the user's code.
 def export(task: Task, settings: Settings) -> None:
     """Writes the run's best weights to export/ in its directory, completely or not at all; replaces an earlier export.
 

@@ -41,9 +41,9 @@ def load_examples(split: str) -> tf.data.Dataset:
 def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, seed: tf.Tensor):
     """Decodes, scales and, in training, augments one example. Runs in parallel, on the examples that will be used.
 
-    `seed` (int64, [2]) differs for every example and epoch. Draw random numbers from it with the stateless_* functions
-    only, so that they are the same in a resumed run and on any number of replicas. Therefore the generator's noise is
-    drawn here.
+    `seed` (int64, [2]) differs for every example and, in training, every pass. Draw random numbers from it with the
+    stateless_* functions only, so that they are the same in a resumed run and on any number of replicas. Therefore
+    the generator's noise is drawn here.
     """
     # TODO(you): Prepare one example.
     noise = tf.random.stateless_normal([config.noise_size], seed)
