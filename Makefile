@@ -11,8 +11,8 @@ PYTHON ?= python3
 STARTER ?= image_classification
 BIN := .venv/bin
 DEMO := build/demo/my_training
-# -rs prints what is skipped, and why.
-PYTEST := $(BIN)/python -m pytest -rs --numprocesses auto --maxprocesses 4 --dist worksteal
+# -rs prints what is skipped, and why. Tests wait for processes and signals, so there are more workers than two cores.
+PYTEST := -m pytest -rs --numprocesses 3 --dist worksteal
 
 # Bytecode or caches inside the template's folder would be rendered into every project.
 export PYTHONDONTWRITEBYTECODE := 1
@@ -40,14 +40,14 @@ demo: .venv/installed
 	@echo "The run's files are in $(DEMO)/runs/default, the project in $(DEMO)."
 
 test: .venv/installed
-	$(PYTEST) -m "not long"
+	$(BIN)/python $(PYTEST) -m "not long"
 
 test-all: test
-	$(PYTEST) -m long
+	$(BIN)/python $(PYTEST) -m long
 
 coverage: .venv/installed
 	@rm -rf build/coverage && mkdir -p build/coverage
-	$(BIN)/coverage run --data-file=$(CURDIR)/build/coverage/data -m pytest -rs -m "not long"
+	$(BIN)/coverage run --data-file=$(CURDIR)/build/coverage/data $(PYTEST) -m "not long"
 	$(BIN)/coverage combine --quiet --data-file=build/coverage/data build/coverage
 	$(BIN)/coverage report --data-file=build/coverage/data --ignore-errors --show-missing
 

@@ -22,8 +22,8 @@ USERS = {
     "tests/test_task.py": ('"""', '"""Mine. '),
     "config.py": ("    # Any setting of engine", "    width: int = 8\n\n    # Any setting of engine"),
     "train.py": (
-        "        run.end_epoch(metrics)\n",
-        "        run.end_epoch(metrics)\n        print(metrics)  # Mine.\n",
+        "        run.end_epoch(train_metrics | validation_metrics)\n",
+        "        run.end_epoch(train_metrics | validation_metrics)\n        print(train_metrics)  # Mine.\n",
     ),
 }
 TEMPLATES = {

@@ -59,7 +59,7 @@ def all_padded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str,
     "flags",
     [
         ("--simulated-devices=1",),
-        ("--simulated-devices=2", "--micro-batches=2"),
+        pytest.param(("--simulated-devices=2", "--micro-batches=2"), marks=pytest.mark.long),
         pytest.param(("--simulated-devices=2", "--jit"), marks=pytest.mark.long),
         pytest.param(("--simulated-devices=4",), marks=pytest.mark.long),
     ],

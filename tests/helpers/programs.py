@@ -56,7 +56,7 @@ def _run(arguments: Sequence[str], folder: Path, environment: dict[str, str], ou
 
 
 class Program:
-    """`python <arguments>` in a folder, with the methods of Popen that tests use; `out` and `err` get what it writes."""
+    """`python <arguments>` in a folder, with the methods of Popen that tests use. `out`, `err` get its output."""
 
     def __init__(
         self, arguments: Sequence[str], folder: Path, out: Path, err: Path, environment: dict[str, str] | None = None

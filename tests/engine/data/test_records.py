@@ -90,7 +90,7 @@ def shares(
 # --- The order --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("split", ["train", pytest.param("validation", marks=pytest.mark.long)])
 def test_batches_are_the_same_for_any_number_of_replicas(
     split: str, files: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +244,7 @@ def bytes_read(function: Callable[[], Any]) -> int:
     return so_far() - before
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="only Linux counts the bytes that a process reads")
 def test_first_batch_reads_little_anywhere_and_each_process_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

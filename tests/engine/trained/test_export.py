@@ -451,6 +451,7 @@ def test_weights_that_no_prediction_uses_are_compared_too(two_models: Callable[.
     assert "ERROR: --export: head.keras, once loaded, has other weights than the model" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_format_of_keras_is_written_and_its_failure_leaves_the_other_files(
     exported: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
