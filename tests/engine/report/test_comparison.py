@@ -97,6 +97,14 @@ def test_what_is_no_run_is_refused(path: str) -> None:
     assert not Path("comparison.png").exists()
 
 
+def test_run_whose_files_lack_something_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run("a", [0.5], result={"test/loss": 0.25})
+    (folder / "metrics.csv").write_text("epoch,validation/loss\n1,0.5\n")
+    (folder / "config.json").write_text('{"settings": {}}')
+    compare([folder, run("b", [0.5])])
+    assert "0.25" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("more", "rule"),
     [(["--fresh"], "--fresh cannot be combined with --compare"), (["--export"], "--export cannot be combined with")],

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from config import Config
-from engine.run.passes import Executions
+from engine.run.passes import Executions, Pass
+from engine.run.progress import Progress
 
 
 def executions(from_chief: Callable[[Callable[[], int]], int] = lambda length: length(), **settings: Any) -> Executions:
@@ -63,3 +64,11 @@ def test_length_is_the_chief_s_on_every_worker() -> None:
     assert ran.length("train", left=100, step=0) == 1
     ran.took("train", 1, 0.001)
     assert ran.length("train", left=100, step=0) == 3
+
+
+def test_pass_over_fewer_examples_than_before_a_stop_has_no_steps_left() -> None:
+    batches: Any = SimpleNamespace(name="train", split="train", steps_per_epoch=5)
+    progress = Progress(step=12, steps_of_pass={"train": 12})
+    steps = Pass(batches, 0, progress, executions())
+    assert steps.steps_left == 0
+    assert list(steps.next_execution()) == []

@@ -510,6 +510,12 @@ def test_run_that_cannot_be_loaded_is_refused_in_one_line(
         patching.setattr(task, "prepare_example", lambda features, labels: (tf.squeeze(features), labels))
         assert "returns features of float32[None, 8, 8], and the run in" in refusal()
 
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    without = {name: value for name, value in config.items() if name != "example"}
+    (path / "config.json").write_text(json.dumps(without), encoding="utf-8")
+    assert "config.json does not describe an example: restore it" in refusal()
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
     (data,) = max((path / "best").iterdir()).glob("state.data*")
     data.write_bytes(data.read_bytes()[:-10])
     assert "is damaged" in refusal()

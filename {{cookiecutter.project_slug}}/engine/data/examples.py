@@ -20,8 +20,7 @@ from engine.user_errors import first_line, is_users, where_raised
 BYTES_IN_MEMORY = 2**29  # Examples of up to this size are read once and cached.
 MARGIN = 1.5  # Where only the first examples were measured, the others may be larger.
 SECONDS_TO_SEARCH = 60.0  # How long to search for the example that cannot be read or prepared.
-# Calls that run at once: more than there are cores, so that a core finds the next one waiting.
-PARALLEL_CALLS = 64
+PARALLEL_CALLS = 64  # More calls at once than there are cores, so that a core finds the next one waiting.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,7 @@ from engine.protocols import Metrics, Task
 from engine.settings import Settings
 from engine.user_errors import first_line
 
-# Gradients that still overflow float16 at this scale are too large for any step. The scale starts at 2**15.
-LOWEST_LOSS_SCALE = 2.0**-10
+LOWEST_LOSS_SCALE = 2.0**-10  # Gradients that still overflow float16 here are too large for any scale.
 
 
 def set_up(task: Task, settings: Settings) -> None:

@@ -82,14 +82,14 @@ def _print_table(runs: Sequence[Compared]) -> None:
 
 
 def _facts(run: Compared) -> dict[str, str]:
-    monitor, seconds = run.settings["monitor"], sum(row["seconds"] for row in run.rows)
+    monitor, seconds = run.settings.get("monitor", ""), sum(row.get("seconds", 0.0) for row in run.rows)
     best = curves.best_point(run.points(monitor), run.direction)
-    if run.result:
+    if {"best_epoch", f"best_{monitor}"} <= run.result.keys():
         best = run.result["best_epoch"], run.result[f"best_{monitor}"]
     tests = {name: f"{value:.4g}" for name, value in run.result.items() if name.startswith("test/") and _is_line(name)}
     return {
         "state": "finished" if run.result else "unfinished",
-        "epochs": f"{run.rows[-1]['epoch'] if run.rows else 0} of {run.settings['epochs']}",
+        "epochs": f"{run.rows[-1]['epoch'] if run.rows else 0} of {run.settings.get('epochs', '?')}",
         "time": f"{seconds / 60:,.1f} min" if seconds >= 60 else f"{seconds:.1f} s",
         f"best {monitor}": f"{best[1]:.4g}" if best else "",
         "in epoch": f"{best[0]:g}" if best else "",
@@ -99,7 +99,7 @@ def _facts(run: Compared) -> dict[str, str]:
 
 def figure_of_runs(runs: Sequence[Compared]) -> matplotlib.figure.Figure | None:
     """Returns a panel for each metric, with a line for each run, and a dotted line for its training."""
-    monitored = {run.settings["monitor"] for run in runs}
+    monitored = {run.settings.get("monitor", "") for run in runs}
     names = dict.fromkeys(name for run in runs for row in run.rows for name in row if is_metric(name))
     bold = {_metric(name) for name in monitored}
     panels, _ = curves.group_by_metric([name for name in names if _is_line(name) or name in monitored], _metric, bold)

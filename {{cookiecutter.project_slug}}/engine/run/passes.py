@@ -97,7 +97,7 @@ class Pass:
 
     @property
     def steps_left(self) -> int:
-        return self.steps - self.done
+        return max(0, self.steps - self.done)  # A resumed run may have fewer examples than before.
 
     def next_execution(self) -> Iterator[tuple[Any, int, int]]:
         """Yields the batches of the next execution: a stack, the index of the first batch in it, and their number.

@@ -109,6 +109,8 @@ def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_s
 def _recorded_specs(run_dir: Path) -> tuple[Any, Any]:
     """Returns the element specs of an example (None if it is not of tensors), and of prepared features, [None, ...]."""
     recorded = read_json(run_dir / CONFIG) or {}
+    if not {"example", "features"} <= recorded.keys():
+        raise BadInput(f"{run_dir / CONFIG} does not describe an example: restore it, or train for one more epoch")
     with contextlib.suppress(ValueError):
         return decode(recorded["example"]), batched(decode(recorded["features"]))
     return None, batched(decode(recorded["features"]))
