@@ -1,5 +1,6 @@
 """TensorBoard: what its own reader finds in the files."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,7 @@ def test_a_resumed_run_shows_no_step_twice_and_its_latest_settings(tmp_path: Pat
         for epoch in range(first, last + 1):
             report.epoch(row(epoch, train__loss=first + epoch / 8), is_best=False)
         report.result(10 * last, {"test/loss": float(last)}, best=1.0)
+        time.sleep(1.1)  # TensorBoard reads files in the order of their names, which begin with the second.
     # As a kill leaves the file that is being written.
     with max((folder / "train").iterdir(), key=lambda path: path.stat().st_mtime_ns).open("ab") as events:
         events.write(b"half a record")
