@@ -29,7 +29,6 @@ def measure(arguments: list[str]) -> dict[str, float]:
 
     saving: list[float] = []
     reporting: list[float] = []
-    save, take_steps = Checkpoints.save, train.take_steps
     stepping: list[float] = []
 
     def timed(function: Any, seconds: list[float]) -> Any:
@@ -41,7 +40,9 @@ def measure(arguments: list[str]) -> dict[str, float]:
 
         return call
 
-    Checkpoints.save, train.take_steps = timed(save, saving), timed(take_steps, stepping)
+    Checkpoints.save = timed(Checkpoints.save, saving)
+    train.train_epoch = timed(train.train_epoch, stepping)
+    train.evaluate_split = timed(train.evaluate_split, stepping)
     Report.epoch = timed(Report.epoch, reporting)
     train.main(arguments)
     # Per epoch there is a pass to train and one to validate; after the last one, the test.

@@ -31,7 +31,7 @@ step_cost.STEPS = 8_000
 
 def steps_per_second() -> float:
     started = time.perf_counter()
-    train.take_steps("train", train.run.epoch)
+    train.train_epoch(train.run.epoch)
     seconds = time.perf_counter() - started
     train.run.progress.end_epoch()
     return step_cost.STEPS / seconds
@@ -42,7 +42,7 @@ options.add_argument("--rounds", type=int, default=25)
 rounds = options.parse_args().rounds
 with tempfile.TemporaryDirectory() as folder:
     step_cost.build(1, folder)
-    assert console.is_live, "no terminal"
+    assert not train.run.live.disable, "no terminal"
     steps_per_second()  # It compiles, and finds how many steps a second has.
     found = {"with": [], "without": []}
     for number in range(rounds):

@@ -39,24 +39,24 @@ task.load_examples, task.prepare_example = load_examples, prepare_example
 task.create_model = lambda: workload.model(keras)
 task.create_optimizer = lambda total_steps: keras.optimizers.Adam(1e-3)
 
-note, take_steps, epoch, save = Run.note, train.take_steps, Report.epoch, Checkpoints.save
+record_losses, validate, epoch, save = Run.record_losses, train.validate, Report.epoch, Checkpoints.save
 marks = []
 validating = []
 saving = []
 
 
-def measured_note(self, losses):
+def measured_losses(self, one_pass, losses):
     if measured.first_step_seconds is None:
-        losses = losses.numpy()  # Waits for the step.
+        losses = [each.numpy() for each in losses]  # Waits for the step.
         measured.first_step_is_done()
-    note(self, losses)
+    record_losses(self, one_pass, losses)
 
 
-def measured_steps(split, *arguments):
+def measured_validation(*arguments):
     started = time.perf_counter()
-    take_steps(split, *arguments)
-    if split == "validation":
-        validating.append(time.perf_counter() - started)
+    metrics = validate(*arguments)
+    validating.append(time.perf_counter() - started)
+    return metrics
 
 
 def measured_epoch(self, row, **more):
@@ -72,9 +72,9 @@ def measured_save(self, *arguments):
     return path
 
 
-Run.note, train.take_steps, Report.epoch, Checkpoints.save = (
-    measured_note,
-    measured_steps,
+Run.record_losses, train.validate, Report.epoch, Checkpoints.save = (
+    measured_losses,
+    measured_validation,
     measured_epoch,
     measured_save,
 )
