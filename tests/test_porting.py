@@ -115,9 +115,8 @@ def numbers_of_the_project(port: ModuleType, settings: Config) -> tuple[list, li
     return np.concatenate(losses).tolist(), rows, weights
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "article" else pytest.param(name, marks=pytest.mark.long) for name in PORTS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", PORTS)
 def test_port_gives_the_numbers_of_the_loop_it_comes_from(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,8 @@ def write_records(split: str, images: np.ndarray, labels: np.ndarray) -> None:
                 writer.write(example.SerializeToString())
 
 
-@pytest.mark.parametrize("block", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("block", [0, 1])
 def test_tensorflow_datasets(block: int, arrays, trained) -> None:
     import tensorflow_datasets as tfds
 
@@ -87,6 +88,7 @@ def test_tensorflow_datasets(block: int, arrays, trained) -> None:
     assert trained("TensorFlow Datasets", block)["step"] == (12 if block else 2 * (96 // 20))
 
 
+@pytest.mark.long
 def test_generator(arrays, trained) -> None:
     for split, (images, labels) in arrays.items():
         rows = np.concatenate([images.reshape(-1, 64), labels[:, None]], axis=1)

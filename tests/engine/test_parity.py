@@ -135,7 +135,8 @@ CASES = {
 # How many replicas, and examples in their batch. Three replicas show most; test_reference.py has one and two.
 SIZES = {"SGD, L2, clipping, 2 micro-batches": (4, 48), "synchronized BatchNorm": (5, 65)}
 # Other cases have the same options one by one.
-SLOW = {name for name in CASES if name.startswith("XLA, ")} | {"AdamW, clipping, 4 micro-batches"}
+SLOW = {name for name in CASES if name.startswith("XLA, ")}
+SLOW |= {"AdamW, clipping, 4 micro-batches", "embedding, masked tokens, clipping"}
 
 
 @pytest.fixture

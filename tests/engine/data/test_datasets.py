@@ -158,7 +158,11 @@ def numbered_texts(features: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, t
 
 @pytest.mark.parametrize(
     ("kind", "steps", "options"),
-    [(as_they_are, 7, {}), (as_texts, 7, {"keep_last_batch": True}), (as_they_are, 2, {"keep_last_batch": True})],
+    [
+        (as_they_are, 7, {}),
+        (as_texts, 7, {"keep_last_batch": True}),
+        pytest.param(as_they_are, 2, {"keep_last_batch": True}, marks=pytest.mark.long),
+    ],
 )
 def test_epochs_are_cut_from_the_passes(kind: Any, steps: int, options: dict[str, bool]) -> None:
     examples = {"train": kind(numbers(0, 37)), "validation": None, "test": None}

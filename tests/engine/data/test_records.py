@@ -146,7 +146,9 @@ def test_training_visits_each_record_of_the_whole_batches_once_and_leaves_out_ot
     assert not np.array_equal(other, orders[2])
 
 
-@pytest.mark.parametrize(("split", "keep"), [("train", True), ("validation", False)])
+@pytest.mark.parametrize(
+    ("split", "keep"), [("train", True), pytest.param("validation", False, marks=pytest.mark.long)]
+)
 def test_padding_has_weight_0_and_every_record_counts_once(
     split: str, keep: bool, files: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +220,7 @@ def test_files_sorted_by_class_are_mixed_as_by_a_perfect_shuffle(
 # --- Where a run goes on, and what is read ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first_step", [1, 13])
+@pytest.mark.parametrize("first_step", [pytest.param(1, marks=pytest.mark.long), 13])
 def test_resume_goes_on_with_the_same_batches(first_step: int, files: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(record: tf.Tensor, *, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.random.stateless_uniform([], seed), number_of(record)[1]

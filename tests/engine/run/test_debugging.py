@@ -53,7 +53,7 @@ def line_of(capsys: pytest.CaptureFixture[str], run_dir: Path, *flags: str) -> s
     return line
 
 
-@pytest.mark.parametrize("flags", [(), MORE], ids=["plain", "with options"])
+@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.long), MORE], ids=["plain", "with options"])
 def test_hooks_in_python_give_the_numbers_of_compiled_ones(flags: tuple[str, ...], tmp_path: Path) -> None:
     expected, expected_rows = run(tmp_path / "compiled", *flags)
     found, rows = run(tmp_path / "eager", "--eager", *flags)

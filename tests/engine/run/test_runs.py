@@ -352,6 +352,7 @@ def test_evaluation_of_damaged_weights_is_refused(tmp_path: Path, ended: Callabl
     assert (code, "best/step-00000040 is damaged" in line) == (2, True)
 
 
+@pytest.mark.long
 def test_evaluation_of_a_run_stopped_in_a_validation_counts_from_the_start(
     tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
 ) -> None:
@@ -616,6 +617,7 @@ def test_continuous_evaluation_waits_for_a_run_and_leaves_its_directory_alone(tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_continuous_evaluation_that_cannot_write_says_so(tmp_path: Path, ended: Callable[..., tuple[int, str]]) -> None:
     run(tmp_path, "--epochs=1")
     (tmp_path / "tensorboard" / "evaluation").write_text("in the way")  # Root may write anywhere else.
@@ -624,6 +626,7 @@ def test_continuous_evaluation_that_cannot_write_says_so(tmp_path: Path, ended: 
     assert f"{tmp_path}/tensorboard/evaluation cannot be written" in line
 
 
+@pytest.mark.long
 def test_continuous_evaluation_of_a_checkpoint_inside_a_validation_counts_from_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
 ) -> None:
@@ -642,7 +645,9 @@ def test_continuous_evaluation_of_a_checkpoint_inside_a_validation_counts_from_t
 # --- What goes wrong --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [(), ("--async-checkpoints",)], ids=["at once", "in a thread"])
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("--async-checkpoints",), marks=pytest.mark.long)], ids=["at once", "in a thread"]
+)
 def test_deleted_directory_ends_the_run_with_one_line(
     flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
 ) -> None:
@@ -874,6 +879,7 @@ def test_profile_is_written_and_changes_no_number(tmp_path: Path, capsys) -> Non
     assert "--profile: the run had 1 executions of training steps" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_waiting_for_batches_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_example, report_epoch = task.prepare_example, Report.epoch
     waited: list[float] = []

@@ -230,7 +230,9 @@ def test_python_code_of_a_hook_leaves_its_endpoint_out(exported: Callable[..., s
     )
 
 
-@pytest.mark.parametrize("one_by_one", [False, True], ids=["in one go", "one by one"])
+@pytest.mark.parametrize(
+    "one_by_one", [False, pytest.param(True, marks=pytest.mark.long)], ids=["in one go", "one by one"]
+)
 def test_what_only_labels_need_is_not_run(one_by_one: bool, exported: Callable[..., str], tmp_path: Path) -> None:
     def load_examples(split: str) -> tf.data.Dataset:
         examples = (IMAGES.repeat(100, axis=0), ["3"] * 700)
@@ -275,6 +277,7 @@ def test_records_are_compared_where_the_data_is(
     )
 
 
+@pytest.mark.long
 def test_random_hook_draws_as_the_evaluation_does(exported: Callable[..., str], tmp_path: Path) -> None:
     def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, seed: tf.Tensor) -> Any:
         # Made-up features are at most 1.
@@ -422,6 +425,7 @@ def two_models(exported: Callable[..., str]) -> Callable[..., str]:
     return export_both
 
 
+@pytest.mark.long
 def test_each_of_several_models_has_files(two_models: Callable[..., str], tmp_path: Path) -> None:
     printed = two_models(keras.layers.Dense(10), use_head=True)
     assert "encoder.keras       for keras.models.load_model(..., safe_mode=False)\n" in printed
