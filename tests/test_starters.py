@@ -4,6 +4,7 @@ import csv
 import gzip
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +70,8 @@ def test_fashion_mnist_is_taken_from_where_keras_keeps_it(
 ) -> None:
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # Where nothing answers: there is no network.
-    command = ("python", "train.py", "--data=fashion_mnist", "--epochs=1", f"--run-dir={tmp_path / 'run'}")
+    # Processes of their own, because Keras looks at KERAS_HOME when it is imported.
+    command = (sys.executable, "train.py", "--data=fashion_mnist", "--epochs=1", f"--run-dir={tmp_path / 'run'}")
     failed = run(*command, folder=default_bake.folder)
     assert failed.returncode == 2
     error = failed.stderr.splitlines()[-1]
