@@ -36,7 +36,7 @@ class FileIndex:
 
     path: str
     offsets: np.ndarray  # Where each record begins, and where the last one ends, int64 [records + 1].
-    sha256: str  # Of the lengths and checksums of all records: it changes with any of them, not with the file's name.
+    sha256: str  # It covers the lengths and checksums of all records, and not the file's name.
 
     @property
     def length(self) -> int:

@@ -58,7 +58,7 @@ class Stacks:
     """How steps take batches out of the stacks of a dataset."""
 
     strategy: tf.distribute.Strategy
-    batch_spec: Any  # Of a per-replica batch, with static shapes; with padding, it contains the examples' lengths.
+    batch_spec: Any  # It describes a per-replica batch: static shapes; with padding, the examples' lengths too.
     padding: Padding | None
 
     @tf.autograph.experimental.do_not_convert

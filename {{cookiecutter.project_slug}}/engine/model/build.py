@@ -99,7 +99,7 @@ class TaskObjects:
     metrics: Metrics
     names: ResultNames
     weights: dict[str, tf.Variable]  # Every variable of the models.
-    average: MovingAverage  # Of the weights, with --ema-decay.
+    average: MovingAverage  # It averages the weights, with --ema-decay.
     average_statistics: Callable[[], None]  # Gives all replicas the mean of the statistics that each has measured.
     monitor_direction: str  # "min" or "max".
     on_report: Callable[..., None] | None
