@@ -2,7 +2,7 @@
 # make test       the tests (make test-all adds the long ones)
 # make coverage   the tests of make test, and which lines of engine/ they run
 # make pictures   those of the README, from a run
-# make settings   docs/settings.md, from the code
+# make settings   the project's docs/settings.md, from the code
 # make benchmark  train.py beside the tutorial's loop, Keras fit and Orbit (hours; Orbit in an environment of its own)
 # make lint       ruff, on the template and on the unrendered project, and mypy on the project
 # make clean      remove what these made

@@ -1,4 +1,4 @@
-"""Makes docs/settings.md from the settings of the project, in the template's environment: make settings."""
+"""Makes the project's docs/settings.md from its settings, in the template's environment: make settings."""
 
 import ast
 import dataclasses
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 TEMPLATE = Path(__file__).parents[1]
-PAGE = TEMPLATE / "docs" / "settings.md"
-sys.path.insert(0, str(TEMPLATE / "{{cookiecutter.project_slug}}"))
+PROJECT = TEMPLATE / "{{cookiecutter.project_slug}}"
+PAGE = PROJECT / "docs" / "settings.md"
+sys.path.insert(0, str(PROJECT))
 
 from engine import settings  # noqa: E402 - It lies in the folder just named.
 

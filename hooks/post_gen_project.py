@@ -5,8 +5,7 @@ from pathlib import Path
 
 chosen = Path("starters", "{{ cookiecutter.starter }}")
 if chosen.is_dir():
-    # about.md is a part of the README already.
-    shutil.copytree(chosen, ".", dirs_exist_ok=True, ignore=shutil.ignore_patterns("about.md"))
+    shutil.copytree(chosen, ".", dirs_exist_ok=True)
 shutil.rmtree("starters", ignore_errors=True)
 print('Next, in an environment for it: cd {{ cookiecutter.project_slug }} && pip install -e ".[dev]"')
 print("Then: python train.py")

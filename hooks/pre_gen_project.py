@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 LONGEST_SLUG = 40
 # What the generated project is made of, and what is made in it later.
-OWN_FILES = {"train", "task", "config", "engine", "predict", "launch", "deploy", "tests", "test", "starters"}
+OWN_FILES = {"train", "task", "config", "engine", "predict", "launch", "deploy", "docs", "tests", "test", "starters"}
 OWN_FILES |= {"data", "distance", "prepare_data", "shapes"}  # Of a starter.
 MADE_BY_USE = {"runs", "build", "dist"}
 # What `pip install -e ".[dev]"` of the project installs, and does it with: to pip the project would be another version

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pages import PAGES
 from rendering import PROJECT, TEMPLATE
-
-PAGES = [TEMPLATE / "README.md", TEMPLATE / "CHANGELOG.md", *sorted(TEMPLATE.glob("docs/*.md"))]
-PAGES += [PROJECT / "README.md", PROJECT / "deploy" / "README.md"]
 
 
 def prose(page: Path) -> str:
@@ -43,7 +41,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_settings_page_is_made_from_the_code() -> None:
     program = "import sys; sys.path.insert(0, 'docs'); import make_settings; print(make_settings.page(), end='')"
     made = subprocess.run([sys.executable, "-c", program], check=True, cwd=TEMPLATE, capture_output=True, text=True)
-    assert (TEMPLATE / "docs" / "settings.md").read_text(encoding="utf-8") == made.stdout, "run make settings"
+    assert (PROJECT / "docs" / "settings.md").read_text(encoding="utf-8") == made.stdout, "run make settings"
 
 
 def test_every_guarantee_names_tests_that_there_are() -> None:
@@ -83,7 +81,7 @@ def messages(folder: Path) -> list[str]:
 
 
 def test_texts_in_troubleshooting_are_those_of_the_code() -> None:
-    page = (TEMPLATE / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    page = (PROJECT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     ours, _, theirs = page.partition("## From TensorFlow")
     quoted = re.findall(r"\*\*`([^`]*)`\*\*", ours)
     assert len(quoted) > 60

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pages import PAGES
 from rendering import PROJECT, STARTERS, TEMPLATE
 
 
@@ -46,8 +47,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 def test_files_that_the_pages_name_are_there() -> None:
-    pages = [TEMPLATE / "README.md", *TEMPLATE.glob("docs/*.md"), PROJECT / "README.md", PROJECT / "deploy/README.md"]
-    for page in pages:
+    for page in PAGES:
         text = page.read_text(encoding="utf-8")
         named = re.findall(r"\b(?:engine|tests|deploy|benchmarks|docs|hooks)/[\w/]+(?:\.\w+)?", text)
         missing = [name for name in named if not (TEMPLATE / name).exists() and not (PROJECT / name).exists()]

@@ -24,27 +24,21 @@ RENDERED = {"README.md", "pyproject.toml"}
 def test_starter_is_its_own_files_and_nothing_else(starter: str, tracked: set[str], bake: Callable[..., Bake]) -> None:
     project, folder = bake(starter=starter), f"starters/{starter}/"
     own = {name.removeprefix(folder): name for name in tracked if name.startswith(folder)}
-    about = (PROJECT / own.pop("about.md")).read_text(encoding="utf-8")
     sources = {name: name for name in tracked if not name.startswith("starters/")} | own
     assert project.files() == set(sources)
     for name in sources.keys() - RENDERED:
         assert (project.folder / name).read_bytes() == (PROJECT / sources[name]).read_bytes(), name
-    readme = (project.folder / "README.md").read_text(encoding="utf-8")
-    assert f"## The task as it comes\n\n{about}\n## Make it yours\n" in readme
 
 
-def test_rendered_files_differ_in_the_starter_s_page_and_packages_only(
-    tmp_path: Path, bake: Callable[..., Bake]
-) -> None:
+def test_rendered_files_differ_in_packages_only(tmp_path: Path, bake: Callable[..., Bake]) -> None:
     texts = {}
     for starter in STARTERS:
         project = bake(starter=starter)
         readme = (project.folder / "README.md").read_text(encoding="utf-8")
-        about = (PROJECT / f"starters/{starter}/about.md").read_text(encoding="utf-8")
         needs = (project.folder / "pyproject.toml").read_text(encoding="utf-8")
         begin, end = needs.index("dependencies = [\n"), needs.index("  # Pinned")
         rest = needs[end:].replace(f'starter = "{starter}"', "")
-        texts[starter] = (readme.replace(about, ""), needs[:begin], rest)
+        texts[starter] = (readme, needs[:begin], rest)
     assert len(set(texts.values())) == 1
 
 
@@ -229,8 +223,8 @@ def test_starter_is_exported_and_predicts_what_was_evaluated(starter: tuple[str,
             labels = np.array([int(line.split("\t")[0]) for line in lines])
         found = predicted["mask" if name == "segmentation" else "label"]
         assert np.mean(found == labels) == pytest.approx(result["test/accuracy"], rel=1e-5)
-    about = (PROJECT / f"starters/{name}/about.md").read_text(encoding="utf-8")
-    commands = re.findall(r"python (?:-c|predict\.py) [^\n`]+", about)
+    page = (project.folder / "docs/starter.md").read_text(encoding="utf-8")
+    commands = re.findall(r"python (?:-c|predict\.py) [^\n`]+", page)
     assert commands
     for command in commands:
         project.run("bash", "-c", command.replace("runs/default", "runs/two"))

@@ -1,4 +1,4 @@
-"""docs/updates.md: an update to a newer version of the template keeps what the user wrote, by git and by cruft."""
+"""docs/updating.md: an update to a newer version of the template keeps what the user wrote, by git and by cruft."""
 
 import os
 import re
@@ -102,7 +102,7 @@ def texts(folder: Path) -> dict[str, str]:
 
 
 def commands(section: str) -> list[str]:
-    return re.findall(r"(?ms)^```\n(.*?)^```", sections("updates.md")[section])
+    return re.findall(r"(?ms)^```\n(.*?)^```", sections("updating.md")[section])
 
 
 def user_works(folder: Path, shell: Callable[..., str]) -> None:

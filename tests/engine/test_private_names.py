@@ -9,8 +9,7 @@ from rendering import PROJECT, TEMPLATE
 
 ROW = re.compile(r"^\| `([\w.]+)` \| `(engine/[\w/.]+)` \| [^|]+ \| `(tests/[\w/.]+)::(\w+)` \|$", re.MULTILINE)
 LISTED = {
-    (name.rpartition(".")[2], file): test
-    for name, file, *test in ROW.findall(sections("decisions.md")["Private names"])
+    (name.rpartition(".")[2], file): test for name, file, *test in ROW.findall(sections("design.md")["Private names"])
 }
 MODULES = ("tensorflow.python", "keras.src")
 

@@ -6,12 +6,18 @@ from types import ModuleType
 
 import pytest
 
-from rendering import TEMPLATE
+from rendering import PROJECT, TEMPLATE
+
+# Every page, of the template and of the project.
+PAGES = [TEMPLATE / "CHANGELOG.md"]
+PAGES += [page for folder in (TEMPLATE, PROJECT) for page in (folder / "README.md", *sorted(folder.glob("docs/*.md")))]
+PAGES += sorted(PROJECT.glob("starters/*/docs/*.md"))
 
 
 def sections(name: str) -> dict[str, str]:
-    """Returns the sections of a page by their titles."""
-    page = (TEMPLATE / "docs" / name).read_text(encoding="utf-8")
+    """Returns the sections of a page, of the template's or the project's docs, by their titles."""
+    (file,) = (folder / "docs" / name for folder in (TEMPLATE, PROJECT) if (folder / "docs" / name).exists())
+    page = file.read_text(encoding="utf-8")
     return dict(re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", page))
 
 
