@@ -2,12 +2,12 @@
 
 import json
 import re
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from pages import PAGES
-from rendering import PROJECT, STARTERS, TEMPLATE
+from rendering import PROJECT, STARTERS, TEMPLATE, Bake
 
 
 def code_of(starter: str) -> dict[str, str]:
@@ -35,15 +35,20 @@ def test_readmes_list_the_todo_hooks_in_file_order(starter: str) -> None:
 def test_tree_in_the_readme_is_that_of_the_project() -> None:
     readme = (PROJECT / "README.md").read_text(encoding="utf-8")
     (tree,) = re.findall(r"(?ms)^```\n(train\.py .*?)^```", readme)
-    shown = re.findall(r"(?m)^( *)([a-z]\w*(?:\.py|/)) ", tree)
-    assert {name for indent, name in shown if not indent} == names_in(PROJECT)
-    assert {name for indent, name in shown if indent} == names_in(PROJECT / "engine")
+    folders = (path for path in PROJECT.glob("[a-z]*") if path.is_dir() and path.name not in ("runs", "starters"))
+    there = {path.name for path in PROJECT.glob("[a-z]*.py")} | {f"{path.name}/" for path in folders}
+    assert set(re.findall(r"(?m)^(\S+) ", tree)) == there
 
 
-def names_in(folder: Path) -> set[str]:
-    """Returns the Python files in a folder, and its folders. A run that a developer has tried is no part of it."""
-    folders = (path for path in folder.glob("[a-z]*") if path.is_dir() and path.name not in ("runs", "starters"))
-    return {path.name for path in folder.glob("[a-z]*.py")} | {f"{path.name}/" for path in folders}
+def test_readme_of_the_project_is_short(bake: Callable[..., Bake]) -> None:
+    for starter in STARTERS:
+        readme = (bake(starter=starter).folder / "README.md").read_text(encoding="utf-8")
+        assert 500 < len(readme.split()) <= 1000, starter
+
+
+def test_readme_of_the_project_leads_to_every_page() -> None:
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\(docs/(\w+\.md)\)", readme)) == {page.name for page in PROJECT.glob("docs/*.md")}
 
 
 def test_files_that_the_pages_name_are_there() -> None:

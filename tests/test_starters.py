@@ -30,16 +30,19 @@ def test_starter_is_its_own_files_and_nothing_else(starter: str, tracked: set[st
         assert (project.folder / name).read_bytes() == (PROJECT / sources[name]).read_bytes(), name
 
 
-def test_rendered_files_differ_in_packages_only(tmp_path: Path, bake: Callable[..., Bake]) -> None:
-    texts = {}
+def test_rendered_files_differ_in_the_example_task_and_packages_only(bake: Callable[..., Bake]) -> None:
+    texts, tasks = {}, set()
     for starter in STARTERS:
         project = bake(starter=starter)
         readme = (project.folder / "README.md").read_text(encoding="utf-8")
         needs = (project.folder / "pyproject.toml").read_text(encoding="utf-8")
         begin, end = needs.index("dependencies = [\n"), needs.index("  # Pinned")
         rest = needs[end:].replace(f'starter = "{starter}"', "")
-        texts[starter] = (readme, needs[:begin], rest)
+        before, task, after = re.split(r"(?s)## The example task\n\n(.*?)\[docs/starter", readme)
+        texts[starter] = (before, after, needs[:begin], rest)
+        tasks.add(task)
     assert len(set(texts.values())) == 1
+    assert len(tasks) == len(STARTERS)
 
 
 @pytest.mark.long
