@@ -68,7 +68,8 @@ def pages_of(template: Path) -> Pages:
         ordered = [name for name in order.split() if name in there]
         for name in [*ordered, *sorted(there.difference(ordered))]:
             pages[f"{folder}/{name}.md"] = f"{part}/{name}.md"
-    pages["CHANGELOG.md"] = "template/CHANGELOG.md"
+    for path in sorted(template.glob("*.md")):
+        pages.setdefault(path.name, f"template/{path.name}")
     return pages
 
 
