@@ -3,6 +3,7 @@
 # make coverage   the tests of make test, and which lines of engine/ they run
 # make pictures   those of the README, from a run
 # make settings   the project's docs/settings.md, from the code
+# make docs       the pages of the template and of a project as one site, in build/docs/site (in an environment of its own)
 # make benchmark  train.py beside the tutorial's loop, Keras fit and Orbit (hours; Orbit in an environment of its own)
 # make lint       ruff, on the template and on the unrendered project, and mypy on the project
 # make clean      remove what these made
@@ -56,6 +57,16 @@ pictures: .venv/installed
 
 settings: .venv/installed
 	$(BIN)/python docs/make_settings.py
+
+# In build/, so that it is ignored, removed by make clean, and copied nowhere.
+build/docs-environment/installed: docs/site/requirements.txt
+	@$(PYTHON) -m venv --clear build/docs-environment
+	@build/docs-environment/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+.PHONY: docs
+docs: build/docs-environment/installed
+	@build/docs-environment/bin/python docs/make_site.py
 
 .venv-orbit/installed:
 	@$(PYTHON) -m venv --clear .venv-orbit

@@ -1,0 +1,109 @@
+"""The site of the pages: its navigation and links, and that nothing in it leads nowhere or comes from another host."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rendering import PROJECT, STARTERS, TEMPLATE
+
+_spec = importlib.util.spec_from_file_location("make_site", TEMPLATE / "docs/make_site.py")
+make_site = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(make_site)
+
+PAGES = make_site.pages_of(TEMPLATE)
+ON_GITHUB = f"{make_site.REPOSITORY}/blob/main"
+IN_PROJECT = make_site.PROJECT
+
+
+@pytest.mark.parametrize(
+    ("file", "link", "expected"),
+    [
+        ("README.md", "docs/pitfalls.md#clusters", "template/pitfalls.md#clusters"),
+        ("README.md", f"{IN_PROJECT}/docs/data.md", "project/data.md"),
+        ("README.md", "docs/curves.png", "assets/curves.png"),
+        ("README.md", "LICENSE", f"{ON_GITHUB}/LICENSE"),
+        ("README.md", "docs", f"{make_site.REPOSITORY}/tree/main/docs"),
+        ("docs/porting.md", f"../{IN_PROJECT}/README.md", "../project/index.md"),
+        (f"{IN_PROJECT}/README.md", "docs/starter.md", "starters/image_classification.md"),
+        (f"{IN_PROJECT}/docs/data.md", f"{ON_GITHUB}/docs/pitfalls.md", "../template/pitfalls.md"),
+        (f"{IN_PROJECT}/docs/data.md", "../README.md#run-it", "index.md#run-it"),
+        (f"{IN_PROJECT}/docs/data.md", "../task.py", f"{ON_GITHUB}/%7B%7Bcookiecutter.project_slug%7D%7D/task.py"),
+        (f"{IN_PROJECT}/docs/data.md", "#records", "#records"),
+        (f"{IN_PROJECT}/docs/data.md", "https://www.tensorflow.org/guide", "https://www.tensorflow.org/guide"),
+        (f"{IN_PROJECT}/starters/gan/docs/starter.md", "data.md", "../data.md"),
+        (f"{IN_PROJECT}/starters/gan/docs/starter.md", "../README.md", "../index.md"),
+    ],
+)
+def test_links_lead_to_pages_of_the_site_and_else_to_the_repository(file: str, link: str, expected: str) -> None:
+    text = "See [the `page`]({0}), or\n`[no](link.md)`.\n\n```\n[no](link.md)\n```\n"
+    made, _, broken = make_site.with_links_of_site(text.format(link), file, PAGES, TEMPLATE)
+    assert (made, broken) == (text.format(expected), [])
+
+
+@pytest.mark.parametrize("link", ["docs/none.md", f"{ON_GITHUB}/docs/none.md", "docs/none.png", "docs/none.md#any"])
+def test_broken_link_of_a_page_is_named(link: str) -> None:
+    _, _, broken = make_site.with_links_of_site(f"![one]({link})", "README.md", PAGES, TEMPLATE)
+    assert broken == [f"README.md: {link} leads nowhere"]
+
+
+def test_sources_have_every_page_and_no_broken_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_site, "fetch_mermaid", lambda _: False)  # It is on another host.
+    titles = make_site.assemble(TEMPLATE, tmp_path / "source")
+    assert set(titles) == {page.relative_to(tmp_path / "source").as_posix() for page in tmp_path.rglob("*.md")}
+    files = [*TEMPLATE.glob("*.md"), *TEMPLATE.glob("docs/*.md"), *PROJECT.glob("docs/*.md"), PROJECT / "README.md"]
+    assert len(titles) == len(files) + len(STARTERS) - 1 > 15
+    assert "# My Training" in (tmp_path / "source/project/index.md").read_text(encoding="utf-8")
+
+    make_site.write_settings(titles, tmp_path / "zensical.toml")
+    settings = tomllib.loads((tmp_path / "zensical.toml").read_text(encoding="utf-8"))
+    start, project, template = settings["project"]["nav"]
+    assert start == {"Start": "index.md"}
+    text = json.dumps([project, template])
+    assert [page for page in titles if page != "index.md" and f'"{page}"' not in text] == []
+
+
+def test_faults_of_a_built_site_are_found(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    good = '<a href="a/#there">1</a><a href="#here" id="here">2</a><a href="https://other.org/x">3</a>'
+    (tmp_path / "index.html").write_text(f'{good}<a href="a/none.html">4</a><a href="a/index.html#none">5</a>')
+    loads = '<script src="https://other.org/x.js"></script><img src="none.png"><p id="there">'
+    fonts = '<link rel="stylesheet" href="//other.org/font.css"><link rel="canonical" href="https://other.org/">'
+    (tmp_path / "a/index.html").write_text(loads + fonts)
+    (tmp_path / "style.css").write_text('@font-face { src: url("https://other.org/font.woff2") } a { b: url(c.png) }')
+    assert sorted(make_site.faults(tmp_path)) == [
+        "a/index.html: //other.org/font.css is fetched from another host",
+        "a/index.html: https://other.org/x.js is fetched from another host",
+        "a/index.html: none.png leads nowhere",
+        "index.html: a/index.html#none has no such anchor",
+        "index.html: a/none.html leads nowhere",
+        "style.css: https://other.org/font.woff2 is fetched from another host",
+    ]
+
+
+def test_only_the_job_that_runs_no_code_may_publish() -> None:
+    workflow = yaml.safe_load((TEMPLATE / ".github/workflows/pages.yml").read_text(encoding="utf-8"))
+    assert workflow["permissions"] == {"contents": "read"}
+    assert [name for name, job in workflow["jobs"].items() if "permissions" in job] == ["publish"]
+    (step,) = workflow["jobs"]["publish"]["steps"]
+    assert step["uses"].startswith("actions/deploy-pages@")
+    assert workflow["jobs"]["publish"]["permissions"] == {"pages": "write", "id-token": "write"}
+
+
+@pytest.mark.long
+def test_site_is_built_and_its_search_knows_the_flags() -> None:
+    """Builds it in an environment of its own, with packages of two package indexes."""
+    command = ["make", "docs", f"PYTHON={sys.executable}"]
+    built = subprocess.run(command, cwd=TEMPLATE, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    site = TEMPLATE / "build/docs/site"
+    made = {page.relative_to(site).with_suffix(".md").as_posix() for page in site.rglob("*.html")}
+    assert made == {*PAGES.values(), "404.md"}
+    items = json.loads((site / "search.json").read_text(encoding="utf-8"))["items"]
+    found = {item["location"].split("#")[0] for item in items if "--pad-to" in item["text"]}
+    assert "project/settings.html" in found
