@@ -397,6 +397,24 @@ def test_evaluation_is_with_the_settings_of_the_run(
         )
 
 
+# --- A run that is moved ----------------------------------------------------------------------------------------------
+
+
+def test_run_is_resumed_from_where_it_was_moved_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    flags = ("--epochs=2", "--steps-per-execution=5")
+    expected = run(tmp_path / "whole", *flags)
+    with monkeypatch.context() as stopping:
+        stopping.setattr(Signals, "check", stopped_after(3))
+        assert ended(tmp_path / "before", *flags)[0] == 42  # In the middle of the first epoch.
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "before").rename(tmp_path / "elsewhere" / "after")
+    found = run(tmp_path / "elsewhere" / "after", *flags)
+    assert {**found, "seconds": 0} == {**expected, "seconds": 0}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "whole"]
+
+
 # --- --learning-rate of a resume --------------------------------------------------------------------------------------
 
 
@@ -443,6 +461,29 @@ def test_run_goes_on_with_another_learning_rate_on_purpose(
     assert {**found, "seconds": 0} == {**expected, "seconds": 0}
     assert starts(tmp_path / "killed")[-1][1] == 0.01
     assert [float(row["learning_rate"]) for row in rows(tmp_path / "killed")] == used
+
+
+def test_schedule_may_get_another_shape_in_mid_run_but_not_become_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    def decay_to(last: float) -> Callable[[int], keras.optimizers.Optimizer]:
+        schedule = keras.optimizers.schedules.PolynomialDecay
+        return lambda total_steps: keras.optimizers.SGD(schedule(0.1, total_steps, last))
+
+    flags = ("--epochs=2", "--steps-per-execution=10")
+    with monkeypatch.context() as stopping:
+        stopping.setattr(task, "create_optimizer", decay_to(0.0))
+        stopping.setattr(Signals, "check", stopped_after(4))
+        assert ended(tmp_path, *flags)[0] == 42  # In the middle of the second epoch.
+    with monkeypatch.context() as number:
+        number.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(0.1))
+        code, line = ended(tmp_path, *flags)
+        assert code == 2
+        assert "belongs to another model or optimizer (1 variables differ: optimizer/" in line
+    monkeypatch.setattr(task, "create_optimizer", decay_to(0.02))
+    run(tmp_path, *flags)
+    # The new schedule continues at the step that the run has reached.
+    np.testing.assert_allclose([float(row["learning_rate"]) for row in rows(tmp_path)], [0.05, 0.02], rtol=1e-6)
 
 
 def test_changed_learning_rate_is_printed_and_every_optimizer_takes_its_own(
