@@ -1,8 +1,10 @@
 """AGENTS.md of the project: its commands exist, and what it says is what the code says."""
 
+import ast
 import re
 import shlex
 
+from pages import sections
 from rendering import PROJECT, Bake, run
 
 PAGE = (PROJECT / "AGENTS.md").read_text(encoding="utf-8")
@@ -32,10 +34,13 @@ def test_marks_and_files_that_it_names_are_there(default_bake: Bake) -> None:
     assert [name for name in named if not (default_bake.folder / name).exists()] == []
 
 
-def test_exit_codes_are_those_of_the_readme() -> None:
-    def codes(text: str) -> list[str]:
-        (listed,) = re.findall(r"(?s)Exit codes: (.*?)(?:\n\n|\n- |While the program)", text)
-        return re.findall(r"(?:^|, )\s*(\d+) ", re.sub(r"\([^)]*\)", "", listed.replace("\n", " ")))
-
-    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
-    assert codes(PAGE) == codes(readme) == ["0", "1", "2", "3", "42", "130"]
+def test_exit_codes_are_those_of_the_code() -> None:
+    errors = ast.parse((PROJECT / "engine/errors.py").read_text(encoding="utf-8"))
+    assigned = [each for each in ast.walk(errors) if isinstance(each, ast.Assign)]
+    codes = {each.value.value for each in assigned if ast.unparse(each.targets[0]) == "exit_code"}
+    table = re.findall(r"(?m)^\| (\d+) \| (\w+)", sections("troubleshooting.md")["Exit codes"])
+    assert {int(code) for code, _ in table} == codes | {0, 130}  # 130 is the shell's for Ctrl-C.
+    assert len(codes) == 4
+    said = re.findall(r"(?:Exit code |[.] )(\d+): (\w+)", PAGE)
+    assert len(said) == 2
+    assert set(said) <= set(table)

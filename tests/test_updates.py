@@ -32,8 +32,12 @@ TEMPLATES = {
     "config.py": ('"""Your settings.', '"""Your own settings.'),
     "train.py": ("srun ... python train.py  ", "mpirun ... python train.py"),
     "engine/errors.py": ('"""', '"""Newer. '),
-    "README.md": ("## Run it", "## Run it now"),
+    "README.md": ("\n\n", "\n\nNewer.\n\n"),
+    "deploy/kubernetes.yaml": ("# ", "# Newer. "),
+    ".github/workflows/ci.yml": ("name: ", "name: newer "),
 }
+# What the user deletes, and a file that the template adds where it was.
+DELETED = ["deploy", ".github", "tests/test_task.py"]
 STARTER = "gan"
 
 
@@ -122,15 +126,39 @@ def assert_updated(folder: Path, versions: dict[str, dict[str, str]]) -> None:
     assert {name for name in found if found[name] != expected[name]} == set()
 
 
+def user_deletes(folder: Path, shell: Callable[..., str]) -> None:
+    shell(f"git rm -r --quiet {' '.join(DELETED)} && git commit --quiet -m without", folder)
+
+
+def assert_nothing_came_back(folder: Path, versions: dict[str, dict[str, str]]) -> None:
+    gone = {name for name in versions["0.2.0"] if any(Path(name).is_relative_to(each) for each in DELETED)}
+    assert len(gone) > 3
+    expected = versions["0.2.0"] | {"task.py": versions["0.1.0"]["task.py"]}
+    assert texts(folder) == {name: text for name, text in expected.items() if name not in gone}
+
+
 def test_update_with_git_alone(tmp_path: Path, shell: Callable[..., str], versions: dict[str, dict[str, str]]) -> None:
     begin, render, merge = commands("With git alone")
     folder = tmp_path / "work" / "my_training"
     shutil.copytree(tmp_path / "0.1.0" / "my_training", folder)
     shell(begin, folder)
+    shell("git switch --quiet --create without", folder)
+    user_deletes(folder, shell)
+    shell("git switch --quiet -", folder)
     user_works(folder, shell)
     shell(render + merge, folder)
     assert_updated(folder, versions)
     assert shell("git status --porcelain", folder) == ""
+
+    # The same for somebody who has deleted files.
+    shell("git switch --quiet without", folder)
+    said = shell(merge, folder, status=1)
+    assert "CONFLICT (modify/delete): deploy/kubernetes.yaml" in said
+    assert "deleted by us:" in shell("git status", folder)
+    (resolve,) = commands("Files that you have deleted")
+    shell(resolve, folder)
+    assert shell("git status --porcelain", folder) == ""
+    assert_nothing_came_back(folder, versions)
 
 
 @pytest.mark.parametrize("beginning", [pytest.param("create", marks=pytest.mark.long), "link"])
@@ -154,3 +182,24 @@ def test_update_with_cruft(
     shell(update, folder)
     assert_updated(folder, versions)
     shell(check, folder)
+
+
+@pytest.mark.long
+def test_update_with_cruft_leaves_deleted_files_deleted(
+    tmp_path: Path, shell: Callable[..., str], versions: dict[str, dict[str, str]]
+) -> None:
+    create, _, update = commands("With cruft")
+    shell(create, tmp_path)
+    folder = tmp_path / "my_training"
+    shell("git init --quiet && git add --all && git commit --quiet -m rendered", folder)
+    user_deletes(folder, shell)
+    shell(update.splitlines()[1], folder)
+    assert_nothing_came_back(folder, versions)
+
+
+def test_code_runs_at_render_without_hooks_too(tmp_path: Path, shell: Callable[..., str]) -> None:
+    flags = f"--no-input --default-config --accept-hooks no --output-dir {tmp_path} {TEMPLATE}"
+    shell(f"cookiecutter {flags} project_slug=a/b", tmp_path, status=1)  # refuse_answers.py refuses it.
+    shell(f"cookiecutter {flags} project_slug=kept starter={STARTER}", tmp_path)
+    assert (tmp_path / "kept/starters" / STARTER / "task.py").exists()
+    assert (tmp_path / "kept/task.py").read_bytes() == (PROJECT / "task.py").read_bytes()

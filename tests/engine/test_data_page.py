@@ -1,6 +1,10 @@
 """The sources of docs/data.md, taken from the page as they stand there, and trained on."""
 
+import concurrent.futures
+import csv
 import os
+import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +17,11 @@ from sklearn.datasets import load_digits
 import task
 import train
 from pages import blocks, put, sections
+from rendering import PROJECT
+from rendering import run as run_program
 
 SOURCES = sections("data.md")
+PARTS = ("images", "labels")
 COUNTS = {"train": 120, "validation": 40, "test": 40}
 
 
@@ -36,8 +43,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., di
     def run(title: str, block: int = 0, *flags: str) -> dict[str, float]:
         put(blocks(SOURCES[title])[block], task, monkeypatch, tmp_path)
         result = train.main(["--epochs=2", "--global-batch-size=20", f"--run-dir={tmp_path / 'runs'}", *flags])
-        loaded = sum(len(labels) for _, labels, _ in train.batches["test"].one_by_one())
-        assert loaded == COUNTS["test"]
+        for name in train.batches.keys() & {"test"}:
+            assert sum(len(labels) for _, labels, _ in train.batches[name].one_by_one()) == COUNTS["test"]
         return result
 
     return run
@@ -118,3 +125,79 @@ def test_tokenised_text(arrays, trained) -> None:
                 writer.write(example.SerializeToString())
     result = trained("Tokenised text", 0, "--pad-to", "16", "32", "64", "--epochs=20", "--learning-rate=0.03")
     assert result["test/accuracy"] > 0.8
+
+
+def test_splits(arrays, trained, tmp_path: Path) -> None:
+    for split, (images, labels) in arrays.items():
+        np.savez(f"data/{split}.npz", images=images.astype(np.float32), labels=labels.astype(np.int32))
+    result = trained("Splits", 0, "--monitor", "validation/low/loss")
+    assert result["test"] is None
+    assert list(train.batches) == ["train", "validation/low", "validation/high"]
+    with (tmp_path / "runs" / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        assert {"validation/low/accuracy", "validation/high/accuracy"} <= next(csv.DictReader(file)).keys()
+
+
+def test_one_process_at_a_time_downloads(arrays, trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {f"{split}_{name}": part for split, pair in arrays.items() for name, part in zip(PARTS, pair, strict=True)}
+    os.mkdir("origin")
+    np.savez(
+        "origin/digits.npz",
+        **{name: part.astype(np.float32 if "images" in name else np.int32) for name, part in parts.items()},
+    )
+    there = SOURCES["Several processes"].replace("https://example.org", Path("origin").absolute().as_uri())
+    monkeypatch.setitem(SOURCES, "Several processes", there)
+    assert trained("Several processes")["step"] == 12
+    assert [path.name for path in Path("data").iterdir() if path.suffix == ".npz"] == ["digits.npz"]
+
+    at_once, most = threading.Semaphore(1), []
+
+    def get_file(*_: object, **__: object) -> str:
+        most.append(at_once.acquire(blocking=False))
+        threading.Event().wait(0.02)
+        at_once.release()
+        return "data/digits.npz"
+
+    monkeypatch.setattr(keras.utils, "get_file", get_file)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        list(threads.map(task.load_examples, ["train"] * 4))
+    assert most == [True] * 4
+
+
+@pytest.mark.long
+def test_command_that_downloads_runs_alone() -> None:
+    (command,) = re.findall(r"(?ms)^```\n(.*?)^```", SOURCES["Several processes"])
+    command = command.replace("load_examples(split)", "load_examples(split); print(split)")
+    done = run_program("bash", "-ec", command, folder=PROJECT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["train", "validation", "test"]
+
+
+MEASURE = """
+import ctypes, pathlib, struct, sys
+import tensorflow as tf
+from engine.data import Records
+
+def resident():
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+folder, count = pathlib.Path(sys.argv[1]), 4_000_000
+if not (folder / "many").exists():
+    with tf.io.TFRecordWriter(str(folder / "one")) as file:
+        file.write(b"text")
+    (folder / "many").write_bytes((folder / "one").read_bytes() * count)
+Records(folder / "one").examples("", 2**29)
+before = resident()
+examples = Records(folder / "many").examples("", 2**29)
+print((resident() - before) / count)
+"""
+
+
+@pytest.mark.long
+def test_index_takes_the_memory_that_the_page_says(tmp_path: Path) -> None:
+    (said,) = re.findall(r"index takes (\d+)\s+bytes of memory per record", SOURCES["Record files"])
+    assert f"| {said} bytes per record, in each process |" in SOURCES["Memory"]
+    for _ in range(2):  # The first program makes the index; the second one reads it, as most starts do.
+        done = run_program("python", "-c", MEASURE, tmp_path, folder=PROJECT)
+        assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(int(said), abs=2)

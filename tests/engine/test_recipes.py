@@ -1,6 +1,7 @@
 """The recipes of docs/recipes.md, taken from the page as they stand there, and run."""
 
 import csv
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,8 @@ from rendering import PROJECT
 from rendering import run as run_program
 
 RECIPES = sections("recipes.md")
+# The only ones whose imports a project does not install.
+TRACKERS = dict(re.findall(r"(?ms)^### ([^\n]+)\n(.*?)(?=^### |\Z)", RECIPES.pop("Trackers")))
 FLAGS = ("--epochs=2", "--global-batch-size=60", "--simulated-devices=1")
 
 Apply = Callable[[str], None]
@@ -262,3 +265,51 @@ tf.config.set_logical_device_configuration(
 """
     done = run_program("python", "-c", program, folder=PROJECT)
     assert done.returncode == 0, done.stderr
+
+
+# --- Trackers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tracked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Trains with the hook of a tracker, two epochs and then, in a resumed run, one more."""
+
+    def run(title: str, end: str) -> Path:
+        (block,) = blocks(TRACKERS[title])
+        run_dir = tmp_path / "run"
+        for epochs in (2, 3):
+            put(block, task, monkeypatch, tmp_path)
+            train.main([f"--epochs={epochs}", f"--run-dir={run_dir}", "--simulated-devices=2"])
+            exec(end, vars(task))  # noqa: S102 - As the end of the process does.
+        assert "task.on_report failed" not in capsys.readouterr().out
+        return run_dir
+
+    return run
+
+
+@pytest.mark.long
+def test_mlflow(tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="pip install mlflow-skinny")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    run_dir = tracked("MLflow", "mlflow.end_run()")
+    (logged,) = mlflow.MlflowClient().search_runs(["0"])  # The resumed run went on in it.
+    assert logged.info.run_id == (run_dir / "mlflow_run_id").read_text()
+    assert (logged.info.run_name, logged.info.status, logged.data.params["seed"]) == ("run", "FINISHED", "0")
+    history = mlflow.MlflowClient().get_metric_history(logged.info.run_id, "validation/loss")
+    assert [each.step for each in history] == [39, 78, 117]
+    rows = (run_dir / "metrics.csv").read_text().splitlines()
+    column = rows[0].split(",").index("validation/loss")
+    assert [each.value for each in history] == [float(row.split(",")[column]) for row in rows[1:]]
+
+
+@pytest.mark.long
+def test_weights_and_biases(tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="pip install wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run_dir = tracked("Weights & Biases", "wandb.finish()")
+    name = (run_dir / "wandb_id").read_text()
+    parts = [path.name for path in (run_dir / "wandb").glob("offline-run-*")]
+    assert len(parts) == 2  # Of one run, for `wandb sync`.
+    assert all(f"-{name}" in part for part in parts)

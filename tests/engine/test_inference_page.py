@@ -1,0 +1,82 @@
+"""The commands and blocks of docs/inference.md, run on a small run; TensorFlow takes the place of its server."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from small import small_model
+from tensorflow.core.protobuf import saved_model_pb2
+
+import task
+import train
+from pages import blocks, sections
+from rendering import run
+
+SECTIONS = sections("inference.md")
+IMAGES = np.random.default_rng(1).uniform(0, 16, (7, 8, 8, 1)).astype("float32")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs/default, which was exported."""
+    folder = tmp_path_factory.mktemp("exported")
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(task, "create_model", small_model)
+        flags = ("--epochs=1", "--limit-steps=2", "--simulated-devices=1", "--export")
+        train.main([f"--run-dir={folder / 'runs/default'}", *flags])
+    return folder
+
+
+@pytest.fixture
+def here(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the folder, which is the current one."""
+    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(task, "create_model", small_model)
+    return tmp_path
+
+
+def outputs_of(title: str) -> dict[str, np.ndarray]:
+    (block,) = blocks(SECTIONS[title])
+    names = {"examples": IMAGES}
+    exec(block, names)  # noqa: S102
+    return {name: np.asarray(output) for name, output in names["outputs"].items()}
+
+
+def test_blocks_give_the_same_outputs(here: Path) -> None:
+    by_predictor, by_endpoint = map(outputs_of, ("Predictions in a notebook", "The SavedModel"))
+    assert by_predictor.keys() == by_endpoint.keys() == {"label", "probabilities"}
+    for name, output in by_predictor.items():
+        np.testing.assert_allclose(by_endpoint[name], output, rtol=1e-5, atol=1e-6)
+
+
+def test_request_is_answered_from_the_numbered_folder(here: Path) -> None:
+    copy, _, request = re.findall(r"(?ms)^```\n(.*?)^```", SECTIONS["TensorFlow Serving"])
+    write, send = request.splitlines()
+    done = run("bash", "-ec", copy + write, folder=here)
+    assert done.returncode == 0, done.stderr
+    sent = json.loads(Path("request.json").read_text(encoding="utf-8"))
+    assert "-d @request.json" in send
+    (folder,) = Path("serving").iterdir()
+    assert send.endswith(f"/v1/models/{folder.name}:predict")
+    signatures = tf.saved_model.load(str(folder / "1")).signatures
+    assert set(signatures) == {"serve", "serve_examples", "serving_default"}
+    (name,) = signatures[sent["signature_name"]].structured_input_signature[1]
+    answer = signatures[sent["signature_name"]](**{name: tf.constant(sent["instances"])})
+    # One example of zeros, as the page says of its answer.
+    example = re.search(r'"predictions": \[\{(.*?)\}', SECTIONS["TensorFlow Serving"])[1]
+    assert {key: len(value) for key, value in answer.items()} == dict.fromkeys(re.findall(r'"(\w+)":', example), 1)
+    same = [signatures[each](features=tf.constant(IMAGES))["probabilities"] for each in ("serve", "serving_default")]
+    np.testing.assert_array_equal(*same)
+    # A server answers requests of signatures of this method only.
+    (graph,) = saved_model_pb2.SavedModel.FromString((folder / "1/saved_model.pb").read_bytes()).meta_graphs
+    assert {graph.signature_def[each].method_name for each in signatures} == {"tensorflow/serving/predict"}
+
+
+def test_files_are_those_that_the_page_lists(here: Path) -> None:
+    listed = set(re.findall(r"(?m)^\| `([\w.]+)/?` \| ", SECTIONS["Files"]))
+    assert {path.name for path in Path("runs/default/export").iterdir()} == listed
