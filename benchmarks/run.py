@@ -11,6 +11,7 @@ documents speak of is in benchmarks/results.
 import argparse
 import compileall
 import contextlib
+import datetime
 import importlib.metadata
 import json
 import os
@@ -38,6 +39,8 @@ FIGURES = (
     "peak memory, MiB",
     "added by a checkpoint, ms",
 )
+# The loop without input, metrics and saves, to compare with.
+REFERENCE = "compiled step alone"
 OVERHEAD = {f"wide{variables}": variables for variables in (4, 40, 400)}
 # Programs of their own, whose output is kept as it is.
 COSTS = {
@@ -60,7 +63,7 @@ def programs(orbit: str | None) -> dict[str, dict[str, Any]]:
         legacy = {"TF_USE_LEGACY_KERAS": "1"}
         measured["Orbit, Keras 3"] = {"script": "orbit_trainer.py", "python": orbit}
         measured["Orbit, tf-keras"] = {"script": "orbit_trainer.py", "python": orbit, "environment": legacy}
-    measured["bare limit"] = {"script": "bare.py"}
+    measured[REFERENCE] = {"script": "compiled_step.py"}
     return measured
 
 
@@ -154,6 +157,13 @@ def machine() -> dict[str, Any]:
     }
 
 
+def date_and_commit() -> str:
+    """Returns today's date and the commit that is checked out."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
+    return f"{datetime.date.today().isoformat()}, {commit}"
+
+
 def as_markdown(results: dict[str, Any]) -> str:
     """Returns one table per figure: a line per workload and layout, a column per program."""
     names = list(dict.fromkeys(name for row in results["rows"] for name in row["programs"]))
@@ -165,12 +175,12 @@ def as_markdown(results: dict[str, Any]) -> str:
             "",
             f"## {figure[0].upper()}{figure[1:]}",
             "",
-            f"| | {' | '.join(names)} |",
-            "|---" * (len(names) + 1) + "|",
+            f"| | {' | '.join(names)} | measured |",
+            "|---" * (len(names) + 2) + "|",
         ]
         for row in results["rows"]:
             cells = [_cell(row["programs"].get(name), figure) for name in names]
-            lines.append(f"| {row['workload']}, {_layout(row)} | {' | '.join(cells)} |")
+            lines.append(f"| {row['workload']}, {_layout(row)} | {' | '.join(cells)} | {row['measured']} |")
     failed = [
         f"- {name}, {row['workload']}, {_layout(row)}: `{found['error']}`"
         for row in results["rows"]
@@ -202,7 +212,7 @@ def _cell(found: dict[str, Any] | None, figure: str) -> str:
 
 
 def draw_overhead(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws the time of a step as replicas and variables grow, of train.py and of the bare limit."""
+    """Draws the time of a step as replicas and variables grow, of train.py and of the compiled step alone."""
     import matplotlib.figure
 
     rows = [row for row in rows if row["workload"] in OVERHEAD and row["workers"] == 1]
@@ -211,7 +221,7 @@ def draw_overhead(rows: list[dict[str, Any]], path: Path) -> None:
     figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for color, replicas in zip(("C0", "C1", "C2", "C3"), sorted({row["replicas"] for row in rows}), strict=False):
-        for name, style in (("train.py", "-o"), ("bare limit", "--x")):
+        for name, style in (("train.py", "-o"), (REFERENCE, "--x")):
             points = [
                 (OVERHEAD[row["workload"]], 1000 / row["programs"][name]["training steps/s"]["median"])
                 for row in rows
@@ -237,7 +247,7 @@ def main() -> None:
     workloads = [*options.workloads, *(OVERHEAD if options.overhead else ())]
     layouts = [(name, replicas, 1) for name in workloads for replicas in options.replicas or WORKLOADS[name].replicas]
     layouts += [(name, 1, workers) for name in options.workloads[:1] for workers in options.workers]
-    everything = programs(options.orbit)
+    everything, measured = programs(options.orbit), date_and_commit()
     options.output.mkdir(parents=True, exist_ok=True)
     written = options.output / "results.json"
     results = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {}
@@ -256,13 +266,14 @@ def main() -> None:
             chosen = {
                 name: program
                 for name, program in everything.items()
-                if workload not in OVERHEAD or name in ("train.py", "bare limit")
+                if workload not in OVERHEAD or name in ("train.py", REFERENCE)
             }
             layout = {"workload": workload, "replicas": replicas, "workers": workers}
             found = measure_in_turn(chosen, project, options.rounds, **layout)
             rows = [row for row in results["rows"] if any(row[name] != value for name, value in layout.items())]
             by_program = {name: medians(rounds) for name, rounds in found.items()}
-            rows.append({**layout, "rounds": options.rounds, "command": command, "programs": by_program})
+            described = {"measured": measured, "rounds": options.rounds, "command": command}
+            rows.append({**layout, **described, "programs": by_program})
             results["rows"] = sorted(rows, key=_place)
             write()
     draw_overhead(results["rows"], options.output / "overhead.png")

@@ -1,4 +1,4 @@
-"""What a step is made of: the bare limit, and what each part of train.py's step adds to it, in one process.
+"""What a step is made of: the compiled step alone, and what each part of train.py's step adds to it, in one process.
 
     python benchmarks/step_cost.py [--replicas 2] [--rounds 5]
 
@@ -40,7 +40,7 @@ def build(replicas: int, folder: str) -> None:
     train.build(read_settings(Config, [f"--run-dir={folder}", f"--global-batch-size={WORKLOAD.batch_size}", devices]))
 
 
-def bare_step(batch: Any) -> tf.Tensor:
+def step_alone(batch: Any) -> tf.Tensor:
     features, labels, weights = batch
     with tf.GradientTape() as tape:
         loss, _ = task.compute_loss(labels, task.model(features, training=True), weights)
@@ -64,8 +64,8 @@ def variants() -> dict[str, Any]:
 
         return steps
 
-    def bare(stack: Any, resident: Any, index: tf.Tensor) -> tf.Tensor:
-        run(bare_step, args=(resident,))
+    def alone(stack: Any, resident: Any, index: tf.Tensor) -> tf.Tensor:
+        run(step_alone, args=(resident,))
         return 0.0
 
     def with_metrics(stack: Any, resident: Any, index: tf.Tensor) -> tf.Tensor:
@@ -77,7 +77,7 @@ def variants() -> dict[str, Any]:
         return 0.0
 
     return {
-        "bare step": loop(bare),
+        "compiled step alone": loop(alone),
         "+ metrics": loop(with_metrics),
         "+ a batch of the stack": loop(with_slices),
         "+ losses, as compiled": lambda stack, count: train.run_steps["train"](stack, 0, count),
@@ -103,10 +103,10 @@ def main() -> None:
             for _ in range(CALLS):
                 function(stack, tf.constant(count)).numpy()
             milliseconds[name].append(1000 * (time.perf_counter() - started) / (CALLS * count))
-    bare = statistics.median(milliseconds["bare step"])
+    alone = statistics.median(milliseconds["compiled step alone"])
     for name, rounds in milliseconds.items():
         median = statistics.median(rounds)
-        print(f"{options.replicas} replica(s), {name}: {median:.3f} ms, {bare / median:.2f} of the bare rate")
+        print(f"{options.replicas} replica(s), {name}: {median:.3f} ms, {alone / median:.2f} of the rate alone")
 
 
 if __name__ == "__main__":

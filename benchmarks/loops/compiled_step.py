@@ -1,4 +1,4 @@
-"""The limit: the compiled step of all replicas alone, on one batch that stays; no input, metrics or state."""
+"""The compiled step alone: all replicas take it again and again on one batch, without input, metrics and saves."""
 
 import keras
 import tensorflow as tf
