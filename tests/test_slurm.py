@@ -1,8 +1,10 @@
-"""deploy/slurm.sh on two nodes of a real Slurm: it trains, and a job that is stopped goes back into the queue."""
+"""deploy/slurm.sh: what it passes on and when it requeues, by stand-ins; and on two nodes of a real Slurm."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,63 @@ from processes import until
 
 from rendering import PROJECT, run
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not slurm.is_installed(), reason="needs Slurm and munge, and root or sudo without a password"),
-]
+START_ID = "TRAINING_START_ID"  # engine/cluster/launcher.py says what it means.
 
+
+def started(tmp_path: Path, code: int, **environment: str) -> tuple[list[str], str]:
+    """Runs the script where srun ends with `code`; returns how srun was called, and what scontrol was told."""
+    calls = tmp_path / "calls"
+    calls.mkdir()
+    stand_ins = {
+        "srun": f'echo "${START_ID}" "$@" > {calls}/srun\nexit {code}',
+        "scontrol": f'echo "$@" > {calls}/scontrol',
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment = {**inherited, "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9", **environment}
+    command = ["bash", PROJECT / "deploy/slurm.sh", "--epochs", "5"]
+    assert subprocess.run(command, env=environment, check=False, timeout=20).returncode == code
+    told = (calls / "scontrol").read_text(encoding="utf-8").strip() if (calls / "scontrol").exists() else ""
+    return (calls / "srun").read_text(encoding="utf-8").split(), told
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "told"),
+    [
+        *((code, "", "") for code in (0, 2, 3)),
+        (42, "", "requeue 9"),
+        (42, "500", "requeue 9"),
+        (1, "", "requeue 9"),
+        (137, "19", "requeue 9"),
+        (1, "20", ""),
+    ],
+)
+def test_job_is_requeued_if_that_can_help(code: int, restarts: str, told: str, tmp_path: Path) -> None:
+    assert started(tmp_path, code, SLURM_RESTART_COUNT=restarts)[1] == told
+
+
+def test_arguments_and_cores_are_passed_on(tmp_path: Path) -> None:
+    (start_id, *words), _ = started(tmp_path, 0)
+    assert start_id == "slurm-9"
+    assert words[-5:] == ["python", "-u", "train.py", "--epochs", "5"]
+    assert not [word for word in words if word.startswith("--cpus-per-task")]
+
+
+def test_job_of_an_array_has_a_run_directory_and_is_requeued_alone(tmp_path: Path) -> None:
+    array = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3", "SLURM_CPUS_PER_TASK": "4"}
+    words, told = started(tmp_path, 42, **array)
+    assert words[words.index("train.py") :] == ["train.py", "--run-dir", "runs/3", "--seed", "3", "--epochs", "5"]
+    assert "--cpus-per-task=4" in words
+    assert told == "requeue 9_3"
+
+
+# --- On a real Slurm --------------------------------------------------------------------------------------------------
+
+needs_slurm = pytest.mark.skipif(
+    not slurm.is_installed(), reason="needs Slurm and munge, and root or sudo without a password"
+)
 FLAGS = ("--epochs=20", "--checkpoint-every-steps=20")
 
 
@@ -53,6 +107,8 @@ def has_checkpoint(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.long
+@needs_slurm
 def test_job_on_two_nodes_trains_and_one_that_is_stopped_resumes(cluster: slurm.Slurm, project: Path) -> None:
     alone = run("python", "train.py", *FLAGS, "--simulated-devices=2", "--run-dir=runs/alone", folder=project)
     assert alone.returncode == 0, alone.stderr
@@ -76,6 +132,8 @@ def test_job_on_two_nodes_trains_and_one_that_is_stopped_resumes(cluster: slurm.
             assert equal[name] == pytest.approx(value, rel=1e-5)
 
 
+@pytest.mark.long
+@needs_slurm
 def test_job_is_requeued_before_its_time_limit_and_resumes(cluster: slurm.Slurm, project: Path) -> None:
     # Slurm looks at time limits twice a minute: the signal comes 70 s to 100 s after the start.
     limit = ("--time=2", "--signal=TERM@20")
@@ -89,6 +147,8 @@ def test_job_is_requeued_before_its_time_limit_and_resumes(cluster: slurm.Slurm,
     assert cluster.wait(job, seconds=60) == "CANCELLED"
 
 
+@pytest.mark.long
+@needs_slurm
 def test_jobs_of_an_array_have_runs_and_ends_of_their_own(cluster: slurm.Slurm, project: Path) -> None:
     options = ("--array=4-5", "--nodes=1", f"--cpus-per-task={slurm.CPUS}")
     array = submit(cluster, project, "--epochs=60", "--checkpoint-every-steps=20", options=options)
