@@ -40,7 +40,7 @@ def test_settings_for_which_replicas_must_wait_are_refused(
 ) -> None:
     monkeypatch.setenv("TF_CONFIG", SERVED)
     with pytest.raises(BadInput, match=reason):
-        create_strategy(Config(strategy="parameter_server", **settings))
+        create_strategy(Config(strategy="parameter_server", cluster_timeout=1.0, **settings))
 
 
 class Coordinator:
