@@ -69,6 +69,7 @@ def test_two_workers_cut_sequences_of_several_lengths_alike(tmp_path: Path) -> N
     ],
 )
 def test_workers_and_replicas_agree(number: int, addition: str, one_process: tuple[Path, Path], tmp_path: Path) -> None:
+    """Where workers have two replicas, a private method of TensorFlow is replaced: see TWO_DEVICES."""
     project, expected = one_process
     if addition:
         project = project_with(tmp_path, NORMALIZED + addition)
@@ -393,6 +394,19 @@ def test_signal_to_the_chief_of_parameter_servers_saves(launched: Callable[..., 
     until(lambda: "epoch  3/30" in launcher.text)
     assert launcher.send(signal.SIGTERM, "chief", random.Random(0))
     assert launcher.wait(120) == 42, launcher.text
+    assert newest(tmp_path / "run").is_dir()
+
+
+@pytest.mark.long
+def test_chief_of_parameter_servers_ends_when_no_worker_is_left(tmp_path: Path) -> None:
+    arguments = ("--strategy=parameter_server", "--epochs=500", f"--run-dir={tmp_path / 'run'}")
+    jobs = {"chief": 1, "worker": 1, "ps": 1}
+    with clusters.cluster(PROJECT, tmp_path / "logs", jobs, *arguments) as (chief, worker, server):
+        wait_for("epoch   2/500", chief)
+        worker.process.kill()
+        assert chief.wait(120) == 1
+        assert chief.last_line() == "ERROR: all workers are gone: check their logs, then restart the cluster"
+        assert server.wait(60) == 0
     assert newest(tmp_path / "run").is_dir()
 
 

@@ -1,59 +1,164 @@
-"""deploy/slurm.sh on two nodes of a real Slurm: it trains, and a job that is stopped goes back into the queue."""
+"""deploy/slurm.sh: what it passes on and when it requeues, by stand-ins; and on two nodes of a real Slurm."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import slurm
+from processes import until
 
 from rendering import PROJECT, run
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(not slurm.is_installed(), reason="needs Slurm and munge, and root")]
+START_ID = "TRAINING_START_ID"  # engine/cluster/launcher.py says what it means.
 
+
+def started(tmp_path: Path, code: int, **environment: str) -> tuple[list[str], str]:
+    """Runs the script where srun ends with `code`; returns how srun was called, and what scontrol was told."""
+    calls = tmp_path / "calls"
+    calls.mkdir()
+    stand_ins = {
+        "srun": f'echo "${START_ID}" "$@" > {calls}/srun\nexit {code}',
+        "scontrol": f'echo "$@" > {calls}/scontrol',
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment = {**inherited, "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9", **environment}
+    command = ["bash", PROJECT / "deploy/slurm.sh", "--epochs", "5"]
+    assert subprocess.run(command, env=environment, check=False, timeout=20).returncode == code
+    told = (calls / "scontrol").read_text(encoding="utf-8").strip() if (calls / "scontrol").exists() else ""
+    return (calls / "srun").read_text(encoding="utf-8").split(), told
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "told"),
+    [
+        *((code, "", "") for code in (0, 2, 3)),
+        (42, "", "requeue 9"),
+        (42, "500", "requeue 9"),
+        (1, "", "requeue 9"),
+        (137, "19", "requeue 9"),
+        (1, "20", ""),
+    ],
+)
+def test_job_is_requeued_if_that_can_help(code: int, restarts: str, told: str, tmp_path: Path) -> None:
+    assert started(tmp_path, code, SLURM_RESTART_COUNT=restarts)[1] == told
+
+
+def test_arguments_and_cores_are_passed_on(tmp_path: Path) -> None:
+    (start_id, *words), _ = started(tmp_path, 0)
+    assert start_id == "slurm-9"
+    assert words[-5:] == ["python", "-u", "train.py", "--epochs", "5"]
+    assert not [word for word in words if word.startswith("--cpus-per-task")]
+
+
+def test_job_of_an_array_has_a_run_directory_and_is_requeued_alone(tmp_path: Path) -> None:
+    array = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3", "SLURM_CPUS_PER_TASK": "4"}
+    words, told = started(tmp_path, 42, **array)
+    assert words[words.index("train.py") :] == ["train.py", "--run-dir", "runs/3", "--seed", "3", "--epochs", "5"]
+    assert "--cpus-per-task=4" in words
+    assert told == "requeue 9_3"
+
+
+# --- On a real Slurm --------------------------------------------------------------------------------------------------
+
+needs_slurm = pytest.mark.skipif(
+    not slurm.is_installed(), reason="needs Slurm and munge, and root or sudo without a password"
+)
 FLAGS = ("--epochs=20", "--checkpoint-every-steps=20")
 
 
-def result(run_dir: Path) -> dict[str, object]:
-    return json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    project = tmp_path_factory.mktemp("slurm_project") / "project"
+    return shutil.copytree(PROJECT, project, ignore=shutil.ignore_patterns("__pycache__", "runs"))
 
 
-def test_job_on_two_nodes_trains_and_one_that_is_stopped_resumes(tmp_path: Path) -> None:
-    shutil.copytree(PROJECT, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__", "runs"))
-    project = tmp_path / "project"
-    alone = run("python", "train.py", *FLAGS, "--simulated-devices=2", "--run-dir=runs/alone", folder=project)
-    assert alone.returncode == 0, alone.stderr
-    (tmp_path / "slurm").mkdir()
-    with slurm.two_nodes(tmp_path / "slurm") as cluster:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
+    with slurm.two_nodes(tmp_path_factory.mktemp("slurm")) as cluster:
         # The script says `python`, as users have it in an activated environment.
         cluster.environment["PATH"] = f"{Path(sys.executable).parent}:{cluster.environment['PATH']}"
+        yield cluster
 
-        def submit(run_dir: str) -> str:
-            return cluster.run(
-                "sbatch", "--parsable", "deploy/slurm.sh", *FLAGS, f"--run-dir={run_dir}", folder=project
-            ).strip()
 
-        whole = submit("runs/whole")
-        assert cluster.wait(whole, seconds=240) == "COMPLETED", (project / f"slurm-{whole}.out").read_text()
+def submit(cluster: slurm.Slurm, project: Path, *arguments: str, options: tuple[str, ...] = ()) -> str:
+    return cluster.run("sbatch", "--parsable", *options, "deploy/slurm.sh", *arguments, folder=project).strip()
 
-        stopped = submit("runs/stopped")
-        deadline = time.monotonic() + 120
-        while not list((project / "runs" / "stopped" / "checkpoints").glob("step-*")):
-            assert time.monotonic() < deadline, cluster.logs()
-            time.sleep(0.2)
-        cluster.run("scancel", "--signal=TERM", stopped)  # What --signal sends before the time limit.
-        log = project / f"slurm-{stopped}.out"
-        assert cluster.wait(stopped, seconds=240) == "COMPLETED", log.read_text()
-        written = log.read_text()
 
+def log_of(project: Path, job: str) -> str:
+    log = project / f"slurm-{job}.out"
+    return log.read_text(encoding="utf-8") if log.exists() else ""
+
+
+def result(run_dir: Path) -> dict[str, object]:
+    values = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+    return {name: value for name, value in values.items() if name != "seconds"}
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.long
+@needs_slurm
+def test_job_on_two_nodes_trains_and_one_that_is_stopped_resumes(cluster: slurm.Slurm, project: Path) -> None:
+    alone = run("python", "train.py", *FLAGS, "--simulated-devices=2", "--run-dir=runs/alone", folder=project)
+    assert alone.returncode == 0, alone.stderr
+    whole = submit(cluster, project, *FLAGS, "--run-dir=runs/whole")
+    assert cluster.wait(whole, seconds=240) == "COMPLETED", log_of(project, whole)
+    # --exclusive binds the process of a node to all of its cores.
+    assert f"CPU, {slurm.CPUS} core" in log_of(project, whole)
+
+    stopped = submit(cluster, project, *FLAGS, "--run-dir=runs/stopped")
+    until(lambda: has_checkpoint(project / "runs/stopped"), 120)
+    cluster.run("scancel", "--signal=TERM", stopped)
+    assert cluster.wait(stopped, seconds=240) == "COMPLETED", log_of(project, stopped)
+    written = log_of(project, stopped)
     assert re.search(r"worker 1 of worker 0 n1:\d+, worker 1 n2:\d+", written)
     assert "stopped by" in written
     assert "resumed from step-" in written
-    equal = {name: value for name, value in result(project / "runs/whole").items() if name != "seconds"}
-    assert {name: value for name, value in result(project / "runs/stopped").items() if name != "seconds"} == equal
+    equal = result(project / "runs/whole")
+    assert result(project / "runs/stopped") == equal
     for name, value in result(project / "runs/alone").items():
         if name.startswith("test/"):
             assert equal[name] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.long
+@needs_slurm
+def test_job_is_requeued_before_its_time_limit_and_resumes(cluster: slurm.Slurm, project: Path) -> None:
+    # Slurm looks at time limits twice a minute: the signal comes 70 s to 100 s after the start.
+    limit = ("--time=2", "--signal=TERM@20")
+    job = submit(cluster, project, "--epochs=100000", "--run-dir=runs/limited", options=limit)
+    until(lambda: "resumed from step-" in log_of(project, job) or cluster.has_ended(job), 400)
+    written = log_of(project, job)
+    assert cluster.field(job, "Restarts") == "1", written
+    assert "resumed from step-" in written
+    assert re.search(r"stopped by SIGTERM.*, the state is in ", written)
+    cluster.run("scancel", job)
+    assert cluster.wait(job, seconds=60) == "CANCELLED"
+
+
+@pytest.mark.long
+@needs_slurm
+def test_jobs_of_an_array_have_runs_and_ends_of_their_own(cluster: slurm.Slurm, project: Path) -> None:
+    options = ("--array=4-5", "--nodes=1", f"--cpus-per-task={slurm.CPUS}")
+    array = submit(cluster, project, "--epochs=60", "--checkpoint-every-steps=20", options=options)
+    runs = [project / "runs" / number for number in ("4", "5")]
+    until(lambda: all(map(has_checkpoint, runs)), 120)
+    # Job 5 comes last, and has the number of the array.
+    assert cluster.field(f"{array}_5", "JobId") == array
+    cluster.run("scancel", "--signal=TERM", f"{array}_5")
+    assert [cluster.wait(f"{array}_{number}", seconds=240) for number in (4, 5)] == ["COMPLETED"] * 2, cluster.logs()
+    assert [cluster.field(f"{array}_{number}", "Restarts") for number in (4, 5)] == ["0", "1"]
+    settings = [json.loads((each / "config.json").read_text(encoding="utf-8")) for each in runs]
+    assert [each["settings"]["seed"] for each in settings] == [4, 5]
+    assert result(runs[0])["weights_sha256"] != result(runs[1])["weights_sha256"]

@@ -30,7 +30,8 @@ def create_model() -> keras.Model:
     return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.BatchNormalization(synchronized=True), *layers])
 """
 
-# Gives each worker two CPU devices, where users have two GPUs: TensorFlow itself takes all GPUs, or one CPU.
+# Gives each worker two CPU devices, where users have two GPUs. TensorFlow itself takes all GPUs or one CPU, and there
+# is no public way to change that. So a private method is replaced. Its result differs in the kind of device only.
 TWO_DEVICES = """
 
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
@@ -56,10 +57,18 @@ def project_with(folder: Path, addition: str) -> Path:
 class Worker:
     """One process of a cluster, whose output goes to a file."""
 
-    def __init__(self, project: Path, log: Path, addresses: list[str], index: int, arguments: tuple[str, ...]) -> None:
-        self.address = addresses[index]
+    def __init__(
+        self,
+        project: Path,
+        log: Path,
+        addresses: dict[str, list[str]],
+        job: str,
+        index: int,
+        arguments: tuple[str, ...],
+    ) -> None:
+        self.address = addresses[job][index]
         self.log = log
-        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        config = {"cluster": addresses, "task": {"type": job, "index": index}}
         environment = {**os.environ, "TF_CONFIG": json.dumps(config)}
         self.process = Program(["train.py", *arguments], project, log, log, environment)
 
@@ -77,21 +86,31 @@ class Worker:
 
 
 @contextlib.contextmanager
-def workers(project: Path, folder: Path, number: int, *arguments: str) -> Iterator[list[Worker]]:
-    """Starts workers; ends those that are left."""
+def cluster(project: Path, folder: Path, jobs: dict[str, int], *arguments: str) -> Iterator[list[Worker]]:
+    """Starts the processes of each job; ends those that are left."""
     with contextlib.ExitStack() as taken:
-        sockets = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+        sockets = iter([taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(sum(jobs.values()))])
+        addresses = {
+            job: [f"127.0.0.1:{next(sockets).getsockname()[1]}" for _ in range(number)] for job, number in jobs.items()
+        }
     folder.mkdir(parents=True, exist_ok=True)
     started: list[Worker] = []
     try:
-        for index in range(number):
-            started.append(Worker(project, folder / f"worker-{index}.log", addresses, index, arguments))
+        for job, number in jobs.items():
+            for index in range(number):
+                started.append(Worker(project, folder / f"{job}-{index}.log", addresses, job, index, arguments))
         yield started
     finally:
         for each in started:
             each.process.kill()
             each.process.wait()
+
+
+def workers(
+    project: Path, folder: Path, number: int, *arguments: str
+) -> contextlib.AbstractContextManager[list[Worker]]:
+    """Starts workers; ends those that are left."""
+    return cluster(project, folder, {"worker": number}, *arguments)
 
 
 def wait_for(text: str, worker: Worker) -> None:

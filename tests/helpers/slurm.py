@@ -10,15 +10,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import as_root
+
+CPUS = min(2, os.cpu_count() or 1)  # Of each node. Both nodes use the same ones.
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
 
 
 def is_installed() -> bool:
-    """Returns whether Slurm's programs are here, and may be started: its daemons want to be root."""
+    """Returns whether Slurm's programs are installed and may be started: slurmd must be root."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    if os.geteuid() != 0 or not all(shutil.which(program, path=path) for program in PROGRAMS):
-        return False
-    return subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode == 0
+    installed = all(shutil.which(program, path=path) for program in PROGRAMS)
+    return installed and as_root.works("unshare", "--mount", "true")
 
 
 class Slurm:
@@ -45,17 +47,21 @@ class Slurm:
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}{self.logs()}"
         return done.stdout
 
-    def state(self, job: str) -> str:
+    def field(self, job: str, name: str) -> str:
+        """Returns what `scontrol show job` says of a job, by the name of the field."""
         fields = self.run("scontrol", "--oneliner", "show", "job", job).split()
-        return next(field.removeprefix("JobState=") for field in fields if field.startswith("JobState="))
+        return next(field.removeprefix(f"{name}=") for field in fields if field.startswith(f"{name}="))
+
+    def has_ended(self, job: str) -> bool:
+        return self.field(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
 
     def wait(self, job: str, *, seconds: float) -> str:
-        """Returns the state that a job ended in."""
+        """Returns the state in which a job ended."""
         deadline = time.monotonic() + seconds
-        while (state := self.state(job)) in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"):
+        while not self.has_ended(job):
             assert time.monotonic() < deadline, f"{self.run('scontrol', 'show', 'job', job)}{self.logs()}"
             time.sleep(0.5)
-        return state
+        return self.field(job, "JobState")
 
     def logs(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-2000:]}" for log in sorted(self.folder.glob("*.log")))
@@ -80,7 +86,9 @@ def two_nodes(folder: Path) -> Iterator[Slurm]:
         # A job that is requeued begins when its credential has expired.
         f"AuthInfo=socket={munge},cred_expire=5",
         "ProctrackType=proctrack/linuxproc",
-        "TaskPlugin=task/none",
+        # Binds each task to the cores that it was given.
+        "TaskPlugin=task/affinity",
+        "SelectType=select/cons_tres",
         "MpiDefault=none",
         "ReturnToService=2",
         f"StateSaveLocation={folder / 'state'}",
@@ -88,7 +96,7 @@ def two_nodes(folder: Path) -> Iterator[Slurm]:
         f"SlurmctldPidFile={folder / 'slurmctld.pid'}",
         f"SlurmdPidFile={folder / 'slurmd-%n.pid'}",
         "SchedulerParameters=sched_interval=1",
-        *(f"NodeName=n{n} NodeAddr=127.0.0.1 Port={port} CPUs=1 State=UNKNOWN" for n, port in enumerate(nodes, 1)),
+        *(f"NodeName=n{n} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} State=UNKNOWN" for n, port in enumerate(nodes, 1)),
         "PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP",
     ]
     (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
@@ -96,6 +104,9 @@ def two_nodes(folder: Path) -> Iterator[Slurm]:
     hosts = folder / "hosts"
     hosts.write_text(Path("/etc/hosts").read_text() + "127.0.0.1 n1 n2\n")
     with_hosts = ["unshare", "--mount", "sh", "-c", f'mount --bind {hosts} /etc/hosts; exec "$@"', "sh"]
+    # sudo keeps no variables.
+    variables = [f"{name}={slurm.environment[name]}" for name in ("PATH", "SLURM_CONF")]
+    slurmd = [*(as_root.prefix() or []), "env", *variables, *with_hosts, "slurmd", "-D"]
 
     daemons = {
         "munged": [
@@ -107,8 +118,8 @@ def two_nodes(folder: Path) -> Iterator[Slurm]:
             ),
         ],
         "slurmctld": ["slurmctld", "-D"],
-        "slurmd-n1": [*with_hosts, "slurmd", "-D", "-N", "n1"],
-        "slurmd-n2": [*with_hosts, "slurmd", "-D", "-N", "n2"],
+        "slurmd-n1": [*slurmd, "-N", "n1"],
+        "slurmd-n2": [*slurmd, "-N", "n2"],
     }
     started: list[subprocess.Popen] = []
     try:
@@ -126,10 +137,5 @@ def two_nodes(folder: Path) -> Iterator[Slurm]:
         slurm.run("scancel", "--user", getpass.getuser())
     finally:
         for process in reversed(started):
-            process.terminate()
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            as_root.end(process)
         munge.unlink(missing_ok=True)

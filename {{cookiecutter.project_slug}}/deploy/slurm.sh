@@ -1,34 +1,53 @@
 #!/bin/bash
 # Trains on the nodes that Slurm gives: sbatch deploy/slurm.sh --epochs 30
 #
-# What follows the script's name goes to train.py. Start it in the project's folder, with the environment activated, on
-# a file system that the nodes share. On GPUs add, for each node, --gpus-per-node=<number of them> to the lines below.
-#
-# One process per node uses all devices of the node. Before the time limit Slurm sends SIGTERM, train.py saves and exits
-# with 42, and the job is put back into the queue; started again, it resumes. Time for a save has to be left: 120 s here.
+# What follows the script's name goes to train.py. Submit it in the project's folder, with the environment activated, on
+# a file system that the nodes share. One process per node uses all devices of the node. docs/clusters.md has more.
 
 #SBATCH --job-name=training
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
-#SBATCH --exclusive
 #SBATCH --time=24:00:00
+#SBATCH --output=slurm-%j.out
+#SBATCH --open-mode=append
+
+# The whole node. On a node that jobs share, replace this line by --cpus-per-task=16.
+#SBATCH --exclusive
+# For GPUs, remove one # of the next line, and set the number in each node.
+##SBATCH --gpus-per-node=8
+
+# Slurm sends SIGTERM 120 s before the time limit. train.py saves and exits with 42, and this script puts the job back
+# into the queue, where it resumes. Leave enough time for a save: Slurm may send the signal a minute earlier, not later.
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --output=slurm-%j.out
 
-# A job that comes back from the queue keeps its number. So --fresh begins a new run once, and then resumes that.
+# What your site needs goes here, for example:
+# module load cuda
+# source .venv/bin/activate
+# export NCCL_SOCKET_IFNAME=ib0
+
+# A requeued job keeps its number. So --fresh starts a new run once, and then resumes it.
 export TRAINING_START_ID=slurm-$SLURM_JOB_ID
+job=$SLURM_JOB_ID
 
-# A process that loses a peer ends by itself and says which; --wait ends whatever is left after 60 s.
-srun --distribution=block --kill-on-bad-exit=0 --wait=60 python -u train.py "$@"
+# Each job of an array (sbatch --array=0-9 deploy/slurm.sh) has its own run directory and seed.
+if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
+    set -- --run-dir "runs/$SLURM_ARRAY_TASK_ID" --seed "$SLURM_ARRAY_TASK_ID" "$@"
+    # The last job of an array has the number of the array: by that number all its jobs would be requeued.
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
+
+# Since Slurm 22.05 srun does not take --cpus-per-task from the job. A process that loses a peer ends by itself and says
+# which; --wait ends whatever is left after 60 s.
+srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --distribution=block --kill-on-bad-exit=0 \
+    --wait=60 python -u train.py "$@"
 code=$?
 
 # 42: stopped by a signal with the state saved. 0, 2 (bad input) and 3 (a loss that is not finite) are final; after
 # anything else, as a process that was killed, the job is tried again, up to 20 times.
 case $code in
 0 | 2 | 3) ;;
-42) scontrol requeue "$SLURM_JOB_ID" ;;
-*) [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] || scontrol requeue "$SLURM_JOB_ID" ;;
+42) scontrol requeue "$job" ;;
+*) [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] || scontrol requeue "$job" ;;
 esac
 exit "$code"

@@ -321,11 +321,6 @@ def test_cluster_with_parameter_servers_is_for_their_strategy_only(monkeypatch: 
         create()
 
 
-def test_parameter_servers_refuse_epochs_that_are_no_passes() -> None:
-    with pytest.raises(BadInput, match=r"--steps-per-epoch cannot be combined with --strategy parameter_server \(each"):
-        parameter_servers.check_settings(Config(steps_per_epoch=5))
-
-
 def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machine, monkeypatch) -> None:
     implementations = tf.distribute.experimental.CommunicationImplementation
     monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(8))
