@@ -5,7 +5,7 @@
     python launch.py --workers 2 --parameter-servers 1 -- --epochs 5      asynchronous: --strategy parameter_server
 
 Arguments after -- are for train.py. The workers share the GPUs in CUDA_VISIBLE_DEVICES, or all GPUs of the machine.
-For several machines use Slurm or Kubernetes instead: see deploy/.
+For several machines use Slurm or Kubernetes instead: see docs/clusters.md.
 """
 
 import sys
