@@ -1,12 +1,13 @@
-"""Jobs from elsewhere, ported with task.py and config.py alone: they give the numbers of the loops they come from."""
+"""Jobs from elsewhere, ported to the hooks of this project: they give the numbers of the loops they come from."""
 
+import csv
 import dataclasses
 import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 import ports
+from pages import blocks, put, sections
 from rendering import PROJECT, TASKS, TEMPLATE, Bake
 
 sys.path.insert(0, str(PROJECT))
@@ -22,7 +24,6 @@ sys.path.insert(0, str(PROJECT))
 import train
 from config import Config
 from engine.cluster.strategy import create_strategy
-from engine.data import load_splits
 
 create_strategy(Config(strategy="mirrored", simulated_devices=5))  # As in tests/engine: once in a process.
 
@@ -35,6 +36,7 @@ PORTS = {
     "orbit": ("orbit", "bert/task.py", {"global_batch_size": 40, "global_clipnorm": 1.0, "dropout": 0.0}),
 }
 EPOCHS = 2
+PLATEAU = "A smaller rate when nothing improves"
 
 
 def load(path: Path) -> ModuleType:
@@ -55,25 +57,6 @@ def settings_of(file: Path, data: Path, **values: Any) -> Config:
     return kind(epochs=EPOCHS, learning_rate=1e-3, **{folder: data}, **values)
 
 
-def numbers_in_order(port: ModuleType, settings: Config) -> list[list[int]]:
-    """Returns the numbers of the examples that each epoch of our input is over, in its order."""
-
-    def load_numbered(split: str) -> tf.data.Dataset:
-        # With the examples themselves, because the order of what fits in memory is another one.
-        return port.load_examples(split).enumerate().map(lambda number, example: ((number, example[0]), example[1]))
-
-    hooks = SimpleNamespace(load_examples=load_numbered, prepare_example=lambda features, labels: (features[0], 0))
-    batches = load_splits(["train"], hooks, settings, create_strategy(settings))["train"]
-    epochs = []
-    for epoch in range(EPOCHS):
-        numbers, _, weights = (np.concatenate(part) for part in zip(*batches.one_by_one(epoch), strict=True))
-        epochs.append(numbers[weights > 0].tolist())
-        # No example twice, none missing.
-        assert sorted(epochs[-1]) == list(range(batches.number_of_examples))
-    assert epochs[0] != epochs[1]
-    return epochs
-
-
 def numbers_of_the_loop(
     run: Callable[..., tuple], port: ModuleType, settings: Config, strategy: tf.distribute.Strategy
 ) -> tuple[list, list, list]:
@@ -90,7 +73,7 @@ def numbers_of_the_loop(
             columns = tf.nest.map_structure(lambda column: tf.gather(column, numbers), columns)
         return tf.data.Dataset.from_tensor_slices(columns).batch(settings.global_batch_size)
 
-    epochs = [batched("train", numbers) for numbers in numbers_in_order(port, settings)]
+    epochs = [batched("train", numbers) for numbers in ports.numbers_in_order(port, settings)]
     evaluation = {split: batched(split) for split in ("validation", "test")}
     keras.utils.clear_session()
     keras.utils.set_random_seed(settings.seed)
@@ -134,10 +117,54 @@ def test_port_gives_the_numbers_of_the_loop_it_comes_from(
         assert not losses
         for row, expected in zip(rows, expected_rows, strict=True):
             assert {metric: row[metric] for metric in expected} == pytest.approx(expected, rel=1e-5)
-        for weight, expected in zip(weights, expected_weights, strict=True):
-            # All that moves the bias of attention keys is rounding.
-            atol = 1e-5 * max(np.abs(expected).max(), 0.1)
-            np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=atol)
+        assert_same_weights(weights, expected_weights)
+
+
+@pytest.mark.long
+def test_port_gives_the_numbers_of_keras_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, fit = load(TASKS / "keras_fit.py"), load(TEMPLATE / "tests/loops/keras_fit.py").run
+    monkeypatch.setattr(train, "task", port)
+    # EarlyStopping's min_delta and ReduceLROnPlateau, as the pages for users have them.
+    for page, title in (("from_keras_fit.md", "EarlyStopping with min_delta"), ("recipes.md", PLATEAU)):
+        (block,) = blocks(sections(page)[title])
+        put(block, train, monkeypatch, tmp_path)
+    monkeypatch.setattr(train, "MIN_DELTA", 0.05)  # So large that the run soon ends.
+    epochs, patience, rate = 30, 4, 0.005
+    flags = [f"--epochs={epochs}", f"--patience={patience}", f"--learning-rate={rate}", "--global-batch-size=50"]
+    settings = Config(epochs=epochs, patience=patience, learning_rate=rate, global_batch_size=50)
+    order = ports.numbers_in_order(port, settings)
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(settings.seed)
+    options = {"epochs": epochs, "batch_size": 50, "learning_rate": rate, "patience": patience}
+    history, test, last, best, last_rate = fit(order, **options, min_delta=train.MIN_DELTA)
+    # Every callback had something to do.
+    assert patience + 1 < len(history["loss"]) < epochs
+    assert last_rate < rate
+    for replicas in (1, 2):
+        folder = tmp_path / str(replicas)
+        more = ["--global-clipnorm=0.5", f"--simulated-devices={replicas}", f"--run-dir={folder}"]
+        result = train.main([*flags, *more])
+        assert train.strategy.num_replicas_in_sync == replicas
+        rows = list(csv.DictReader((folder / "metrics.csv").read_text(encoding="utf-8").splitlines()))
+        for metric in ("loss", "digit_loss", "ink_loss", "digit_accuracy", "ink_mae"):
+            found = {split: [float(row[f"{split}/{metric}"]) for row in rows] for split in ("train", "validation")}
+            assert found["train"] == pytest.approx(history[metric], rel=1e-5), metric
+            if metric in ("digit_loss", "ink_loss"):
+                # To Keras the short last batch of an evaluation counts as much as a full one in an output's loss.
+                assert found["validation"] != pytest.approx(history[f"val_{metric}"], rel=1e-5), metric
+                continue
+            assert found["validation"] == pytest.approx(history[f"val_{metric}"], rel=1e-5), metric
+            assert result[f"test/{metric}"] == pytest.approx(test[metric], rel=1e-5), metric
+        assert float(rows[-1]["learning_rate"]) == pytest.approx(last_rate)
+        assert_same_weights(port.model.get_weights(), best)
+        train.run.checkpoints.restore(train.run.checkpoints.paths()[-1])
+        assert_same_weights(port.model.get_weights(), last)
+
+
+def assert_same_weights(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for weight, wanted in zip(found, expected, strict=True):
+        # All that moves the bias of attention keys is rounding.
+        np.testing.assert_allclose(weight, wanted, rtol=1e-5, atol=1e-5 * max(np.abs(wanted).max(), 0.1))
 
 
 # --- The ports in projects of their own -------------------------------------------------------------------------------
