@@ -134,7 +134,7 @@ def loss_fn(labels, logits):
 def read(split, settings):
     """Returns the records of a split."""
     records = tf.data.TFRecordDataset(str(settings.records / f"{split}.tfrecord"))
-    return np.array(list(records.as_numpy_iterator()))
+    return np.array(list(records.as_numpy_iterator()), dtype=object)  # As "S", zeros at their ends would be lost.
 
 
 def decode(records):
