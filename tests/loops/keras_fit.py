@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from sklearn.datasets import load_digits
 
-LABELS_MISSING = 0  # Of this digit nobody knows how much ink it took.
+UNMEASURED = 0  # The images of this digit have no label for the ink.
 
 
 def arrays(split):
@@ -22,7 +22,7 @@ def arrays(split):
     targets = {"digit": digits, "ink": images.sum(axis=1, keepdims=True) / 20.0}
     weights = {
         "digit": np.where(digits >= 8, 2.0, 1.0).astype("float32"),
-        "ink": (digits != LABELS_MISSING).astype("float32"),
+        "ink": (digits != UNMEASURED).astype("float32"),
     }
     return inputs, targets, weights
 
