@@ -1,12 +1,13 @@
-"""Jobs from elsewhere, ported with task.py and config.py alone: they give the numbers of the loops they come from."""
+"""Jobs from elsewhere, ported to the hooks of this project: they give the numbers of the loops they come from."""
 
+import csv
 import dataclasses
 import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 import ports
+from pages import blocks, put, sections
 from rendering import PROJECT, TASKS, TEMPLATE, Bake
 
 sys.path.insert(0, str(PROJECT))
@@ -22,7 +24,6 @@ sys.path.insert(0, str(PROJECT))
 import train
 from config import Config
 from engine.cluster.strategy import create_strategy
-from engine.data import load_splits
 
 create_strategy(Config(strategy="mirrored", simulated_devices=5))  # As in tests/engine: once in a process.
 
@@ -35,6 +36,7 @@ PORTS = {
     "orbit": ("orbit", "bert/task.py", {"global_batch_size": 40, "global_clipnorm": 1.0, "dropout": 0.0}),
 }
 EPOCHS = 2
+PLATEAU = "A smaller rate when nothing improves"
 
 
 def load(path: Path) -> ModuleType:
@@ -55,46 +57,26 @@ def settings_of(file: Path, data: Path, **values: Any) -> Config:
     return kind(epochs=EPOCHS, learning_rate=1e-3, **{folder: data}, **values)
 
 
-def numbers_in_order(port: ModuleType, settings: Config) -> list[list[int]]:
-    """Returns the numbers of the examples that each epoch of our input is over, in its order."""
-
-    def load_numbered(split: str) -> tf.data.Dataset:
-        # With the examples themselves, because the order of what fits in memory is another one.
-        return port.load_examples(split).enumerate().map(lambda number, example: ((number, example[0]), example[1]))
-
-    hooks = SimpleNamespace(load_examples=load_numbered, prepare_example=lambda features, labels: (features[0], 0))
-    batches = load_splits(["train"], hooks, settings, create_strategy(settings))["train"]
-    epochs = []
-    for epoch in range(EPOCHS):
-        numbers, _, weights = (np.concatenate(part) for part in zip(*batches.one_by_one(epoch), strict=True))
-        epochs.append(numbers[weights > 0].tolist())
-        # No example twice, none missing.
-        assert sorted(epochs[-1]) == list(range(batches.number_of_examples))
-    assert epochs[0] != epochs[1]
-    return epochs
-
-
 def numbers_of_the_loop(
-    run: Callable[..., tuple], port: ModuleType, settings: Config, strategy: tf.distribute.Strategy
+    loop: ModuleType, port: ModuleType, settings: Config, strategy: tf.distribute.Strategy
 ) -> tuple[list, list, list]:
     """Returns what the loop comes to: [(steps, their mean loss)], metrics by epoch, weights.
 
-    The order of the examples is the project's; that they are all there is checked. What is in them it reads itself.
+    The loop reads and prepares the examples itself. The project gives it the order of their numbers, and the model.
     """
     port.config = settings
 
     def batched(split: str, numbers: Sequence[int] | None = None) -> tf.data.Dataset:
-        examples = port.load_examples(split)
-        columns = examples.batch(int(examples.cardinality())).get_single_element()
+        columns = loop.read(split, settings)
         if numbers is not None:
-            columns = tf.nest.map_structure(lambda column: tf.gather(column, numbers), columns)
+            columns = tf.nest.map_structure(lambda column: column[numbers], columns)
         return tf.data.Dataset.from_tensor_slices(columns).batch(settings.global_batch_size)
 
-    epochs = [batched("train", numbers) for numbers in numbers_in_order(port, settings)]
+    epochs = [batched("train", numbers) for numbers in ports.numbers_in_order(port, settings)]
     evaluation = {split: batched(split) for split in ("validation", "test")}
     keras.utils.clear_session()
     keras.utils.set_random_seed(settings.seed)
-    losses, rows, model = run(port, settings, strategy, epochs, evaluation)
+    losses, rows, model = loop.run(port, settings, strategy, epochs, evaluation)
     return losses, rows, [variable.numpy() for variable in model.trainable_variables]
 
 
@@ -120,12 +102,12 @@ def numbers_of_the_project(port: ModuleType, settings: Config) -> tuple[list, li
 def test_port_gives_the_numbers_of_the_loop_it_comes_from(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop, file, values = PORTS[name]
-    port, run = load(TASKS / file), load(TEMPLATE / "tests/loops" / f"{loop}.py").run
+    loop_name, file, values = PORTS[name]
+    port, loop = load(TASKS / file), load(TEMPLATE / "tests/loops" / f"{loop_name}.py")
     monkeypatch.setattr(train, "task", port)
     settings = settings_of(TASKS / file, tmp_path, **values)
     one_device = tf.distribute.MirroredStrategy(["CPU:0"], cross_device_ops=tf.distribute.ReductionToOneDevice())
-    expected_losses, expected_rows, expected_weights = numbers_of_the_loop(run, port, settings, one_device)
+    expected_losses, expected_rows, expected_weights = numbers_of_the_loop(loop, port, settings, one_device)
     for replicas in (1, 2, 5):
         losses, rows, weights = numbers_of_the_project(port, dataclasses.replace(settings, simulated_devices=replicas))
         for steps, expected in expected_losses:
@@ -134,27 +116,81 @@ def test_port_gives_the_numbers_of_the_loop_it_comes_from(
         assert not losses
         for row, expected in zip(rows, expected_rows, strict=True):
             assert {metric: row[metric] for metric in expected} == pytest.approx(expected, rel=1e-5)
-        for weight, expected in zip(weights, expected_weights, strict=True):
-            # All that moves the bias of attention keys is rounding.
-            atol = 1e-5 * max(np.abs(expected).max(), 0.1)
-            np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=atol)
+        assert_same_weights(weights, expected_weights)
+
+
+@pytest.mark.long
+def test_port_gives_the_numbers_of_keras_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, fit = load(TASKS / "keras_fit.py"), load(TEMPLATE / "tests/loops/keras_fit.py").run
+    monkeypatch.setattr(train, "task", port)
+    # EarlyStopping's min_delta and ReduceLROnPlateau, as the pages for users have them.
+    for page, title in (("from_keras_fit.md", "EarlyStopping with min_delta"), ("recipes.md", PLATEAU)):
+        (block,) = blocks(sections(page)[title])
+        put(block, train, monkeypatch, tmp_path)
+    monkeypatch.setattr(train, "MIN_DELTA", 0.05)  # So large that the run soon ends.
+    epochs, patience, rate = 30, 4, 0.005
+    flags = [f"--epochs={epochs}", f"--patience={patience}", f"--learning-rate={rate}", "--global-batch-size=50"]
+    settings = Config(epochs=epochs, patience=patience, learning_rate=rate, global_batch_size=50)
+    order = ports.numbers_in_order(port, settings)
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(settings.seed)
+    options = {"epochs": epochs, "batch_size": 50, "learning_rate": rate, "patience": patience}
+    history, test, last, best, last_rate = fit(order, **options, min_delta=train.MIN_DELTA)
+    # Every callback had something to do.
+    assert patience + 1 < len(history["loss"]) < epochs
+    assert last_rate < rate
+    for replicas in (1, 2):
+        folder = tmp_path / str(replicas)
+        more = ["--global-clipnorm=0.5", f"--simulated-devices={replicas}", f"--run-dir={folder}"]
+        result = train.main([*flags, *more])
+        assert train.strategy.num_replicas_in_sync == replicas
+        rows = list(csv.DictReader((folder / "metrics.csv").read_text(encoding="utf-8").splitlines()))
+        for metric in ("loss", "digit_loss", "ink_loss", "digit_accuracy", "ink_mae"):
+            found = {split: [float(row[f"{split}/{metric}"]) for row in rows] for split in ("train", "validation")}
+            assert found["train"] == pytest.approx(history[metric], rel=1e-5), metric
+            if metric in ("digit_loss", "ink_loss"):
+                # To Keras the short last batch of an evaluation counts as much as a full one in an output's loss.
+                assert found["validation"] != pytest.approx(history[f"val_{metric}"], rel=1e-5), metric
+                continue
+            assert found["validation"] == pytest.approx(history[f"val_{metric}"], rel=1e-5), metric
+            assert result[f"test/{metric}"] == pytest.approx(test[metric], rel=1e-5), metric
+        assert float(rows[-1]["learning_rate"]) == pytest.approx(last_rate)
+        assert_same_weights(port.model.get_weights(), best)
+        train.run.checkpoints.restore(train.run.checkpoints.paths()[-1])
+        assert_same_weights(port.model.get_weights(), last)
+
+
+def assert_same_weights(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for weight, wanted in zip(found, expected, strict=True):
+        # All that moves the bias of attention keys is rounding.
+        np.testing.assert_allclose(weight, wanted, rtol=1e-5, atol=1e-5 * max(np.abs(wanted).max(), 0.1))
 
 
 # --- The ports in projects of their own -------------------------------------------------------------------------------
+
+
+# What docs/reproducibility.md of the project says of three epochs, four times over: of the losses, and of the rest.
+UNET_TOLERANCES = {"gelu": (1e-5, 5e-5), "relu": (5e-4, 2e-3)}
 
 
 @pytest.mark.long
 def test_unet_trains_to_the_same_numbers_on_one_and_two_replicas(bake: Callable[..., Bake]) -> None:
     project = bake()
     ports.place("unet", project.folder)
-    for replicas in ("1", "2"):
-        # GELU, because with ReLU rounding grows.
-        settings = ("--epochs", "2", "--simulated-devices", replicas, "--run-dir", f"runs/{replicas}")
-        project.run("python", "train.py", *settings, "--activation", "gelu")
-    one, two = project.result("runs/1"), project.result("runs/2")
-    assert one["best_validation/loss"] < np.log(3)  # That of guessing.
-    for metric in (key for key in one if key.startswith(("test/", "best_"))):
-        assert two[metric] == pytest.approx(one[metric], rel=1e-4), metric
+    for activation, (of_losses, of_others) in UNET_TOLERANCES.items():
+        rows = []
+        for replicas in ("1", "2"):
+            folder = f"runs/{activation}-{replicas}"
+            settings = ("--epochs", "3", "--simulated-devices", replicas, "--run-dir", folder)
+            project.run("python", "train.py", *settings, "--activation", activation)
+            text = (project.folder / folder / "metrics.csv").read_text(encoding="utf-8")
+            rows.append(list(csv.DictReader(text.splitlines())))
+        one, two = rows
+        assert float(one[-1]["validation/loss"]) < np.log(3)  # The loss of guessing.
+        for name in (name for name in one[0] if name.startswith(("train/", "validation/"))):
+            found, expected = ([float(row[name]) for row in each] for each in (two, one))
+            tolerance = of_losses if name.endswith("/loss") else of_others
+            assert found == pytest.approx(expected, rel=tolerance), f"{activation}, {name}"
 
 
 @pytest.mark.long

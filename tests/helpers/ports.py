@@ -6,6 +6,8 @@ python ports.py NAME FOLDER      the port NAME, on the unrendered project, into 
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -83,6 +85,31 @@ def write_masks(folder: Path) -> None:
             image = colours[mask[..., 0]] + random.normal(0, 40, (32, 32, 3))
             for kind, pixels in (("image", image.clip(0, 255).astype("uint8")), ("mask", mask)):
                 tf.io.write_file(str(folder / split / f"{kind}_{number:03}.png"), tf.io.encode_png(pixels))
+
+
+def numbers_in_order(port: ModuleType, settings: Any) -> list[list[int]]:
+    """Returns the numbers of the training examples that each epoch of our input takes, in its order.
+
+    `port` is a task whose load_examples gives (features, labels). Other loops are given this order and nothing else.
+    """
+    from engine.cluster.strategy import create_strategy
+    from engine.data import load_splits
+
+    def load_numbered(split: str) -> Any:
+        # With the examples themselves, because what fits in memory is shuffled in another order.
+        return port.load_examples(split).enumerate().map(lambda number, example: ((number, example[0]), example[1]))
+
+    hooks = SimpleNamespace(load_examples=load_numbered, prepare_example=lambda features, labels: (features[0], 0))
+    batches = load_splits(["train"], hooks, settings, create_strategy(settings))["train"]
+    epochs = []
+    for epoch in range(settings.epochs):
+        numbers, _, weights = (np.concatenate(part) for part in zip(*batches.one_by_one(epoch), strict=True))
+        epochs.append(numbers[weights > 0].tolist())
+        # No example comes twice, and only those that fill no batch are missing.
+        assert set(epochs[-1]) <= set(range(batches.number_of_examples))
+        assert len(set(epochs[-1])) == len(epochs[-1]) == batches.number_of_examples - batches.dropped
+    assert epochs[0] != epochs[1]
+    return epochs
 
 
 WRITE_DATA = {"tutorial_cnn": write_clothes, "bert": write_sentences, "unet": write_masks}

@@ -5,7 +5,21 @@ What had to be fixed before it runs is marked; docs/porting.md says why.
 """
 
 import keras
+import numpy as np
 import tensorflow as tf
+
+
+def read(split, settings):
+    """Returns the images and labels of a split; the last tenth of the training images validates."""
+    arrays = np.load(settings.data_dir / "fashion_mnist.npz")
+    part = "test" if split == "test" else "train"
+    images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"].astype("int32")
+    end = len(images) - len(images) // 10
+    return {
+        "train": (images[:end], labels[:end]),
+        "validation": (images[end:], labels[end:]),
+        "test": (images, labels),
+    }[split]
 
 
 def run(task, settings, strategy, train_datasets, evaluation_datasets):
