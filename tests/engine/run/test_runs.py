@@ -415,6 +415,14 @@ def test_run_is_resumed_from_where_it_was_moved_to(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "whole"]
 
 
+def test_lengths_of_executions_and_saves_do_not_affect_results(tmp_path: Path) -> None:
+    flags = ("--epochs=2", "--limit-steps=11", "--simulated-devices=2")
+    expected = run(tmp_path / "few", *flags, "--steps-per-execution=11")
+    others = ("--steps-per-execution=3", "--checkpoint-every-steps=4", "--async-checkpoints")
+    found = run(tmp_path / "many", *flags, *others)
+    assert {**found, "seconds": 0} == {**expected, "seconds": 0}
+
+
 # --- --learning-rate of a resume --------------------------------------------------------------------------------------
 
 
