@@ -1,4 +1,4 @@
-"""Refuses answers that would make a broken project: one ERROR line per problem, all problems at once."""
+"""Rejects answers that would make a broken project: one ERROR line per problem, all problems at once."""
 
 import json
 import keyword
@@ -28,7 +28,7 @@ WINDOWS_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com"
 
 
 def problems(answers: dict[str, str]) -> list[str]:
-    """Returns one line, "<field> <value> <rule>", for everything that is wrong with the answers."""
+    """Returns one line, "<field> <value> <rule>", for each problem of the answers."""
     slug = answers["project_slug"]
     found = [f"project_slug {slug!r} {rule}" for rule in _broken_slug_rules(slug)]
     for field in ("project_name", "author_name"):
