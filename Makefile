@@ -1,12 +1,12 @@
 # make demo       render the template and train the result on two simulated replicas; STARTER=gan chooses another task
 # make test       the tests (make test-all adds the long ones)
 # make coverage   the tests of make test, and which lines of engine/ they run
-# make pictures   those of the README, from a run
+# make pictures   the README's pictures, from a run
 # make settings   the project's docs/settings.md, from the code
 # make docs       the pages of the template and of a project as one site, in build/docs/site (in an environment of its own)
 # make benchmark  train.py beside the tutorial's loop, Keras fit and Orbit (hours; Orbit in an environment of its own)
 # make lint       ruff, on the template and on the unrendered project, and mypy on the project
-# make clean      remove what these made
+# make clean      remove all files that these targets made
 
 PYTHON ?= python3
 STARTER ?= image_classification
@@ -26,7 +26,7 @@ help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 .venv/installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Python 3.11, 3.12 or 3.13 is needed: make PYTHON=/path/to/python3.13")'
 	@if command -v uv >/dev/null; then \
 		uv venv --quiet --clear --python $(PYTHON) .venv && uv pip install --quiet --python $(BIN)/python --editable .; \
 	else \

@@ -1,8 +1,8 @@
-"""Refuses bad answers a moment before the pre_gen hook could.
+"""Rejects bad answers just before the pre_gen hook would, and also with `cookiecutter --accept-hooks no`.
 
-cookiecutter makes the project's folder before it runs the hook. For a slug that is no folder's name this is too late:
-"a/b" leaves `a` behind, and "" ends with "directory already exists". So the last entry of cookiecutter.json, which is
-rendered when all answers are known and no folder is made, runs the hook's own rules through this extension.
+cookiecutter makes the project's folder before it runs the hook. For some slugs this is too late: "a/b" leaves `a`
+behind, and "" ends with "directory already exists". cookiecutter renders the last entry of cookiecutter.json when it
+knows all answers and has not made the folder yet, so that entry runs the hook's rules through this extension.
 """
 
 import runpy
@@ -24,7 +24,7 @@ class RefuseAnswers(Extension):
 
 
 def refuse_bad_answers(answers: dict[str, str]) -> str:
-    """Returns "". Raises FailedHookException, which cookiecutter prints before it exits 1, if the hook would refuse."""
+    """Returns "". Raises FailedHookException, which cookiecutter prints before it exits 1, if the hook would reject."""
     found = runpy.run_path(str(HOOK))["problems"](answers)
     if found:
         raise FailedHookException("\n".join(f"ERROR: {problem}" for problem in found))

@@ -1,4 +1,4 @@
-"""Refuses answers that would make a broken project: one ERROR line per problem, all problems at once."""
+"""Rejects answers that would make a broken project: one ERROR line per problem, all problems at once."""
 
 import json
 import keyword
@@ -8,12 +8,12 @@ import unicodedata
 from collections.abc import Iterator
 
 LONGEST_SLUG = 40
-# What the generated project is made of, and what is made in it later.
+# The files and folders of the project, its starters included, and those that its use creates.
 OWN_FILES = {"train", "task", "config", "engine", "predict", "launch", "deploy", "docs", "tests", "test", "starters"}
-OWN_FILES |= {"data", "distance", "prepare_data", "shapes"}  # Of a starter.
+OWN_FILES |= {"data", "distance", "prepare_data", "shapes"}
 MADE_BY_USE = {"runs", "build", "dist"}
-# What `pip install -e ".[dev]"` of the project installs, and does it with: to pip the project would be another version
-# of that package, which it refuses, or puts in its place. With _ for -; a dash and an underscore are one to pip.
+# The packages that `pip install -e ".[dev]"` installs or uses. pip would take a project of such a name for another
+# version of the package, and reject it or replace the package. Names are written with _ here; to pip - is the same.
 PACKAGES = """
 absl_py anyio ast_serialize astunparse certifi cfgv charset_normalizer cloudpickle contourpy cycler distlib
 docstring_parser filelock flatbuffers fonttools fsspec gast google_pasta grpcio h11 h5py hf_xet httpcore2 httpx2
@@ -28,7 +28,7 @@ WINDOWS_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com"
 
 
 def problems(answers: dict[str, str]) -> list[str]:
-    """Returns one line, "<field> <value> <rule>", for everything that is wrong with the answers."""
+    """Returns one line, "<field> <value> <rule>", for each problem of the answers."""
     slug = answers["project_slug"]
     found = [f"project_slug {slug!r} {rule}" for rule in _broken_slug_rules(slug)]
     for field in ("project_name", "author_name"):
@@ -38,17 +38,17 @@ def problems(answers: dict[str, str]) -> list[str]:
 
 def _broken_slug_rules(slug: str) -> Iterator[str]:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", slug):
-        yield "has to begin with a lower-case letter and go on with lower-case letters, digits and underscores only"
+        yield "must start with a lower-case letter and contain only lower-case letters, digits and underscores"
     elif slug.endswith("_"):
-        yield "ends with an underscore: leave it out, a name in pyproject.toml ends with a letter or digit (PEP 508)"
+        yield "ends with an underscore (a package name must end with a letter or a digit): remove it"
     if len(slug) > LONGEST_SLUG:
-        yield f"is {len(slug)} characters long: {LONGEST_SLUG} are allowed"
+        yield f"has {len(slug)} characters: use at most {LONGEST_SLUG}"
     if keyword.iskeyword(slug) or keyword.issoftkeyword(slug):
         yield "is a Python keyword: choose another name"
     elif slug in sys.stdlib_module_names:
         yield "is the name of a module of Python's standard library: choose another name"
     elif slug in OWN_FILES | MADE_BY_USE:
-        yield "is a name that the generated project keeps for itself: choose another name"
+        yield "is the name of a file or folder of the project: choose another name"
     elif re.sub("_+", "_", slug) in PACKAGES.split():
         yield "is the name of a package that is installed with the project: choose another name"
     if slug.lower() in WINDOWS_DEVICES:
@@ -57,13 +57,13 @@ def _broken_slug_rules(slug: str) -> Iterator[str]:
 
 def _broken_name_rules(name: str) -> Iterator[str]:
     if not name.strip():
-        yield "is empty: give a name"
+        yield "is empty: enter a name"
     elif name != name.strip():
-        yield "begins or ends with white space: remove it"
+        yield "starts or ends with white space: remove it"
     if '"' in name or "\\" in name:
-        yield 'holds " or a backslash: leave them out, they end the text in pyproject.toml'
+        yield 'contains " or a backslash (pyproject.toml would not be valid): remove it'
     if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in name):
-        yield "holds a line break or another control character: leave it out"
+        yield "contains a line break or another control character: remove it"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Answers that would make a broken project are refused in one line each, and leave nothing behind."""
 
 import itertools
+import json
 import re
 import runpy
+import shutil
 import string
+import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +15,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import InvalidName, canonicalize_name
 
-from rendering import PROJECT, TEMPLATE, Bake, cookiecutter
+from rendering import PROJECT, TEMPLATE, Bake, cookiecutter, run
 
 HOOK = runpy.run_path(str(TEMPLATE / "hooks" / "pre_gen_project.py"))
 
-LETTERS = "has to begin with a lower-case letter and go on with lower-case letters, digits and underscores only"
+LETTERS = "must start with a lower-case letter and contain only lower-case letters, digits and underscores"
 STANDARD = "is the name of a module of Python's standard library"
-FILE = "is a name that the generated project keeps for itself"
+FILE = "is the name of a file or folder of the project"
 PACKAGE = "is the name of a package that is installed with the project"
 UNDERSCORE = "ends with an underscore"
 
@@ -54,17 +57,17 @@ REFUSED_SLUGS = {
     "a__": UNDERSCORE,
     "nul": "is the name of a device on Windows",
     "com1": "is the name of a device on Windows",
-    "p" * 41: "is 41 characters long: 40 are allowed",
+    "p" * 41: "has 41 characters: use at most 40",
 }
 
 REFUSED_NAMES = {
-    'Ada "the first" Lovelace': 'holds " or a backslash',
-    "C:\\projects": 'holds " or a backslash',
-    '"""': 'holds " or a backslash',
-    "two\nlines": "holds a line break or another control character",
-    "bell\a": "holds a line break or another control character",
+    'Ada "the first" Lovelace': 'contains " or a backslash',
+    "C:\\projects": 'contains " or a backslash',
+    '"""': 'contains " or a backslash',
+    "two\nlines": "contains a line break or another control character",
+    "bell\a": "contains a line break or another control character",
     "  ": "is empty",
-    " Ada": "begins or ends with white space",
+    " Ada": "starts or ends with white space",
 }
 
 
@@ -129,6 +132,43 @@ def test_hook_refuses_what_skips_the_early_check(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[0].startswith(f"ERROR: project_slug 'email' {STANDARD}")
     assert not list(output.iterdir())
+
+
+def without_hooks(output: Path, **answers: str) -> subprocess.CompletedProcess[str]:
+    """Renders the template as `cookiecutter --accept-hooks no` does."""
+    output.mkdir()
+    template = output.parent / "template"
+    shutil.copytree(TEMPLATE, template, ignore=shutil.ignore_patterns(".git", ".venv", "build", ".*_cache"))
+    config = output.parent / "cookiecutterrc"
+    config.write_text(f"replay_dir: {json.dumps(str(output.parent / 'replay'))}\n", encoding="utf-8")
+    given = [f"{name}={value}" for name, value in answers.items()]
+    options = ["--no-input", "--accept-hooks", "no", "--config-file", config, "--output-dir", output]
+    return run("cookiecutter", *options, template, *given, folder=output)
+
+
+@pytest.mark.parametrize("slug", ["email", "../evil", "vision_"])
+def test_bad_slug_is_refused_without_hooks_too(slug: str, tmp_path: Path) -> None:
+    done = without_hooks(tmp_path / "output", project_slug=slug)
+    assert done.returncode == 1
+    (line,) = (done.stdout + done.stderr).splitlines()
+    assert line.startswith(f"ERROR: project_slug {slug!r} {REFUSED_SLUGS[slug]}")
+    assert not list((tmp_path / "output").iterdir())
+
+
+def test_commands_of_security_page_finish_a_project_that_was_rendered_without_hooks(
+    tmp_path: Path, bake: Callable[..., Bake]
+) -> None:
+    done = without_hooks(tmp_path / "output", project_slug="mine", starter="gan")
+    assert done.returncode == 0, done.stderr
+    project = Bake(tmp_path / "output" / "mine")
+    page = (TEMPLATE / "SECURITY.md").read_text(encoding="utf-8")
+    (commands,) = re.findall(r"```\n(cp .*?)```", page, re.DOTALL)
+    assert "starters/gan/." in commands
+    project.run("sh", "-ec", commands)
+    finished = bake(project_slug="mine", starter="gan")
+    assert project.files() == finished.files()
+    for name in finished.files():
+        assert (project.folder / name).read_bytes() == (finished.folder / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("name", ["Ada O'Brien", "Zoë Ångström", "李雷", "Ada 😀", "A & B <c>", "{curly}", "100%"])

@@ -1,6 +1,7 @@
 """What the template renders: the right files, clean, and green by their own checks."""
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,21 @@ def test_template_lists_what_its_project_needs() -> None:
     )
     needed = project["dependencies"] + project["optional-dependencies"]["dev"]
     assert set(needed) <= set(template["dependencies"])
+
+
+def test_every_dependency_of_the_project_has_an_upper_bound() -> None:
+    # The template's list has the same lines: see the test above.
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for each in project["dependencies"] + project["optional-dependencies"]["gpu"]:
+        assert re.search(r">=[\d.]+,<[\d.]+$", each), each
+
+
+def test_rendered_project_needs_no_attribution(default_bake: Bake) -> None:
+    notice = (default_bake.folder / "engine/LICENSE").read_text(encoding="utf-8")
+    # MIT without the condition that makes others keep the notice.
+    assert notice.startswith("MIT No Attribution\n")
+    assert "shall be included" not in notice
+    assert '"{{cookiecutter.project_slug}}/engine/LICENSE"' in (TEMPLATE / "LICENSE").read_text(encoding="utf-8")
 
 
 def test_unrendered_project_passes_its_own_tests(tmp_path: Path) -> None:
