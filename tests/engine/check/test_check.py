@@ -558,6 +558,25 @@ def test_planted_fault_is_found_and_the_hook_named(faults: tuple[str, ...], chec
     assert {line.split("  ")[1] for line in lines} == {where for _, where, _ in planted}, "\n".join(lines)
 
 
+def mean_over_the_real_examples(labels, predictions, weights):
+    """Is right for full batches, and for one replica."""
+    per_example_loss = label_losses(labels, predictions)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(per_example_loss * weights), tf.reduce_sum(weights))
+    return mean / tf.distribute.get_strategy().num_replicas_in_sync, per_example_loss
+
+
+def test_fault_that_one_batch_shows_is_found_by_its_loss(check: Check) -> None:
+    # A gradient must differ in every batch, because rounding alone may change it in one.
+    passed, lines = check({"compute_loss": mean_over_the_real_examples}, keep_last_batch=True)
+    assert not passed
+    (line,) = [line for line in lines if line.startswith("FAIL")]
+    one, two = map(
+        float, re.search(r"task\.py compute_loss +the loss is (\S+) on one replica and (\S+) on two", line).groups()
+    )
+    assert one != two
+    assert check({"compute_loss": mean_over_the_real_examples})[0]
+
+
 @pytest.mark.long
 def test_unsynchronized_layers_are_one_fault_with_micro_batches_too(check: Check) -> None:
     def model() -> keras.Model:
