@@ -104,7 +104,7 @@ def test_shipped_tests_and_check_pass_with_dropout_regularization_and_a_setting_
     without = run("python", "-m", "pytest", "-q", "-k", "prepared", folder=project.folder)
     assert without.returncode == 1
     assert "--data-dir STR" in without.stdout
-    assert "ARGUMENTS, in tests/conftest.py, has to give every setting without a default" in without.stdout
+    assert "ARGUMENTS, in tests/conftest.py, must give every setting without a default" in without.stdout
     given = project.folder / "tests" / "conftest.py"
     code, none = given.read_text(encoding="utf-8"), "ARGUMENTS: list[str] = []"
     assert none in code
