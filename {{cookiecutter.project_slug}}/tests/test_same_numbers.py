@@ -2,7 +2,7 @@
 
 Randomness inside the model (dropout, noise) is switched off, because each replica draws its own. A layer whose
 randomness cannot be switched off skips the comparison. The loss must agree in every batch; a gradient fails only if it
-differs in every batch, because rounding can switch a ReLU in one of them.
+differs in most batches, because rounding can switch a ReLU in one of them.
 
 If one of these tests fails, `python train.py --check` says which hook is the cause.
 """
