@@ -53,7 +53,8 @@ BROKEN_RULES = {
                 "    apply_gradients(optimizer, tape, loss, model.trainable_variables, gradients)"
             ),
         ),
-        SAME_NUMBERS,
+        # With "all", clipping makes a gradient that is too large look right.
+        SAME_NUMBERS - {"test_one_and_more_replicas_agree[all]"},
         r"task\.py train_step +the loss agrees, and the gradient of .* differs: .* without a sum of your own",
     ),
 }
