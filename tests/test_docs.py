@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pages import PAGES
-from rendering import PROJECT, TEMPLATE
+from rendering import PROJECT, TEMPLATE, run
 
 
 def prose(page: Path) -> str:
@@ -44,22 +44,45 @@ def test_settings_page_is_made_from_the_code() -> None:
     assert (PROJECT / "docs" / "settings.md").read_text(encoding="utf-8") == made.stdout, "run make settings"
 
 
+def assert_tests_are_there(text: str, least: int) -> None:
+    """Checks that the tests that a page names, at least so many, are tests of the template or of the project."""
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) == text.count("::") >= least
+    for file, name in named:
+        (path,) = (folder / file for folder in (TEMPLATE, PROJECT) if (folder / file).exists())
+        assert name.startswith("test_"), name
+        assert name in functions(path), f"{file}::{name}"
+
+
+@functools.cache
+def functions(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
+
+
 def test_every_guarantee_names_tests_that_there_are() -> None:
     text = (TEMPLATE / "docs" / "guarantees.md").read_text(encoding="utf-8")
-    *sections, not_measured = re.split(r"(?m)^## ", text)[1:]
-    assert not_measured.startswith("Not measured")
+    *sections, untested = re.split(r"(?m)^## ", text)[1:]
+    assert untested.startswith("Untested\n")
+    tests = r"(?:- `tests/[\w/]+\.py::\w+`\n?)+"
     for section in sections:
         paragraphs = [each for each in re.split(r"\n\n+", section)[1:] if each.strip()]
-        for said, tests in itertools.pairwise(paragraphs):
-            is_named = re.fullmatch(r"(?:- `tests/[\w/]+\.py::\w+`\n?)+", tests) or "](" in said
-            assert said.startswith("- ") or is_named, said
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
-    assert len(named) == text.count("::") > 50
-    for file, name in named:
-        # The tests of the project's own are there and not in the template.
-        (path,) = (folder / file for folder in (TEMPLATE, PROJECT) if (folder / file).exists())
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        assert name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}, f"{file}::{name}"
+        assert re.fullmatch(tests, paragraphs[-1]) or "](" in paragraphs[-1], paragraphs[-1]
+        for said, follows in itertools.pairwise(paragraphs):
+            # A link leads to a page with tests or figures of its own; a colon, to a list and its tests.
+            is_named = re.fullmatch(tests, follows) or "](" in said or said.endswith(":")
+            assert said.startswith("- `") or is_named, said
+    assert_tests_are_there(text, least=60)
+
+
+def test_every_pitfall_names_tests_that_there_are() -> None:
+    text = (TEMPLATE / "docs" / "pitfalls.md").read_text(encoding="utf-8")
+    pitfalls = re.findall(r"(?ms)^- \*\*.*?(?=^- |^\n|^#)", text)
+    assert len(pitfalls) == len(re.findall(r"(?m)^- ", text)) > 50
+    for pitfall in pitfalls:
+        assert re.match(r"(?s)- \*\*.+?\*\*\s+\*(Silent|Error|Hang|Slow)\b", pitfall), pitfall
+        assert re.search(r"(?:\n  `tests/[\w/]+\.py::\w+`)+\n\Z", pitfall), pitfall
+    assert_tests_are_there(text, least=50)
 
 
 def test_number_of_planted_faults_is_that_of_the_test() -> None:
@@ -68,6 +91,29 @@ def test_number_of_planted_faults_is_that_of_the_test() -> None:
     for page in ("README.md", "docs/guarantees.md"):
         found = f"finds {len(assigned['FAULTS'].keys)} planted faults"
         assert found in (TEMPLATE / page).read_text(encoding="utf-8"), page
+
+
+EPOCH = re.compile(r"(?m)^epoch +(\d+)/(\d+)  loss +(\S+) / +(\S+)  accuracy +(\S+) / +(\S+)  ")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("replicas", [0, 2])
+def test_losses_in_the_readme_are_those_of_its_command(replicas: int, tmp_path: Path) -> None:
+    shown = EPOCH.findall((TEMPLATE / "README.md").read_text(encoding="utf-8"))
+    assert [(number, epochs) for number, epochs, *_ in shown] == [(str(number), "5") for number in range(1, 6)]
+    flags = ("--epochs", "5", "--simulated-devices", str(replicas), "--run-dir", tmp_path)
+    done = run("python", "train.py", *flags, folder=PROJECT)
+    assert done.returncode == 0, done.stderr
+    found = EPOCH.findall(done.stdout)
+    assert len(found) == 5
+    for one, other in zip(shown, found, strict=True):
+        losses, accuracies = ([[float(value) for value in row[part]] for row in (one, other)] for part in LOSS_ACCURACY)
+        # CPUs round differently, which may change the last digit, or the class of one example.
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+        assert accuracies[0] == pytest.approx(accuracies[1], abs=0.006)
+
+
+LOSS_ACCURACY = (slice(2, 4), slice(4, 6))
 
 
 def messages(folder: Path) -> list[str]:

@@ -105,12 +105,14 @@ CASES = {
     "average, padded last batch": (2, 12, {"ema_decay": 0.8, "keep_last_batch": True}),
     "micro-batches": (2, 12, {"micro_batches": 3}),
     "all on one replica": (1, 12, ALL),
+    "all on two replicas": (2, 12, ALL),
     "all on three replicas": (3, 9, ALL),
+    "all on four replicas": (4, 12, ALL),
 }
 
 
-# Those of which a combination is in the cases that are left.
-SECOND = ("clipping", "average, padded last batch", "micro-batches")
+# The cases that are left combine their options, or have them on other numbers of replicas.
+SECOND = ("clipping", "average, padded last batch", "micro-batches", "all on two replicas", "all on four replicas")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in SECOND)) for case in CASES])

@@ -1,4 +1,4 @@
-"""Your safety net. Every test uses the hooks of task.py as they are, on a few of your examples.
+"""Every test uses the hooks of task.py as they are, on a few of your examples.
 
 All tests share one process with four simulated devices, and build the program on one, two or four of them.
 """
@@ -17,10 +17,10 @@ from engine.cluster.strategy import create_strategy
 from engine.command_line import read_settings
 from engine.data.splits import each_dataset
 
-# What your own settings without a default need, as on the command line: ["--data-dir=/data/digits"].
+# Values for your own settings without a default, as on the command line: ["--data-dir=/data/digits"].
 ARGUMENTS: list[str] = []
 
-# Three and a bit batches to train on; evaluation splits that no batch size divides.
+# Three complete batches and a part of one to train on; evaluation splits that no batch size divides.
 EXAMPLES = {"train": 27, "validation": 13, "test": 9}
 
 
@@ -32,7 +32,7 @@ def four_devices(arguments: list[str]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def few_examples() -> Iterator[None]:
-    """Shortens every set of task.load_examples."""
+    """Shortens every dataset of task.load_examples."""
     load_examples = task.load_examples
 
     def load_few(split: str) -> Any:
@@ -45,16 +45,16 @@ def few_examples() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def arguments() -> list[str]:
-    """The command line of a run that takes a moment."""
+    """The command line of a short run."""
     arguments = [*ARGUMENTS, "--epochs=2", "--global-batch-size=8"]
     try:
         read_settings(Config, arguments)
     except SystemExit:  # tyro has printed which.
-        pytest.fail("ARGUMENTS, in tests/conftest.py, has to give every setting without a default", pytrace=False)
+        pytest.fail("ARGUMENTS, in tests/conftest.py, must give every setting without a default", pytrace=False)
     return arguments
 
 
 @pytest.fixture
 def settings(arguments: list[str], tmp_path: Path) -> Config:
-    """Its settings."""
+    """The settings of that run."""
     return read_settings(Config, [*arguments, f"--run-dir={tmp_path / 'run'}"])

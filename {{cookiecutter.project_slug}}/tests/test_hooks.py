@@ -38,11 +38,11 @@ def test_every_variable_is_in_the_state(settings: Config) -> None:
 
 
 def test_predictions_have_a_row_for_each_example(settings: Config) -> None:
-    """As --export and predict.py need them: a dict of tensors by name."""
+    """--export and predict.py need a dict of tensors by name."""
     if not hasattr(task, "predict_step"):
         pytest.skip("task.py has no predict_step, which --export and predict.py need")
     train.build(settings)
-    *_, last = train.batches.values()  # The test's, if there is one.
+    *_, last = train.batches.values()  # The test dataset, if there is one.
     features, _, weights = next(last.one_by_one())
     outputs = tf.function(task.predict_step)(features)
     assert {name: len(output) for name, output in outputs.items()} == dict.fromkeys(outputs, len(weights))

@@ -1,4 +1,4 @@
-"""A run that is stopped and started again ends as if it had never been stopped."""
+"""A run that is stopped and resumed ends as if it had never been stopped."""
 
 import csv
 import json
@@ -17,13 +17,13 @@ TIME_COLUMNS = ("seconds", "examples_per_second")
 
 @pytest.fixture(scope="module")
 def flags(arguments: list[str]) -> list[str]:
-    """Two replicas, and steps one by one."""
+    """Two replicas, and one step per execution."""
     return [*arguments, "--simulated-devices=2", "--steps-per-execution=1"]
 
 
 @pytest.fixture(scope="module")
 def whole(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that nothing has stopped."""
+    """The directory of a run that was not stopped."""
     run_dir = tmp_path_factory.mktemp("whole")
     train.main([*flags, f"--run-dir={run_dir}"])
     return run_dir

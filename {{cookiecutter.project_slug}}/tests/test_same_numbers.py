@@ -1,7 +1,10 @@
-"""The number of replicas changes no number: loss, gradients and metrics agree, with every option.
+"""The number of replicas changes no result: loss, gradients and metrics agree, with every option.
 
-Randomness inside the model (dropout, noise) is switched off, because each replica draws its own. If one of these
-fails, `python train.py --check` says which hook is the cause.
+Randomness inside the model (dropout, noise) is switched off, because each replica draws its own. A layer whose
+randomness cannot be switched off skips the comparison. The loss must agree in every batch; a gradient fails only if it
+differs in most batches, because rounding can switch a ReLU in one of them.
+
+If one of these tests fails, `python train.py --check` says which hook is the cause.
 """
 
 import dataclasses
@@ -36,12 +39,12 @@ def test_one_and_more_replicas_agree(option: str, settings: Config) -> None:
                 raise
             pytest.skip(str(refused))  # The step updates in a way of its own.
         assert train.strategy.num_replicas_in_sync == COUNTS[option][-1]
-        # A synchronized layer has the statistics of a micro-batch; all else is to equal the whole batch.
+        # A synchronized layer has the statistics of a micro-batch; all else must equal the complete batch.
         alone = settings if measured[0].layers.synchronized else dataclasses.replace(settings, micro_batches=1)
         one = measure(train, task, alone, 1)
     if one.layers.still_random:
         pytest.skip(f"{one.layers.still_random} cannot be switched off; augment in prepare_example to be compared")
-    assert not one.layers.unsynchronized, "These layers normalize each replica's share by itself."
+    assert not one.layers.unsynchronized, "These layers normalize each per-replica batch by itself."
     assert not one.without_gradient, "These variables get no gradient."
     for several in measured:
         assert several.losses == pytest.approx(one.losses, rel=1e-5)
@@ -63,5 +66,5 @@ def test_evaluation_changes_nothing(settings: Config) -> None:
     first = {**train.validate(), **train.test()}
     assert {**train.validate(), **train.test()} == first
     for name, variable in model_variables(task.model).items():
-        # Recurrent layers count their seeds on in evaluation too, and draw nothing.
+        # Recurrent layers advance their seeds in evaluation too, and draw nothing.
         assert is_seed(name) or np.array_equal(variable.numpy(), before[name]), name

@@ -15,6 +15,7 @@ import train
 from config import Config
 from engine import user_errors
 from engine.check.check import check_task
+from engine.check.measure import Layers, Measured, differing_gradients
 from engine.data import CompiledSteps
 
 Check = Callable[..., tuple[bool, list[str]]]
@@ -556,6 +557,35 @@ def test_planted_fault_is_found_and_the_hook_named(faults: tuple[str, ...], chec
         assert any(line.split("  ")[1] == where and text in line for line in lines), "\n".join(lines)
     # One cause does not show as many.
     assert {line.split("  ")[1] for line in lines} == {where for _, where, _ in planted}, "\n".join(lines)
+
+
+def mean_over_the_real_examples(labels, predictions, weights):
+    """Is right for full batches, and for one replica."""
+    per_example_loss = label_losses(labels, predictions)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(per_example_loss * weights), tf.reduce_sum(weights))
+    return mean / tf.distribute.get_strategy().num_replicas_in_sync, per_example_loss
+
+
+def test_fault_that_one_batch_shows_is_found_by_its_loss(check: Check) -> None:
+    passed, lines = check({"compute_loss": mean_over_the_real_examples}, keep_last_batch=True)
+    assert not passed
+    (line,) = [line for line in lines if line.startswith("FAIL")]
+    one, two = map(
+        float, re.search(r"task\.py compute_loss +the loss is (\S+) on one replica and (\S+) on two", line).groups()
+    )
+    assert one != two
+    assert check({"compute_loss": mean_over_the_real_examples})[0]
+
+
+def test_gradient_that_differs_in_most_batches_is_a_fault_and_in_one_batch_is_rounding() -> None:
+    def measured(*gradients: float) -> Measured:
+        by_batch = [{"kernel": np.array([gradient, 1.0])} for gradient in gradients]
+        return Measured([0.0] * len(gradients), by_batch, {"kernel": 0.0}, {}, [], Layers([], [], [], []))
+
+    one = measured(1.0, 2.0, 3.0)
+    assert differing_gradients(one, measured(1.0, 2.0, 3.1)) == []
+    assert differing_gradients(one, measured(1.0, 2.1, 3.1)) == ["kernel"]
+    assert differing_gradients(one, measured(1.0, 2.000001, 3.1)) == []
 
 
 @pytest.mark.long

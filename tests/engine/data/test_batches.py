@@ -99,6 +99,16 @@ def test_evaluation_counts_each_example_once() -> None:
         assert made.dropped == 0
 
 
+def test_evaluation_by_several_processes_counts_each_example_once() -> None:
+    for count in (1, 8, 37):
+        counted = Counter()
+        for index in range(2):
+            process = batches("validation", count=count, replicas=4, pipelines=(2, index))
+            for features, _, weights in all_shares(process):
+                counted.update(features[weights == 1].tolist())
+        assert counted == Counter(range(count))
+
+
 def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
     made = batches()
     assert (made.steps_per_pass, made.dropped) == (4, 5)

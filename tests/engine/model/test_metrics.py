@@ -1,5 +1,7 @@
 """Metrics whose result is an array or a dictionary: a name for each number, the same on any number of replicas."""
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -11,6 +13,7 @@ from sklearn.datasets import load_digits
 import task
 import train
 from config import Config
+from engine.cluster import parameter_servers
 from engine.errors import BadInput
 from engine.model.metrics import LARGEST_SHOWN, ResultNames, metric_results
 from engine.model.rejections import monitor_direction
@@ -179,3 +182,32 @@ def test_result_that_cannot_be_written_is_refused(value: Any, reason: str) -> No
     assert reason in str(refused.value)
     assert str(refused.value).startswith("task.create_metrics('test') returned ")
     ResultNames({"test": {"one": Fixed(np.zeros([25, 40]))}}, ["test"])
+
+
+def test_counts_of_several_workers_are_added_in_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with parameter servers, whose workers change the same variables without waiting for each other."""
+
+    def assignments() -> set[str]:
+        mean, optimizer = keras.metrics.Mean(), keras.optimizers.SGD(0.1)
+        weight = keras.Variable([1.0])
+        optimizer.build([weight])
+
+        @tf.function
+        def step() -> None:
+            mean.update_state([1.0, 2.0], sample_weight=[1.0, 0.0])
+            optimizer.apply([tf.constant([0.5])])
+
+        kinds = {each.type for each in step.get_concrete_function().graph.get_operations()}
+        step()
+        assert (float(mean.result()), int(optimizer.iterations)) == (1.0, 1)
+        return {each for each in kinds if each.startswith("Assign")}
+
+    # Keras reads, adds and writes: between the two, another worker's count is lost.
+    assert assignments() == {"AssignVariableOp", "AssignSubVariableOp"}
+    monkeypatch.setattr(keras.Variable, "assign_add", keras.Variable.assign_add)  # So that it is restored.
+    for name in ("_wait_until_listening", "tensorflow_starts"):
+        monkeypatch.setattr(parameter_servers, name, lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(tf.distribute, "ParameterServerStrategy", lambda _: SimpleNamespace(extended=SimpleNamespace()))
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}}')
+    parameter_servers.coordinate(SimpleNamespace(others=list), timeout=1.0)
+    assert assignments() == {"AssignAddVariableOp", "AssignSubVariableOp"}

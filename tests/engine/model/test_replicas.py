@@ -10,6 +10,7 @@ import tensorflow as tf
 import task
 import train
 from config import Config
+from engine.cluster.strategy import create_strategy
 from engine.run.checkpoints import weights_sha256
 
 
@@ -122,3 +123,19 @@ def test_sum_over_replicas_is_rounded_in_one_way_whatever_else_reads_its_parts()
 
     sums = {summed(squares, holders)[0].numpy() for holders in range(5)}
     assert len(sums) == 1
+
+
+def test_each_set_of_devices_has_one_strategy_and_all_sum_in_one_process() -> None:
+    # A second strategy with collectives would abort the process in its first sum.
+    def created(replicas: int) -> tf.distribute.Strategy:
+        return create_strategy(Config(simulated_devices=replicas))
+
+    def sum_of_ids() -> tf.Tensor:
+        replica = tf.distribute.get_replica_context()
+        return replica.all_reduce("SUM", tf.cast(replica.replica_id_in_sync_group, tf.float32))
+
+    for replicas in (2, 3, 2, 4):
+        strategy = created(replicas)
+        assert strategy is created(replicas)
+        sums = strategy.experimental_local_results(strategy.run(tf.function(sum_of_ids)))
+        assert [float(each) for each in sums] == [sum(range(replicas))] * replicas

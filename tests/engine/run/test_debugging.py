@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from small import linear_model
@@ -22,13 +23,9 @@ OPTIONS = (
     "--simulated-devices=2",
     "--steps-per-execution=2",
 )
-MORE = (
-    "--simulated-devices=1",
-    "--micro-batches=2",
-    "--global-clipnorm=0.5",
-    "--ema-decay=0.9",
-    "--precision=mixed_float16",
-)
+FLOAT16 = ("--simulated-devices=1", "--precision=mixed_float16")
+# Each of them changes the results, so that --eager gives others if it lacks one.
+EACH_WITH_AN_EFFECT = ("--micro-batches=6", "--global-clipnorm=0.1", "--ema-decay=0.9")
 
 
 @pytest.fixture(autouse=True)
@@ -53,16 +50,37 @@ def line_of(capsys: pytest.CaptureFixture[str], run_dir: Path, *flags: str) -> s
     return line
 
 
-@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.long), MORE], ids=["plain", "with options"])
-def test_hooks_in_python_give_the_numbers_of_compiled_ones(flags: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize(("flags", "tolerance"), [((), 1e-5), (FLOAT16, 1e-2)], ids=["float32", "float16"])
+def test_hooks_in_python_give_the_numbers_of_compiled_ones(
+    flags: tuple[str, ...], tolerance: float, tmp_path: Path
+) -> None:
     expected, expected_rows = run(tmp_path / "compiled", *flags)
     found, rows = run(tmp_path / "eager", "--eager", *flags)
-    tolerance = 1e-2 if flags else 1e-5  # Of float16.
     for name in ("train/loss", "train/accuracy", "validation/loss"):
         values = [[float(row[name]) for row in each] for each in (rows, expected_rows)]
         assert values[0] == pytest.approx(values[1], rel=tolerance), name
     assert found["test/loss"] == pytest.approx(expected["test/loss"], rel=tolerance)
     assert found["step"] == expected["step"] == 6
+
+
+def test_hooks_in_python_are_clipped_averaged_and_taken_in_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A BatchNormalization has the statistics of a micro-batch, and gradient descent shows how long a gradient is.
+    monkeypatch.setattr(task, "create_model", lambda: linear_model(keras.layers.BatchNormalization()))
+    monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(0.1))
+
+    def losses(name: str, *flags: str) -> np.ndarray:
+        _, (row,) = run(tmp_path / name, "--epochs=1", "--simulated-devices=1", *flags)
+        return np.array([float(row["train/loss"]), float(row["validation/loss"])])
+
+    expected = losses("compiled", *EACH_WITH_AN_EFFECT)
+    np.testing.assert_allclose(losses("eager", "--eager", *EACH_WITH_AN_EFFECT), expected, rtol=1e-5)
+    for missing in EACH_WITH_AN_EFFECT:
+        others = [flag for flag in EACH_WITH_AN_EFFECT if flag != missing]
+        changed = losses(f"without{missing.split('=')[0]}", *others)
+        assert np.abs(changed / expected - 1.0).max() > 1e-3, missing
 
 
 def test_hooks_in_python_see_values_and_the_next_build_compiles_again(

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from processes import until
 from small import linear_model, small_model
 
 import task
@@ -28,7 +29,8 @@ from engine.report.report import Report
 from engine.report.tables import COLUMNS
 from engine.run.checkpoints import _checksums, read_checkpoint
 from engine.run.directory import RunDirectory
-from engine.run.signals import Signals
+from engine.run.run import Run
+from engine.run.signals import Signals, signals
 from engine.run.start import START_ID, _resume, start_run
 
 SHORT = ("--global-batch-size=60", "--simulated-devices=1")
@@ -846,6 +848,28 @@ def test_signal_before_the_first_step_saves_too(
     assert line.startswith(f"stopped by SIGTERM, the state is in {tmp_path / 'checkpoints' / 'step-00000000'}")
     assert run(tmp_path, "--epochs=1")["step"] == 20
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_ctrl_c_in_training_saves_and_ends_with_42(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    flags = ("--epochs=1", "--steps-per-execution=5")
+    expected = run(tmp_path / "whole", *flags)
+    record_losses, interrupted = Run.record_losses, []
+
+    def record_and_interrupt(*arguments: Any) -> None:
+        record_losses(*arguments)
+        if not interrupted:
+            interrupted.append(train.run.progress.step)
+            os.kill(os.getpid(), signal.SIGINT)
+            until(lambda: signals.signal)
+
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr(Run, "record_losses", record_and_interrupt)
+        code, line = ended(tmp_path / "stopped", *flags)
+    assert (interrupted, code) == ([5], 42)
+    assert line.startswith(f"stopped by SIGINT, the state is in {tmp_path / 'stopped/checkpoints/step-00000005'}")
+    assert run(tmp_path / "stopped", *flags) == {**expected, "seconds": ANY}
 
 
 def test_own_column_in_a_row_is_reported(tmp_path: Path) -> None:

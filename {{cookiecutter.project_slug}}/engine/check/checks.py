@@ -192,7 +192,7 @@ def _check_same_results(program: Program, task: Task, one: Measured, two: Measur
     gradients = measure.differing_gradients(one, two)
     if not gradients:
         yield Check(True, "task.py train_step", f"the same gradients of {len(one.rounding)} variables")
-    loss, other = one.losses[0], two.losses[0]
+    loss, other = min(zip(one.losses, two.losses, strict=True), key=lambda pair: close(*pair))  # First that differ.
     # If the loss differs, gradients and metrics differ for the same reason.
     if not close(one.losses, two.losses):
         hook, why = why_losses_differ(program, task, loss, other)

@@ -228,14 +228,14 @@ def close(one: Any, other: Any, *, floor: float = 1e-9) -> bool:
 
 
 def differing_gradients(one: Measured, other: Measured) -> list[str]:
-    """Returns the names of the variables whose gradients differ by more than rounding, in every batch.
+    """Returns the names of the variables whose gradients differ by more than rounding, in most batches.
 
     `one` is the result of one replica. Rounding can switch a ReLU or a maximum, and change the gradient by a hundredth:
-    in some batches and with some weights, but not with others close to them.
+    in a few batches and with some weights, but not with others close to them.
     """
     pairs = zip(one.gradients, other.gradients, strict=True)
     differing = [set(differing_arrays(*pair, one.rounding)) for pair in pairs]
-    return [name for name in one.rounding if all(name in each for each in differing)]
+    return [name for name in one.rounding if 2 * sum(name in each for each in differing) > len(differing)]
 
 
 def differing_metrics(names: ResultNames, one: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
