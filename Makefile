@@ -15,12 +15,15 @@ DEMO := build/demo/my_training
 # -rs prints what is skipped, and why. Tests wait for processes and signals, so there are more workers than two cores.
 PYTEST := -m pytest -rs --numprocesses 3 --dist worksteal
 
+# The versions that Orbit is measured with. Without them pip looks for a solution for minutes.
+ORBIT := tf-models-official==2.20.0 tensorflow==2.20.0 tensorflow-text==2.20.0 tf-keras==2.20.1 keras==3.15.1 numpy==2.4.6
+
 # Bytecode or caches inside the template's folder would be rendered into every project.
 export PYTHONDONTWRITEBYTECODE := 1
 export RUFF_NO_CACHE := true
 export MYPY_CACHE_DIR := /dev/null
 
-.PHONY: help demo test test-all coverage pictures settings benchmark lint clean
+.PHONY: help demo test test-all coverage pictures settings docs benchmark lint clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -64,13 +67,12 @@ build/docs-environment/installed: docs/site/requirements.txt
 	@build/docs-environment/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
-.PHONY: docs
 docs: build/docs-environment/installed
 	@build/docs-environment/bin/python docs/make_site.py
 
 .venv-orbit/installed:
 	@$(PYTHON) -m venv --clear .venv-orbit
-	@.venv-orbit/bin/python -m pip install --quiet --disable-pip-version-check tf-models-official tf-keras
+	@.venv-orbit/bin/python -m pip install --quiet --disable-pip-version-check $(ORBIT)
 	@touch $@
 
 benchmark: .venv/installed .venv-orbit/installed

@@ -289,7 +289,8 @@ def tracked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.long
 def test_mlflow(tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="pip install mlflow-skinny")
+    import mlflow  # Here, because it takes seconds.
+
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     run_dir = tracked("MLflow", "mlflow.end_run()")
@@ -305,7 +306,6 @@ def test_mlflow(tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.long
 def test_weights_and_biases(tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="pip install wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run_dir = tracked("Weights & Biases", "wandb.finish()")

@@ -30,7 +30,7 @@ def put(block: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch, folder:
     """Runs a block as a part of a module, whose names are again what they were after the test."""
     for name in re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| = |:)", block):
         monkeypatch.setattr(module, name, getattr(module, name, None), raising=False)
-    # In a file, because AutoGraph reads the source of what it converts.
-    file = folder / f"{module.__name__}.py"
+    # In a file of its own, because AutoGraph reads the source of what it converts.
+    file = folder / f"{module.__name__}_{len(list(folder.glob('*.py')))}.py"
     file.write_text(block, encoding="utf-8")
     exec(compile(block, file, "exec"), vars(module))  # noqa: S102

@@ -26,8 +26,8 @@ from engine.quiet_start import filter_stderr
 # Before TensorFlow is imported.
 filter_stderr()
 
-# TensorFlow's import makes 600,000 objects. Searching them for garbage takes 0.4 s of the start, and 0.7 s of
-# the end. The first build excludes them from the search, which then is as frequent as usual.
+# TensorFlow's import makes 600,000 objects and hardly any garbage. The first build excludes them from the search for
+# garbage, which then is as frequent as usual.
 WHILE_IMPORTING = 1_000_000
 gc.set_threshold(WHILE_IMPORTING)
 atexit.register(gc.freeze)
