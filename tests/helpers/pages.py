@@ -9,7 +9,7 @@ import pytest
 from rendering import PROJECT, TEMPLATE
 
 # Every page, of the template and of the project.
-PAGES = [TEMPLATE / "CHANGELOG.md"]
+PAGES = [TEMPLATE / "CHANGELOG.md", TEMPLATE / "SECURITY.md"]
 PAGES += [page for folder in (TEMPLATE, PROJECT) for page in (folder / "README.md", *sorted(folder.glob("docs/*.md")))]
 PAGES += sorted(PROJECT.glob("starters/*/docs/*.md"))
 
