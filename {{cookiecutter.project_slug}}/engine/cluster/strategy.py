@@ -232,7 +232,7 @@ def _tpu() -> tf.distribute.Strategy:
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (ValueError, tf.errors.OpError) as problem:
-        local = "install tensorflow-tpu 2.20 in the place of tensorflow (docs/clusters.md)"
+        local = "install tensorflow-tpu 2.20 instead of tensorflow (docs/clusters.md)"
         remedy = f"for the TPU of this machine {local}, for another one set TPU_NAME"
         raise BadInput(f"--strategy tpu finds no TPU ({first_line(problem)}): {remedy}") from problem
     return tf.distribute.TPUStrategy(resolver)
