@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
+import predict
 import task
 import train
 from pages import blocks, put, sections
@@ -60,6 +61,8 @@ def test_record_files(arrays, trained) -> None:
     for split in arrays:
         write_records(split, *arrays[split])
     assert trained("Record files")["step"] == 12
+    predict.main(["runs", "data/test-0.tfrecord"])
+    assert len(Path("predictions.csv").read_text(encoding="utf-8").splitlines()) == 1 + COUNTS["test"] / 2
 
 
 def write_records(split: str, images: np.ndarray, labels: np.ndarray) -> None:
@@ -110,6 +113,11 @@ def test_images_in_folders(arrays, trained) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             keras.utils.save_img(folder / f"{number}.png", image, scale=False)
     assert trained("Images in folders")["step"] == 12
+    Path("one").mkdir()
+    Path("data/test/3").rename("one/class")
+    predict.main(["runs", "one/class"])
+    names = [line.split(",")[0] for line in Path("predictions.csv").read_text(encoding="utf-8").splitlines()[1:]]
+    assert names == sorted(path.name for path in Path("one/class").iterdir())
 
 
 def test_tokenised_text(arrays, trained) -> None:

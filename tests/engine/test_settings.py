@@ -53,7 +53,7 @@ from rendering import PROJECT
         ("--settings-from=gs://b/r", "--settings-from gs://b/r is a bucket URL, not a local path: mount the bucket"),
         (
             "--settings-from=runs/none",
-            "--settings-from runs/none is not a JSON object ([Errno 2] No such file or directory",
+            "--settings-from runs/none is not a JSON object (it does not exist): pass",
         ),
     ],
 )

@@ -62,7 +62,7 @@ def read_json(path: Path, flag: str = "") -> dict[str, Any] | None:
     except (ValueError, OSError, RecursionError) as error:
         if isinstance(error, FileNotFoundError) and not flag:
             return None
-        problem = str(error)
+        problem = "it does not exist" if isinstance(error, FileNotFoundError) else str(error)
     if flag:
         raise BadInput(f"{flag} {path} is not a JSON object ({problem}): pass the directory of a run, or such a file")
     raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or use --fresh")

@@ -80,13 +80,14 @@ def test_run_with_other_settings_is_refused(tmp_path: Path) -> None:
         assert str(problem.value).endswith(f"contains a run with other settings (--seed 0 there and 1 now): {advice}")
 
 
-def test_fresh_moves_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+def test_fresh_moves_a_link_and_not_what_it_leads_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begun(tmp_path / "real")
     begun(tmp_path / "link.1")
     (tmp_path / "link").symlink_to("real")
     with RunDirectory(tmp_path / "link") as directory:
         directory.lock()
         directory.open(fresh=True)
+    assert capsys.readouterr().out == f"Moved the run in {tmp_path / 'link'} to link.2\n"
     assert (tmp_path / "link.2").is_symlink()
     assert (tmp_path / "real" / "config.json").exists()
     assert not (tmp_path / "link").is_symlink()

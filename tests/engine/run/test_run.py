@@ -257,7 +257,7 @@ def test_loss_that_is_not_finite_ends_the_run_with_the_step(begin: Callable[...,
     run = begin(steps_per_execution=10)
     put_into_train_py(run, Batches("train"), losses=lambda step: np.inf if step == 13 else 0.0)
     with (
-        pytest.raises(Diverged, match=r"loss of train step 14 of epoch 3 is inf\. Nothing was saved\. Start --fresh"),
+        pytest.raises(Diverged, match=r"step 14 of epoch 3 is inf\. Nothing was saved\. Start over with --fresh"),
         run.saving_on_exit(),
     ):
         train.train_epoch(2)

@@ -209,8 +209,7 @@ def _multi_worker(cluster: Cluster, gpus: int, devices: str, settings: Settings)
     workers = rendezvous(cluster, facts, own, timeout=settings.cluster_timeout)
     _check_gpus_are_not_shared(workers)
     console.quiet = not cluster.is_chief
-    # With timeout_seconds, TensorFlow would keep two threads for that time for each sum. `peers_named` finds which
-    # process is gone.
+    # Without timeout_seconds, which keeps two threads per sum for that time: `peers_named` finds who is gone.
     options = tf.distribute.experimental.CommunicationOptions(implementation="NCCL" if gpus else "RING")
     try:
         with tensorflow_starts(cluster, settings.cluster_timeout):

@@ -97,3 +97,4 @@ class RunDirectory:
         self._lock.release(force=True)
         path.rename(aside)
         (aside / ".lock").unlink(missing_ok=True)
+        console.print(f"Moved the run in {self.path} to {aside.name}")

@@ -215,7 +215,7 @@ class Run:
             raise Stopped(f"{problem}, the state is in {saved}") from problem
         except Diverged as problem:
             from_chief(checkpoints.writer.wait)
-            advice = "Nothing was saved. Start --fresh"
+            advice = "Nothing was saved. Start over with --fresh"
             if paths := checkpoints.paths():
                 advice = f"The last good checkpoint is {paths[-1]}; nothing later was saved. "
                 advice += f"Start a new --run-dir with --init-from {paths[-1]}"
