@@ -111,8 +111,8 @@ class Settings:
     keep_last_batch: bool = False
     """Train on the short last batch of a pass too, padded with examples of weight 0. By default it is dropped."""
     shuffle_megabytes: int = 512
-    """Memory for shuffling. Datasets of static shapes are cached instead, up to 512 MB; others take it in each process.
-    Record files are never cached, and all processes share it."""
+    """Megabytes for shuffling. A dataset of static shapes of up to 512 MiB is cached instead. Other datasets take this
+    much in each process, record files over all processes together."""
     pad_to: tuple[int, ...] | None = None
     """Lengths for sequences of different lengths: each batch is padded with zeros to the smallest one that fits."""
 
