@@ -24,8 +24,8 @@ which may also give any of these another default: the image classification start
 `--global-batch-size 32` and `--learning-rate 3e-3`.
 
 *May differ* says when a setting need not be what the run in `--run-dir` was started with: at a **resume**, or in an
-**evaluation** (`--evaluate-only`, `--evaluate-continuously`), which otherwise uses the run's value. What may differ at a
-resume is accepted in an evaluation too, where it has no effect. Any other difference is rejected, with both values.
+**evaluation** (`--evaluate-only`, `--evaluate-continuously`), which otherwise uses the run's value. What may differ at
+a resume is accepted in an evaluation too, where it has no effect. Any other difference is rejected, with both values.
 """
 
 

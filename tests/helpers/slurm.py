@@ -53,7 +53,9 @@ class Slurm:
         return next(field.removeprefix(f"{name}=") for field in fields if field.startswith(f"{name}="))
 
     def has_ended(self, job: str) -> bool:
-        return self.field(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
+        # SIGNALING is the state of a moment, while the signal before the time limit is sent.
+        under_way = ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED")
+        return self.field(job, "JobState") not in under_way
 
     def wait(self, job: str, *, seconds: float) -> str:
         """Returns the state in which a job ended."""
