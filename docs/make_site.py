@@ -45,8 +45,8 @@ def main() -> None:
         command = (sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", "zensical.toml")
         built = subprocess.run(command, cwd=output, capture_output=True, text=True, check=False)
         if built.returncode:
-            told, _, _ = (built.stdout + built.stderr).partition("Traceback")
-            raise Faults(re.sub(r"\x1b\[[\d;]*m", "", told).strip())
+            printed, _, _ = (built.stdout + built.stderr).partition("Traceback")
+            raise Faults(re.sub(r"\x1b\[[\d;]*m", "", printed).strip())
         if found := list(faults(output / "site")):
             raise Faults("\n".join(found))
     except Faults as problem:

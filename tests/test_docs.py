@@ -93,6 +93,7 @@ def test_number_of_planted_faults_is_that_of_the_test() -> None:
         assert found in (TEMPLATE / page).read_text(encoding="utf-8"), page
 
 
+LOSS_ACCURACY = (slice(2, 4), slice(4, 6))  # The parts of what EPOCH finds.
 EPOCH = re.compile(r"(?m)^epoch +(\d+)/(\d+)  loss +(\S+) / +(\S+)  accuracy +(\S+) / +(\S+)  ")
 
 
@@ -111,9 +112,6 @@ def test_losses_in_the_readme_are_those_of_its_command(replicas: int, tmp_path: 
         # CPUs round differently, which may change the last digit, or the class of one example.
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
         assert accuracies[0] == pytest.approx(accuracies[1], abs=0.006)
-
-
-LOSS_ACCURACY = (slice(2, 4), slice(4, 6))
 
 
 def messages(folder: Path) -> list[str]:

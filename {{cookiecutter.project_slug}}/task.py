@@ -1,7 +1,7 @@
 """Your task: its data, its objects, and the steps of one replica on a per-replica batch.
 
-Lines marked TODO(you) are yours to replace; everything works as it is. An edit of a line marked KEEP would silently
-break the distribution.
+Lines marked TODO(you) are yours to replace; everything works as it is. An edit of a line marked KEEP may give
+wrong results without an error.
 """
 
 from collections.abc import Iterable

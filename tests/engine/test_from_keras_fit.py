@@ -189,7 +189,7 @@ def test_validation_split_is_the_last_part_of_the_arrays(apply: Apply) -> None:
     images, _ = load_digits(return_X_y=True)
     found = {split: list(task.load_examples(split).as_numpy_iterator()) for split in ("train", "validation")}
     assert task.load_examples("test") is None
-    # As Keras's train_validation_split.
+    # Keras cuts the arrays at this place.
     end = math.floor(len(images) * 0.8)
     assert (len(found["train"]), len(found["validation"])) == (end, len(images) - end)
     np.testing.assert_array_equal(found["validation"][0][0].ravel(), images[end])

@@ -96,12 +96,18 @@ def test_what_cannot_be_prepared_in_one_go_is_prepared_one_by_one(name: str, spl
     assert len(weights) == 40
 
 
-def test_every_example_is_prepared_with_a_seed_of_its_own() -> None:
-    made = batches(
-        lambda features, labels, *, seed: (tf.random.stateless_uniform([], seed), labels), global_batch_size=2
-    )
-    drawn = contents(made, epoch=0)[0], contents(made, epoch=1)[0]
-    assert len(np.unique(np.concatenate(drawn))) == 2 * 38
+def test_each_example_has_one_seed_on_any_number_of_replicas() -> None:
+    drawn = []
+    for replicas in (1, 2, 4):
+        made = batches(
+            lambda features, labels, *, seed: (tf.random.stateless_uniform([], seed), labels),
+            global_batch_size=4,
+            simulated_devices=replicas,
+        )
+        drawn.append(np.concatenate([contents(made, epoch=0)[0], contents(made, epoch=1)[0]]))
+    assert len(np.unique(drawn[0])) == 2 * 40
+    for each in drawn[1:]:
+        np.testing.assert_array_equal(each, drawn[0])
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

@@ -2,7 +2,7 @@
 
 A generator draws digits, and a discriminator learns to tell them from real ones (Goodfellow et al. 2014,
 arXiv:1406.2661). Lines marked TODO(you) are yours to replace; everything works as it is. An edit of a line marked KEEP
-would silently break the distribution.
+may give wrong results without an error.
 """
 
 from collections.abc import Iterable
