@@ -94,7 +94,7 @@ def create_model() -> keras.Model:
             keras.layers.Conv2D(64, 3, padding="same", activation="gelu"),
             keras.layers.Flatten(),
             keras.layers.Dense(64, activation="gelu"),
-            keras.layers.Dense(10),
+            keras.layers.Dense(10, dtype="float32"),  # Not 16 bits under mixed precision.
         ]
     )
 

@@ -1,5 +1,6 @@
 """What is special to this task; write your own in its place."""
 
+import dataclasses
 from pathlib import Path
 
 from config import Config
@@ -31,6 +32,12 @@ def test_predictions_are_probabilities_and_the_likeliest_class(settings: Config)
     predicted = {name: each.numpy() for name, each in task.predict_step(features).items()}
     np.testing.assert_allclose(predicted["probabilities"].sum(axis=-1), 1.0, rtol=1e-5)
     np.testing.assert_array_equal(predicted["label"], task.model(features, training=False).numpy().argmax(axis=-1))
+
+
+def test_logits_are_float32_under_mixed_precision(settings: Config) -> None:
+    train.build(dataclasses.replace(settings, precision="mixed_bfloat16"))
+    features, *_ = next(train.batches["validation"].one_by_one())
+    assert task.predict_step(features)["probabilities"].dtype == tf.float32
 
 
 def test_inputs_are_read_as_load_examples_returns_them(settings: Config, tmp_path: Path) -> None:

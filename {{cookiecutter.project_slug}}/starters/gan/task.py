@@ -120,7 +120,7 @@ def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
 # --- Steps: what one replica does with a per-replica batch ------------------------------------------------------------
 
 
-def compute_loss(features: dict[str, tf.Tensor], labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.Tensor):
+def compute_loss(features: dict[str, tf.Tensor], labels: tf.Tensor, predictions, sample_weights, *, training: bool):
     """Returns, by model, this replica's part of the batch's loss (scalar) and the loss of each example ([batch]).
 
     Each model has a loss of its own: the generator's falls as the discriminator's rises.
@@ -129,8 +129,8 @@ def compute_loss(features: dict[str, tf.Tensor], labels: tf.Tensor, predictions:
     digit, is_real = features["digit"], loss_objects["is_real"]
     with tf.GradientTape() as tape:
         tape.watch(labels)
-        real_score = model["discriminator"]({"digit": digit, "image": labels})
-    made_score = model["discriminator"]({"digit": digit, "image": predictions})
+        real_score = model["discriminator"]({"digit": digit, "image": labels}, training=training)
+    made_score = model["discriminator"]({"digit": digit, "image": predictions}, training=training)
     # Keeps the discriminator from rising steeply around the few real images (Mescheder et al. 2018, arXiv:1801.04406).
     penalty = tf.reduce_sum(tape.gradient(real_score, labels) ** 2, axis=[1, 2, 3])
     per_example_losses = {
@@ -165,7 +165,7 @@ def train_step(batch) -> tf.Tensor:
     features, labels, sample_weights = batch
     with tf.GradientTape(persistent=True) as tape:
         predictions = model["generator"](features, training=True)
-        losses, per_example_losses = compute_loss(features, labels, predictions, sample_weights)
+        losses, per_example_losses = compute_loss(features, labels, predictions, sample_weights, training=True)
     for name in ("discriminator", "generator"):
         # KEEP: Sums the gradients over the replicas, then clips, then updates; add no sum or clipping of your own.
         apply_gradients(optimizer[name], tape, losses[name], model[name].trainable_variables)
@@ -177,7 +177,7 @@ def evaluation_step(split: str, batch) -> tf.Tensor:
     """Measures both models on a per-replica batch; returns this replica's part of their losses' sum (scalar)."""
     features, labels, sample_weights = batch
     predictions = model["generator"](features, training=False)
-    losses, per_example_losses = compute_loss(features, labels, predictions, sample_weights)
+    losses, per_example_losses = compute_loss(features, labels, predictions, sample_weights, training=False)
     update_metrics(split, features, labels, predictions, per_example_losses, sample_weights)
     return losses["generator"] + losses["discriminator"]
 

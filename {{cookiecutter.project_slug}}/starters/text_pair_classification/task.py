@@ -84,8 +84,9 @@ def create_model() -> keras.Model:
     features = {name: keras.Input((config.sequence_length,), dtype="int32", name=name) for name in encoder.input}
     pooled = keras.layers.Dropout(config.dropout)(encoder(features)["pooled_output"])
     initializer = keras.initializers.TruncatedNormal(stddev=0.02)
-    logits = keras.layers.Dense(config.classes, kernel_initializer=initializer, name="classifier")(pooled)
-    return keras.Model(features, logits)
+    # The logits are float32 under mixed precision, too: 16 bits are too few for probabilities.
+    classifier = keras.layers.Dense(config.classes, kernel_initializer=initializer, dtype="float32", name="classifier")
+    return keras.Model(features, classifier(pooled))
 
 
 def create_encoder() -> keras_hub.models.BertBackbone:
@@ -119,7 +120,11 @@ def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
 
 @keras.saving.register_keras_serializable()
 class WarmUpThenLinear(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises linearly from 0 to the peak during the warm-up, then falls linearly to 0 at the last step."""
+    """Rises linearly from 0 to the peak during the warm-up, then falls linearly to 0.
+
+    Steps count from 0, so the first update has the rate 0 and the last one peak / (total_steps - warmup_steps), as in
+    BERT's own code.
+    """
 
     def __init__(self, peak: float, warmup_steps: int, total_steps: int) -> None:
         self.peak, self.warmup_steps, self.total_steps = peak, warmup_steps, total_steps

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from config import Config
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -22,6 +23,30 @@ def test_a_step_updates_every_weight_of_both_models(settings: Config) -> None:
     for name, model in task.model.items():
         for variable, value in zip(model.trainable_variables, before[name], strict=True):
             assert not np.array_equal(variable.numpy(), value), variable.path
+
+
+def test_layers_of_both_models_know_whether_they_train(settings: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_model, called = task.create_model, []
+
+    def create_recorded_models():
+        class Recorder(keras.layers.Layer):
+            def call(self, inputs, training=None):
+                called.append((self.name, training))
+                return inputs
+
+        models = create_model()
+        for name, model in models.items():
+            models[name] = keras.Model(model.input, Recorder(name=name)(model.output))
+        return models
+
+    monkeypatch.setattr(task, "create_model", create_recorded_models)
+    train.build(settings)
+    called.clear()
+    train.train_epoch()
+    assert set(called) == {("generator", True), ("discriminator", True)}
+    called.clear()
+    train.validate()
+    assert set(called) == {("generator", False), ("discriminator", False)}
 
 
 def test_noise_differs_by_example_and_not_by_replicas(settings: Config) -> None:

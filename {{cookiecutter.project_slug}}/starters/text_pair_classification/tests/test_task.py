@@ -96,6 +96,12 @@ def test_padding_changes_no_prediction(settings: Config) -> None:
     np.testing.assert_allclose(before.sum(axis=-1), 1.0, rtol=1e-5)
 
 
+def test_logits_are_float32_under_mixed_precision(settings: Config) -> None:
+    train.build(dataclasses.replace(settings, precision="mixed_bfloat16"))
+    features, *_ = next(train.batches["validation"].one_by_one())
+    assert task.predict_step(features)["probabilities"].dtype == tf.float32
+
+
 def test_inputs_are_read_as_load_examples_returns_them(settings: Config) -> None:
     task.config = settings
     records = list(task.load_examples("test").as_numpy_iterator())  # Only the first ones, see conftest.py.
