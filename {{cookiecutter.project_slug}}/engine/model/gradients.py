@@ -172,10 +172,10 @@ def _update(
     """Updates with the sum over the replicas, and returns its norm; `scale` is the loss scale, if any."""
     variables = [variable for variable, each in zip(variables, gradients, strict=True) if each is not None]
     # An embedding's gradient becomes a dense tensor: Adam would square the slices of a repeated token one by one.
-    gradients = [tf.convert_to_tensor(each) for each in gradients if each is not None]
+    dense = [tf.convert_to_tensor(each) for each in gradients if each is not None]
     # TensorFlow packs gradients to sum them, and their norms too. Keras casts each to its variable's dtype.
-    dtype = keras.backend.result_type("float32", *(each.dtype.name for each in gradients))
-    gradients = [tf.cast(each, dtype) for each in gradients]
+    dtype = keras.backend.result_type("float32", *(each.dtype.name for each in dense))
+    gradients = [tf.cast(each, dtype) for each in dense]
     norm = tf.constant(math.nan, dtype)
     if scale is not None or _step.global_clipnorm is not None:
         replica = tf.distribute.get_replica_context()
