@@ -12,6 +12,7 @@ class ProgramExit(Exception):
     """The program ends before its work is done. The text is one line for the user."""
 
     exit_code: int
+    ag_pass_through = True  # AutoGraph leaves the text as it is, when a hook raises it.
 
 
 class BadInput(ProgramExit):

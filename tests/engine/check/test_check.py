@@ -435,10 +435,10 @@ FAULTS = {
         "task.py compute_loss",
         "tf.nn.scale_regularization_loss",
     ),
-    "optimizer with clipnorm": (
-        {"create_optimizer": lambda total_steps: keras.optimizers.SGD(0.1, clipnorm=1.0)},
+    "optimizer with use_ema": (
+        {"create_optimizer": lambda total_steps: keras.optimizers.SGD(0.1, use_ema=True)},
         "task.py create_optimizer",
-        "use --global-clipnorm",
+        "use --ema-decay",
     ),
     "model outside the scope": ({"create_model": model_made_outside}, "task.py create_model", "outside"),
     "optimizer outside the scope": (

@@ -1,6 +1,7 @@
 """What lies between the tape and the weights, where replicas could disagree."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import keras
@@ -11,7 +12,9 @@ import tensorflow as tf
 import task
 import train
 from config import Config
+from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
+from engine.model.build import build_optimizers
 from engine.model.gradients import apply_gradients, in_micro_batches, prepare_optimizer
 from engine.model.variables import model_variables
 from rendering import run
@@ -248,9 +251,6 @@ def _is_marked(operation: tf.Operation) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "setting"),
     [
-        ({"clipnorm": 1.0}, "--global-clipnorm"),
-        ({"global_clipnorm": 1.0}, "--global-clipnorm"),
-        ({"clipvalue": 1.0}, "--global-clipnorm"),
         ({"gradient_accumulation_steps": 2}, "--micro-batches"),
         ({"use_ema": True}, "--ema-decay"),
         ({"loss_scale_factor": 8.0}, "--precision mixed_float16"),
@@ -260,6 +260,174 @@ def _is_marked(operation: tf.Operation) -> bool:
 def test_optimizer_that_does_it_itself_is_refused(arguments: dict, setting: str) -> None:
     with pytest.raises(BadInput, match=f"task.create_optimizer returned .*{next(iter(arguments))}.*use {setting}"):
         prepare_optimizer(keras.optimizers.SGD(0.1, **arguments), "float32")
+
+
+# --- The optimizer's own clipping, and variables of several dtypes ----------------------------------------------------
+
+FEATURES = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+LABELS = np.random.default_rng(1).normal(size=(24, 3)).astype("float32") * np.linspace(0.1, 9.0, 24)[:, None]
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "no clipping": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5),
+    "global_clipnorm": lambda: keras.optimizers.AdamW(0.1, epsilon=0.1, global_clipnorm=0.5),
+    "clipvalue": lambda: keras.optimizers.AdamW(0.1, epsilon=0.1, clipvalue=0.2),
+    "several": lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.SGD(0.1, global_clipnorm=0.3), {".*bias": keras.optimizers.AdamW(0.1, clipvalue=0.2)}
+        )
+    ),
+}
+
+
+def two_layers(dtype: str) -> keras.Model:
+    """Returns a model of two dense layers, the first of them with this dtype."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(5, dtype=dtype, name="first"), keras.layers.Dense(3, name="second")]
+    return keras.Sequential([keras.Input((4,)), *layers])
+
+
+def loss_of(model: keras.Model, features: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    """Returns the part of the batch's loss that these examples have."""
+    return tf.reduce_sum(tf.square(model(features, training=True) - tf.cast(labels, tf.float32))) / len(FEATURES)
+
+
+def by_keras(optimizer: keras.optimizers.Optimizer, dtype: str) -> list[np.ndarray]:
+    """Returns the weights after some steps of the complete batch on one device, without the engine."""
+    model = two_layers(dtype)
+    optimizer.build(model.trainable_variables)
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, FEATURES, LABELS)
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.weights), model.weights, strict=True))
+    return model.get_weights()
+
+
+def by_engine(
+    create: Callable[[], keras.optimizers.Optimizer],
+    dtype: str,
+    replicas: int,
+    precision: str = "float32",
+    updates_itself: bool = False,
+    steps: int = 3,
+    **settings,
+) -> list[np.ndarray]:
+    """Returns the weights after the same steps on replicas; of a step that `updates_itself` calls Keras alone."""
+    strategy = create_strategy(Config(strategy="mirrored", simulated_devices=replicas))
+    with strategy.scope():
+        model = two_layers(dtype)
+        # A hook may return the same optimizer twice.
+        optimizer = build_optimizers(prepare_optimizer(create(), "float32"), model, precision)
+
+    def train_step(batch):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, batch[0], batch[1])
+        if updates_itself:
+            optimizer.apply_gradients(zip(tape.gradient(loss, model.weights), model.weights, strict=True))
+        else:
+            apply_gradients(optimizer, tape, loss, model.trainable_variables)
+        return loss
+
+    step = in_micro_batches(train_step, Config(**settings))
+
+    def values(array: np.ndarray):
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(array[context.replica_id_in_sync_group :: replicas])
+        )
+
+    run_step = tf.function(lambda *batch: strategy.run(step, (batch,)), autograph=False)
+    for _ in range(steps):
+        run_step(values(FEATURES), values(LABELS))
+    return model.get_weights()
+
+
+def assert_same(found: list[np.ndarray], expected: list[np.ndarray], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * np.abs(other).max())
+
+
+WAYS = {
+    "2 replicas": {"replicas": 2},
+    "4 replicas, 2 micro-batches": {"replicas": 4, "micro_batches": 2},
+    "3 replicas, a loss scale": {"replicas": 3, "precision": "mixed_float16"},
+    "1 replica, a limit that does not bind": {"replicas": 1, "global_clipnorm": 1e9},
+    "2 replicas, Keras's own update": {"replicas": 2, "updates_itself": True},
+}
+
+
+def cases(*short: str) -> list:
+    """Returns each kind of optimizer in each way; those that no word of `short` names are long."""
+    each = [(kind, way) for kind in OPTIMIZERS for way in WAYS]
+    return [pytest.param(*one, marks=[pytest.mark.long] * (not set(short) & set(one))) for one in each]
+
+
+@pytest.mark.parametrize(("kind", "way"), cases("2 replicas", "several"))
+def test_clipping_by_the_optimizer_is_that_of_keras_on_one_device(kind: str, way: str) -> None:
+    expected = by_keras(OPTIMIZERS[kind](), "float32")
+    assert_same(by_engine(OPTIMIZERS[kind], "float32", **WAYS[way]), expected, 1e-6)
+
+
+@pytest.mark.parametrize("way", list(WAYS)[:4])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [
+        ("clipnorm", "float64", 1e-6),
+        pytest.param("no clipping", "float64", 1e-6, marks=pytest.mark.long),
+        pytest.param("no clipping", "bfloat16", 0.05, marks=pytest.mark.long),
+    ],
+)
+def test_variables_of_several_dtypes_train_as_in_keras(kind: str, dtype: str, tolerance: float, way: str) -> None:
+    expected = by_keras(OPTIMIZERS[kind](), dtype)
+    found = by_engine(OPTIMIZERS[kind], dtype, **WAYS[way])
+    assert [each.dtype.name for each in found] == [dtype, dtype, "float32", "float32"]
+    assert_same([each.astype("float64") for each in found], [each.astype("float64") for each in expected], tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_global_clipnorm_comes_before_the_clipping_of_the_optimizer(dtype: str) -> None:
+    model = two_layers(dtype)
+    with tf.GradientTape() as tape:
+        loss = loss_of(model, FEATURES, LABELS)
+    gradients = [each.numpy().astype("float64") for each in tape.gradient(loss, model.weights)]
+    norm = np.sqrt(sum((each**2).sum() for each in gradients))
+    assert norm > 2.0
+    before = model.get_weights()
+    expected = [b - np.clip(each / norm * 2.0, -0.1, 0.1) for b, each in zip(before, gradients, strict=True)]
+    for precision in ("float32", "mixed_float16"):
+        way = {"replicas": 2, "precision": precision, "global_clipnorm": 2.0, "steps": 1}
+        found = by_engine(lambda: keras.optimizers.SGD(1.0, clipvalue=0.1), dtype, **way)
+        assert_same(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize(("none_is_trainable", "problem"), [(True, "no variables, so nothing"), (False, "a loss that")])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_step_without_a_gradient_is_refused(none_is_trainable: bool, problem: str, micro_batches: int) -> None:
+    linear = Linear()
+
+    def train_step(batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(batch[0])
+        apply_gradients(linear.optimizer, tape, loss, [] if none_is_trainable else [linear.weight])
+        return loss
+
+    step = tf.function(in_micro_batches(train_step, Config(micro_batches=micro_batches)), autograph=False)
+    with pytest.raises(BadInput, match=f"^task.train_step gave apply_gradients {problem}.*: pass trainable variables"):
+        step((tf.ones([4, 2]),))
+
+
+def test_norm_is_that_of_the_gradients_when_the_loss_scale_grows() -> None:
+    variable = keras.Variable([1.0, 1.0, 1.0])
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0), dynamic_growth_steps=2)
+    optimizer.build([variable])
+
+    @tf.function(autograph=False)
+    def step() -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable.value)
+        return apply_gradients(optimizer, tape, loss, [variable])
+
+    before = float(optimizer.dynamic_scale.numpy())
+    assert [float(step()) for _ in range(4)] == pytest.approx([3**0.5] * 4)
+    assert float(optimizer.dynamic_scale.numpy()) == 4 * before
 
 
 def test_loss_scale_of_the_user_is_refused() -> None:

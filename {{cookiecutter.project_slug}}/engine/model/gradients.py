@@ -1,8 +1,8 @@
 """From the tape to the changed weights: micro-batches, the sum over replicas, clipping, the update.
 
 On several replicas Keras clips each replica's gradients before the sum (tensorflow#33929), counts an accumulated
-gradient once per replica, and looks for an overflow on the first replica only, all without an error. Therefore this is
-done here, and an optimizer that would do it is rejected.
+gradient once per replica, and looks for an overflow on the first replica only, all without an error. Therefore an
+optimizer that clips gets its sum first, and one that would do the rest by itself is rejected.
 """
 
 import contextlib
@@ -21,9 +21,6 @@ from engine.tracing import converted
 
 # Arguments of a Keras optimizer that are wrong on several replicas, and the setting that is right.
 REJECTED_ARGUMENTS = {
-    "clipnorm": "--global-clipnorm",
-    "global_clipnorm": "--global-clipnorm",
-    "clipvalue": "--global-clipnorm",
     "gradient_accumulation_steps": "--micro-batches",
     "use_ema": "--ema-decay",
     "loss_scale_factor": "--precision mixed_float16",
@@ -104,8 +101,9 @@ def apply_gradients(
     """Updates the variables with the gradient of the loss, summed over all replicas and micro-batches.
 
     Every replica must call it. With --global-clipnorm the sum is scaled down to that global norm if its own is larger
-    (Pascanu et al. 2013, arXiv:1211.5063). With mixed_float16 the loss is scaled for the gradient, and the update is
-    skipped on every replica if any gradient is not finite.
+    (Pascanu et al. 2013, arXiv:1211.5063); the optimizer's own clipnorm, global_clipnorm or clipvalue follows. With
+    mixed_float16 the loss is scaled for the gradient, and the update is skipped on every replica if any gradient is not
+    finite. Variables of several dtypes are summed and clipped in the widest of them, or in float32 if that is wider.
 
     Args:
         optimizer: built for these variables.
@@ -116,14 +114,20 @@ def apply_gradients(
 
     Returns the global norm of the sum before clipping (float32, scalar), equal on all replicas; 0 in every micro-batch
     but the last, not finite where mixed_float16 skips the update, and NaN without --global-clipnorm or mixed_float16.
-    Raises BadInput if, with micro-batches, the loss was computed after another update of the same step.
+    Raises BadInput if no variable has a gradient, or if, with micro-batches, the loss was computed after another update
+    of the same step.
     """
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    scale = optimizer.dynamic_scale.value if is_scaled else None
+    # The update changes the variable, and the norm is computed with the scale of the gradients.
+    scale = tf.identity(optimizer.dynamic_scale.value) if is_scaled else None
     if gradients is None:
         gradients = tape.gradient(loss, variables, output_gradients=tf.cast(scale, loss.dtype) if is_scaled else None)
     elif is_scaled:
         gradients = [None if each is None else each * tf.cast(scale, each.dtype) for each in gradients]
+    if all(each is None for each in gradients):
+        problem = "a loss that uses none of its variables" if variables else "no variables, so nothing is trainable"
+        remedy = "pass trainable variables, and compute the loss from them under the tape"
+        raise BadInput(f"task.train_step gave apply_gradients {problem}: {remedy}")
     with _xla(False):
         gradients = _summed_over_micro_batches(gradients, loss)
         return _update(optimizer, gradients, variables, scale) if _step.is_last else tf.constant(0.0)
@@ -168,26 +172,29 @@ def _update(
     """Updates with the sum over the replicas, and returns its norm; `scale` is the loss scale, if any."""
     variables = [variable for variable, each in zip(variables, gradients, strict=True) if each is not None]
     # An embedding's gradient becomes a dense tensor: Adam would square the slices of a repeated token one by one.
-    gradients = [tf.convert_to_tensor(each) for each in gradients if each is not None]
-    norm = tf.constant(math.nan)
+    dense = [tf.convert_to_tensor(each) for each in gradients if each is not None]
+    # TensorFlow packs gradients to sum them, and their norms too. Keras casts each to its variable's dtype.
+    dtype = keras.backend.result_type("float32", *(each.dtype.name for each in dense))
+    gradients = [tf.cast(each, dtype) for each in dense]
+    norm = tf.constant(math.nan, dtype)
     if scale is not None or _step.global_clipnorm is not None:
         replica = tf.distribute.get_replica_context()
         # Summed here, so that every replica clips, or finds an overflow in, the same gradients.
         gradients = replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
         norm = tf.linalg.global_norm(gradients)
         if _step.global_clipnorm is not None:
-            limit = _step.global_clipnorm if scale is None else _step.global_clipnorm * tf.cast(scale, tf.float32)
+            limit = _step.global_clipnorm if scale is None else _step.global_clipnorm * tf.cast(scale, dtype)
             gradients, _ = tf.clip_by_global_norm(gradients, limit, use_norm=norm)
         # Keras sums over the replicas once more, now equal values.
         gradients = [each / replica.num_replicas_in_sync for each in gradients]
     optimizer.apply_gradients(zip(gradients, variables, strict=True))
-    return norm if scale is None else norm / tf.cast(scale, tf.float32)
+    return tf.cast(norm if scale is None else norm / tf.cast(scale, dtype), tf.float32)
 
 
 def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> keras.optimizers.Optimizer:
-    """Returns the optimizer, with a loss scale around it for "mixed_float16".
+    """Returns the optimizer, with a loss scale around it for "mixed_float16"; it clips the sum over the replicas.
 
-    Raises BadInput if it would clip, accumulate, average or scale by itself.
+    Raises BadInput if it would accumulate, average or scale by itself.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise BadInput("task.create_optimizer returned a LossScaleOptimizer: use --precision mixed_float16 instead")
@@ -195,7 +202,21 @@ def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> 
         if value := getattr(optimizer, argument, None):
             problem = f"an optimizer with {argument}={value}, which is wrong on several replicas"
             raise BadInput(f"task.create_optimizer returned {problem}: remove it and use {setting}")
+    if any(getattr(optimizer, argument, None) for argument in ("clipnorm", "global_clipnorm", "clipvalue")):
+        _sum_before_clipping(optimizer)
     return keras.optimizers.LossScaleOptimizer(optimizer) if precision == "mixed_float16" else optimizer
+
+
+def _sum_before_clipping(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes Keras sum the gradients over the replicas where it clips them, instead of later."""
+    clip = type(optimizer)._clip_gradients
+
+    def clip_sum(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        replica = tf.distribute.get_replica_context()
+        return clip(optimizer, replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients))
+
+    optimizer._clip_gradients = clip_sum
+    optimizer._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
 
 
 def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
