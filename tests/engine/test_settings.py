@@ -57,16 +57,16 @@ from rendering import PROJECT
         ),
     ],
 )
-def test_bad_setting_is_refused(arguments: str, reason: str) -> None:
-    with pytest.raises(BadInput) as refused:
+def test_bad_setting_is_rejected(arguments: str, reason: str) -> None:
+    with pytest.raises(BadInput) as rejected:
         read_settings(Config, arguments.split())
-    assert reason in str(refused.value)
+    assert reason in str(rejected.value)
 
 
 @pytest.mark.parametrize(
     ("value", "rule"), [(2**63, "must fit into 64 bits"), (float("nan"), "must be a number"), ("\udcff", "in UTF-8")]
 )
-def test_setting_of_your_own_that_no_run_can_have_is_refused(value: object, rule: str) -> None:
+def test_setting_of_your_own_that_no_run_can_have_is_rejected(value: object, rule: str) -> None:
     @dataclasses.dataclass(frozen=True)
     class Mine(Config):
         temperature: object = 1.0
@@ -76,7 +76,7 @@ def test_setting_of_your_own_that_no_run_can_have_is_refused(value: object, rule
         Mine(temperature=value)
 
 
-def test_address_of_a_bucket_is_refused_where_pathlib_would_change_it() -> None:
+def test_address_of_a_bucket_is_rejected_where_pathlib_would_change_it() -> None:
     @dataclasses.dataclass(frozen=True)
     class Mine(Config):
         images: Path | str = "gs://b/images"
@@ -188,7 +188,7 @@ def test_settings_without_a_default_are_asked_for_and_given(capsys) -> None:
     assert found.epochs == 5
 
 
-def test_help_and_mistakes_end_before_tensorflow_is_imported(tmp_path: Path) -> None:
+def test_help_and_user_errors_end_before_tensorflow_is_imported(tmp_path: Path) -> None:
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow is imported')")
     environment = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"}
     for argument, code, output in (
@@ -325,15 +325,15 @@ def test_settings_of_a_json_file_are_defaults(tmp_path: Path) -> None:
     ],
     ids=["unknown", "of the program", "no object", "export", "bad value"],
 )
-def test_settings_that_cannot_be_defaults_are_refused(text: str, more: str, reason: str, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_defaults_are_rejected(text: str, more: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(text, encoding="utf-8")
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(BadInput) as rejected:
         read_settings(Config, [f"--settings-from={tmp_path / 'mine.json'}", *more.split()])
-    assert reason in str(refused.value)
+    assert reason in str(rejected.value)
 
 
 @pytest.mark.parametrize("text", ['{"settings"', "[]", '{"settings": [1]}', "[" * 100_000 + "]" * 100_000])
-def test_broken_config_is_refused(text: str, tmp_path: Path) -> None:
+def test_broken_config_is_rejected(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(BadInput, match=r"config.json .*: restore (it|the file), or use --fresh"):
         read_settings(Config, ["--evaluate-only", f"--run-dir={tmp_path}"])

@@ -1,4 +1,4 @@
-"""The directory of a run: what is refused, and who may use it."""
+"""The directory of a run: what is rejected, and who may use it."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from engine.files import write_atomically, write_json
 from engine.run.directory import RunDirectory
 
 
-def refused(path: Path, *, fresh: bool = False) -> str:
+def rejected(path: Path, *, fresh: bool = False) -> str:
     """Returns why a run cannot use a directory."""
     with pytest.raises(BadInput) as problem, RunDirectory(path) as directory:
         if not fresh:
@@ -27,14 +27,14 @@ def refused(path: Path, *, fresh: bool = False) -> str:
     return str(problem.value)
 
 
-def begun(path: Path, settings: Config | None = None, **more: object) -> Path:
-    """Makes a directory what a run has begun."""
+def started(path: Path, settings: Config | None = None, **more: object) -> Path:
+    """Makes a directory that contains a run that has started."""
     path.mkdir()
     write_json(path / "config.json", {"settings": (settings or Config(run_dir=path)).as_json(), **more})
     return path
 
 
-def test_directory_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_one_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for path, reason in (
         (tmp_path / "file", "Not a directory"),
@@ -42,35 +42,35 @@ def test_directory_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
         (tmp_path / ("n" * 300), "File name too long"),
         (Path("/proc/run"), "No such file or directory"),  # The tests may run as root, who may write anywhere else.
     ):
-        assert refused(path) == f"--run-dir {path} cannot be used ({reason}): use another one"
+        assert rejected(path) == f"--run-dir {path} cannot be used ({reason}): use another one"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_directory_of_other_files_is_refused(fresh: bool, tmp_path: Path) -> None:
+def test_directory_of_other_files_is_rejected(fresh: bool, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".part").touch()
     with RunDirectory(tmp_path / "run") as directory:
         directory.lock()
-        directory.open(fresh=False)  # With hidden files only, it is of a run that was killed at its beginning.
+        directory.open(fresh=False)  # With hidden files only, it is of a run that was killed when it started.
     (tmp_path / "run" / "thesis.tex").write_text("mine")
-    assert "is not empty and contains no run (config.json is missing)" in refused(tmp_path / "run", fresh=fresh)
+    assert "is not empty and contains no run (config.json is missing)" in rejected(tmp_path / "run", fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_directory_in_use_is_refused_until_it_is_not(tmp_path: Path) -> None:
-    path = begun(tmp_path / "run")
+def test_directory_in_use_is_rejected_until_it_is_not(tmp_path: Path) -> None:
+    path = started(tmp_path / "run")
     with RunDirectory(path) as holding:
         holding.lock()
         for fresh in (False, True):
-            assert "is in use by another run" in refused(path, fresh=fresh)
+            assert "is in use by another run" in rejected(path, fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     with RunDirectory(path) as directory:
         directory.lock()
 
 
-def test_run_with_other_settings_is_refused(tmp_path: Path) -> None:
-    settings = Config(run_dir=begun(tmp_path / "run"), seed=1, epochs=50)
+def test_run_with_other_settings_is_rejected(tmp_path: Path) -> None:
+    settings = Config(run_dir=started(tmp_path / "run"), seed=1, epochs=50)
     for more, advice in (
         ({}, "use the same ones, another --run-dir, or --fresh"),
         ({"evaluate_only": True}, "use the run's"),
@@ -81,8 +81,8 @@ def test_run_with_other_settings_is_refused(tmp_path: Path) -> None:
 
 
 def test_fresh_moves_a_link_and_not_what_it_leads_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    begun(tmp_path / "real")
-    begun(tmp_path / "link.1")
+    started(tmp_path / "real")
+    started(tmp_path / "link.1")
     (tmp_path / "link").symlink_to("real")
     with RunDirectory(tmp_path / "link") as directory:
         directory.lock()
@@ -94,9 +94,9 @@ def test_fresh_moves_a_link_and_not_what_it_leads_to(tmp_path: Path, capsys: pyt
     assert [path.name for path in (tmp_path / "link").iterdir()] == [".lock"]
 
 
-def test_fresh_in_the_current_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(begun(tmp_path / "run"))
-    assert "--fresh cannot move --run-dir ., the current folder: start it elsewhere" in refused(Path("."), fresh=True)
+def test_fresh_in_the_current_directory_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(started(tmp_path / "run"))
+    assert "--fresh cannot move --run-dir ., the current folder: start it elsewhere" in rejected(Path("."), fresh=True)
 
 
 def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -118,7 +118,7 @@ def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: p
     directory = RunDirectory(tmp_path / "run")
     recorded = {"code_sha256": facts["code"], "versions": versions.versions()}
     assert "template" not in recorded["versions"]  # There is no pyproject.toml, and nothing is wrong with that.
-    begun(tmp_path / "run", **recorded)
+    started(tmp_path / "run", **recorded)
     settings = Config(run_dir=tmp_path / "run")
     directory.check_same_run(settings)
     assert capsys.readouterr().out == ""
