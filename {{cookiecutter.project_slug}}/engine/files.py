@@ -12,6 +12,9 @@ from typing import Any
 
 from engine.errors import BadInput, CannotWrite
 
+# Errors that more disk space would not remove.
+OF_PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
@@ -22,17 +25,19 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, tf.errors.OpError) as problem:
         reason = getattr(problem, "strerror", None) or re.sub(r"\{\{.*?\}\}|\[Op:\w+\]", "", str(problem)).strip()
+        remedy = "restore the directory and its permissions" if isinstance(problem, OF_PATHS) else "free disk space"
         raise CannotWrite(
-            f"{path} cannot be written ({reason}): free disk space, or restore the directory and its permissions, then "
-            "run the same command again, without --fresh; everything saved before is intact"
+            f"{path} cannot be written ({reason}): {remedy}, then run the same command again, without --fresh; "
+            "everything saved before is intact"
         ) from problem
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Calls `write` with a temporary path, and renames that to `path`, so that nobody reads half a file.
 
-    Raises CannotWrite if the disk is full, or the directory is gone or read-only.
+    If `path` is a link, the file that it leads to is written. Raises CannotWrite if the disk is full, or the directory is gone or read-only.
     """
+    path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.part")
     with writing(path):
         try:
@@ -65,7 +70,7 @@ def read_json(path: Path, flag: str = "") -> dict[str, Any] | None:
         problem = "it does not exist" if isinstance(error, FileNotFoundError) else str(error)
     if flag:
         raise BadInput(f"{flag} {path} is not a JSON object ({problem}): pass the directory of a run, or such a file")
-    raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or use --fresh")
+    raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or start a new run")
 
 
 def as_text(value: Any) -> str:
