@@ -12,9 +12,12 @@ import tensorflow as tf
 
 from config import Config
 from engine import versions
+from engine.cluster.workers import Workers
 from engine.errors import BadInput, CannotWrite
 from engine.files import write_atomically, write_json
+from engine.run.checkpoints import Checkpoints
 from engine.run.directory import RunDirectory
+from engine.run.state import State
 
 
 def rejected(path: Path, *, fresh: bool = False) -> str:
@@ -136,6 +139,46 @@ def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: p
     )
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "best"])
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_checkpoints_that_are_no_directory_are_rejected_before_the_training(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    path = started(tmp_path / "run") / name
+    path.touch() if kind == "file" else path.symlink_to(tmp_path / "not_mounted")
+    reason = f"{path} is neither a directory nor a link to one: restore it, or start a new run"
+    assert rejected(tmp_path / "run") == reason
+    with RunDirectory(tmp_path / "run") as directory:  # --fresh moves it aside.
+        directory.open(fresh=True)
+
+
+def test_links_among_checkpoints_are_followed_and_what_they_lead_to_stays(tmp_path: Path) -> None:
+    strategy = tf.distribute.get_strategy()
+    state = State(strategy, Workers(strategy), {"a": tf.Variable([1.5])})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "checkpoints").symlink_to("elsewhere")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", state, keep=1)
+    first = checkpoints.save(1, {})
+    (tmp_path / "elsewhere" / first.name).rename(tmp_path / "archived")
+    first.symlink_to(tmp_path / "archived")
+    (tmp_path / "elsewhere" / ".step-00000002.part").symlink_to(tmp_path / "archived")
+    (tmp_path / "elsewhere" / ".step-00000003.part").touch()
+    (tmp_path / "elsewhere" / ".step-notes").touch()
+    assert checkpoints.read(first)[0]["a"] == [1.5]
+    for step in (2, 3):
+        checkpoints.save(step, {})
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == [".step-notes", "step-00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["archived", "checkpoints", "elsewhere"]
+    assert (tmp_path / "archived" / "SHA256SUMS").exists()
+
+
+@pytest.mark.parametrize("part", ["starts", "settings", "versions", "code_sha256", "records"])
+def test_damaged_part_of_the_config_is_named(part: str, tmp_path: Path) -> None:
+    path = started(tmp_path / "run") / "config.json"
+    write_json(path, {**json.loads(path.read_text()), part: "damaged"})
+    assert rejected(tmp_path / "run") == f"{path} has no usable {part}: restore the file, or start a new run"
+
+
 def onto_a_full_disk(path: Path) -> None:
     path.write_text("half")
     Path("/dev/full").write_text("half")
@@ -147,5 +190,12 @@ def test_file_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) ->
         write_atomically(tmp_path / "file", onto_a_full_disk)
     assert (tmp_path / "file").read_text() == "whole"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    with pytest.raises(CannotWrite, match=r"gone/file cannot be written \(No such file or directory\): .*restore"):
+    remedy = "restore the directory and its permissions, then run the same command again"
+    with pytest.raises(CannotWrite, match=rf"gone/file cannot be written \(No such file or directory\): {remedy}"):
         write_json(tmp_path / "gone" / "file", {})
+    with pytest.raises(CannotWrite, match=rf"file/file cannot be written \(Not a directory\): {remedy}"):
+        write_json(tmp_path / "file" / "file", {})
+    (tmp_path / "link").symlink_to("file")
+    write_json(tmp_path / "link", {"a": 1})
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "file").read_text()) == {"a": 1}

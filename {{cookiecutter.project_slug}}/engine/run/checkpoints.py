@@ -162,7 +162,7 @@ class Checkpoints:
     def clear(self) -> None:
         """Removes checkpoints that a killed process left half-written or half-removed."""
         with writing(self.directory):
-            for leftover in self.directory.glob(".step-*"):
+            for leftover in self.directory.glob(".step-[0-9]*"):
                 _delete(leftover)
 
     def forget(self, first_step: int, *, but: int | None = None) -> None:
