@@ -95,7 +95,7 @@ def errors_in_one_line() -> Iterator[None]:
 def settings_of_run(kind: type[Kind], run_dir: Path) -> Kind:
     """Returns the settings with which the run in a directory is evaluated. Raises BadInput if there is no run."""
     check_is_local("RUN_DIR", run_dir)
-    if run_dir.is_file() or recorded_settings(run_dir) is None:
+    if recorded_settings(run_dir) is None:
         raise BadInput(f"{run_dir} contains no run ({CONFIG} is missing): pass the directory of a run")
     return read_settings(kind, [f"--run-dir={run_dir}", "--evaluate-only"])
 

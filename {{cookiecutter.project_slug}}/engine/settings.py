@@ -16,8 +16,7 @@ from engine.errors import BadInput
 from engine.files import read_json
 
 CONFIG = "config.json"  # In a run directory: the settings and versions that the run started with.
-LARGEST = 2**31 - 1  # Integers become tensors of 32 bits, and other numbers float32.
-SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+LARGEST = 2**31 - 1  # Integers become tensors of 32 bits.
 
 # A run that is resumed or evaluated needs the settings it started with, except those with one of these marks.
 Value = TypeVar("Value")
@@ -156,6 +155,12 @@ class Settings:
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yields a setting, whether a rule of it holds, and the rule."""
+        for name, hint in get_type_hints(type(self)).items():
+            is_free = name in Settings.__annotations__ or not hasattr(Settings, name)
+            yield name, is_free, "needs another name in config.py"
+            if isinstance(hint, type):  # Unions and generic types are left to tyro.
+                fits = isinstance(getattr(self, name), int | float if hint is float else hint)
+                yield name, fits, f"must be of the type that it has in config.py, {hint.__name__}"
         lengths = list(self.pad_to or ())
         increases = lengths == sorted({each for each in lengths if 1 <= each <= LARGEST})
         yield "pad_to", increases, "must be positive integers in increasing order"
@@ -169,7 +174,7 @@ class Settings:
         yield "init_partial", not self.init_partial or self.init_from is not None, "needs --init-from"
         yield "export_format", self.export or self.export_format is None, "needs --export"
         yield "compare", self.compare != (), "needs directories of runs"
-        yield "fresh", not (self.fresh and self.evaluates), "leaves no run to evaluate"
+        yield "fresh", not (self.fresh and self.evaluates), "leaves no run to evaluate: remove it"
         yield "fresh", not (self.fresh and self.compare), "cannot be combined with --compare"
         rule = "cannot be combined with --check, --evaluate-only, --evaluate-continuously or --compare"
         yield "export", not (self.export and (self.check or self.evaluates or self.compare)), rule
@@ -192,8 +197,8 @@ class Settings:
             yield name, not is_engines or least <= value <= most, f"must be from {least} to {most}"
             yield name, -(2**63) <= value < 2**63, "must fit into 64 bits"
         elif isinstance(value, float):
-            is_float32 = SMALLEST_FLOAT <= value <= LARGEST_FLOAT
-            yield name, not is_engines or is_float32, "must be a positive number of float32, from 1.2e-38 to 3.4e+38"
+            rule = "must be a positive number of float32, from 1.2e-38 to 3.4e+38"
+            yield name, not is_engines or 1.2e-38 <= value <= 3.4e38, rule
             # NaN != NaN: a resumed run would never match its own settings.
             yield name, not math.isnan(value), "must be a number"
         elif isinstance(value, str | Path):
@@ -251,12 +256,8 @@ def recorded_settings(run_dir: Path) -> dict[str, Any] | None:
     """Returns the settings in a run's config.json; None without that file. Raises BadInput if a part is damaged."""
     if (recorded := read_json(run_dir / CONFIG)) is None:
         return None
-    starts = recorded.get("starts", [])
-    is_intact = {name: isinstance(recorded.get(name, {}), dict) for name in ("versions", "code_sha256", "records")}
-    is_intact["settings"] = isinstance(recorded.get("settings"), dict) and bool(recorded["settings"])
-    is_intact["starts"] = isinstance(starts, list) and all(
-        isinstance(each, dict) and isinstance(each.get("step"), int) for each in starts
-    )
-    if damaged := ", ".join(name for name, each in is_intact.items() if not each):
-        raise BadInput(f"{run_dir / CONFIG} has no usable {damaged}: restore the file, or start a new run")
+    kinds = {"settings": dict, "versions": dict, "code_sha256": dict, "records": dict, "starts": list}
+    for name, kind in kinds.items():
+        if not isinstance(recorded.get(name, None if name == "settings" else kind()), kind):
+            raise BadInput(f"{run_dir / CONFIG} has no usable {name}: restore the file, or start a new run")
     return recorded["settings"]

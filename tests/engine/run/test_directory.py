@@ -14,7 +14,7 @@ from config import Config
 from engine import versions
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, CannotWrite
-from engine.files import write_atomically, write_json
+from engine.files import write_atomically, write_json, writing
 from engine.run.checkpoints import Checkpoints
 from engine.run.directory import RunDirectory
 from engine.run.state import State
@@ -195,6 +195,8 @@ def test_file_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) ->
         write_json(tmp_path / "gone" / "file", {})
     with pytest.raises(CannotWrite, match=rf"file/file cannot be written \(Not a directory\): {remedy}"):
         write_json(tmp_path / "file" / "file", {})
+    with pytest.raises(CannotWrite, match=rf"cannot be written \(.* not a directory\): {remedy}"), writing(tmp_path):
+        tf.io.gfile.makedirs(str(tmp_path / "file" / "folder"))
     (tmp_path / "link").symlink_to("file")
     write_json(tmp_path / "link", {"a": 1})
     assert (tmp_path / "link").is_symlink()
