@@ -68,7 +68,7 @@ def _broken_name_rules(name: str) -> Iterator[str]:
 
 if __name__ == "__main__":
     # The answers arrive as JSON in a raw string: data, never code.
-    refused = problems(
+    rejected = problems(
         json.loads(
             r"""{
                 "project_name": {{ cookiecutter.project_name | tojson }},
@@ -77,6 +77,6 @@ if __name__ == "__main__":
             }"""
         )
     )
-    for problem in refused:
+    for problem in rejected:
         print(f"ERROR: {problem}", file=sys.stderr)
-    sys.exit(1 if refused else 0)
+    sys.exit(1 if rejected else 0)

@@ -1,4 +1,4 @@
-"""Answers that would make a broken project are refused in one line each, and leave nothing behind."""
+"""Answers that would make a broken project are rejected in one line each, and leave nothing behind."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ FILE = "is the name of a file or folder of the project"
 PACKAGE = "is the name of a package that is installed with the project"
 UNDERSCORE = "ends with an underscore"
 
-REFUSED_SLUGS = {
+REJECTED_SLUGS = {
     "": LETTERS,
     ".": LETTERS,
     "3d_gan": LETTERS,
@@ -60,7 +60,7 @@ REFUSED_SLUGS = {
     "p" * 41: "has 41 characters: use at most 40",
 }
 
-REFUSED_NAMES = {
+REJECTED_NAMES = {
     'Ada "the first" Lovelace': 'contains " or a backslash',
     "C:\\projects": 'contains " or a backslash',
     '"""': 'contains " or a backslash',
@@ -71,8 +71,8 @@ REFUSED_NAMES = {
 }
 
 
-def refusal(tmp_path: Path, **answers: str) -> list[str]:
-    """Returns the lines of a refusal, after making sure that it left nothing on disk."""
+def rejected(tmp_path: Path, **answers: str) -> list[str]:
+    """Returns the lines of a rejection, after making sure that it left nothing on disk."""
     output = tmp_path / "output"
     done = cookiecutter(output, **answers)
     assert done.returncode == 1
@@ -88,10 +88,10 @@ def refusal(tmp_path: Path, **answers: str) -> list[str]:
     return (done.stdout + done.stderr).splitlines()
 
 
-@pytest.mark.parametrize("slug", REFUSED_SLUGS)
-def test_bad_slug_is_refused(slug: str, tmp_path: Path) -> None:
-    (line,) = refusal(tmp_path, project_slug=slug)
-    assert line.startswith(f"ERROR: project_slug {slug!r} {REFUSED_SLUGS[slug]}")
+@pytest.mark.parametrize("slug", REJECTED_SLUGS)
+def test_bad_slug_is_rejected(slug: str, tmp_path: Path) -> None:
+    (line,) = rejected(tmp_path, project_slug=slug)
+    assert line.startswith(f"ERROR: project_slug {slug!r} {REJECTED_SLUGS[slug]}")
 
 
 @pytest.mark.parametrize("ending", string.ascii_lowercase + string.digits + "_")
@@ -115,18 +115,18 @@ def test_names_that_are_taken_are_those_of_the_project() -> None:
 
 
 @pytest.mark.parametrize("field", ["project_name", "author_name"])
-@pytest.mark.parametrize("name", REFUSED_NAMES)
-def test_bad_name_is_refused(field: str, name: str, tmp_path: Path) -> None:
-    (line,) = refusal(tmp_path, **{"project_slug": "fine", field: name})
-    assert line.startswith(f"ERROR: {field} {name!r} {REFUSED_NAMES[name]}")
+@pytest.mark.parametrize("name", REJECTED_NAMES)
+def test_bad_name_is_rejected(field: str, name: str, tmp_path: Path) -> None:
+    (line,) = rejected(tmp_path, **{"project_slug": "fine", field: name})
+    assert line.startswith(f"ERROR: {field} {name!r} {REJECTED_NAMES[name]}")
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
-    lines = refusal(tmp_path, project_name='a"b', project_slug="9" * 50, author_name="\\")
+    lines = rejected(tmp_path, project_name='a"b', project_slug="9" * 50, author_name="\\")
     assert [line.split()[1] for line in lines] == ["project_slug", "project_slug", "project_name", "author_name"]
 
 
-def test_hook_refuses_what_skips_the_early_check(tmp_path: Path) -> None:
+def test_hook_rejects_what_skips_the_early_check(tmp_path: Path) -> None:
     output = tmp_path / "output"
     done = cookiecutter(output, project_slug="email", __checked="skipped")
     assert done.returncode == 1
@@ -147,11 +147,11 @@ def without_hooks(output: Path, **answers: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize("slug", ["email", "../evil", "vision_"])
-def test_bad_slug_is_refused_without_hooks_too(slug: str, tmp_path: Path) -> None:
+def test_bad_slug_is_rejected_without_hooks_too(slug: str, tmp_path: Path) -> None:
     done = without_hooks(tmp_path / "output", project_slug=slug)
     assert done.returncode == 1
     (line,) = (done.stdout + done.stderr).splitlines()
-    assert line.startswith(f"ERROR: project_slug {slug!r} {REFUSED_SLUGS[slug]}")
+    assert line.startswith(f"ERROR: project_slug {slug!r} {REJECTED_SLUGS[slug]}")
     assert not list((tmp_path / "output").iterdir())
 
 

@@ -76,7 +76,7 @@ def test_two_runs_are_the_same_with_one_seed_only(
 
 
 @pytest.mark.long
-def test_finished_run_says_so_goes_on_with_more_epochs_and_starts_anew(
+def test_finished_run_says_so_continues_with_more_epochs_and_starts_over(
     default_bake: Bake, trained: tuple[Path, str], tmp_path: Path
 ) -> None:
     run_dir = shutil.copytree(trained[0], tmp_path / "run")
@@ -88,7 +88,7 @@ def test_finished_run_says_so_goes_on_with_more_epochs_and_starts_anew(
     assert "Finished already" in train(*SHORT)
     assert result(run_dir) == first
 
-    # Another number of replicas may go on with it.
+    # Another number of replicas may resume it.
     assert "resumed from step-00000078" in train("--epochs", "3")
     assert result(run_dir)["epochs"] == 3
     assert len((run_dir / "metrics.csv").read_text(encoding="utf-8").splitlines()) == 1 + 3

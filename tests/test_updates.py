@@ -199,7 +199,7 @@ def test_update_with_cruft_leaves_deleted_files_deleted(
 
 def test_code_runs_at_render_without_hooks_too(tmp_path: Path, shell: Callable[..., str]) -> None:
     flags = f"--no-input --default-config --accept-hooks no --output-dir {tmp_path} {TEMPLATE}"
-    shell(f"cookiecutter {flags} project_slug=a/b", tmp_path, status=1)  # refuse_answers.py refuses it.
+    shell(f"cookiecutter {flags} project_slug=a/b", tmp_path, status=1)  # reject_answers.py rejects it.
     shell(f"cookiecutter {flags} project_slug=kept starter={STARTER}", tmp_path)
     assert (tmp_path / "kept/starters" / STARTER / "task.py").exists()
     assert (tmp_path / "kept/task.py").read_bytes() == (PROJECT / "task.py").read_bytes()

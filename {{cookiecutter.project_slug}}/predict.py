@@ -22,7 +22,7 @@ from config import Config
 
 import tyro
 
-from engine.command_line import settings_of_run
+from engine.command_line import errors_in_one_line, settings_of_run
 from engine.errors import BadInput, end_at_signals, exit_codes
 from engine.settings import check_is_local
 
@@ -82,7 +82,8 @@ def load(run_dir: str | Path) -> "Predictor":
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program; `arguments` replaces the command line. Exit codes: see engine/errors.py."""
     with exit_codes():
-        options = tyro.cli(Options, args=arguments)
+        with errors_in_one_line():
+            options = tyro.cli(Options, args=arguments)
         settings_of_run(Config, options.run_dir)
 
         from engine.console import console

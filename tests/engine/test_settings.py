@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from engine.errors import BadInput
 from engine.settings import ChangeableOnResume, Settings
 from predict import Options
 from rendering import PROJECT
+
+HOME = os.path.expanduser("~")
 
 # --- Rules ------------------------------------------------------------------------------------------------------------
 
@@ -37,14 +40,27 @@ from rendering import PROJECT
         ("--simulated-devices=-2", "--simulated-devices -2 must be from 0 to 1024"),
         ("--simulated-devices=1000000", "--simulated-devices 1000000 must be from 0 to 1024"),
         ("--seed=-1", "--seed -1 must be from 0 to 2147483647"),
-        ("--learning-rate=0", "--learning-rate 0.0 must be a finite number above 0"),
-        ("--learning-rate=1e400", "--learning-rate inf must be a finite number above 0"),
-        ("--global-clipnorm=-1", "--global-clipnorm -1.0 must be a finite number above 0"),
+        ("--learning-rate=0", "--learning-rate 0.0 must be a positive number of float32, from 1.2e-38 to 3.4e+38"),
+        ("--learning-rate=1e400", "--learning-rate inf must be a positive number of float32, from 1.2e-38 to 3.4e+38"),
+        (
+            "--learning-rate=1e-50",
+            "--learning-rate 1e-50 must be a positive number of float32, from 1.2e-38 to 3.4e+38",
+        ),
+        ("--learning-rate=1e39", "--learning-rate 1e+39 must be a positive number of float32, from 1.2e-38 to 3.4e+38"),
+        (
+            "--global-clipnorm=-1",
+            "--global-clipnorm -1.0 must be a positive number of float32, from 1.2e-38 to 3.4e+38",
+        ),
         ("--cluster-timeout=1e300", "--cluster-timeout 1e+300 must be at most 1e9"),
         ("--ema-decay=1", "--ema-decay 1.0 must be between 0 and 1"),
         ("--ema-decay=nan", "--ema-decay nan must be between 0 and 1"),
         ("--init-from=\udcff", "--init-from \udcff must be text in UTF-8"),
         ("--monitor=\udcff", "--monitor \udcff must be text in UTF-8"),
+        ("--run-dir=~/r", f"--run-dir ~/r starts with ~, which only a shell expands: pass {HOME}/r"),
+        ("--compare ~/r", f"--compare ~/r starts with ~, which only a shell expands: pass {HOME}/r"),
+        ("--settings-from=~/r", f"--settings-from ~/r starts with ~, which only a shell expands: pass {HOME}/r"),
+        ("--run-dir=a\0b", r"--run-dir 'a\x00b' contains a null character: remove it"),
+        ("--evaluate-only --run-dir=a\0b", r"--run-dir 'a\x00b' contains a null character: remove it"),
         ("--run-dir=gs://b/r", "--run-dir gs://b/r is a bucket URL, not a local path: mount the bucket"),
         ("--init-from=s3:/b/r", "--init-from s3://b/r is a bucket URL, not a local path: mount the bucket"),
         ("--init-partial", "--init-partial needs --init-from"),
@@ -57,16 +73,16 @@ from rendering import PROJECT
         ),
     ],
 )
-def test_bad_setting_is_refused(arguments: str, reason: str) -> None:
-    with pytest.raises(BadInput) as refused:
+def test_bad_setting_is_rejected(arguments: str, reason: str) -> None:
+    with pytest.raises(BadInput) as rejected:
         read_settings(Config, arguments.split())
-    assert reason in str(refused.value)
+    assert reason in str(rejected.value)
 
 
 @pytest.mark.parametrize(
     ("value", "rule"), [(2**63, "must fit into 64 bits"), (float("nan"), "must be a number"), ("\udcff", "in UTF-8")]
 )
-def test_setting_of_your_own_that_no_run_can_have_is_refused(value: object, rule: str) -> None:
+def test_setting_of_your_own_that_no_run_can_have_is_rejected(value: object, rule: str) -> None:
     @dataclasses.dataclass(frozen=True)
     class Mine(Config):
         temperature: object = 1.0
@@ -76,7 +92,7 @@ def test_setting_of_your_own_that_no_run_can_have_is_refused(value: object, rule
         Mine(temperature=value)
 
 
-def test_address_of_a_bucket_is_refused_where_pathlib_would_change_it() -> None:
+def test_address_of_a_bucket_is_rejected_where_pathlib_would_change_it() -> None:
     @dataclasses.dataclass(frozen=True)
     class Mine(Config):
         images: Path | str = "gs://b/images"
@@ -91,6 +107,25 @@ def test_address_of_a_bucket_is_refused_where_pathlib_would_change_it() -> None:
         settings_of_run(Config, Path("hdfs://h/r"))
     with pytest.raises(BadInput, match=r"--output gs://b/p.csv is a bucket URL, not a local path"):
         Options(run_dir=Path(), input=Path(), output=Path("gs://b/p.csv"))
+
+
+def test_setting_with_a_wrong_default_or_a_name_of_the_engine_is_rejected() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Wrong(Config):
+        depth: int = "three"
+        rate: float = 1
+
+    @dataclasses.dataclass(frozen=True)
+    class Reserved(Config):
+        as_json: bool = False
+
+    assert Wrong(depth=3).rate == 1
+    with pytest.raises(BadInput, match=r"--depth three must be of the type that it has in config.py, int"):
+        Wrong()
+    with pytest.raises(BadInput, match=r"--as-json False needs another name in config.py"):
+        Reserved()
+    with pytest.raises(BadInput, match="--epochs 3 must be of the type"):
+        Config(epochs="3")
 
 
 def test_settings_are_frozen_and_can_be_replaced_with_rules() -> None:
@@ -131,8 +166,11 @@ class Mine(Config):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--epochz", "3"], "Unrecognized options: --epochz, 3"),
-        (["--epochs=two"], "Error parsing --epochs: invalid literal for int() with base 10: 'two'"),
+        (["--epochz", "3"], "Unrecognized options: --epochz, 3: use --epochs INT"),
+        (["--epochs=two"], "--epochs: invalid literal for int() with base 10: 'two': use --epochs INT"),
+        (["--seed", "1e3"], "--seed: invalid literal for int() with base 10: '1e3': use --seed INT"),
+        (["--limit-steps=y"], "could be instantiated from ['y']: use --limit-steps {None}|INT"),
+        (["--seed"], "Missing value for argument '--seed'. Expected 1 values: see --help"),
         (["--strategy=horovod"], "invalid choice 'horovod' for argument '--strategy'"),
         (["--jit", "False"], "Unrecognized options: False"),
         (["--no-jit"], "Unrecognized options: --no-jit"),
@@ -140,11 +178,13 @@ class Mine(Config):
         (["--check", "--evaluate-only"], "--check and --evaluate-only are not allowed together"),
     ],
 )
-def test_what_is_not_understood_ends_with_code_2(arguments: list[str], reason: str, capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_unknown_flag_or_value_is_one_line(arguments: list[str], reason: str, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(BadInput) as rejected:
         read_settings(Config, arguments)
-    assert ended.value.code == 2
-    assert reason in capsys.readouterr().err
+    assert reason in str(rejected.value)
+    assert not re.search(r"\n|---|──|helptext|Perhaps|Value error", str(rejected.value))
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.fixture
@@ -176,11 +216,9 @@ def test_every_setting_of_the_engine_has_a_flag_and_a_text(printed_help: str) ->
         assert len(texts[0]) > len("INT Not many"), flag
 
 
-def test_settings_without_a_default_are_asked_for_and_given(capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_settings_without_a_default_are_required() -> None:
+    with pytest.raises(BadInput, match=r"Missing .*: --data-dir PATH Where the images are"):
         read_settings(Mine, [])
-    assert ended.value.code == 2
-    assert "--data-dir" in capsys.readouterr().err
     found = read_settings(
         Mine, ["--data-dir=/data", "--scales", "x", "0.1", "--inner.decay=0.5", "--global-clipnorm=3"]
     )
@@ -188,7 +226,7 @@ def test_settings_without_a_default_are_asked_for_and_given(capsys) -> None:
     assert found.epochs == 5
 
 
-def test_help_and_mistakes_end_before_tensorflow_is_imported(tmp_path: Path) -> None:
+def test_help_and_user_errors_end_before_tensorflow_is_imported(tmp_path: Path) -> None:
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow is imported')")
     environment = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"}
     for argument, code, output in (
@@ -322,18 +360,39 @@ def test_settings_of_a_json_file_are_defaults(tmp_path: Path) -> None:
         ("[1]", "", "is not a JSON object (it contains a list): pass the directory of a run, or such a file"),
         ('{"epochs": 5}', "--export", "cannot be combined with --export, --evaluate-only or"),
         ('{"epochs": 0}', "", "--epochs 0 must be from 1 to 2147483647"),
+        ('{"epochs": "many"}', "", "mine.json: --epochs cannot be 'many': correct it there"),
+        ("{}", "", "mine.json contains no settings: restore it, or pass another run or file"),
+        ('{"settings": []}', "", "mine.json contains no settings: restore it, or pass another run or file"),
     ],
-    ids=["unknown", "of the program", "no object", "export", "bad value"],
+    ids=["unknown", "of the launch", "no object", "export", "bad value", "bad type", "empty", "damaged"],
 )
-def test_settings_that_cannot_be_defaults_are_refused(text: str, more: str, reason: str, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_defaults_are_rejected(text: str, more: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(text, encoding="utf-8")
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(BadInput) as rejected:
         read_settings(Config, [f"--settings-from={tmp_path / 'mine.json'}", *more.split()])
-    assert reason in str(refused.value)
+    assert reason in str(rejected.value)
 
 
-@pytest.mark.parametrize("text", ['{"settings"', "[]", '{"settings": [1]}', "[" * 100_000 + "]" * 100_000])
-def test_broken_config_is_refused(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{}", '{"settings": {}}', '{"settings": null}', '{"versions": {}}'])
+def test_run_without_settings_gives_no_defaults(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(BadInput, match=r"config.json .*: restore (it|the file), or use --fresh"):
+    with pytest.raises(BadInput, match=r"--settings-from .*config.json contains no settings: restore it"):
+        read_settings(Config, [f"--settings-from={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"settings"',
+        "[]",
+        "{}",
+        '{"settings": [1]}',
+        '{"settings": {"seed": 1}, "starts": {}}',
+        '{"settings": {"seed": 1}, "code_sha256": 5}',
+        "[" * 100_000 + "]" * 100_000,
+    ],
+)
+def test_broken_config_is_rejected(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(BadInput, match=r"config.json .*: restore (it|the file), or start a new run"):
         read_settings(Config, ["--evaluate-only", f"--run-dir={tmp_path}"])

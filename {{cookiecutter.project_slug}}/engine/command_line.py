@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import inspect
+import io
+import re
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -58,20 +60,42 @@ def read_settings(kind: type[Kind], arguments: Sequence[str] | None = None) -> K
     """Returns the settings that the command line gives; `kind` is the Config of config.py.
 
     When a run is evaluated or exported, its recorded settings are the defaults. `arguments` replaces the process's own.
-    Raises BadInput if a value breaks its rule, SystemExit if tyro has printed the help (code 0) or an error (code 2).
+    Raises BadInput if a flag or its value cannot be used, SystemExit if tyro has printed the help.
     """
     recorded: dict[str, Any] = {}
-    with contextlib.suppress(SystemExit):  # The second call prints the help or the error.
+    # The second call prints the help or the error.
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
         given = types.SimpleNamespace(**_parse(kind, arguments, None, console_outputs=False))
         recorded = _recorded(kind, given)
     # With --no-SWITCH an evaluation can turn off a switch that the run has on.
-    return kind(**_parse(kind, arguments, recorded, config=() if recorded else (tyro.conf.FlagCreatePairsOff,)))
+    pairs = () if recorded else (tyro.conf.FlagCreatePairsOff,)
+    with errors_in_one_line():
+        found = _parse(kind, arguments, recorded, config=pairs)
+    return kind(**found)
+
+
+@contextlib.contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Turns an error that tyro prints, as a box of about ten lines, into a BadInput."""
+    with contextlib.redirect_stderr(io.StringIO()) as written:
+        try:
+            yield
+        except SystemExit as ended:
+            if not ended.code:
+                raise
+            # A title, the problem, and perhaps flags with their help, with lines of "─" or "-" between them.
+            box = re.sub(r"\x1b\[[\d;]*m|│", "", written.getvalue())
+            parts = re.split(r"(?m)^\W*[─-]{3,}\W*$", box.partition("\n")[2])
+            problem, *more = [*filter(str.strip, parts)] or [box]
+            flags = re.findall(r"(?m)^ {5,6}(--[^=]*?) *$", "".join(more))
+            problem = " ".join(problem.partition("Got errors:")[0].split()).removeprefix("Error parsing ").rstrip("!.")
+            raise BadInput(f"{problem}: {'use ' + ' or '.join(flags) if flags else 'see --help'}") from None
 
 
 def settings_of_run(kind: type[Kind], run_dir: Path) -> Kind:
     """Returns the settings with which the run in a directory is evaluated. Raises BadInput if there is no run."""
     check_is_local("RUN_DIR", run_dir)
-    if run_dir.is_file() or recorded_settings(run_dir) is None:
+    if recorded_settings(run_dir) is None:
         raise BadInput(f"{run_dir} contains no run ({CONFIG} is missing): pass the directory of a run")
     return read_settings(kind, [f"--run-dir={run_dir}", "--evaluate-only"])
 
@@ -113,8 +137,10 @@ def _parse(
 def _recorded(kind: type[Settings], given: Any) -> dict[str, Any]:
     """Returns the recorded settings of the run to evaluate or export, or of --settings-from; {} for other commands."""
     excluded = marked(kind, ON_EVALUATION) - marked(kind, UNLESS_GIVEN)
-    path = given.run_dir / CONFIG
+    check_is_local("--run-dir", given.run_dir)
+    path, named = given.run_dir / CONFIG, ""
     if given.settings_from:
+        named = "--settings-from "
         path, found = _settings_from(kind, given.settings_from, excluded)
     elif given.export and not given.fresh:
         # The run may first have to be trained to its end, with all settings that a resume needs.
@@ -128,7 +154,7 @@ def _recorded(kind: type[Settings], given: Any) -> dict[str, Any]:
         try:
             values[name] = _decoded(found[name], hints[name])
         except (ValueError, TypeError, AttributeError, KeyError) as problem:
-            raise BadInput(f"{path}: {flag(name)} cannot be {found[name]!r}: restore the file") from problem
+            raise BadInput(f"{named}{path}: {flag(name)} cannot be {found[name]!r}: correct it there") from problem
     return values
 
 
@@ -137,7 +163,9 @@ def _settings_from(kind: type[Settings], path: Path, per_launch: set[str]) -> tu
     check_is_local("--settings-from", path)
     file = path / CONFIG if path.is_dir() else path
     found = read_json(file, "--settings-from") or {}
-    settings = found["settings"] if isinstance(found.get("settings"), dict) else found
+    settings = found.get("settings", {} if path.is_dir() else found)
+    if not isinstance(settings, dict) or not settings:
+        raise BadInput(f"--settings-from {file} contains no settings: restore it, or pass another run or file")
     if unknown := ", ".join(sorted(settings.keys() - {each.name for each in dataclasses.fields(kind)})):
         problem = f"this project has no setting {unknown}: remove it from a copy of {file.name}"
         raise BadInput(f"--settings-from {path}: {problem}")

@@ -22,17 +22,20 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, tf.errors.OpError) as problem:
         reason = getattr(problem, "strerror", None) or re.sub(r"\{\{.*?\}\}|\[Op:\w+\]", "", str(problem)).strip()
+        is_full = re.search("No space left|quota exceeded|too large", reason)
+        remedy = "free disk space" if is_full else "restore the directory and its permissions"
         raise CannotWrite(
-            f"{path} cannot be written ({reason}): free disk space, or restore the directory and its permissions, then "
-            "run the same command again, without --fresh; everything saved before is intact"
+            f"{path} cannot be written ({reason}): {remedy}, then run the same command again, without --fresh; "
+            "everything saved before is intact"
         ) from problem
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Calls `write` with a temporary path, and renames that to `path`, so that nobody reads half a file.
 
-    Raises CannotWrite if the disk is full, or the directory is gone or read-only.
+    If `path` is a link, it stays one. Raises CannotWrite if the disk is full, or the directory is gone or read-only.
     """
+    path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.part")
     with writing(path):
         try:
@@ -60,12 +63,13 @@ def read_json(path: Path, flag: str = "") -> dict[str, Any] | None:
             return value
         problem = f"it contains a {type(value).__name__}"
     except (ValueError, OSError, RecursionError) as error:
-        if isinstance(error, FileNotFoundError) and not flag:
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        if is_missing and not flag:
             return None
-        problem = "it does not exist" if isinstance(error, FileNotFoundError) else str(error)
+        problem = "it does not exist" if is_missing else getattr(error, "strerror", None) or str(error)
     if flag:
         raise BadInput(f"{flag} {path} is not a JSON object ({problem}): pass the directory of a run, or such a file")
-    raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or use --fresh")
+    raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or start a new run")
 
 
 def as_text(value: Any) -> str:

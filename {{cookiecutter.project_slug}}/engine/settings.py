@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -154,18 +155,26 @@ class Settings:
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yields a setting, whether a rule of it holds, and the rule."""
+        for name, hint in get_type_hints(type(self)).items():
+            is_free = name in Settings.__annotations__ or not hasattr(Settings, name)
+            yield name, is_free, "needs another name in config.py"
+            if isinstance(hint, type):  # Unions and generic types are left to tyro.
+                fits = isinstance(getattr(self, name), int | float if hint is float else hint)
+                yield name, fits, f"must be of the type that it has in config.py, {hint.__name__}"
         lengths = list(self.pad_to or ())
         increases = lengths == sorted({each for each in lengths if 1 <= each <= LARGEST})
         yield "pad_to", increases, "must be positive integers in increasing order"
         yield "pad_to", self.pad_to != (), "needs lengths, such as --pad-to 64 128 256"
+        # Python's timers take no more.
+        yield "cluster_timeout", not self.cluster_timeout > 1e9, "must be at most 1e9"
         yield "ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "must be between 0 and 1"
         for name, value in vars(self).items():
-            yield from self._rules_of_value(name, value)
-        yield "cluster_timeout", self.cluster_timeout <= 1e9, "must be at most 1e9"  # Python's timers take no more.
+            for each in value if isinstance(value, tuple) else (value,):
+                yield from self._rules_of_value(name, each)
         yield "init_partial", not self.init_partial or self.init_from is not None, "needs --init-from"
         yield "export_format", self.export or self.export_format is None, "needs --export"
         yield "compare", self.compare != (), "needs directories of runs"
-        yield "fresh", not (self.fresh and self.evaluates), "leaves no run to evaluate"
+        yield "fresh", not (self.fresh and self.evaluates), "leaves no run to evaluate: remove it"
         yield "fresh", not (self.fresh and self.compare), "cannot be combined with --compare"
         rule = "cannot be combined with --check, --evaluate-only, --evaluate-continuously or --compare"
         yield "export", not (self.export and (self.check or self.evaluates or self.compare)), rule
@@ -188,7 +197,8 @@ class Settings:
             yield name, not is_engines or least <= value <= most, f"must be from {least} to {most}"
             yield name, -(2**63) <= value < 2**63, "must fit into 64 bits"
         elif isinstance(value, float):
-            yield name, not is_engines or 0 < value < math.inf, "must be a finite number above 0"
+            rule = "must be a positive number of float32, from 1.2e-38 to 3.4e+38"
+            yield name, not is_engines or 1.2e-38 <= value <= 3.4e38, rule
             # NaN != NaN: a resumed run would never match its own settings.
             yield name, not math.isnan(value), "must be a number"
         elif isinstance(value, str | Path):
@@ -229,7 +239,12 @@ def marked(kind: type[Settings], mark: str) -> set[str]:
 
 
 def check_is_local(name: str, path: Path, *, is_of_task: bool = False) -> None:
-    """Raises BadInput if a path, given by `name`, is a bucket's URL: pathlib has made "gs:/bucket" of "gs://bucket"."""
+    """Raises BadInput if a path, given by `name`, cannot be one of this machine."""
+    if "\0" in str(path):
+        raise BadInput(f"{name} {str(path)!r} contains a null character: remove it")
+    if (expanded := os.path.expanduser(path)) != str(path):  # A shell does not expand "--run-dir=~/x".
+        raise BadInput(f"{name} {path} starts with ~, which only a shell expands: pass {expanded}")
+    # pathlib has made "gs:/bucket" of "gs://bucket".
     if url := re.fullmatch(r"([A-Za-z][\w+.-]+:)/+(.*)", str(path)):
         rule = "is a bucket URL, not a local path: mount the bucket and pass its mount point, or pass a local path"
         if is_of_task:
@@ -238,8 +253,11 @@ def check_is_local(name: str, path: Path, *, is_of_task: bool = False) -> None:
 
 
 def recorded_settings(run_dir: Path) -> dict[str, Any] | None:
-    """Returns the settings in a run's config.json; None without that file. Raises BadInput if it contains none."""
-    recorded = read_json(run_dir / CONFIG)
-    if recorded is not None and not isinstance(recorded.get("settings"), dict):
-        raise BadInput(f"{run_dir / CONFIG} contains no settings: restore the file, or use --fresh")
-    return recorded["settings"] if recorded is not None else None
+    """Returns the settings in a run's config.json; None without that file. Raises BadInput if a part is damaged."""
+    if (recorded := read_json(run_dir / CONFIG)) is None:
+        return None
+    kinds = {"settings": dict, "versions": dict, "code_sha256": dict, "records": dict, "starts": list}
+    for name, kind in kinds.items():
+        if not isinstance(recorded.get(name, None if name == "settings" else kind()), kind):
+            raise BadInput(f"{run_dir / CONFIG} has no usable {name}: restore the file, or start a new run")
+    return recorded["settings"]

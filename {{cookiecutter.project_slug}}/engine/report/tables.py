@@ -30,7 +30,7 @@ def read_rows(path: Path, key: str = "epoch") -> list[Row]:
     except (OSError, ValueError) as error:
         problem = first_line(error)
     if problem:
-        raise BadInput(f"{path} is not what a run writes ({problem}): restore it, move it away, or use --fresh")
+        raise BadInput(f"{path} is not what a run writes ({problem}): restore it, move it away, or start a new run")
     return rows
 
 

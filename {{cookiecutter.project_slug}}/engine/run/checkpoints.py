@@ -112,7 +112,7 @@ class Checkpoints:
         if differences := self.state.differences(values):
             raise BadInput(
                 f"{path} belongs to another model or optimizer ({len(differences)} variables differ: "
-                f"{', '.join(differences[:3])}): restore its hooks, or use another --run-dir, or --fresh"
+                f"{', '.join(differences[:3])}): restore its hooks, or start a new run"
             )
         return values, record
 
@@ -162,8 +162,8 @@ class Checkpoints:
     def clear(self) -> None:
         """Removes checkpoints that a killed process left half-written or half-removed."""
         with writing(self.directory):
-            for leftover in self.directory.glob(".step-*"):
-                shutil.rmtree(leftover)
+            for leftover in self.directory.glob(".step-[0-9]*"):
+                _delete(leftover)
 
     def forget(self, first_step: int, *, but: int | None = None) -> None:
         """Removes the checkpoints from `first_step` on, except those of step `but`."""
@@ -287,6 +287,14 @@ def _all_finite(value: np.ndarray | tf.Tensor) -> bool:
 def _remove(path: Path) -> None:
     """Removes a checkpoint. It is renamed first, so that half of it is never taken for a checkpoint."""
     try:
-        shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
+        _delete(path.rename(path.with_name(f".{path.name}.removed")))
     except OSError as problem:
         console.print(f"{path} is no longer needed, but cannot be removed ({problem.strerror})")
+
+
+def _delete(path: Path) -> None:
+    """Deletes a directory, or else a file or a link; not the checkpoint that a link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -39,12 +39,15 @@ class RunDirectory:
         """
         if not self._exists():
             return
+        for path in (self.path / CHECKPOINTS, self.path / BEST):
+            if not path.is_dir() and (path.is_symlink() or path.exists()):
+                raise BadInput(f"{path} is neither a directory nor a link to one: restore it, or start a new run")
         if differences := ", ".join(settings.differences(recorded_settings(self.path) or {})):
             remedy = "use the run's" if settings.evaluates else "use the same ones, another --run-dir, or --fresh"
             raise BadInput(f"--run-dir {self.path} contains a run with other settings ({differences}): {remedy}")
         if changes := ", ".join(changes_since(read_json(self.path / CONFIG) or {})):
-            start_over = "" if settings.evaluates else "; --fresh starts over"
-            console.print(f"Since the run in {self.path} started, {changes}. The present ones are used{start_over}")
+            use = "the present ones are used" if settings.evaluates else "--fresh starts over with the present ones"
+            console.print(f"Since the run in {self.path} started, {changes}; {use}")
 
     def lock(self) -> None:
         """Keeps other programs out of the directory, if it exists. Raises BadInput if it cannot be used."""

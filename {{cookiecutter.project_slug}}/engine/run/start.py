@@ -38,7 +38,8 @@ def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: W
 
     result = workers.from_chief(look) or {}
     epochs, without_improvement = result.get("epochs"), result.get("epochs_without_improvement")
-    if not isinstance(epochs, int) or not isinstance(without_improvement, int):
+    is_complete = result.keys() >= {"step", "seconds", "weights_sha256"}
+    if not is_complete or not isinstance(epochs, int) or not isinstance(without_improvement, int):
         return None  # There is no result yet; or it was edited by hand, and is made again.
     if epochs >= settings.epochs:
         more = "--epochs"

@@ -15,15 +15,15 @@ from jinja2.ext import Extension
 HOOK = Path(__file__).parent / "hooks" / "pre_gen_project.py"
 
 
-class RefuseAnswers(Extension):
-    """Adds the filter `refuse_bad_answers` to the template's environment."""
+class RejectAnswers(Extension):
+    """Adds the filter `reject_bad_answers` to the template's environment."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
-        environment.filters["refuse_bad_answers"] = refuse_bad_answers
+        environment.filters["reject_bad_answers"] = reject_bad_answers
 
 
-def refuse_bad_answers(answers: dict[str, str]) -> str:
+def reject_bad_answers(answers: dict[str, str]) -> str:
     """Returns "". Raises FailedHookException, which cookiecutter prints before it exits 1, if the hook would reject."""
     found = runpy.run_path(str(HOOK))["problems"](answers)
     if found:
