@@ -135,7 +135,7 @@ def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: p
     directory.check_same_run(settings)
     changes = f"helper.py has changed, mine/losses.py is gone, keras 3.0.0 has become {keras.__version__}"
     assert capsys.readouterr().out == (
-        f"Since the run in {tmp_path / 'run'} started, {changes}; --fresh starts over with the present ones\n"
+        f"Since the run in {tmp_path / 'run'} started, {changes}; further steps use the present ones\n"
     )
 
 

@@ -46,7 +46,7 @@ class RunDirectory:
             remedy = "use the run's" if settings.evaluates else "use the same ones, another --run-dir, or --fresh"
             raise BadInput(f"--run-dir {self.path} contains a run with other settings ({differences}): {remedy}")
         if changes := ", ".join(changes_since(read_json(self.path / CONFIG) or {})):
-            use = "the present ones are used" if settings.evaluates else "--fresh starts over with the present ones"
+            use = "the present ones are used" if settings.evaluates else "further steps use the present ones"
             console.print(f"Since the run in {self.path} started, {changes}; {use}")
 
     def lock(self) -> None:
