@@ -12,6 +12,7 @@ class ProgramExit(Exception):
     """The program ends before its work is done. The text is one line for the user."""
 
     exit_code: int
+    ag_pass_through = True  # AutoGraph would put the places that it has passed before the text.
 
 
 class BadInput(ProgramExit):
