@@ -96,7 +96,7 @@ def first_line(problem: BaseException) -> str:
     lines = [line for line in lines if line and not _SAYS_LITTLE.match(line)]
     kind = type(problem).__name__
     with_kind = [line for line in lines if re.match(rf"({kind}|\w*(Error|Exception))(:|$)", line)]
-    sentence = (with_kind or [f"{kind}: {line}" for line in lines] or [kind])[0].rstrip(" .")
+    sentence = (with_kind or [f"{kind}: {line}" for line in lines] or [kind])[0].rstrip(" .:")
     if isinstance(problem, ModuleNotFoundError):
         sentence += ": install the package that has it, and add it to pyproject.toml"
     return sentence if len(sentence) <= LONGEST_SENTENCE else f"{sentence[:LONGEST_SENTENCE]} ..."
@@ -106,8 +106,9 @@ def _places(problem: BaseException) -> list[tuple[Path, int, str]]:
     """Returns file, line and function of every place that an exception has passed, the innermost one last."""
     frames = traceback.extract_tb(problem.__traceback__)
     places = [(frame.filename, str(frame.lineno), frame.name) for frame in frames]
-    # AutoGraph keeps its own frames of asyncio.CancelledError, with lines of its generated files.
-    places = [(f"{PROJECT}/task.py", "0", name[4:]) if name.startswith("tf__") else (*at, name) for *at, name in places]
+    if not isinstance(problem, Exception):  # AutoGraph replaces the frames of others, which are in generated files.
+        hooks = (name[4:] for _, _, name in places if name.startswith("tf__"))
+        places += [(f"{PROJECT}/task.py", "0", name) for name in hooks]
     if isinstance(problem, SyntaxError) and problem.filename:  # The file was read, and did not run.
         places.append((problem.filename, str(problem.lineno or 0), "<module>"))
     # When a graph fails, the text says where the operation was defined.
