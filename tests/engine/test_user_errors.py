@@ -449,6 +449,7 @@ def out_of_memory() -> Exception:
     [
         (["train.py", "task.py"], ValueError, True),
         (["train.py", "task.py", "helper/losses.py"], ValueError, True),
+        (["train.py", "engine/model/gradients.py", "engine/tracing.py"], TypeError, True),  # A step of other arguments.
         (["train.py", "engine/run/run.py"], ValueError, False),
         (["train.py", "task.py", "engine/model/gradients.py"], ValueError, False),
         (["train.py", "engine/run/run.py", "task.py"], BadInput, False),

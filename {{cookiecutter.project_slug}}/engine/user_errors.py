@@ -123,5 +123,5 @@ def _owner(file: Path) -> str:
         return "package"
     first, *more = file.relative_to(PROJECT).parts
     if first == "engine":
-        return "engine/model" if more[0] == "model" else "engine"
+        return "engine/model" if more[0] in ("model", "tracing.py") else "engine"  # Both call hooks.
     return first if first in ("train.py", "launch.py", "predict.py") else "user"
