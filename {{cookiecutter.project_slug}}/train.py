@@ -45,6 +45,7 @@ from engine.run import (
     signals,
     start_run,
 )
+from engine.tracing import returning_loss
 from engine.trained import export
 from engine.user_errors import user_errors_named
 
@@ -108,13 +109,13 @@ def distributed_train_step(batch) -> tf.Tensor:
 
 def distributed_validation_step(batch) -> tf.Tensor:
     """Runs task.evaluation_step on every replica; returns the batch's loss (scalar)."""
-    per_replica_losses = strategy.run(task.evaluation_step, args=("validation", batch))
+    per_replica_losses = strategy.run(returning_loss(task.evaluation_step), args=("validation", batch))
     return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
 
 
 def distributed_test_step(batch) -> tf.Tensor:
     """Runs task.evaluation_step on every replica; returns the batch's loss (scalar)."""
-    per_replica_losses = strategy.run(task.evaluation_step, args=("test", batch))
+    per_replica_losses = strategy.run(returning_loss(task.evaluation_step), args=("test", batch))
     return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
 
 

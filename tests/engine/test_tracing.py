@@ -1,13 +1,18 @@
 """What a graph shows of the randomness, the Python and the variables in a function."""
 
+import random
+import re
+import time
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from engine.tracing import Traced, look_at
+from engine.errors import BadInput
+from engine.tracing import Traced, converted, differing_value, look_at, returning_loss, unrepeatable_in_step
 
 
 def traced(function: Callable[[], object]) -> Traced:
@@ -41,6 +46,7 @@ def prepared_in_one_go():
         (in_a_loop, "RandomUniform"),
         (compiled_by_xla, "RandomUniform"),
         (prepared_in_one_go, "RandomUniform"),
+        (tf.timestamp, "Timestamp"),
     ],
 )
 def test_operation_that_counts_its_draws_is_found_with_its_place(function: Callable, operation: str) -> None:
@@ -87,3 +93,104 @@ def test_python_and_tables_are_found() -> None:
     assert found.python_calls[0].startswith("PyFunc (test_tracing.py:")
     assert len(found.table_changes) == 1
     assert not found.random_operations
+
+
+# --- Values that Python draws while a hook is traced ------------------------------------------------------------------
+
+
+def called_in_a_loop(hook: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
+    """Returns a function that calls a hook as the compiled steps do."""
+
+    def function():
+        total = tf.zeros([])
+        for _ in tf.range(2):
+            total += converted(hook)()
+        return total
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("draw", "found"),
+    [
+        (np.random.rand, ["a value of np.random"]),
+        (np.random.normal, ["a value of np.random"]),
+        (random.random, ["a value of random"]),
+        (lambda: random.random() + np.random.rand(), ["a value of np.random", "a value of random"]),
+        (np.random.default_rng(0).random, []),  # Only tracing it twice shows this one.
+        (time.time, []),
+    ],
+)
+def test_draw_from_a_global_generator_while_a_step_is_traced_is_found(draw: Callable, found: list[str]) -> None:
+    step = traced(called_in_a_loop(lambda: tf.zeros([]) + draw()))
+    assert step.drawn_once == found
+    (draws, _) = unrepeatable_in_step(step)
+    assert [each.partition(" is drawn in Python, once for all steps")[0] for each in draws] == found
+
+
+def in_a_branch(draw: Callable[[], float]) -> Callable[[tf.Tensor], tf.Tensor]:
+    return lambda x: tf.cond(x > 0.0, lambda: x * draw(), lambda: x)
+
+
+GENERATOR = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "differs"),
+    [
+        (lambda x: x + 1.0, False),
+        (lambda x: (tf.print(object()), x)[1], False),
+        (lambda x: (tf.debugging.assert_positive(x, message=str(object())), x)[1], False),
+        (lambda x: x + np.random.default_rng(0).random(), False),
+        (lambda x: x + GENERATOR.random(), True),
+        (lambda x: x + np.random.default_rng().random((8, 8)), True),
+        (lambda x: x + time.time() % 1, True),
+        (in_a_branch(GENERATOR.random), True),
+        (lambda x: tf.exp(x) if next(CHOICES) else tf.abs(x), True),
+    ],
+)
+def test_value_that_differs_when_a_function_is_traced_again_is_found(function: Callable, differs: bool) -> None:
+    spec = tf.TensorSpec([])
+    one, other = (tf.function(function, autograph=False).get_concrete_function(spec).graph for _ in range(2))
+    found = differing_value(one, other)
+    assert len(found) == differs
+    assert all(each.startswith("a value (test_tracing.py:") for each in found)
+
+
+CHOICES = iter([True, False])
+
+
+# --- What a step returns ----------------------------------------------------------------------------------------------
+
+
+def named_train_step(returned: Any) -> Any:
+    def train_step(batch):
+        return returned
+
+    return train_step
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float16, tf.bfloat16, tf.float64])
+def test_loss_of_any_floating_dtype_is_returned_as_float32(dtype: tf.DType) -> None:
+    loss = tf.function(returning_loss(lambda batch: tf.cast(batch, dtype)))(tf.constant(0.5))
+    assert loss.dtype == tf.float32
+    assert loss.numpy() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "None"),
+        (1.0, "1.0"),
+        (np.float32(1.0), "np.float32(1.0)"),
+        (tf.ones([3]), "<tf.Tensor: shape=(3,), dtype=float32"),
+        (tf.constant(1), "<tf.Tensor: shape=(), dtype=int32"),
+        (tf.constant("loss"), "<tf.Tensor: shape=(), dtype=string"),
+        ((tf.constant(1.0), tf.ones([3])), "(<tf.Tensor: shape=(), dtype=float32"),
+        ({"loss": tf.constant(1.0)}, "{'loss': <tf.Tensor: shape=(), dtype=float32"),
+    ],
+)
+def test_anything_else_is_named_with_the_step(returned: Any, said: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(f"task.train_step returned {said}")) as rejected:
+        returning_loss(named_train_step(returned))(None)
+    assert str(rejected.value).endswith(": return this replica's part of the batch's loss, a scalar float32 tensor")

@@ -1,5 +1,7 @@
 """Mistakes in the user's data and hooks: one line that names the place, exit code 2, and no whole state lost."""
 
+import asyncio
+import concurrent.futures
 import csv
 import json
 import re
@@ -271,6 +273,24 @@ PYTHON_MISTAKES = {
 }
 
 
+def train_step(batch) -> None:
+    """Returns no loss."""
+
+
+def evaluation_step(split: str, batch) -> tf.Tensor:
+    return batch[2]
+
+
+PYTHON_MISTAKES |= {
+    "no loss": ("train_step", train_step, "ERROR: task.train_step returned None: return this replica's part of "),
+    "losses": (
+        "evaluation_step",
+        evaluation_step,
+        r"ERROR: task.evaluation_step returned <tf.Tensor '\S+' shape=\(60,\) dtype=float32>: return this ",
+    ),
+}
+
+
 class Stepwise(keras.optimizers.schedules.LearningRateSchedule):
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -337,7 +357,48 @@ def fails_with_a_long_text() -> None:
     raise ValueError("first line, " + 100 * "long " + "\nsecond line")
 
 
+def fails_in_a_layer_that_makes_a_layer() -> Any:
+    class Lazy(keras.layers.Layer):
+        def call(self, features, training=False):
+            self.inner = keras.layers.Dense(2) if training else None
+            return features
+
+    layer = Lazy()
+    layer(tf.zeros([1, 3]))
+    return tf.function(lambda features: layer(features, training=True))(tf.zeros([1, 3]))
+
+
+def fails_in_its_text() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    raise Silent
+
+
+def is_cancelled_by_a_connection() -> None:
+    raise tf.errors.CancelledError(None, None, "gave up")
+
+
+def is_cancelled_while_it_is_traced() -> None:
+    tf.function(is_cancelled_by_a_connection)()
+
+
+def is_cancelled_by_asyncio() -> None:
+    raise asyncio.CancelledError("gave up")
+
+
+def is_cancelled_by_a_future() -> None:
+    raise concurrent.futures.CancelledError("gave up")
+
+
 SAID = {
+    fails_in_a_layer_that_makes_a_layer: (r"ValueError: You cannot add new elements of state", "call"),
+    fails_in_its_text: ("Silent$", "fails_in_its_text"),
+    is_cancelled_by_a_connection: ("CancelledError: gave up$", "is_cancelled_by_a_connection"),
+    is_cancelled_while_it_is_traced: ("CancelledError: gave up$", "is_cancelled_by_a_connection"),
+    is_cancelled_by_asyncio: ("CancelledError: gave up$", "is_cancelled_by_asyncio"),
+    is_cancelled_by_a_future: ("CancelledError: gave up$", "is_cancelled_by_a_future"),
     fails_in_a_graph: (r"InvalidArgumentError: indices\[1\] = 3 is not in \[0, 3\)$", "look_up"),
     fails_while_it_is_traced: (r"AttributeError: 'SymbolicTensor' object has no attribute 'nothing'$", "look_up"),
     fails_on_two_replicas: (r"InvalidArgumentError: indices\[1\] = \[3\] does not index into param shape \[3,4\]", ""),
@@ -350,13 +411,33 @@ SAID = {
 def test_one_line_says_what_failed_and_where(fails: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_errors, "PROJECT", Path(__file__).parent)
     said, function = SAID[fails]
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(BaseException) as raised:
         fails()
     assert re.match(said, first_line(raised.value)), first_line(raised.value)
     place = re.fullmatch(r"test_user_errors\.py:(\d+) (\S+)", where_raised(raised.value))
     assert place, where_raised(raised.value)
     assert place[2].endswith(function)
     assert user_errors.is_users(raised.value)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_cancelled_coroutine_in_a_hook_ends_with_a_line(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_errors, "PROJECT", Path(__file__).parent)
+    place = "task.py" if traced else r"test_user_errors.py:\d+"  # AutoGraph does not say where it was raised.
+    hook = tf.function(is_cancelled_by_asyncio) if traced else is_cancelled_by_asyncio
+    with pytest.raises(BadInput) as rejected, user_errors.user_errors_named():
+        hook()
+    assert re.fullmatch(rf"{place} is_cancelled_by_asyncio: CancelledError: gave up", str(rejected.value))
+
+
+def test_connection_that_breaks_in_a_step_is_not_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then an operation raises, and TensorFlow's text names the line of the user's that made the operation."""
+    monkeypatch.setattr(user_errors, "PROJECT", Path(__file__).parent)
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        fails_in_a_graph()
+    assert user_errors.is_users(raised.value)
+    lost = tf.errors.UnavailableError(None, None, str(raised.value)).with_traceback(raised.value.__traceback__)
+    assert not user_errors.is_users(lost)
 
 
 def out_of_memory() -> Exception:
@@ -368,6 +449,7 @@ def out_of_memory() -> Exception:
     [
         (["train.py", "task.py"], ValueError, True),
         (["train.py", "task.py", "helper/losses.py"], ValueError, True),
+        (["train.py", "engine/model/gradients.py", "engine/tracing.py"], TypeError, True),  # A step of other arguments.
         (["train.py", "engine/run/run.py"], ValueError, False),
         (["train.py", "task.py", "engine/model/gradients.py"], ValueError, False),
         (["train.py", "engine/run/run.py", "task.py"], BadInput, False),

@@ -1,17 +1,22 @@
-"""Reads from its graph what a traced hook draws, changes and calls; and AutoGraph for hooks.
+"""Reads from its graph what a traced hook draws, changes and calls; AutoGraph for hooks, and what a step must return.
 
 A run can be repeated and resumed only if its random numbers and its state follow from its seed and its checkpoints.
 """
 
 import dataclasses
+import pickle
+import random
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+
+from engine.errors import BadInput
 
 PYTHON_CALLS = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
 TABLE_CHANGES = frozenset({"LookupTableImportV2", "LookupTableInsertV2", "LookupTableRemoveV2"})
@@ -20,6 +25,7 @@ DRAW_NOTHING = ("CudnnRNN", "RandomShuffleQueue")
 
 ENGINE = Path(__file__).parent
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
+DRAWN_ONCE = "drawn_once"  # A graph's collection of the generators of Python from which its hooks drew.
 # Read while nothing is being traced: within a trace it would be the status of the functions around a hook.
 _STATUS = tf.__internal__.autograph.control_status_ctx()
 
@@ -27,12 +33,45 @@ _STATUS = tf.__internal__.autograph.control_status_ctx()
 def converted(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a hook that AutoGraph converts when it is traced, also where the engine calls it.
 
-    The engine's own code needs no conversion, and finding that out takes long. With --eager the hook stays as it is, so
-    that a debugger shows its lines.
+    Its graph records from which global generators of Python it draws. The engine's own code needs no conversion, and
+    finding that out takes long. With --eager the hook stays as it is, so that a debugger shows its lines.
     """
     if tf.config.functions_run_eagerly():
         return hook
-    return tf.__internal__.autograph.tf_convert(hook, _STATUS)
+    convert = tf.__internal__.autograph.tf_convert(hook, _STATUS)
+
+    @tf.autograph.experimental.do_not_convert
+    def call(*arguments: Any, **options: Any) -> Any:
+        before = _global_generators()
+        returned = convert(*arguments, **options)
+        for name, state in _global_generators().items():
+            if state != before[name]:
+                tf.compat.v1.add_to_collection(DRAWN_ONCE, f"a value of {name}")
+        return returned
+
+    return call
+
+
+def returning_loss(step: Callable[..., Any]) -> Callable[..., tf.Tensor]:
+    """Returns a converted step of task.py that returns its loss as a float32 tensor (scalar).
+
+    Calling it raises BadInput, naming the step, if that returns anything but a scalar tensor of a floating dtype.
+    """
+    call, name = converted(step), getattr(step, "__name__", "train_step")
+
+    @tf.autograph.experimental.do_not_convert
+    def checked(*arguments: Any) -> tf.Tensor:
+        loss = call(*arguments)
+        if not (tf.is_tensor(loss) and loss.dtype.is_floating and loss.shape.is_compatible_with([])):
+            remedy = "return this replica's part of the batch's loss, a scalar float32 tensor"
+            raise BadInput(f"task.{name} returned {loss!r:.200}: {remedy}")
+        return tf.cast(loss, tf.float32)
+
+    return checked
+
+
+def _global_generators() -> dict[str, Any]:
+    return {"np.random": pickle.dumps(np.random.get_state(legacy=False)), "random": random.getstate()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +87,7 @@ class Traced:
     ones, nor operations of a generator, which keeps its state in a variable."""
     python_calls: list[str]  # Python functions in tf.py_function or tf.numpy_function.
     table_changes: list[str]  # Changes of lookup tables.
+    drawn_once: list[str]  # Values that Python draws while the function is traced: each call uses the same ones.
 
 
 def look_at(graph: tf.Graph) -> Traced:
@@ -55,9 +95,7 @@ def look_at(graph: tf.Graph) -> Traced:
     # Only variables have such data, tables and iterators do not.
     captured = {id(handle): inside for handle, inside in graph.captures if getattr(handle, "_handle_data", None)}
     names = {id(variable.handle): variable.name for variable in graph.variables}
-    operations = list(graph.get_operations())
-    for function in graph._functions.values():  # Also the bodies of loops and branches.
-        operations += function.graph.get_operations()
+    operations = _operations(graph)
 
     def described(is_wanted: Callable[[str], bool]) -> list[str]:
         """Returns the kind and place of each such operation, equal ones once."""
@@ -69,7 +107,28 @@ def look_at(graph: tf.Graph) -> Traced:
         random_operations=described(_draws),
         python_calls=described(PYTHON_CALLS.__contains__),
         table_changes=described(TABLE_CHANGES.__contains__),
+        drawn_once=list(dict.fromkeys(name for each in _graphs(graph) for name in each.get_collection(DRAWN_ONCE))),
     )
+
+
+def differing_value(one: tf.Graph, other: tf.Graph) -> list[str]:
+    """Returns the first value that differs between two traces of a function, such as a clock's; none if all agree."""
+
+    def described(each: tf.Operation) -> tuple[str, bytes]:
+        is_number = each.type == "Const" and each.outputs[0].dtype != tf.string  # Texts may contain addresses.
+        return each.type, each.get_attr("value").SerializeToString() if is_number else b""
+
+    pairs = zip(_operations(one), _operations(other), strict=False)
+    return [f"a value{_place(each)}" for each, again in pairs if described(each) != described(again)][:1]
+
+
+def _graphs(graph: tf.Graph) -> list[tf.Graph]:
+    """Returns the graph, and the graphs of its functions, which also are the bodies of loops and branches."""
+    return [graph, *(function.graph for function in graph._functions.values())]
+
+
+def _operations(graph: tf.Graph) -> list[tf.Operation]:
+    return [operation for each in _graphs(graph) for operation in each.get_operations()]
 
 
 def _is_changed(handle: tf.Tensor) -> bool:
@@ -80,7 +139,8 @@ def _draws(kind: str) -> bool:
     definition = op_def_registry.get(kind)
     if definition is None or not definition.is_stateful or kind.startswith(DRAW_NOTHING):
         return False
-    return kind == "NonDeterministicInts" or any(attribute.name == "seed" for attribute in definition.attr)
+    names = {attribute.name for attribute in definition.attr}
+    return "seed" in names or kind in ("NonDeterministicInts", "Timestamp")  # A clock repeats no more than a draw does.
 
 
 def _place(operation: tf.Operation) -> str:
@@ -99,7 +159,7 @@ def _place(operation: tf.Operation) -> str:
 def unrepeatable_in_preparation(traced: Traced) -> tuple[list[str], list[str]]:
     """Returns the random operations of prepare_example with the generators it draws from, and its Python functions."""
     instead = "take the parameter `seed` and draw with tf.random.stateless_* or tf.image.stateless_random_*"
-    draws = [f"{each} draws different numbers after a resume: {instead}" for each in traced.random_operations]
+    draws = _draws_with(traced, instead, "examples")
     changed = [name or "of a tf.random.Generator" for name in traced.changed.values()]
     draws += [f"changes the variable {each}, which no checkpoint contains: {instead}" for each in changed]
     instead = "draw from np.random.default_rng(np.abs(seed)), with `seed` as its argument, so that a resume repeats it"
@@ -109,6 +169,12 @@ def unrepeatable_in_preparation(traced: Traced) -> tuple[list[str], list[str]]:
 def unrepeatable_in_step(traced: Traced) -> tuple[list[str], list[str]]:
     """Returns the random operations of a step, and its Python functions, which may draw too, or keep state."""
     instead = "use keras.layers.Dropout, or keras.random with a keras.random.SeedGenerator that a layer keeps"
-    draws = [f"{each} draws different numbers after a resume: {instead}" for each in traced.random_operations]
+    draws = _draws_with(traced, instead, "steps")
     instead = "no checkpoint contains its state or its random numbers; let it depend on its arguments alone"
     return draws, [f"{each} runs Python: {instead}" for each in traced.python_calls]
+
+
+def _draws_with(traced: Traced, instead: str, calls: str) -> list[str]:
+    draws = [f"{each} draws different numbers after a resume: {instead}" for each in traced.random_operations]
+    once = f"is drawn in Python, once for all {calls}, because the hook runs as a graph: {instead}"
+    return draws + [f"{each} {once}" for each in traced.drawn_once]

@@ -14,7 +14,7 @@ import tensorflow as tf
 from engine.errors import BadInput, Damaged, InterruptedStep, ProgramExit
 from engine.versions import PROJECT
 
-# TensorFlow raises these when a connection breaks. Hooks raise none of them.
+# TensorFlow raises these when a connection breaks.
 CONNECTION_ERRORS = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -27,6 +27,7 @@ LONGEST_SENTENCE = 300
 _NOISE = re.compile(
     r'\x1b\[[\d;]*m|^( *)File ".*\n(?:\1 +\S.*\n)*|^ *\(\d+\) [A-Z_]+: +'
     r"|\[\[.*?\]\](?=\s|$)|\{\{.*?\}\}|\[Op:\w+\](?: name: *)?|, node name: \S+"
+    r"|\w+\.<locals>\.|\btf__(?=\w+\()"  # AutoGraph's names of functions.
     r"|Error in user-defined function passed to \S+ transformation with iterator: \S+: ",
     re.MULTILINE,
 )
@@ -34,7 +35,7 @@ _SAYS_LITTLE = re.compile(
     r"Graph execution error:|Detected at node |in user code:|Traceback |Stack trace for op|\^+$|• "
     r"|\d+ (root error|successful operations|derived errors)"
     # Keras puts these lines around an exception of a layer.
-    r"|Exception encountered when calling |.*Error encountered:$|Arguments received by "
+    r"|(\w+: )?Exception encountered when calling |.*Error encountered:$|Arguments received by "
 )
 
 
@@ -46,8 +47,8 @@ def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
     """
     try:
         yield
-    except Exception as problem:
-        if not is_users(problem):
+    except BaseException as problem:  # asyncio.CancelledError is not an Exception.
+        if isinstance(problem, (KeyboardInterrupt, SystemExit, GeneratorExit)) or not is_users(problem):
             raise
         # An operation failed, or hooks run in Python.
         has_run = isinstance(problem, tf.errors.OpError) or tf.config.functions_run_eagerly()
@@ -59,8 +60,11 @@ def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
 def is_users(problem: BaseException) -> bool:
     """Returns whether an exception comes from the user's code or a package that it calls, and not from the engine."""
     # When a step fails on one worker, the others get an exception that says only this.
-    if isinstance(problem, (ProgramExit, Damaged, *CONNECTION_ERRORS)) or "Collective ops is aborted" in str(problem):
+    if isinstance(problem, (ProgramExit, Damaged)) or "Collective ops is aborted" in _text(problem):
         return False
+    if isinstance(problem, CONNECTION_ERRORS) and not _text(problem).startswith("in user code:"):
+        # An operation raises it, or else the last line that ran is the user's.
+        return _owner(Path(traceback.extract_tb(problem.__traceback__)[-1].filename)) == "user"
     owners = [_owner(file) for file, *_ in _places(problem)]
     # Hooks call engine/model as they call a package.
     callers = [owner for owner in owners if owner not in ("package", "engine/model")]
@@ -69,22 +73,30 @@ def is_users(problem: BaseException) -> bool:
     return callers[-1:] == ["user"] and owners[-1] != "engine/model"
 
 
+def _text(problem: BaseException) -> str:
+    """Returns an exception's text, or "" if that cannot be made."""
+    try:
+        return str(problem)
+    except Exception:  # noqa: BLE001 - Its class may be the user's.
+        return ""
+
+
 def where_raised(problem: BaseException) -> str:
     """Returns file, line and function of the innermost place in the user's code, or else in train.py."""
     for owner in ("user", "train.py"):
         for file, line, function in reversed(_places(problem)):
             if _owner(file) == owner:
-                return f"{file.relative_to(PROJECT)}:{line} {function}"
+                return f"{file.relative_to(PROJECT)}{f':{line}' if line else ''} {function}"
     return "task.py"
 
 
 def first_line(problem: BaseException) -> str:
     """Returns an exception's kind and the most telling line of its text, without TensorFlow's names of nodes."""
-    lines = [line.strip() for line in _NOISE.sub("", str(problem)).splitlines()]
+    lines = [line.strip() for line in _NOISE.sub("", _text(problem)).splitlines()]
     lines = [line for line in lines if line and not _SAYS_LITTLE.match(line)]
     kind = type(problem).__name__
     with_kind = [line for line in lines if re.match(rf"({kind}|\w*(Error|Exception))(:|$)", line)]
-    sentence = (with_kind or [f"{kind}: {line}" for line in lines] or [kind])[0].rstrip(" .")
+    sentence = (with_kind or [f"{kind}: {line}" for line in lines] or [kind])[0].rstrip(" .:")
     if isinstance(problem, ModuleNotFoundError):
         sentence += ": install the package that has it, and add it to pyproject.toml"
     return sentence if len(sentence) <= LONGEST_SENTENCE else f"{sentence[:LONGEST_SENTENCE]} ..."
@@ -94,10 +106,13 @@ def _places(problem: BaseException) -> list[tuple[Path, int, str]]:
     """Returns file, line and function of every place that an exception has passed, the innermost one last."""
     frames = traceback.extract_tb(problem.__traceback__)
     places = [(frame.filename, str(frame.lineno), frame.name) for frame in frames]
+    if not isinstance(problem, Exception):  # AutoGraph replaces the frames of others, which are in generated files.
+        hooks = (name[4:] for _, _, name in places if name.startswith("tf__"))
+        places += [(f"{PROJECT}/task.py", "0", name) for name in hooks]
     if isinstance(problem, SyntaxError) and problem.filename:  # The file was read, and did not run.
         places.append((problem.filename, str(problem.lineno or 0), "<module>"))
     # When a graph fails, the text says where the operation was defined.
-    places += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(problem))
+    places += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', _text(problem))
     return [(Path(file), int(line), function) for file, line, function in places]
 
 
@@ -108,5 +123,5 @@ def _owner(file: Path) -> str:
         return "package"
     first, *more = file.relative_to(PROJECT).parts
     if first == "engine":
-        return "engine/model" if more[0] == "model" else "engine"
+        return "engine/model" if more[0] in ("model", "tracing.py") else "engine"  # Both call hooks.
     return first if first in ("train.py", "launch.py", "predict.py") else "user"

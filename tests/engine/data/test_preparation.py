@@ -1,7 +1,11 @@
 """Examples are the same however they are read, and however many are prepared at a time."""
 
 import dataclasses
+import random
+import re
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,8 @@ from streaming import stream
 from config import Config
 from engine.data import examples as examples_module
 from engine.data.batches import Batches
+from engine.errors import BadInput
+from engine.tracing import unrepeatable_in_preparation
 
 COUNT = 37
 
@@ -130,3 +136,48 @@ def test_larger_set_than_the_shuffle_buffer_is_shuffled_through_it(monkeypatch: 
     labels = contents(batches(TOGETHER["as they are"]))[1]
     assert labels[0] < 3
     assert labels.tolist() != sorted(labels)
+
+
+GENERATOR = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("prepare_example", "is_found"),
+    [
+        (lambda features, labels: (features + np.random.normal(0.0, 0.3, (6, 6, 3)), labels), True),
+        (lambda features, labels: (features + GENERATOR.normal(0.0, 0.3, (6, 6, 3)), labels), True),
+        (lambda features, labels: (features + time.time() % 1, labels), True),
+        (lambda features, labels, *, seed: (features + time.time() % 1, labels), True),
+        (lambda features, labels: (features[:: random.choice([1, -1])], labels), True),
+        (lambda features, labels: (features + np.random.default_rng(0).random(), labels), False),
+        (TOGETHER["branching"], False),
+    ],
+)
+def test_value_that_python_draws_once_for_all_examples_is_found(prepare_example: Callable, is_found: bool) -> None:
+    traced = batches(prepare_example).traced
+    assert traced is not None
+    draws, _ = unrepeatable_in_preparation(traced)
+    assert len(draws) == is_found
+    assert all(re.match(r"a value .+ is drawn in Python, once for all examples, because", each) for each in draws)
+
+
+def named_wrongly(features, labels):
+    return featurs, labels  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("prepare_example", "said", "is_of_other_examples"),
+    [
+        (named_wrongly, "name 'featurs' is not defined", False),
+        (lambda features, labels: (Path("/missing").read_bytes(), labels), "No such file", False),
+        (lambda features, labels: (tf.matmul(features, tf.zeros([7, 7])), labels), "Dimensions must be equal", True),
+        (lambda features, labels: (features["image"], labels), "slice", True),
+        (lambda features: (features, 0), "takes 1 positional argument but", True),
+    ],
+)
+def test_examples_are_described_where_the_hook_may_expect_others(
+    prepare_example: Callable, said: str, is_of_other_examples: bool
+) -> None:
+    with pytest.raises(BadInput, match=said) as rejected:
+        batches(prepare_example)
+    assert ("gets examples one by one" in str(rejected.value)) is is_of_other_examples

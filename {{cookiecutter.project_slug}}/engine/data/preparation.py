@@ -13,8 +13,11 @@ from engine.data.element_spec import as_text, batched, is_static, unbatched
 from engine.data.examples import PARALLEL_CALLS
 from engine.data.padding import Padding, are_sequences, padded
 from engine.errors import BadInput
-from engine.tracing import Traced, converted, look_at
+from engine.tracing import Traced, converted, differing_value, look_at
 from engine.user_errors import first_line, where_raised
+
+# What the hook may raise because it expects other examples.
+OF_OTHER_EXAMPLES = (AttributeError, LookupError, TypeError, ValueError, tf.errors.InvalidArgumentError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +62,17 @@ class Preparation:
             if weight is not None and (not isinstance(weight, tf.TensorSpec) or weight.shape.rank != 0):
                 raise BadInput(f"{hook} returned sample weights of {as_text(weight)}: each must be one number")
             try:
-                self._prepared[key] = self._trace(example_spec, first_example)
+                self._prepared[key] = prepared = self._trace(example_spec, first_example)
+                if prepared.traced and (found := self._differing_value(example_spec)):
+                    prepared.traced.drawn_once[:] = found
             except BadInput:
                 raise
             except Exception as problem:
-                raise BadInput(
-                    f"{where_raised(problem)}: {first_line(problem)} (task.prepare_example gets examples one by one, "
-                    f"the parts of a tuple as arguments: {as_text(example_spec)}, as {hook} returned them)"
-                ) from problem
+                text = f"{where_raised(problem)}: {first_line(problem)}"
+                if isinstance(problem, OF_OTHER_EXAMPLES):
+                    text += " (task.prepare_example gets examples one by one, the parts of a tuple as arguments: "
+                    text += f"{as_text(example_spec)}, as {hook} returned them)"
+                raise BadInput(text) from problem
         self._check_batches(self._prepared[key], hook)
         return self._prepared[key]
 
@@ -88,6 +94,16 @@ class Preparation:
                     return PreparedSpec(batch_spec, True, *self._newest)
         batch_spec = numbered.map(_bound(self._one, 0, seed)).batch(1).element_spec
         return PreparedSpec(batch_spec, False, *self._newest)
+
+    def _differing_value(self, example_spec: Any) -> list[str]:
+        """Traces the hook two more times, because only that shows a clock, or a generator that is the hook's own."""
+        place = tf.TensorSpec([], tf.int64)
+        with contextlib.suppress(Exception), _silent():
+            functions = (tf.function(self._prepare_one, autograph=False) for _ in range(2))
+            seed = tf.TensorSpec([2], tf.int64)
+            traces = (each.get_concrete_function(place, example_spec, place, seed) for each in functions)
+            return differing_value(*(each.graph for each in traces))
+        return []
 
     def _check_batches(self, prepared: PreparedSpec, hook: str) -> None:
         """Raises BadInput unless prepared examples are tensors of static shapes, or --pad-to has made them so."""

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from engine.errors import BadInput
 from engine.settings import Settings
-from engine.tracing import converted
+from engine.tracing import returning_loss
 
 # Arguments of a Keras optimizer that are wrong on several replicas, and the setting that is right.
 REJECTED_ARGUMENTS = {
@@ -54,7 +54,7 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings)
     losses are summed. `train_step` takes one replica's (features, labels, sample_weights), divides the loss by the
     global batch size, and updates by `apply_gradients`.
     """
-    step, count = converted(train_step), settings.micro_batches
+    step, count = returning_loss(train_step), settings.micro_batches
 
     @tf.autograph.experimental.do_not_convert
     def complete_step(batch: Any) -> tf.Tensor:
