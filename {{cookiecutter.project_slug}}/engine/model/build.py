@@ -16,8 +16,8 @@ from engine.errors import BadInput, Diverged
 from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
 from engine.model.gradients import inner_optimizers, prepare_optimizer
-from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
 from engine.model.masked_moments import synchronize_masked_moments
+from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
 from engine.model.variables import by_name
 from engine.protocols import Metrics, Task
 from engine.settings import Settings
