@@ -124,8 +124,8 @@ def text_variable_of_a_layer():
 
         def call(self, inputs, training=False):
             if training:
-                self.text.assign(tf.strings.substr(self.text + "b", -3, 3))
-            return inputs * tf.cast(tf.strings.length(self.text), inputs.dtype)
+                self.text.assign(self.text + "b")
+            return inputs / tf.cast(tf.strings.length(self.text), inputs.dtype)
 
     with_layer(Remembering)
 

@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-_moments = keras.layers.BatchNormalization._moments
+KERAS_MOMENTS = keras.layers.BatchNormalization._moments
 
 
 def synchronize_masked_moments() -> None:
@@ -17,7 +17,7 @@ def _synchronized_moments(
     """Returns the mean and the variance of the inputs where the mask is true, as Keras squeezes them."""
     replica = tf.distribute.get_replica_context()
     if mask is None or not layer.synchronized or replica is None:
-        return _moments(layer, inputs, mask)
+        return KERAS_MOMENTS(layer, inputs, mask)
     is_counted = tf.cast(mask, tf.bool)[..., None]
 
     def total(values: tf.Tensor) -> tf.Tensor:
