@@ -12,6 +12,8 @@ REPEATED = (
     "variable_made_in_create_model",
     "random_generator_of_a_layer",
     "optimizer_with_variables_of_its_own",
+    "text_variable_of_a_layer",
+    "metric_with_an_empty_variable",
     "numpy_with_the_seed_in_prepare_example",
 )
 # It has not, and a run says so, with the place.

@@ -116,6 +116,33 @@ def optimizer_with_variables_of_its_own():
     task.create_optimizer = lambda total_steps: Heavy(0.05)
 
 
+@kind
+def text_variable_of_a_layer():
+    class Remembering(keras.layers.Layer):
+        def build(self, shape):
+            self.text = tf.Variable("a", trainable=False)
+
+        def call(self, inputs, training=False):
+            if training:
+                self.text.assign(self.text + "b")
+            return inputs / tf.cast(tf.strings.length(self.text), inputs.dtype)
+
+    with_layer(Remembering)
+
+
+@kind
+def metric_with_an_empty_variable():
+    create_metrics = task.create_metrics
+
+    class Mean(keras.metrics.Mean):
+        def __init__(self):
+            super().__init__()
+            self.nothing = self.add_variable((0,), "zeros", name="nothing")
+
+    with_layer()
+    task.create_metrics = lambda split: {**create_metrics(split), "loss": Mean()}
+
+
 # --- Random numbers in the steps --------------------------------------------------------------------------------------
 
 

@@ -181,6 +181,37 @@ def test_layers_called_in_training_only_are_trained(replicas: int, monkeypatch: 
     assert all(np.any(after[name].numpy() != values[name]) for name in helpers if name.endswith("kernel"))
 
 
+class Masked(keras.Model):
+    """Normalizes some rows of an image only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalization = keras.layers.BatchNormalization(synchronized=True, momentum=0.5)
+        self.classes = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(10)])
+
+    def call(self, features, training=False):
+        rows = features[..., 0]
+        return self.classes(self.normalization(rows, training=training, mask=rows[..., 3] > 8))
+
+
+def test_synchronized_normalization_with_a_mask_counts_the_rows_of_all_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(task, "create_model", Masked)
+    found = []
+    for replicas in (1, 2, 4):
+        train.build(Config(simulated_devices=replicas, global_batch_size=20))
+        metrics = train.train_epoch(0) | train.validate()
+        mean = task.model.normalization.moving_mean.value
+        for each in train.strategy.experimental_local_results(mean):
+            np.testing.assert_array_equal(each.numpy(), mean.numpy())
+        found.append((metrics, {name: each.numpy() for name, each in model_variables(task.model).items()}))
+    for metrics, weights in found[1:]:
+        assert metrics == pytest.approx(found[0][0], rel=1e-5)
+        for name, weight in weights.items():
+            np.testing.assert_allclose(weight, found[0][1][name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 # --- Optimizers -------------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +228,7 @@ class Silent(keras.optimizers.SGD):
 
 
 def learning_rates(optimizer: Any) -> dict[str, float]:
-    return TaskObjects(None, optimizer, *[None] * 7).learning_rates()
+    return TaskObjects(None, optimizer, *[None] * 8).learning_rates()
 
 
 def test_each_learning_rate_has_its_column() -> None:

@@ -144,6 +144,12 @@ def inserting_step(batch):
     return loss
 
 
+def frozen_model(*, learns: bool = False):
+    model = CREATE_MODEL()
+    model.trainable = learns
+    return model
+
+
 def biases_decayed(total_steps: int, *names: str) -> keras.optimizers.Optimizer:
     optimizer = keras.optimizers.AdamW()
     # "beta" is one of the usual names, and of no variable here; "bias" would leave out the biases.
@@ -188,6 +194,25 @@ FAULTY_HOOKS = {
     "one loss": ({"compute_loss": one_value}, "train_step: "),
     "loss of many numbers": ({"compute_loss": summed_over_nothing}, "train.py:"),
     "no model": ({"create_model": lambda: None}, "task.create_model returned None as 'model'"),
+    "frozen model": (
+        {"create_model": frozen_model},
+        "task.create_model returned 'model' without trainable variables, so there is nothing to train: unfreeze",
+    ),
+    "model without weights": (
+        {"create_model": lambda: keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten()])},
+        "task.create_model returned 'model' without trainable variables",
+    ),
+    "two models of which one is frozen": (
+        {
+            "create_model": lambda: {"first": frozen_model(learns=True), "second": frozen_model()},
+            "create_optimizer": lambda total_steps: {name: keras.optimizers.SGD() for name in ("first", "second")},
+        },
+        "task.create_model returned 'second' without trainable variables",
+    ),
+    "no metrics": (
+        {"create_metrics": lambda split: {}},
+        "--monitor validation/loss is not measured, because task.create_metrics returned none: return a dict",
+    ),
     "unbuildable model": (
         {"create_model": unbuildable_model},
         "task.create_model returned 'model', which does not accept features of the shapes [32, 8, 8, 1]",

@@ -11,6 +11,7 @@ import task
 import train
 from config import Config
 from engine.cluster.strategy import create_strategy
+from engine.model.averages import MovingAverage
 from engine.run.checkpoints import weights_sha256
 
 
@@ -101,6 +102,77 @@ def test_unsynchronized_statistics_are_averaged_before_evaluation(monkeypatch: p
     for other in others:
         np.testing.assert_array_equal(other.numpy(), first.numpy())
     assert train.run.objects.average_statistics.func.experimental_get_tracing_count() == 1
+
+
+def averaged_model() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Flatten(),
+            keras.layers.BatchNormalization(momentum=0.5),
+            keras.layers.BatchNormalization(momentum=0.5, synchronized=True),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+def test_each_replica_averages_its_statistics_and_the_evaluation_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "create_model", averaged_model)
+    train.build(Config(simulated_devices=2, global_batch_size=36, ema_decay=0.9))
+    local = train.strategy.experimental_local_results
+    means = [layer.moving_mean.value for layer in task.model.layers[1:3]]
+    expected = [[each.numpy().astype("float64") for each in local(mean)] for mean in means]
+    for stack, first, _ in train.batches["train"].iterator().take(3):
+        train.run_steps["train"](stack, first, 1)
+        for mean, averages in zip(means, expected, strict=True):
+            for replica, value in enumerate(local(mean)):
+                averages[replica] = 0.9 * averages[replica] + 0.1 * value.numpy()
+    assert not np.array_equal(*expected[0])
+    with train.run.evaluation_weights():
+        for mean, averages in zip(means, expected, strict=True):
+            for value in local(mean):
+                np.testing.assert_allclose(value.numpy(), np.mean(averages, axis=0), rtol=1e-6, atol=1e-9)
+    with train.run.objects.average.in_place():
+        train.run_steps["train"](stack, first, 1)  # A hook may use the model as it likes.
+    trained = [[value.numpy() for value in local(mean)] for mean in means]
+    with train.run.objects.average.in_place():
+        pass
+    np.testing.assert_array_equal([[value.numpy() for value in local(mean)] for mean in means], trained)
+    names = {f"average/model/sequential/batch_normalization/moving_{kind}" for kind in ("mean", "variance")}
+    assert names <= train.run.checkpoints.state.per_replica.keys()
+    averages = {*train.run.checkpoints.state.mirrored, *train.run.checkpoints.state.per_replica}
+    assert not any("seed" in name for name in averages if name.startswith("average/"))
+
+
+def test_resumed_average_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(task, "create_model", averaged_model)
+    train.build(Config(run_dir=tmp_path, simulated_devices=2, global_batch_size=36, ema_decay=0.9))
+    train.train_epoch(0)
+    path = train.run.checkpoints.save(1, {})
+    found = []
+    for _ in range(2):
+        train.run.checkpoints.restore(path)
+        train.train_epoch(1)
+        with train.run.evaluation_weights():
+            found.append((weights_sha256(train.run.objects.weights), train.validate()))
+    assert found[0] == found[1]
+
+
+def test_average_reaches_what_it_averages() -> None:
+    # In float32 each of these moves is rounded to nothing.
+    variable, decay, updates = tf.Variable(1.0), 0.9999, 5000
+    average = MovingAverage({"weight": variable}, decay)
+    variable.assign(1.0005)
+
+    @tf.function
+    def update() -> None:
+        for _ in tf.range(updates):
+            average.update()
+
+    update()
+    goal = np.float64(variable.numpy())
+    np.testing.assert_allclose(average.averages["weight"], goal + (1.0 - goal) * decay**updates, rtol=1e-13)
 
 
 def test_sum_over_replicas_is_rounded_in_one_way_whatever_else_reads_its_parts() -> None:

@@ -40,6 +40,9 @@ def test_restored_variables_and_record_are_those_saved(tmp_path: Path) -> None:
         "a/ü#2": tf.Variable([[7]]),
         "seed": tf.Variable([1, 2**32 - 1], dtype=tf.uint32),
         "half": tf.Variable(tf.cast([1.0, 1 / 3], tf.bfloat16)),
+        "none": tf.Variable(tf.zeros([0, 3])),
+        "text": tf.Variable("a\0"),
+        "texts": tf.Variable(["", "ü"]),
     }
     path = make_checkpoints(tmp_path, saved).save(12, {"best_score": 0.1, "best_epoch": None})
     others = {name: tf.Variable(tf.zeros_like(variable)) for name, variable in saved.items()}
@@ -114,6 +117,8 @@ def on(replicas: int, **values: list[float]) -> State:
         per_replica = {
             "layer/seed_generator_state": tf.Variable([0, 0], dtype=tf.uint32),
             "mean": tf.Variable(0.0),
+            "text": tf.Variable(""),
+            "none": tf.Variable(tf.zeros([0])),
             "total": tf.Variable(0.0, **summed),
         }
     return State(strategy, Workers(strategy), mirrored, per_replica)
@@ -125,6 +130,8 @@ def test_every_replica_gets_back_its_own(tmp_path: Path) -> None:
         "mirrored": np.array([0.1, 0.2], "float32"),
         "layer/seed_generator_state": np.array([[1, 2], [3, 4], [5, 6]], "uint32"),
         "mean": np.array([0.1, 0.2, 0.3], "float32"),
+        "text": np.array([b"a", b"", b"a\0"], object),
+        "none": np.zeros((3, 0), "float32"),
         "total": np.array([1.1, 2.2, 3.3], "float32"),
     }
     state.assign(values)
@@ -143,6 +150,8 @@ def test_another_number_of_replicas_restores_what_it_means(first: int, second: i
             "mirrored": np.array([0.1, 0.2], "float32"),
             "layer/seed_generator_state": np.array([[7 + replica, 2] for replica in range(first)], "uint32"),
             "mean": np.arange(first, dtype="float32"),
+            "text": np.array([f"of {replica}" for replica in range(first)], object),
+            "none": np.zeros((first, 0), "float32"),
             "total": np.arange(1, first + 1, dtype="float32"),
         }
     )
@@ -153,6 +162,8 @@ def test_another_number_of_replicas_restores_what_it_means(first: int, second: i
     for value in other.strategy.experimental_local_results(other.mirrored["mirrored"]):
         np.testing.assert_array_equal(value.numpy(), np.array([0.1, 0.2], "float32"))
     np.testing.assert_array_equal(found["mean"], [(first - 1) / 2] * second)
+    assert list(found["text"]) == [b"of 0"] * second  # Texts have no mean.
+    assert found["none"].shape == (second, 0)
     assert found["total"].sum() == first * (first + 1) / 2 == other.per_replica["total"].numpy()
     seeds = found["layer/seed_generator_state"]
     np.testing.assert_array_equal(seeds[0], [7, 2])

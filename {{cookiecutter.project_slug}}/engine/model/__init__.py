@@ -1,12 +1,13 @@
 """The objects that a step uses and changes: models, optimizers, metrics, variables. Imports no other subpackage.
 
-build         builds and checks the objects that the hooks return, in order
-rejections    rejects objects that would train wrongly without an error
-variables     the variables of the objects by name; those that differ between replicas
-metrics       builds and reads the metrics, and names their results
-gradients     micro-batches, the sum over replicas, clipping, the update
-averages      the moving average of the weights
-hidden_state  the variables that Keras does not list
+build           builds and checks the objects that the hooks return, in order
+rejections      rejects objects that would train wrongly without an error
+variables       the variables of the objects by name; those that differ between replicas
+metrics         builds and reads the metrics, and names their results
+gradients       micro-batches, the sum over replicas, clipping, the update
+averages        the moving average of the weights and statistics
+masked_moments  synchronizes BatchNormalization that is called with a mask
+hidden_state    the variables that Keras does not list
 """
 
 from engine.model.build import TaskObjects, build_models, finish_objects, set_up

@@ -16,6 +16,7 @@ from engine.errors import BadInput, Diverged
 from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
 from engine.model.gradients import inner_optimizers, prepare_optimizer
+from engine.model.masked_moments import synchronize_masked_moments
 from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
 from engine.model.variables import by_name
 from engine.protocols import Metrics, Task
@@ -41,6 +42,7 @@ def set_up(task: Task, settings: Settings) -> None:
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(settings.seed)
     keras.config.set_dtype_policy(settings.precision)
+    synchronize_masked_moments()
 
 
 def build_models(model: Any, features_spec: Any) -> Any:
@@ -99,7 +101,8 @@ class TaskObjects:
     metrics: Metrics
     names: ResultNames
     weights: dict[str, tf.Variable]  # Every variable of the models.
-    average: MovingAverage  # It averages the weights, with --ema-decay.
+    statistics: dict[str, tf.Variable]  # Those of the weights that may differ between replicas, and their averages.
+    average: MovingAverage  # It averages the weights and statistics, with --ema-decay.
     average_statistics: Callable[[], None]  # Gives all replicas the mean of the statistics that each has measured.
     monitor_direction: str  # "min" or "max".
     on_report: Callable[..., None] | None
@@ -115,15 +118,15 @@ class TaskObjects:
 
     def mirrored(self) -> dict[str, tf.Variable]:
         """Returns the variables that have one value on all replicas."""
-        per_replica = variables.per_replica_variables(self.model)
-        weights = {name: each for name, each in self.weights.items() if name not in per_replica}
         averages = {f"average/{name}": each for name, each in self.average.averages.items()}
-        return weights | variables.named(by_name(self.optimizer, "optimizer")) | averages
+        listed = self.weights | variables.named(by_name(self.optimizer, "optimizer")) | averages
+        per_replica = self.per_replica()
+        return {name: each for name, each in listed.items() if name not in per_replica}
 
     def per_replica(self) -> dict[str, tf.Variable]:
         """Returns the variables that may differ between replicas."""
         metrics = {f"metrics/{split}/{name}": each[name] for split, each in self.metrics.items() for name in each}
-        return variables.per_replica_variables(self.model) | variables.named(metrics)
+        return self.statistics | variables.named(metrics)
 
     def results(self, name: str) -> dict[str, float]:
         """Returns the metrics of a dataset as "<name>/<metric>", and resets them: datasets of a split share them."""
@@ -170,20 +173,26 @@ def finish_objects(
         rejections.check_scope(strategy, each, "task.create_metrics")
     rejections.check_loss_objects(task.loss_objects)
     task.optimizer = build_optimizers(task.optimizer, task.model, settings.precision)
+    if not (settings.evaluate_only or settings.evaluate_continuously):
+        rejections.check_trainable(task.optimizer, task.model)
     rejections.check_weight_decay(task.optimizer, task.model)
     build_metrics(task, strategy, batch_specs, recorded)
     names = ResultNames(task.metrics, batch_specs)
     direction = rejections.monitor_direction(names, settings.monitor, settings.monitor_direction)
     weights = variables.model_variables(task.model)
     variables.spread_seeds(strategy, [variable for name, variable in weights.items() if variables.is_seed(name)])
+    average = MovingAverage(variables.averaged_variables(task.model), settings.ema_decay)
+    statistics = variables.per_replica_variables(task.model)
+    statistics |= {f"average/{name}": each for name, each in average.averages.items() if name in statistics}
     return TaskObjects(
         model=task.model,
         optimizer=task.optimizer,
         metrics=task.metrics,
         names=names,
         weights=weights,
-        average=MovingAverage(variables.trainable_variables(task.model), settings.ema_decay),
-        average_statistics=variables.compile_averaging(strategy, task.model),
+        statistics=statistics,
+        average=average,
+        average_statistics=variables.compile_averaging(strategy, statistics.values()),
         monitor_direction=direction,
         on_report=getattr(task, "on_report", None),
     )

@@ -49,6 +49,16 @@ def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
             raise BadInput(f"task.create_loss_objects returned {problem}: {remedy}")
 
 
+def check_trainable(optimizer: Any, model: Any) -> None:
+    """Raises BadInput if an optimizer has nothing to train."""
+    models = by_name(model, "model")
+    for trained in [{name: models[name]} for name in optimizer] if isinstance(optimizer, Mapping) else [models]:
+        if not any(each.trainable_variables for each in trained.values()):
+            problem = f"{', '.join(map(repr, trained))} without trainable variables, so there is nothing to train"
+            remedy = "unfreeze a layer by layer.trainable = True, or create no optimizer for it"
+            raise BadInput(f"task.create_model returned {problem}: {remedy}")
+
+
 def check_weight_decay(optimizer: Any, model: Any) -> None:
     """Raises BadInput if an optimizer excludes variables from weight decay by names that match no variable."""
     names = [variable.name for variable in trainable_variables(model).values()]
@@ -70,6 +80,9 @@ def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
     Raises BadInput if `monitor` is not a result of training or validation, or its direction is unknown.
     """
     if monitor not in names.metrics or split_of(monitor) not in ("train", "validation"):
+        if not names.to_monitor():
+            remedy = "return a dict of them by name, such as {'loss': keras.metrics.Mean()}"
+            raise BadInput(f"--monitor {monitor} is not measured, because task.create_metrics returned none: {remedy}")
         problem = "is not the name of a metric"
         if split_of(monitor) == "validation" and not any(split_of(each) == "validation" for each in names.datasets):
             problem = "is not measured, because task.load_examples('validation') returned None"

@@ -37,6 +37,14 @@ def per_replica_variables(model: Any) -> dict[str, tf.Variable]:
     return _chosen(model, [*seeds, *(each for one in models for each in _statistics(one))])
 
 
+def averaged_variables(model: Any) -> dict[str, tf.Variable]:
+    """Returns the `model_variables` that --ema-decay averages: the trained ones, and the layers' statistics."""
+    models = by_name(model, "model").values()
+    statistics = (each for one in models for layer in layers_of(one) for each in layer._non_trainable_variables)
+    floating = (each for each in statistics if tf.as_dtype(each.dtype).is_floating)
+    return _chosen(model, [*floating, *(each for one in models for each in one.trainable_variables)])
+
+
 def inner_variable(variable: keras.Variable | tf.Variable) -> tf.Variable:
     """Returns TensorFlow's variable; a task's own optimizer or metric may list such variables itself."""
     return variable.value if isinstance(variable, keras.Variable) else variable
@@ -87,17 +95,16 @@ def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable])
     tf.function(strategy.run)(spread)
 
 
-def compile_averaging(strategy: tf.distribute.Strategy, model: Any) -> Callable[[], None]:
-    """Returns a function that gives all replicas the mean of their statistics. Call it before every evaluation."""
-    measured = [variable for one in by_name(model, "model").values() for variable in _statistics(one)]
-    statistics = [variable for variable in measured if variable.dtype.startswith(("float", "bfloat"))]
+def compile_averaging(strategy: tf.distribute.Strategy, per_replica: Iterable[tf.Variable]) -> Callable[[], None]:
+    """Returns a function that gives all replicas the mean of their floating values. Call it before every evaluation."""
+    statistics = [variable for variable in per_replica if variable.dtype.is_floating]
     if strategy.num_replicas_in_sync == 1 or not statistics:
         return lambda: None
 
     def average() -> None:
         replica = tf.distribute.get_replica_context()
         for variable in statistics:
-            variable.assign(replica.all_reduce(tf.distribute.ReduceOp.MEAN, tf.identity(variable.value)))
+            variable.assign(replica.all_reduce(tf.distribute.ReduceOp.MEAN, tf.identity(variable)))
 
     return functools.partial(tf.function(strategy.run), average)
 

@@ -24,7 +24,7 @@ from engine.console import console
 from engine.errors import BadInput, Damaged, Diverged
 from engine.files import as_text, file_sha256, read_json, sync, writing
 from engine.run.progress import Progress
-from engine.run.state import State, Values
+from engine.run.state import State, Values, as_array
 from engine.user_errors import first_line
 
 PROGRESS = "progress.json"
@@ -69,7 +69,8 @@ class Checkpoints:
         self.writer = writer or Writer()
         self._newest: Path | None = None  # The last one that was saved. It may still be pending.
         # A mask may be infinite from the start, but a weight that becomes infinite has diverged.
-        self._infinite = {name for name, variable in state.mirrored.items() if not _all_finite(variable.numpy())}
+        values = {name: as_array(variable.numpy()) for name, variable in state.mirrored.items()}
+        self._infinite = {name for name, value in values.items() if not _all_finite(value)}
 
     def paths(self) -> list[Path]:
         """Returns the checkpoints, oldest first."""
@@ -233,7 +234,7 @@ def read_checkpoint(path: Path) -> tuple[Values, dict[str, Any]]:
     try:
         with plain_name(path / "state") as prefix:
             reader = tf.train.load_checkpoint(prefix)
-            return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}, record
+            return {name: as_array(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}, record
     except (OSError, tf.errors.OpError, LookupError, ValueError, RuntimeError) as problem:
         raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
 
@@ -273,9 +274,10 @@ def weights_sha256(variables: dict[str, tf.Variable]) -> str:
     """Returns the SHA-256, in hex, over each variable's name, dtype, shape and bytes, in the order given."""
     digest = hashlib.sha256()
     for name, variable in variables.items():
-        value = variable.numpy()
+        value = as_array(variable.numpy())
         digest.update(f"{name} {value.dtype} {value.shape}\n".encode())
-        digest.update(value.tobytes())
+        # An array of texts contains their addresses.
+        digest.update(repr(value.tolist()).encode() if value.dtype == object else value.tobytes())
     return digest.hexdigest()
 
 

@@ -7,6 +7,7 @@ saved, because otherwise a resumed run would differ slightly.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -59,11 +60,11 @@ class State:
             host = tf.constant(0).device
             values = {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
         per_replica = {
-            name: np.stack([_read(each).numpy() for each in local_results(variable)])
+            name: np.stack([as_array(_read(each).numpy()) for each in local_results(variable)])
             for name, variable in self.per_replica.items()
         }
         gathered = self.workers.gather(per_replica)  # [workers, replicas of each, ...]
-        return values | {name: value.reshape(-1, *value.shape[2:]) for name, value in gathered.items()}
+        return values | {name: np.concatenate(list(value)) for name, value in gathered.items()}
 
     def assign(self, values: Values) -> None:
         """Sets every variable. Per-replica values of another number of replicas are combined first."""
@@ -84,11 +85,11 @@ class State:
     def differences(self, values: Values) -> list[str]:
         """Returns a text for each variable whose name, dtype or shape differs from `values`."""
         expected = {
-            name: _kind(variable.dtype.name, variable.shape)
+            name: _kind(variable.dtype, variable.shape)
             for name, variable in {**self.mirrored, **self.per_replica}.items()
         }
         found = {
-            name: _kind(value.dtype.name, value.shape[1:] if name in self.per_replica else value.shape)
+            name: _kind(value.dtype, value.shape[1:] if name in self.per_replica else value.shape)
             for name, value in values.items()
         }
         return [
@@ -98,10 +99,15 @@ class State:
         ]
 
 
+def as_array(value: Any) -> np.ndarray:
+    """Returns a value as TensorFlow gives it to NumPy, a single text too, as an array; texts are objects there."""
+    return np.array(value, object) if isinstance(value, bytes) else np.asarray(value)
+
+
 def one_of_replicas(rows: np.ndarray) -> np.ndarray:
-    """Returns one value [...] for the values of all replicas [replicas, ...]: their mean."""
-    # The mean of equal numbers may be rounded to another number, and seeds, which have no mean, get the first one.
-    if rows.dtype.kind in "iu" or (rows == rows[0]).all():
+    """Returns one value [...] for the values of all replicas [replicas, ...]: their mean, or the first of integers."""
+    # The mean of equal numbers may be rounded to another number. Seeds, other integers and texts have no mean.
+    if not tf.as_dtype(rows.dtype).is_floating or (rows == rows[0]).all():
         return rows[0]
     return rows.mean(axis=0, dtype=rows.dtype)
 
@@ -121,5 +127,5 @@ def _read(variable: tf.Variable) -> tf.Tensor:
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
-def _kind(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype}{list(shape)}"
+def _kind(dtype: Any, shape: tuple[int, ...]) -> str:
+    return f"{tf.as_dtype(dtype).name}{list(shape)}"
