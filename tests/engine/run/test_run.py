@@ -52,7 +52,7 @@ class Objects:
 
     def __init__(self) -> None:
         self.weight = tf.Variable(0.0)
-        self.weights, self.average, self.monitor_direction = {"weight": self.weight}, MovingAverage({}, None), "min"
+        self.weights, self.average, self.monitor_direction = {"weight": self.weight}, MovingAverage({}, {}, None), "min"
         self.averaged, self.on_report = 0, None
         self.scores: Iterator[float] = iter(())
 

@@ -118,7 +118,7 @@ class TaskObjects:
 
     def mirrored(self) -> dict[str, tf.Variable]:
         """Returns the variables that have one value on all replicas."""
-        averages = {f"average/{name}": each for name, each in self.average.averages.items()}
+        averages = {f"average/{name}": each for name, each in self.average.state.items()}
         listed = self.weights | variables.named(by_name(self.optimizer, "optimizer")) | averages
         per_replica = self.per_replica()
         return {name: each for name, each in listed.items() if name not in per_replica}
@@ -181,9 +181,14 @@ def finish_objects(
     direction = rejections.monitor_direction(names, settings.monitor, settings.monitor_direction)
     weights = variables.model_variables(task.model)
     variables.spread_seeds(strategy, [variable for name, variable in weights.items() if variables.is_seed(name)])
-    average = MovingAverage(variables.averaged_variables(task.model), settings.ema_decay)
+    # Each micro-batch moves a statistic.
+    momentum = {name: each**settings.micro_batches for name, each in variables.statistics(task.model).items()}
+    averaged = variables.trainable_variables(task.model) | {name: weights[name] for name in momentum}
+    average = MovingAverage(averaged, momentum, settings.ema_decay)
     statistics = variables.per_replica_variables(task.model)
-    statistics |= {f"average/{name}": each for name, each in average.averages.items() if name in statistics}
+    statistics |= {
+        f"average/{name}": each for name, each in average.state.items() if name.removesuffix("/before") in statistics
+    }
     return TaskObjects(
         model=task.model,
         optimizer=task.optimizer,

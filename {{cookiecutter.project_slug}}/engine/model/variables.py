@@ -37,12 +37,16 @@ def per_replica_variables(model: Any) -> dict[str, tf.Variable]:
     return _chosen(model, [*seeds, *(each for one in models for each in _statistics(one))])
 
 
-def averaged_variables(model: Any) -> dict[str, tf.Variable]:
-    """Returns the `model_variables` that --ema-decay averages: the trained ones, and the layers' statistics."""
-    models = by_name(model, "model").values()
-    statistics = (each for one in models for layer in layers_of(one) for each in layer._non_trainable_variables)
-    floating = (each for each in statistics if tf.as_dtype(each.dtype).is_floating)
-    return _chosen(model, [*floating, *(each for one in models for each in one.trainable_variables)])
+def statistics(model: Any) -> dict[str, float]:
+    """Returns the floating `model_variables` that layers change themselves, with their momentum: moving means, say."""
+    layers = [layer for one in by_name(model, "model").values() for layer in layers_of(one)]
+    momentum = {
+        id(each.value): layer.momentum if isinstance(layer, keras.layers.BatchNormalization) else 0.0
+        for layer in layers
+        for each in layer._non_trainable_variables
+        if tf.as_dtype(each.dtype).is_floating
+    }
+    return {name: momentum[id(each)] for name, each in model_variables(model).items() if id(each) in momentum}
 
 
 def inner_variable(variable: keras.Variable | tf.Variable) -> tf.Variable:
