@@ -116,6 +116,9 @@ class Settings:
     much in each process, record files over all processes together."""
     pad_to: tuple[int, ...] | None = None
     """Lengths for sequences of different lengths: each batch is padded with zeros to the smallest one that fits."""
+    allow_changed_data: PerLaunch[bool] = False
+    """Resume although load_examples returns other examples than before; a pass over them that had not ended starts
+    over."""
 
     eager: PerLaunch[bool] = False
     """Run the hooks in Python, so that print() and breakpoint() work in them, best on one replica. Slow."""

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from streaming import stream
 
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data import Batches, load_splits
+from engine.data.examples import DatasetExamples
 from engine.data.splits import each_dataset, load_datasets
 from engine.errors import BadInput
 
@@ -198,3 +200,78 @@ def test_example_that_fails_is_placed_in_its_epoch() -> None:
     error = tf.errors.InvalidArgumentError(None, None, "lost")
     # Of passes of 4 steps, batch 2 of the second is number 6 of all: the first of the third epoch.
     assert "in the batches from step 1 of epoch 3 on" in str(train._rejection(error, 1, 2))
+
+
+# --- Examples that are others -----------------------------------------------------------------------------------------
+
+
+def sha256(dataset: tf.data.Dataset) -> str:
+    examples = DatasetExamples(dataset, "hook", None)
+    examples.cache()
+    return examples.sha256
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("values", "others"),
+    [
+        (np.arange(200), np.arange(200).astype(np.int32)),
+        (np.arange(200), np.arange(200)[::-1]),
+        (np.arange(200), np.where(np.arange(200) == 0, 7, np.arange(200))),
+        (np.zeros(3, np.float32), np.array([0.0, -0.0, 0.0], np.float32)),
+        (["a", "b"], ["a", "c"]),
+        (["a", ""], ["", "a"]),
+        (tf.ragged.constant([[1, 2], [3]]), tf.ragged.constant([[1], [2, 3]])),
+    ],
+)
+def test_other_examples_have_another_hash(
+    values: Any, others: Any, streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if streams:
+        stream(monkeypatch, 10)
+    make = tf.data.Dataset.from_tensor_slices
+    assert sha256(make(values)) == sha256(make(values)) != sha256(make(others))
+
+
+def test_hash_reads_as_much_of_any_dataset_and_paths_may_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def paths(folder: str, names: str = "abc") -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(([f"{folder}/{name}/0.png" for name in names], [*range(len(names))]))
+
+    assert sha256(paths("data")) == sha256(paths("/mnt/other/data")) != sha256(paths("data", "abd"))
+    values = np.arange(10_000)
+    assert sha256(tf.data.Dataset.from_tensor_slices(values)) != sha256(
+        tf.data.Dataset.from_tensor_slices(np.where(values == 9_999, 0, values))
+    )
+    read = []
+
+    def examples():
+        for number in range(10_000):
+            read.append(number)
+            yield number
+
+    stream(monkeypatch, 10)
+    dataset = tf.data.Dataset.from_generator(examples, output_signature=tf.TensorSpec([], tf.int64))
+    sha256(dataset.apply(tf.data.experimental.assert_cardinality(10_000)))
+    assert len(read) < 100
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_evaluations_draw_other_numbers_than_training_and_each_other(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if streams:
+        stream(monkeypatch, 40)
+
+    def draw(features, labels, *, training, seed):
+        return tf.random.stateless_uniform([], seed, maxval=2**31 - 1, dtype=tf.int32), labels
+
+    examples = {
+        "train": numbers(0, 40),
+        "validation": {"a": numbers(0, 40), "b": numbers(0, 40)},
+        "test": numbers(0, 40),
+    }
+    batches = load(examples, prepare=draw)
+    drawn = {name: joined(features(each)) for name, each in batches.items()}
+    assert len(set(joined(drawn.values()))) == 4 * 40
+    assert drawn == {name: joined(features(each)) for name, each in load(examples, prepare=draw).items()}
+    assert joined(features(batches["test"], epoch=3)) == drawn["test"]

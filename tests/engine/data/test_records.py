@@ -477,4 +477,5 @@ def test_records_of_every_split_share_what_prepares_them(files: Records) -> None
 
     config = Config(simulated_devices=1)
     found = load_splits(("train", "validation", "test"), Task, config, create_strategy(config))
-    assert {split: each.fingerprint["records"] for split, each in found.items()} == dict.fromkeys(found, COUNT)
+    assert {split: each.fingerprint()["examples"] for split, each in found.items()} == dict.fromkeys(found, COUNT)
+    assert batches(files).fingerprint() == batches(files).fingerprint() != batches(files.take(COUNT - 1)).fingerprint()

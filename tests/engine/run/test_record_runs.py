@@ -96,7 +96,7 @@ def test_killed_damaged_and_changed_files_end_bit_equal_or_are_refused(
         with pytest.raises(InterruptedError):
             outcome(tmp_path / "killed")
     config = json.loads((tmp_path / "killed" / "config.json").read_text(encoding="utf-8"))
-    assert {split: each["records"] for split, each in config["records"].items()} == {
+    assert {split: each["examples"] for split, each in config["data"].items()} == {
         "train": 1258,
         "validation": 242,
         "test": 297,
@@ -107,10 +107,10 @@ def test_killed_damaged_and_changed_files_end_bit_equal_or_are_refused(
     # Refused while the files are others, with as many records.
     write(path, range(501, 701))
     line = ended(tmp_path / "killed")
-    assert line.startswith(f"ERROR: {data}/train*.tfrecord: the 'train' records (1,258 in 3 files) differ from ")
-    assert "those the run started with (1,258 in 3): restore the files" in line
+    assert line.startswith("ERROR: task.load_examples('train') returned other examples than the run has used so far (")
+    assert "(1258 examples then and now, not the same ones): restore the data" in line
     write(path, range(500, 690))
-    assert "(1,248 in 3 files) differ from those the run started with (1,258 in 3)" in ended(tmp_path / "killed")
+    assert "(1258 examples then, 1248 now)" in ended(tmp_path / "killed")
 
     # A record whose data are damaged ends it when it is read, and nothing is lost.
     spoiled = bytearray(content)

@@ -334,12 +334,59 @@ def test_end_of_an_epoch_that_is_no_pass_is_a_position_of_its_number_of_workers(
     newest = (Path("step-00000007"), {"weight": np.float32(7.0)}, progress)
     monkeypatch.setattr(start, "read_newest", lambda *_: newest)
     run.objects.optimizers = {}
-    batches = {"train": SimpleNamespace(shards_by_file=shards_by_file, fingerprint=None)}
+    batches = {"train": SimpleNamespace(shards_by_file=shards_by_file)}
     if shards_by_file and steps_per_epoch:
         with pytest.raises(BadInput, match=r"pass on 2 worker\(s\), and there are 1 \(.*\): resume with 2$"):
-            start._resume(run, batches)
+            start._resume(run, batches, {})
     else:
-        assert start._resume(run, batches) == (progress, "resumed from step-00000007")
+        assert start._resume(run, batches, {}) == (progress, "resumed from step-00000007")
+
+
+def fingerprint(count: int) -> dict[str, Any]:
+    return {"examples": count, "element_spec": "int32[]", "sha256": "a", "steps_per_epoch": count}
+
+
+@pytest.mark.parametrize(
+    ("steps", "ended", "changed", "left", "reset", "end"),
+    [
+        # Within an epoch, and in a validation inside it, of which one dataset has ended.
+        ({"train": 3}, [], ["train"], [], ["train"], 13 + 2 * 4),
+        ({"train": 3}, [], ["validation/a"], ["train"], [], None),
+        ({"train": 3, "validation/b": 1}, ["validation/a"], ["train"], [], ["train", "validation/b"], 13 + 2 * 4),
+        ({"train": 3, "validation/b": 1}, ["validation/a"], ["validation/a"], ["train"], ["validation/b"], None),
+        # In the validation after an epoch, which is not trained again; between epochs.
+        ({"validation/b": 1}, ["train", "validation/a"], ["train"], ["train"], ["validation/b"], 13 + 4),
+        ({"validation/b": 1}, ["train", "validation/a"], ["validation/b"], ["train"], ["validation/b"], None),
+        ({}, [], ["train"], [], [], 13 + 2 * 4),
+    ],
+)
+def test_passes_over_changed_examples_start_over(
+    steps: dict[str, int],
+    ended: list[str],
+    changed: list[str],
+    left: list[str],
+    reset: list[str],
+    end: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    begin: Callable[..., Run],
+) -> None:
+    run, found = begin(epochs=3, allow_changed_data=True, monitor="validation/a/loss"), []
+    before = {name: fingerprint(5) for name in ("train", "validation/a", "validation/b")}
+    metrics = {name: {f"{name}/loss": 1.0} for name in ended}
+    progress = Progress(1, 13, steps, metrics, best_epoch=1, best_step=10, best_score=0.5, data=before)
+    monkeypatch.setattr(start, "read_newest", lambda *_: (Path("step-00000013"), {"weight": np.float32(0.0)}, progress))
+    run.objects.optimizers, run.objects.reset = {}, found.append
+    batches = {name: SimpleNamespace(shards_by_file=False) for name in before}
+    progress, message = start._resume(run, batches, {**before, **{name: fingerprint(4) for name in changed}})
+    assert [*progress.steps_of_pass, *progress.metrics] == left
+    assert found == reset
+    assert message == f"resumed from step-00000013; {changed[0]!r} has changed (5 examples then, 4 now)" + (
+        "; 5 steps per epoch then, 4 now: the learning-rate schedule spans 12 steps instead of 15, and the training "
+        f"ends after step {end}"
+        if end
+        else ""
+    )
+    assert (progress.best_step, progress.best_score) == (10, None if changed == ["validation/a"] else 0.5)
 
 
 def test_sets_that_are_gone_are_forgotten_at_a_resume(
@@ -353,7 +400,8 @@ def test_sets_that_are_gone_are_forgotten_at_a_resume(
     monkeypatch.setattr(start, "read_newest", lambda *_: newest)
     run.objects.optimizers, run.objects.reset = {}, reset.append
     names = ("train", "validation/kept", "validation/new")
-    progress, _ = start._resume(run, {name: SimpleNamespace(shards_by_file=False, fingerprint=None) for name in names})
+    data = {"train": fingerprint(4)}  # The checkpoint is of a version that recorded none.
+    progress, _ = start._resume(run, {name: SimpleNamespace(shards_by_file=False) for name in names}, data)
     run.start(progress)
     assert reset == ["validation/old"]
     assert run.progress.steps_of_pass == {"train": 10}
@@ -362,16 +410,20 @@ def test_sets_that_are_gone_are_forgotten_at_a_resume(
 
 def test_other_examples_than_the_first_process_has_are_refused_in_every_process() -> None:
     def batches(count: int, sha256: str) -> dict[str, Any]:
-        return {"train": SimpleNamespace(number_of_examples=count, fingerprint={"sha256": sha256, "patterns": "here"})}
+        made = {"examples": count, "sha256": sha256}
+        return {"train": SimpleNamespace(shards_by_file=by_file, fingerprint=lambda: made)}
 
     def check(chiefs: dict[str, Any], own: dict[str, Any], others: list[str]) -> None:
         of_chief: list[Any] = []
         chief = SimpleNamespace(from_chief=lambda own: of_chief.append(own()) or own(), names_where=lambda _: others)
         with contextlib.suppress(BadInput):
-            start._check_same_examples(chief, chiefs)
+            start._same_data(chief, chiefs)
         worker = SimpleNamespace(from_chief=lambda _: of_chief[0], names_where=lambda flag: others if flag else [])
-        start._check_same_examples(worker, own)
+        assert start._same_data(worker, own) == of_chief[0]
 
+    by_file = True
+    check(batches(9, "a"), batches(9, "b"), ["worker 1"])
+    by_file = False
     check(batches(9, "a"), batches(9, "a"), ["worker 1"])
     for count, sha256 in ((9, "b"), (8, "a")):
         with pytest.raises(BadInput, match=rf"worker 1: .* than in the first process \(here {count} for 'train'\)"):

@@ -540,7 +540,7 @@ def test_changed_learning_rate_is_printed_and_every_optimizer_takes_its_own(
         train.run.save()
         for value, expected in ((0.001, printed), (0.003, "")):
             train.build(Config(run_dir=tmp_path, learning_rate=value))
-            assert _resume(train.run, train.batches)[1] == f"resumed from step-00000020{expected}"
+            assert _resume(train.run, train.batches, {})[1] == f"resumed from step-00000020{expected}"
             if rates and value == 0.001:
                 assert list(train.run.objects.learning_rates().values()) == pytest.approx(rates)
 
@@ -597,6 +597,64 @@ def test_position_in_an_epoch_by_files_is_of_its_number_of_workers_only(
         # At the beginning of an epoch there is no position yet.
         shutil.rmtree(newest)
         assert run(tmp_path, *flags)["step"] == 60
+
+
+# --- Examples that have changed ---------------------------------------------------------------------------------------
+
+
+def test_changed_examples_are_refused_and_used_on_purpose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, ended: Callable[..., tuple[int, str]]
+) -> None:
+    load_examples, flags = task.load_examples, ("--epochs=4", "--steps-per-execution=1")
+
+    def load(change: str, changed: str = "train") -> Callable[[str], tf.data.Dataset]:
+        changes = {
+            "fewer": lambda examples: examples.take(180),
+            "others": lambda examples: examples.skip(300).take(240),
+            "int64": lambda examples: examples.take(240).map(lambda image, label: (image, tf.cast(label, tf.int64))),
+        }
+        change = changes.get(change, lambda examples: examples.take(240))
+        return lambda split: change(load_examples(split)) if split == changed else load_examples(split).take(240)
+
+    def use(*change: str) -> None:
+        monkeypatch.setattr(task, "load_examples", load(*change))
+
+    use("")
+    with monkeypatch.context() as stopping:
+        stopping.setattr(Signals, "check", stopped_after(1 + 4 + 3 + 1))  # After step 6, of which 4 are of epoch 1.
+        assert ended(tmp_path, *flags)[0] == 42
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    monkeypatch.setattr(task, "prepare_example", lambda image, label: (image, tf.cast(label, tf.int32)))
+    used = "returned other examples than the run has used so far ("
+    for change, difference in (
+        (("fewer",), f"('train') {used}240 examples then, 180 now): restore the data, use another --run-dir or"),
+        (("others",), f"('train') {used}240 examples then and now, not the same ones)"),
+        (("int64",), f"('train') {used}(float32[8, 8, 1], int32[]) then, (float32[8, 8, 1], int64[]) now)"),
+        (("fewer", "test"), f"('test') {used}240 examples then, 180 now)"),
+    ):
+        use(*change)
+        code, line = ended(tmp_path, *flags)
+        assert (code, difference in line) == (2, True), line
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+    use("fewer")
+    with monkeypatch.context() as killing, pytest.raises(InterruptedError):
+        killing.setattr(Signals, "check", killed_after(2))
+        run(tmp_path, *flags, "--allow-changed-data")
+    assert (
+        "resumed from step-00000006; 'train' has changed (240 examples then, 180 now); 4 steps per epoch then, 3 now: "
+        "the learning-rate schedule spans 12 steps instead of 16, and the training ends after step 15"
+    ) in capsys.readouterr().out
+    assert used in ended(tmp_path, *flags)[1]  # Nothing was saved since, so the newest checkpoint is of the others.
+    with monkeypatch.context() as stopping:
+        stopping.setattr(Signals, "check", stopped_after(5))
+        assert ended(tmp_path, *flags, "--allow-changed-data")[0] == 42
+    data = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["data"]
+    assert {name: each["examples"] for name, each in data.items()} == {"train": 180, "validation": 179, "test": 240}
+    result = run(tmp_path, *flags)
+    assert "has changed" not in capsys.readouterr().out
+    assert [row["step"] for row in rows(tmp_path)] == ["4", "9", "12", "15"]
+    assert result["step"] == 15
 
 
 # --- Validation beside training ---------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from engine.check import measure
 from engine.check.causes import why_losses_differ
 from engine.check.measure import Measured, close
 from engine.cluster.strategy import create_strategy
-from engine.data.examples import hook_of
+from engine.data.examples import hook_of, sha256_of
 from engine.data.records import Records
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
@@ -87,7 +86,7 @@ def _check_repeats(hook: str, results: str, draws: list[str], python: list[str],
 
 def _check_examples(program: Program, task: Task, settings: Settings, global_batch_size: int) -> Iterator[Check]:
     for split in program.SPLITS:
-        once, again = (each_dataset(task.load_examples(split), _fingerprints) for _ in range(2))
+        once, again = (each_dataset(task.load_examples(split), _fingerprint) for _ in range(2))
         if once != again:
             text = "returned other examples the second time: keep their order; the engine shuffles them"
             raise BadInput(f"task.load_examples({split!r}) {text}")
@@ -101,13 +100,10 @@ def _check_examples(program: Program, task: Task, settings: Settings, global_bat
     yield Check(True, "--global-batch-size", text)
 
 
-def _fingerprints(examples: Any) -> list[bytes]:
-    """Returns the bytes of the first examples; none for what the engine rejects later."""
-    if not isinstance(examples, tf.data.Dataset | Records):
-        return []
-    first = examples.take(EXAMPLES_READ_TWICE).as_numpy_iterator()
-    # Texts are objects, whose bytes are addresses; pickle takes any value.
-    return [pickle.dumps([np.asarray(part).tolist() for part in tf.nest.flatten(example)]) for example in first]
+def _fingerprint(examples: Any) -> str:
+    """Returns a hash of the first examples; "" for what the engine rejects later."""
+    examples = examples.dataset() if isinstance(examples, Records) else examples
+    return sha256_of(examples.take(EXAMPLES_READ_TWICE)) if isinstance(examples, tf.data.Dataset) else ""
 
 
 def _check_batches(program: Program, task: Task) -> Iterator[Check]:

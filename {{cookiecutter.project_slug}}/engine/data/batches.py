@@ -10,9 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.data.element_spec import batched, bytes_of, is_static, unbatched
+from engine.data.element_spec import as_text, batched, bytes_of, is_static, unbatched
 from engine.data.examples import Examples, Shard, hook_of, input_options
-from engine.data.preparation import Preparation, pass_seed
+from engine.data.preparation import Preparation, evaluation_seed, pass_seed
 from engine.data.stacks import Sizes, StackIterator, Stacks, on_replicas, stack_sizes, stacked
 from engine.errors import BadInput
 from engine.settings import Settings
@@ -42,7 +42,6 @@ class Batches:
         shards_by_file: whether each of several processes loads files of its own.
         element_spec: of a per-replica batch: static shapes [batch, ...].
         examples: the examples that this process loads, in their order.
-        fingerprint: of record files, which must be the same when a run is resumed; None for other examples.
         traced: what task.prepare_example does; None if it runs in Python, with --eager.
         stacks: how steps take batches out of the stacks that `iterator` yields.
     """
@@ -73,7 +72,7 @@ class Batches:
         loaders = len(examples)  # The processes, if each loads files of its own; else 1.
         self._loader = context.input_pipeline_id % loaders
         self.examples, self._preparation = examples[self._loader], preparation
-        self.fingerprint, example_spec = self.examples.fingerprint, self.examples.element_spec
+        example_spec = self.examples.element_spec
         self._prepared = preparation.trace(
             example_spec, hook_of(name), first_example=lambda: next(iter(self.examples.unshuffled()))[1]
         )
@@ -113,6 +112,15 @@ class Batches:
         """Element spec of an example's prepared features; with --pad-to, sequences are of unknown length."""
         features, padding = unbatched(self.element_spec[0]), self.stacks.padding
         return padding.of_any_length(features) if padding else features
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns JSON values by which a resumed run, or another process, notices other examples."""
+        return {
+            "examples": self.number_of_examples,
+            "element_spec": as_text(self.examples.element_spec),
+            "sha256": self.examples.sha256,
+            "steps_per_epoch": self.steps_per_epoch,
+        }
 
     def examples_in_epoch(self, epoch: int) -> int:
         """Returns how many examples, without padding, an epoch takes."""
@@ -174,7 +182,7 @@ class Batches:
     def _pass(self, number: tf.Tensor, first_step: tf.Tensor) -> tf.data.Dataset:
         """Returns the prepared examples of this process in a pass from a step on, any number [n, ...] in an element."""
         # In evaluation every pass is the same.
-        seed = pass_seed(self._seed, number if self._training else tf.zeros_like(number))
+        seed = pass_seed(self._seed, number) if self._training else evaluation_seed(self._seed, self.name)
         length_and_seed = self.examples.length, tf.stack([seed, self._loader])
         order_seed = seed if self._training else None
         shard, size = self._shard, self._shard.examples_per_batch

@@ -7,10 +7,13 @@ import abc
 import copy
 import dataclasses
 import functools
+import hashlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from engine.data.element_spec import bytes_in_buffer, bytes_of, is_exact, is_static, measured_bytes
@@ -20,6 +23,7 @@ from engine.user_errors import first_line, is_users, where_raised
 BYTES_IN_MEMORY = 2**29  # Examples of up to this size are read once and cached.
 MARGIN = 1.5  # Where only the first examples were measured, the others may be larger.
 SECONDS_TO_SEARCH = 60.0  # How long to search for the example that cannot be read or prepared.
+HASHED, HASHED_OF_STREAM = 64, 16  # Examples that `sha256` is made of, however many there are.
 PARALLEL_CALLS = 64  # More calls at once than there are cores, so that a core finds the next one waiting.
 
 
@@ -50,11 +54,11 @@ class Examples(abc.ABC):
     Attributes:
         length: the number of examples.
         element_spec: of one example.
-        fingerprint: of the files that the examples are in, for a resumed run to compare; None if these are not known.
+        sha256: a hash that changes with the examples, or with some of them; known after `cache`.
         may_be_cached: whether examples that fit into memory are read once and cached; others are streamed.
     """
 
-    fingerprint: dict[str, Any] | None = None
+    sha256 = ""
     may_be_cached = True
 
     def __init__(self, hook: str, length: int, element_spec: Any) -> None:
@@ -153,15 +157,22 @@ class DatasetExamples(Examples):
         return f"streamed, {examples}, {megabytes(taken)} in each process", taken
 
     def cache(self) -> None:
-        if self._dataset is None:
+        if self.sha256:
             return
         try:
             if self.fits_in_memory:
                 with tf.device("CPU:0"):
                     self._cached = self._dataset.batch(self.length).with_options(input_options()).get_single_element()
                 self._dataset = None  # It may refer to arrays, which would stay in memory too.
-            elif self._shuffle_bytes is not None:
-                _ = self.buffer_size  # If the first examples cannot be read, this is noticed now.
+                places = np.linspace(0, self.length - 1, HASHED, dtype=np.int64)
+                hashed: Any = [
+                    tf.nest.map_structure(lambda part: _without_folder(tf.gather(part, places)), self._cached)
+                ]
+            else:
+                if self._shuffle_bytes is not None:
+                    _ = self.buffer_size  # If the first examples cannot be read, this is noticed now.
+                hashed = self._dataset.take(HASHED_OF_STREAM).with_options(input_options())
+            self.sha256 = sha256_of(hashed)
         except tf.errors.OpError as problem:
             raise self.rejection(problem, self._dataset, "while it was read") from problem
 
@@ -221,6 +232,24 @@ def hook_of(name: str) -> str:
     """Returns the call that loads a dataset, for messages: "task.load_examples('validation')['easy']"."""
     split, _, dataset = name.partition("/")
     return f"task.load_examples({split!r})" + (f"[{dataset!r}]" if dataset else "")
+
+
+def sha256_of(examples: Iterable[Any]) -> str:
+    """Returns a hash of the values, dtypes and shapes of all tensors of some examples, in hex."""
+    sha256 = hashlib.sha256()
+    for example in examples:
+        for part in tf.nest.flatten(example, expand_composites=True):
+            sha256.update(tf.io.serialize_tensor(part).numpy())
+    return sha256.hexdigest()
+
+
+def _without_folder(part: tf.Tensor) -> tf.Tensor:
+    """Returns texts without the folder that all have in common: the same files may lie elsewhere on each machine."""
+    if part.dtype != tf.string:
+        return part
+    # Not commonpath, because texts may be no paths.
+    folder, separator, _ = os.path.commonprefix(part.numpy().ravel().tolist()).rpartition(b"/")  # noqa: RUF071
+    return tf.strings.substr(part, len(folder + separator), tf.int32.max)
 
 
 def megabytes(size: int) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -187,9 +188,9 @@ class Preparation:
         return (parts[:2], parts[2]) if len(parts) == 3 and self._takes_two else (parts, None)
 
 
-def evaluation_seed(seed: int) -> tf.Tensor:
-    """Returns the seed (int64, [2]) from which, with its place, the seed of an example is made in an evaluation."""
-    return tf.stack([pass_seed(seed, tf.zeros([], tf.int64)), 0])
+def evaluation_seed(seed: int, dataset: str) -> tf.Tensor:
+    """Returns the seed, as of a pass, of every evaluation of a dataset: another one for each, and than in training."""
+    return pass_seed(seed, tf.constant(-1 - zlib.crc32(dataset.encode()), tf.int64))
 
 
 def pass_seed(seed: int, number: tf.Tensor) -> tf.Tensor:

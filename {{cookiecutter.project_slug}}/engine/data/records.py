@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -41,9 +40,6 @@ class Records:
     def __init__(self, *patterns: str | Path | list[str | Path]) -> None:
         self.patterns = [os.fspath(each) for each in tf.nest.flatten(patterns)]
         self._count: int | None = None
-
-    def __str__(self) -> str:
-        return ", ".join(self.patterns)
 
     def take(self, count: int) -> "Records":
         """Returns the first records only."""
@@ -80,14 +76,11 @@ class Records:
     def examples(self, hook: str, shuffle_bytes: int | None) -> "RecordExamples":
         """Returns the examples; with None they are not shuffled. Raises BadInput if they cannot be read."""
         files = index_files(self.paths(hook))
-        sha256 = hashlib.sha256("".join(each.sha256 for each in files).encode()).hexdigest()
-        length = sum(each.length for each in files)
-        fingerprint = {"patterns": str(self), "files": len(files), "records": length, "sha256": sha256}
         if self._count is not None:
             firsts = itertools.accumulate((each.length for each in files), initial=0)
             left = [(each, self._count - first) for each, first in zip(files, firsts, strict=False)]
             files = [dataclasses.replace(each, offsets=each.offsets[: count + 1]) for each, count in left if count > 0]
-        return RecordExamples(files, hook, shuffle_bytes, fingerprint)
+        return RecordExamples(files, hook, shuffle_bytes)
 
 
 def segment_count(examples_per_batch: int) -> int:
@@ -98,12 +91,11 @@ def segment_count(examples_per_batch: int) -> int:
 class RecordExamples(Examples):
     """The records of files, never cached."""
 
-    def __init__(
-        self, files: list[FileIndex], hook: str, shuffle_bytes: int | None, fingerprint: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, files: list[FileIndex], hook: str, shuffle_bytes: int | None) -> None:
         """`shuffle_bytes` is for the windows of all processes that share a batch; None: no shuffling."""
         super().__init__(hook, sum(each.length for each in files), tf.TensorSpec([], tf.string))
-        self._files, self.fingerprint = files, fingerprint
+        self._files = files
+        self.sha256 = hashlib.sha256("".join(each.sha256 for each in files).encode()).hexdigest()
         self._file_first = np.cumsum([0, *(each.length for each in files)])
         self._bytes_of_files = sum(int(each.offsets[-1]) for each in files)
         bytes_of_block = min(BYTES_OF_BLOCK, max(1, self._bytes_of_files // BLOCKS_OF_SMALL_DATASET))

@@ -27,6 +27,7 @@ class Progress:
     workers: int = 1  # The number of processes in which the run last trained.
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     """The last --learning-rate, and the constant rate that task.create_optimizer gave to each optimizer."""
+    data: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # dataset -> its fingerprint
 
     def add(self, name: str, steps: int, seconds: float, waited: float) -> None:
         """Counts steps of a pass over a dataset, the seconds that they took, and the seconds waited for batches."""

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+from collections.abc import Collection
 from typing import Any
 
 from engine.cluster.launcher import START_ID
 from engine.cluster.workers import Workers
 from engine.console import console, print_result
 from engine.data.batches import Batches
+from engine.data.examples import hook_of
 from engine.errors import BadInput
 from engine.files import read_json, write_json
 from engine.model.variables import is_seed
@@ -18,7 +20,7 @@ from engine.run.initial_weights import load_initial_weights
 from engine.run.progress import Progress
 from engine.run.run import Run
 from engine.run.state import State, Values
-from engine.run.summary import describe_records, describe_run, describe_start, print_summary
+from engine.run.summary import describe_run, describe_start, print_summary
 from engine.settings import CONFIG, Settings
 from engine.tracing import unrepeatable_in_preparation, unrepeatable_in_step
 
@@ -55,17 +57,17 @@ def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: W
 def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) -> None:
     """Starts the run and its files. Raises BadInput, before anything is written, if it cannot."""
     settings, from_chief = run.settings, run.workers.from_chief
-    _check_same_examples(run.workers, batches)
+    for each in batches.values():
+        each.examples.cache()  # Examples that cannot be read are rejected before anything is written.
+    data = _same_data(run.workers, batches)
     _check_steps(run, batches)
     fresh = from_chief(lambda: _is_fresh(settings))
-    start = None if fresh else _resume(run, batches)
+    start = None if fresh else _resume(run, batches, data)
     if start is None:
         message = initialize(run) if settings.init_from else "with new weights"
         start = Progress(learning_rates=_created_rates(run)), message
     progress, message = start
-    for each in batches.values():
-        each.examples.cache()  # Examples that cannot be read are rejected before anything is written.
-    progress.workers = run.workers.count
+    progress.workers, progress.data = run.workers.count, data
     run.start(progress)
     from_chief(lambda: _write_files(run, directory, batches, fresh))
     print_summary(run, batches, message)
@@ -83,15 +85,22 @@ def _is_fresh(settings: Settings) -> bool:
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_same_examples(workers: Workers, batches: dict[str, Batches]) -> None:
-    """Raises BadInput in every process if their examples differ: each would take its shard of another order."""
-    own = {name: (each.number_of_examples, (each.fingerprint or {}).get("sha256")) for name, each in batches.items()}
-    if others := workers.names_where(own != workers.from_chief(lambda: own)):
-        counts = ", ".join(f"{count:,} for {name!r}" for name, (count, _) in own.items())
+def _same_data(workers: Workers, batches: dict[str, Batches]) -> dict[str, dict[str, Any]]:
+    """Returns the fingerprint of each dataset.
+
+    Raises BadInput in every process if their examples differ: each would take its shard of another order.
+    """
+    own = {name: each.fingerprint() for name, each in batches.items()}
+    data = workers.from_chief(lambda: own)
+    if batches["train"].shards_by_file:  # Each process loads files of its own.
+        own = {name: {**each, "sha256": data.get(name, each)["sha256"]} for name, each in own.items()}
+    if others := workers.names_where(own != data):
+        counts = ", ".join(f"{each['examples']:,} for {name!r}" for name, each in own.items())
         raise BadInput(
             f"{', '.join(others)}: task.load_examples returned other examples than in the first process (here "
             f"{counts}): give all processes the same files"
         )
+    return data
 
 
 def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
@@ -109,26 +118,31 @@ def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
         console.print(text)
 
 
-def _check_same_records(run: Run, batches: dict[str, Batches]) -> None:
-    """Raises BadInput if the record files of a dataset differ from the files that the run started with."""
-    recorded = (read_json(run.settings.run_dir / CONFIG) or {}).get("records", {})
-    for name, now in describe_records(batches).items():
-        before = recorded.get(name, now)
-        if any(now[key] != before.get(key) for key in ("files", "records", "sha256")):
-            raise BadInput(
-                f"{now['patterns']}: the {name!r} records ({now['records']:,} in {now['files']} files) differ from "
-                f"those the run started with ({before.get('records'):,} in {before.get('files')}): restore the files, "
-                "or use another --run-dir, or --fresh"
-            )
+def _changed_data(settings: Settings, before: dict[str, Any], data: dict[str, Any]) -> dict[str, str]:
+    """Returns how each dataset differs from what the run has used so far. Raises BadInput unless that is allowed."""
+    changed: dict[str, str] = {}
+    for name, now in data.items():
+        then = before.get(name, now)
+        shown = {"examples": "{} examples then, {} now", "element_spec": "{} then, {} now"}
+        texts = [text.format(then[key], now[key]) for key, text in shown.items() if then[key] != now[key]]
+        if texts or then["sha256"] != now["sha256"]:
+            changed[name] = ", ".join(texts) or f"{now['examples']} examples then and now, not the same ones"
+    if changed and not settings.allow_changed_data:
+        name, text = next(iter(changed.items()))
+        raise BadInput(
+            f"{hook_of(name)} returned other examples than the run has used so far ({text}): restore the data, use "
+            "another --run-dir or --fresh, or continue with these examples with --allow-changed-data"
+        )
+    return changed
 
 
 # --- The state --------------------------------------------------------------------------------------------------------
 
 
-def _resume(run: Run, batches: dict[str, Batches]) -> tuple[Progress, str] | None:
+def _resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tuple[Progress, str] | None:
     """Restores the newest intact checkpoint; returns its progress and "resumed from ...", or None if there is none.
 
-    Raises BadInput if the run cannot be resumed.
+    `data` has the fingerprints of the datasets. Raises BadInput if the run cannot be resumed.
     """
     settings, from_chief, workers = run.settings, run.workers.from_chief, run.workers.count
     newest = from_chief(lambda: read_newest(run.checkpoints, run.best))
@@ -149,12 +163,19 @@ def _resume(run: Run, batches: dict[str, Batches]) -> tuple[Progress, str] | Non
             f"{path} is from the middle of a pass on {progress.workers} worker(s), and there are {workers} (with "
             f"input_context the batches depend on that number): resume with {progress.workers}{later}"
         )
-    from_chief(lambda: _check_same_records(run, batches))
+    is_shared_alike = progress.workers == workers or not batches["train"].shards_by_file
+    changed = _changed_data(settings, progress.data, data) if is_shared_alike else {}
     created = _created_rates(run)
     run.checkpoints.state.assign(values)
-    for name in progress.forget_others(batches):
+    kept: Collection[str] = batches
+    if changed:  # An evaluation starts over anyway, but an epoch only if its own examples have changed.
+        kept = ["train"] if "train" not in changed or "train" in progress.metrics else []
+    for name in progress.forget_others(kept):
         run.objects.reset(name)
-    return progress, f"resumed from {path.name}{_set_changed_rates(run, progress, created)}"
+    if any(settings.monitor.startswith(f"{name}/") for name in changed):
+        progress.best_score = None  # The scores of other examples cannot be compared.
+    message = f"resumed from {path.name}{_set_changed_rates(run, progress, created)}"
+    return progress, message + _describe_changes(settings, progress, changed, data)
 
 
 def initialize(run: Run) -> str:
@@ -197,6 +218,20 @@ def _set_changed_rates(run: Run, progress: Progress, created: dict[str, float]) 
             if name in run.objects.optimizers:
                 run.objects.optimizers[name].learning_rate = rate
     return "".join(f"; {where} {change}" for change, where in texts.items())
+
+
+def _describe_changes(settings: Settings, progress: Progress, changed: dict[str, str], data: dict[str, Any]) -> str:
+    """Returns which datasets have changed, and what that does to the schedule, to append to "resumed from ..."."""
+    text = "".join(f"; {name!r} has changed ({each})" for name, each in changed.items())
+    before, now = (each["train"]["steps_per_epoch"] if changed else 0 for each in (progress.data, data))
+    if before == now:
+        return text
+    epochs = settings.epochs
+    end = progress.step + (epochs - progress.epoch - ("train" in progress.metrics)) * now
+    return (
+        f"{text}; {before} steps per epoch then, {now} now: the learning-rate schedule spans {epochs * now} steps "
+        f"instead of {epochs * before}, and the training ends after step {end}"
+    )
 
 
 # --- The files --------------------------------------------------------------------------------------------------------

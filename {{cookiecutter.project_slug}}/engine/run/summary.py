@@ -38,7 +38,7 @@ def describe_run(run: Run, batches: dict[str, Batches], earlier: dict[str, Any])
         # --export and predict.py have no data, so they read the element specs here.
         "example": element_spec.encode(last.examples.element_spec),
         "features": element_spec.encode(last.features_spec),
-        "records": describe_records(batches),
+        "data": run.progress.data,
     }
 
 
@@ -66,11 +66,6 @@ def _git_commit() -> str | None:
         return f"{commit} and changes" if git("status", "--porcelain", "--untracked-files=no") else commit
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def describe_records(batches: dict[str, Batches]) -> dict[str, Any]:
-    """Returns the fingerprints of the datasets' record files, for config.json: a resume needs the same files."""
-    return {name: each.fingerprint for name, each in batches.items() if each.fingerprint}
 
 
 def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:

@@ -86,7 +86,7 @@ def compiled_predict_step(task: Task, features_spec: Any) -> tf.types.experiment
 def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_spec: Any) -> Endpoint:
     lengths = settings.pad_to or ()
     preparation = Preparation(task.prepare_example, training=False, pad_to=lengths)
-    prepared, seed = preparation.trace(example_spec), evaluation_seed(settings.seed)
+    prepared, seed = preparation.trace(example_spec), tf.stack([evaluation_seed(settings.seed, "test"), 0])
     if prepared.batch_spec[0] != of_largest_length(serve.spec, lengths):
         fact = f"{as_text(prepared.batch_spec[0])}, and the run in {settings.run_dir} has {as_text(serve.spec)}"
         raise BadInput(f"task.prepare_example returns features of {fact}: restore the hook it was trained with")
