@@ -59,39 +59,39 @@ class Report:
         self._lines = Lines(names, settings.monitor, rest=str(path))
         self.direction, self._resumed = direction, resumed
         self._curves_drawn = time.monotonic()
-        self._losses: list[np.ndarray] = []  # The losses since the last row of steps.csv.
-        self._seconds = 0.0
+        self._count, self._loss, self._batches, self._seconds = 0, 0.0, 0.0, 0.0  # Since the last row of steps.csv.
         self._on_report_failed = False
         self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
 
     def steps(
-        self, step: int, epoch: int, losses: np.ndarray, seconds: float, latest: Callable[[], dict[str, float]]
+        self, step: int, epoch: int, losses: np.ndarray, batches: float, seconds: float, rates: Callable[[], Row]
     ) -> None:
         """Counts an execution of training steps; writes a row of steps.csv about once a second.
 
-        `step`, the last one over all epochs, and `epoch` count from 1. `losses` are the steps' losses ([count]), and
-        `seconds` the time of all of them. `latest` returns the learning rates; it is called when a row is due.
+        `step`, the last one over all epochs, and `epoch` count from 1. `losses` are the steps' losses ([count]), whose
+        mean is over `batches`, and `seconds` their time. `rates` returns the learning rates, for a row that is due.
         """
-        self._losses.append(losses)
+        self._count += len(losses)
+        self._loss += float(np.sum(losses, dtype=np.float64))
+        self._batches += batches
         self._seconds += seconds
-        self._last_steps = (step, epoch, latest)
+        self._last_steps = step, epoch
         if self._seconds >= SECONDS_PER_ROW:
-            self._end_row()
+            self._end_row(rates())
 
-    def _end_row(self) -> None:
-        step, epoch, latest = self._last_steps
-        losses = np.concatenate(self._losses)
-        mean, speed = float(np.mean(losses, dtype=np.float64)), len(losses) / max(self._seconds, 1e-9)
-        row = {"loss": mean, "steps_per_second": speed, **latest()}
-        self._losses, self._seconds = [], 0.0
+    def _end_row(self, rates: Row) -> None:
+        step, epoch = self._last_steps
+        speed = self._count / max(self._seconds, 1e-9)
+        row = {"loss": self._loss / self._batches, "steps_per_second": speed, **rates}
+        self._count, self._loss, self._batches, self._seconds = 0, 0.0, 0.0, 0.0
         path = self.run_dir / STEPS
         self._step_columns = append_row(path, {"step": step, "epoch": epoch, **row}, self._step_columns)
         self._summaries.add(step, {f"steps/{name}": value for name, value in row.items()})
 
     def end(self) -> None:
         """Writes the rest, after the last epoch."""
-        if self._losses:
-            self._end_row()
+        if self._count:
+            self._end_row(self._rates)
         self.draw_curves()
 
     def result(self, step: int, metrics: Mapping[str, float], best: float) -> None:
@@ -105,7 +105,7 @@ class Report:
         """
         self.rows.append(row)
         metrics = {name: value for name, value in row.items() if is_metric(name)}
-        rates = {name: value for name, value in row.items() if name.split("/")[0] == "learning_rate"}
+        self._rates = {name: value for name, value in row.items() if name.split("/")[0] == "learning_rate"}
         speed = row["examples_per_second"]
         epochs = self.settings.epochs
         start = f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}"
@@ -119,7 +119,7 @@ class Report:
             console.print(f"{waiting} of the training time went into waiting for batches: {remedy}")
         self._waiting_is_reported = is_much
         shown = self.names.scalars(metrics)
-        self._summaries.add(row["step"], {"waited": waited, **rates, "examples_per_second": speed, **shown})
+        self._summaries.add(row["step"], {"waited": waited, **self._rates, "examples_per_second": speed, **shown})
         write_rows(self.run_dir / METRICS, self.rows)
         if time.monotonic() - self._curves_drawn > SECONDS_BETWEEN_CURVES:
             self.draw_curves()
@@ -132,7 +132,9 @@ class Report:
             try:
                 with replica:
                     on_report(dict(row), self.run_dir, self.settings)
-            except Exception as problem:  # noqa: BLE001 - A picture is not worth the run.
+            except KeyboardInterrupt:
+                raise
+            except BaseException as problem:  # noqa: BLE001 - A picture is not worth the run, nor is sys.exit() in it.
                 if not self._on_report_failed:
                     cause = f"{where_raised(problem)}: {first_line(problem)}"
                     console.print(f"task.on_report failed ({cause}); the run continues")

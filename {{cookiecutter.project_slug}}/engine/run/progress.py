@@ -1,9 +1,13 @@
 """How far a run has come: what a checkpoint records beside the variables."""
 
+import contextlib
 import dataclasses
+import json
 import math
 from collections.abc import Collection
 from typing import Any
+
+from engine.errors import BadInput
 
 
 @dataclasses.dataclass
@@ -27,6 +31,16 @@ class Progress:
     workers: int = 1  # The number of processes in which the run last trained.
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     """The last --learning-rate, and the constant rate that task.create_optimizer gave to each optimizer."""
+    rates_of_epoch: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The learning rates with which the last training ended, or those to which train.py has changed them since."""
+    user_state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What train.py keeps in `run.user_state`."""
+
+    def changed_rates(self, rates: dict[str, float]) -> list[str]:
+        """Takes over the learning rates, of the columns in metrics.csv; returns a text for each that has changed."""
+        before, self.rates_of_epoch = self.rates_of_epoch, rates
+        changed = [name for name, rate in rates.items() if before.get(name, rate) != rate]
+        return [f"{name.replace('_', ' ', 1)} {before[name]:g} -> {rates[name]:g}" for name in changed]
 
     def add(self, name: str, steps: int, seconds: float, waited: float) -> None:
         """Counts steps of a pass over a dataset, the seconds that they took, and the seconds waited for batches."""
@@ -77,6 +91,13 @@ class Progress:
         return self.step, sum(self.steps_of_pass.values()), list(self.metrics)
 
     def record(self) -> dict[str, Any]:
+        """Returns it as JSON values. Raises BadInput if `user_state` would not be the same after a resume."""
+        restored = None
+        with contextlib.suppress(TypeError, ValueError):
+            restored = json.loads(json.dumps(self.user_state))
+        if repr(restored) != repr(self.user_state):
+            rule = "use dicts with text keys, lists, texts, booleans, None, and numbers of Python, such as float(x)"
+            raise BadInput(f"run.user_state {self.user_state} would not be the same after a resume: {rule}")
         return dataclasses.asdict(self)
 
 
