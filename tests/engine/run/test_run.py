@@ -268,7 +268,9 @@ def test_rate_of_an_epoch_is_the_one_it_ended_with_and_a_change_is_printed_once(
     owner: Any = Run if place == "end_epoch" else train
     report = SimpleNamespace(epoch=lambda row, **_: rows.append(row), steps=lambda *_: None, end=lambda: None)
 
-    def change(*arguments: Any, unchanged: Callable[..., Any] = getattr(owner, place)) -> Any:
+    unchanged = getattr(owner, place)
+
+    def change(*arguments: Any) -> Any:
         epoch = train.run.epoch
         returned = unchanged(*arguments)
         kept.update((name, [*rates, 0.0][epoch + 1]) for name, rates in RATES.items() if epoch < 3)

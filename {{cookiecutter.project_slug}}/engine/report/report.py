@@ -59,7 +59,7 @@ class Report:
         self._lines = Lines(names, settings.monitor, rest=str(path))
         self.direction, self._resumed = direction, resumed
         self._curves_drawn = time.monotonic()
-        self._count, self._loss, self._batches, self._seconds = 0, 0.0, 0.0, 0.0  # Since the last row of steps.csv.
+        self._sums = np.zeros(4)  # Since the last row of steps.csv: steps, their losses, full batches and seconds.
         self._on_report_failed = False
         self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
 
@@ -71,26 +71,23 @@ class Report:
         `step`, the last one over all epochs, and `epoch` count from 1. `losses` are the steps' losses ([count]), whose
         mean is over `batches`, and `seconds` their time. `rates` returns the learning rates, for a row that is due.
         """
-        self._count += len(losses)
-        self._loss += float(np.sum(losses, dtype=np.float64))
-        self._batches += batches
-        self._seconds += seconds
+        self._sums += len(losses), np.sum(losses, dtype=np.float64), batches, seconds
         self._last_steps = step, epoch
-        if self._seconds >= SECONDS_PER_ROW:
+        if self._sums[-1] >= SECONDS_PER_ROW:
             self._end_row(rates())
 
     def _end_row(self, rates: Row) -> None:
         step, epoch = self._last_steps
-        speed = self._count / max(self._seconds, 1e-9)
-        row = {"loss": self._loss / self._batches, "steps_per_second": speed, **rates}
-        self._count, self._loss, self._batches, self._seconds = 0, 0.0, 0.0, 0.0
+        count, loss, batches, seconds = self._sums.tolist()
+        row = {"loss": loss / batches, "steps_per_second": count / max(seconds, 1e-9), **rates}
+        self._sums[:] = 0.0
         path = self.run_dir / STEPS
         self._step_columns = append_row(path, {"step": step, "epoch": epoch, **row}, self._step_columns)
         self._summaries.add(step, {f"steps/{name}": value for name, value in row.items()})
 
     def end(self) -> None:
         """Writes the rest, after the last epoch."""
-        if self._count:
+        if self._sums[0]:
             self._end_row(self._rates)
         self.draw_curves()
 
@@ -106,12 +103,11 @@ class Report:
         self.rows.append(row)
         metrics = {name: value for name, value in row.items() if is_metric(name)}
         self._rates = {name: value for name, value in row.items() if name.split("/")[0] == "learning_rate"}
-        speed = row["examples_per_second"]
-        epochs = self.settings.epochs
+        speed, epochs = row["examples_per_second"], self.settings.epochs
         start = f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}"
         waiting = f"{100 * waited:.0f} %"
         ends = [f"{row['seconds']:.1f} s", f"{speed:7,.0f} examples/s"]
-        ends += [f"waited {waiting}"] if waited > MUCH_WAITING else []
+        ends += [f"waited {waiting}"] * (waited > MUCH_WAITING)
         self._lines.print(start, metrics, *ends, is_best=is_best)
         is_much = waited > MUCH_WAITING and waited * row["seconds"] > 1.0
         if is_much and not self._waiting_is_reported:
@@ -136,8 +132,9 @@ class Report:
                 raise
             except BaseException as problem:  # noqa: BLE001 - A picture is not worth the run, nor is sys.exit() in it.
                 if not self._on_report_failed:
-                    cause = f"{where_raised(problem)}: {first_line(problem)}"
-                    console.print(f"task.on_report failed ({cause}); the run continues")
+                    console.print(
+                        f"task.on_report failed ({where_raised(problem)}: {first_line(problem)}); the run continues"
+                    )
                 self._on_report_failed = True
 
     def validation(self, step: int, metrics: dict[str, float], *, is_best: bool) -> None:

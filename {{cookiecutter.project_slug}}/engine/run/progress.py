@@ -1,12 +1,12 @@
 """How far a run has come: what a checkpoint records beside the variables."""
 
-import contextlib
 import dataclasses
 import json
 import math
 from collections.abc import Collection
 from typing import Any
 
+from engine.console import console
 from engine.errors import BadInput
 
 
@@ -36,11 +36,12 @@ class Progress:
     user_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What train.py keeps in `run.user_state`."""
 
-    def changed_rates(self, rates: dict[str, float]) -> list[str]:
-        """Takes over the learning rates, of the columns in metrics.csv; returns a text for each that has changed."""
+    def report_changes(self, rates: dict[str, float]) -> None:
+        """Prints which learning rates, by column of metrics.csv, train.py has changed since the last training."""
         before, self.rates_of_epoch = self.rates_of_epoch, rates
-        changed = [name for name, rate in rates.items() if before.get(name, rate) != rate]
-        return [f"{name.replace('_', ' ', 1)} {before[name]:g} -> {rates[name]:g}" for name in changed]
+        for name, rate in rates.items():
+            if before.get(name, rate) != rate:
+                console.print(f"{name.replace('_', ' ', 1)} {before[name]:g} -> {rate:g}")
 
     def add(self, name: str, steps: int, seconds: float, waited: float) -> None:
         """Counts steps of a pass over a dataset, the seconds that they took, and the seconds waited for batches."""
@@ -92,9 +93,7 @@ class Progress:
 
     def record(self) -> dict[str, Any]:
         """Returns it as JSON values. Raises BadInput if `user_state` would not be the same after a resume."""
-        restored = None
-        with contextlib.suppress(TypeError, ValueError):
-            restored = json.loads(json.dumps(self.user_state))
+        restored = json.loads(json.dumps(self.user_state, skipkeys=True, default=repr))
         if repr(restored) != repr(self.user_state):
             rule = "use dicts with text keys, lists, texts, booleans, None, and numbers of Python, such as float(x)"
             raise BadInput(f"run.user_state {self.user_state} would not be the same after a resume: {rule}")

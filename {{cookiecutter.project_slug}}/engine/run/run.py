@@ -82,7 +82,7 @@ class Run:
         if not one_pass.has_ended:
             self._passes.append(one_pass)
             if one_pass.split == "train":
-                self._report_changed_rates()
+                self.progress.report_changes(self.objects.learning_rates())
             self.live.begin(one_pass.name, one_pass.epoch, one_pass.done, one_pass.steps)
         return one_pass
 
@@ -189,17 +189,12 @@ class Run:
             **metrics,
         }
         self._report(lambda report: report.epoch(row, is_best=self._is_best, waited=waited / train_seconds))
-        self._report_changed_rates()
+        self.progress.report_changes(self.objects.learning_rates())
         if on_report := self.objects.on_report:
             with self.objects.average.in_place():
                 self._report(lambda report: report.call_hook(on_report, row, self.strategy))
         if not self.should_continue():
             self._report(lambda report: report.end())
-
-    def _report_changed_rates(self) -> None:
-        """Prints which learning rates train.py has changed since the last training."""
-        for text in self.progress.changed_rates(self.objects.learning_rates()):
-            console.print(text)
 
     def _report(self, write: Callable[[Report], None]) -> None:
         self.workers.from_chief(lambda: self.report and write(self.report))
