@@ -1,16 +1,18 @@
 """The recipes of docs/recipes.md, taken from the page as they stand there, and run."""
 
 import csv
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from small import linear_model
 
 import config
 import task
@@ -70,17 +72,70 @@ def test_rate_rises_and_falls_in_straight_lines(apply: Apply, tmp_path: Path) ->
 
 @pytest.mark.long
 def test_rate_is_halved_when_nothing_improves_and_stays_so_after_a_stop(
-    apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     apply("A smaller rate when nothing improves")
     monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(0.5))
     # The first epoch stays the best one.
     scores = iter([1.0, *[2.0] * 20])
     monkeypatch.setattr(train, "validate", lambda epoch=0: {"validation/loss": next(scores)})
-    _, rows = run(tmp_path / "run", "--epochs=5")
-    assert [row["learning_rate"] for row in rows] == [0.5, 0.5, 0.5, 0.25, 0.25]
+    _, rows = run(tmp_path / "run", "--epochs=6")  # Stopped after two of three epochs without a better one.
+    assert [row["learning_rate"] for row in rows] == [0.5, 0.5, 0.5, 0.5, 0.25, 0.25]
     _, rows = run(tmp_path / "run", "--epochs=8")
-    assert [row["learning_rate"] for row in rows][5:] == [0.25, 0.125, 0.125]
+    assert [row["learning_rate"] for row in rows][6:] == [0.25, 0.125]
+    assert capsys.readouterr().out.splitlines().count("learning rate 0.5 -> 0.25") == 1
+
+
+@pytest.mark.parametrize("direction", ["min", "max"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"patience": 0, "min_lr": 0.1},
+        {"patience": 2, "cooldown": 2, "factor": 0.1},
+        {"patience": 3, "min_delta": 0.3, "cooldown": 1},
+        {"patience": 1, "cooldown": 5, "min_delta": 0.0, "min_lr": 0.002},
+    ],
+    ids=str,
+)
+def test_rates_are_reduced_as_by_reducelronplateau(
+    direction: str, options: dict[str, float], apply: Apply, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counts go through JSON after each epoch, as in a run that is stopped and resumed each time."""
+    apply("A smaller rate when nothing improves")
+    scores = np.random.default_rng(3).integers(0, 6, 80) / 10 + np.linspace(1.0, 0.2, 80).round(1)
+    scores *= 1.0 if direction == "min" else -1.0
+    both = [keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]) for _ in range(2)]
+    for model in both:
+        model.compile(keras.optimizers.SGD(0.8), "mse")
+    ours, theirs = (model.optimizer for model in both)
+    callback = keras.callbacks.ReduceLROnPlateau("score", mode=direction, **{"factor": 0.5, "patience": 3, **options})
+    callback.set_model(both[1])
+    callback.on_train_begin()
+    objects = SimpleNamespace(optimizers={"learning_rate": ours}, monitor_direction=direction)
+    monkeypatch.setattr(train, "objects", objects, raising=False)
+    monkeypatch.setattr(train, "run", SimpleNamespace(user_state={}), raising=False)
+    found, expected = [], []
+    for epoch, score in enumerate(scores.tolist()):
+        train.reduce_on_plateau(score, **options)
+        train.run.user_state = json.loads(json.dumps(train.run.user_state))
+        callback.on_epoch_end(epoch, {"score": score})
+        found.append(float(ours.learning_rate.numpy()))
+        expected.append(float(theirs.learning_rate.numpy()))
+    assert found == expected
+    assert len(set(found)) > 2
+
+
+def test_state_of_ones_own_ends_a_run_after_a_stop_too(
+    apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply("State of your own that a resumed run keeps")
+    monkeypatch.setattr(task, "create_model", linear_model)
+    scores = iter([5.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    monkeypatch.setattr(train, "validate", lambda epoch=0: {"validation/loss": next(scores)})
+    run(tmp_path / "run", "--epochs=3", "--limit-steps=1")
+    result, _ = run(tmp_path / "run", "--epochs=9", "--limit-steps=1")
+    assert result["epochs"] == 5
 
 
 @pytest.mark.long
@@ -90,8 +145,8 @@ def test_two_rates_are_halved_together(apply: Apply, tmp_path: Path, monkeypatch
     scores = iter([1.0, *[2.0] * 20])
     monkeypatch.setattr(train, "validate", lambda epoch=0: {"validation/loss": next(scores)})
     _, rows = run(tmp_path / "run", "--epochs=5", "--limit-steps=1", "--learning-rate=0.01")
-    assert [row["learning_rate/head"] for row in rows] == pytest.approx([0.01] * 3 + [0.005] * 2)
-    assert [row["learning_rate/encoder"] for row in rows] == pytest.approx([0.001] * 3 + [0.0005] * 2)
+    assert [row["learning_rate/head"] for row in rows] == pytest.approx([0.01] * 4 + [0.005])
+    assert [row["learning_rate/encoder"] for row in rows] == pytest.approx([0.001] * 4 + [0.0005])
 
 
 @pytest.mark.long
@@ -231,14 +286,18 @@ def test_images_go_to_tensorboard(apply: Apply, tmp_path: Path, capsys: pytest.C
     assert written == [(20, "validation", 10), (20, "labels", 1), (40, "validation", 10), (40, "labels", 1)]
 
 
-def test_class_weights_scale_the_loss_of_their_class(apply: Apply) -> None:
+def test_class_weights_scale_the_loss_of_training_and_no_metric(apply: Apply, monkeypatch: pytest.MonkeyPatch) -> None:
     apply("Class weights")
+    monkeypatch.setattr(task, "create_model", linear_model)
     train.build(train.read_settings(train.Config, ["--global-batch-size=4", "--simulated-devices=1"]))
-    labels, weights = tf.constant([0, 8, 9, 9]), tf.constant([1.0, 1.0, 1.0, 0.0])
-    loss, per_example = task.compute_loss(labels, tf.zeros([4, 10]), weights)
+    # All classes are equally likely.
+    task.model.set_weights([np.zeros_like(each) for each in task.model.get_weights()])
+    batch = tf.zeros([4, 8, 8, 1]), tf.constant([0, 8, 9, 9]), tf.constant([1.0, 1.0, 1.0, 0.0])
     entropy = np.log(10)
-    np.testing.assert_allclose(per_example, [entropy, 2 * entropy, entropy / 2, entropy / 2], rtol=1e-6)
-    assert float(loss) == pytest.approx(3.5 * entropy / 4, rel=1e-6)
+    assert float(train.strategy.run(task.evaluation_step, ("validation", batch))) == pytest.approx(3 * entropy / 4)
+    assert float(train.strategy.run(task.train_step, (batch,))) == pytest.approx(3.5 * entropy / 4)
+    for split in ("train", "validation"):
+        assert float(task.metrics[split]["loss"].result()) == pytest.approx(entropy)
 
 
 def test_text_is_looked_up_in_a_vocabulary_that_is_exported(

@@ -124,18 +124,18 @@ class LiveLine(rich.progress.Progress):
         split = name.split("/")[0]
         title = f"epoch {epoch + 1}/{self._epochs}  {name}" if epoch is not None and split != "test" else name
         note = "" if split in self._compiled else "compiling"
-        self.add_task(title, total=steps, completed=done, losses=0, sum=0.0, note=note)
+        self.add_task(title, total=steps, completed=done, batches=0.0, sum=0.0, note=note)
         self._compiled.add(split)
         self._drawn = time.monotonic()
         if self._is_shown and not self.disable:
             self.live.start()
             self.refresh()
 
-    def took(self, losses: np.ndarray) -> None:
-        """Counts steps by their losses ([count]); ends the line after the last step."""
+    def took(self, losses: np.ndarray, batches: float) -> None:
+        """Counts steps by their losses ([count]), whose mean is over `batches`; ends the line after the last step."""
         for task in self.tasks:
             task.fields["sum"] += float(np.sum(losses, dtype=np.float64))
-            self.update(task.id, advance=len(losses), losses=task.fields["losses"] + len(losses))
+            self.update(task.id, advance=len(losses), batches=task.fields["batches"] + batches)
             since, self._drawn = time.monotonic() - self._drawn, time.monotonic()
             if task.finished:
                 self.end()
@@ -168,8 +168,8 @@ class LiveLine(rich.progress.Progress):
         if task.speed and task.remaining is not None:
             left = datetime.timedelta(seconds=round(task.remaining / task.speed))
             parts += [f"{str(left).removeprefix('0:')} left", f"{digits(task.speed)} steps/s"]
-        losses = task.fields["losses"]
-        parts += [f"loss {digits(task.fields['sum'] / losses)}" if losses else task.fields["note"], gpu_memory()]
+        batches = task.fields["batches"]
+        parts += [f"loss {digits(task.fields['sum'] / batches)}" if batches else task.fields["note"], gpu_memory()]
         text = Text("  ".join(filter(None, parts)), style="cyan", no_wrap=True)
         if not self.disable:  # One column less: a terminal may wrap a full line, which could not be erased.
             text.truncate(console.width - 1, overflow="ellipsis")

@@ -338,9 +338,9 @@ def test_examples_of_an_epoch_inside_a_pass_are_those_without_the_padding_of_eve
     assert own[0].steps_per_pass == 6
     stream = [all_shares(each)[:5] for each in own]
     real = sum(int((weights == 1).sum()) for shares in stream for _, _, weights in shares)
-    assert [each.examples_in_epoch(0) for each in own] == [real, real] == [37, 37]
+    assert [each.examples_in(0) for each in own] == [real, real] == [37, 37]
     # The rest of the first pass, and four batches of the second.
-    assert own[0].examples_in_epoch(1) == 2 + 32
+    assert own[0].examples_in(1) == 2 + 32
 
 
 def test_worker_without_a_file_is_refused() -> None:

@@ -180,7 +180,9 @@ def test_epochs_are_cut_from_the_passes(kind: Any, steps: int, options: dict[str
         assert features(train, count=2 * steps) == stream[: 2 * steps]
         assert features(train, 1, steps - 1, count=1) == stream[2 * steps - 1 : 2 * steps]
         for epoch in range(2):
-            assert train.examples_in_epoch(epoch) == len(joined(stream[epoch * steps : (epoch + 1) * steps]))
+            of_epoch = stream[epoch * steps : (epoch + 1) * steps]
+            assert train.examples_in(epoch) == len(joined(of_epoch))
+            assert train.examples_in(epoch, 1, steps - 1) == len(joined(of_epoch[1:]))
 
 
 def test_feed_goes_on_over_epochs_and_passes() -> None:

@@ -460,6 +460,8 @@ def test_prepare_example_is_given_what_load_examples_gives(form: str) -> None:
         ),
         (lambda n: n, lambda one: one, "return (features, labels) or (features, labels, weight)"),
         (lambda n: n, lambda one: (one, one, [one, one]), "returned sample weights of (2,): each must be one number"),
+        (lambda n: n, lambda one: (one, one, {"a": one}), "sample weights of a dict: each must be one number; return"),
+        (lambda n: n, lambda one: (one, one, (one, 1.0)), "sample weights of a tuple: each must be one number; return"),
     ],
 )
 def test_examples_and_hooks_that_do_not_fit_are_refused(

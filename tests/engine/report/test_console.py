@@ -139,9 +139,9 @@ def test_live_line_shows_the_pass_fits_and_is_erased(console: Make, always: None
     with line.shown():
         line.begin("train", 0, done=0, steps=4000)
         for loss in (1.0, 2.0, 6.0):
-            line.took(np.full(1000, loss))
+            line.took(np.full(1000, loss), 1000)
         engine.console.console.print("a line between")
-        line.took(np.full(1000, 1.0))
+        line.took(np.full(1000, 1.0), 1000)
     shown = plain(output()).replace("\r", "\n").splitlines()
     assert "epoch 1/3  train  0 %  0/4,000" in "\n".join(shown)
     assert all(len(each) < width for each in shown)
@@ -159,12 +159,12 @@ def test_live_line_is_gone_before_an_error_is_printed(console: Make, always: Non
     line = LiveLine(epochs=3)
     with pytest.raises(RuntimeError), line.shown():
         line.begin("validation/easy", 1, done=0, steps=10)
-        line.took(np.ones(1))
+        line.took(np.ones(1), 1)
         raise RuntimeError("a hook failed")
     assert output().endswith("\x1b[2K")
     drawn = len(output())
     line.begin("validation/easy", 1, done=0, steps=10)  # Outside, as in --check.
-    line.took(np.ones(5))
+    line.took(np.ones(5), 5)
     assert len(output()) == drawn
 
 
@@ -180,8 +180,8 @@ def test_terminal_that_is_gone_ends_the_line_and_not_the_training(
             raise OSError(5, "Input/output error")
 
         monkeypatch.setattr(engine.console.console.file, "write", gone)
-        line.took(np.ones(1))
-        line.took(np.ones(1))
+        line.took(np.ones(1), 1)
+        line.took(np.ones(1), 1)
         assert line.disable
 
 
@@ -193,11 +193,11 @@ def test_without_a_terminal_a_long_pass_prints_lines(
     line = LiveLine(epochs=3)
     with line.shown():
         line.begin("test", 0, done=0, steps=100)
-        line.took(np.ones(10))
+        line.took(np.ones(10), 10)
         assert output() == ""  # It has not been minutes.
         monkeypatch.setattr(live, "SECONDS_BETWEEN_LINES", -1.0)
-        line.took(np.full(10, 2.0))
-        line.took(np.ones(80))
+        line.took(np.full(10, 2.0), 10)
+        line.took(np.ones(80), 80)
     assert re.fullmatch(r"test  20 %  20/100 steps  \S+ left  \S+ steps/s  loss 1.500\n", output())
 
 
@@ -207,7 +207,7 @@ def test_dumb_terminal_has_no_live_line(console: Make, always: None) -> None:
     with line.shown():
         line.begin("train", 0, done=0, steps=100)
         assert output() == ""
-        line.took(np.ones(10))
+        line.took(np.ones(10), 10)
     assert output().startswith("epoch 1/3  train  10 %  10/100 steps")
     assert "\x1b" not in output()
 

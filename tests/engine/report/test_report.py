@@ -1,11 +1,22 @@
 """Reports: rows survive a resume, and the better score is known by its name."""
 
+import asyncio
 import csv
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
+import pytest
+import tensorflow as tf
+from small import linear_model
+
+import task
+import train
 from config import Config
+from engine.console import LiveLine
 from engine.model.metrics import ResultNames
+from engine.report import report as report_module
 from engine.report.report import Report
 from engine.run.progress import is_better
 
@@ -69,6 +80,68 @@ def test_better_is_strictly_better() -> None:
     assert is_better(float("nan"), None, "min")
     assert is_better(0.5, float("nan"), "min")
     assert not is_better(float("nan"), float("nan"), "min")
+
+
+def test_mean_loss_of_steps_counts_each_example_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of 512: the third one has 233 examples of 1,257 and is padded, as is the only one of an evaluation."""
+    monkeypatch.setattr(task, "create_model", linear_model)
+    monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(0.1))
+    monkeypatch.setattr(report_module, "SECONDS_PER_ROW", 1e9)
+    shown: dict[str, float] = {}
+    took = LiveLine.took
+
+    def took_and_shown(line: LiveLine, *arguments: Any) -> None:
+        (each,) = line.tasks
+        took(line, *arguments)
+        shown[each.description.split()[-1]] = each.fields["sum"] / each.fields["batches"]
+
+    monkeypatch.setattr(LiveLine, "took", took_and_shown)
+    flags = ["--epochs=1", "--global-batch-size=512", "--keep-last-batch", "--simulated-devices=2"]
+    result = train.main([f"--run-dir={tmp_path / 'run'}", *flags])
+    (one,) = rows_in(tmp_path / "run")
+    (of_steps,) = csv.DictReader((tmp_path / "run/steps.csv").read_text(encoding="utf-8").splitlines())
+    expected = {"train": float(one["train/loss"]), "validation": float(one["validation/loss"])}
+    assert shown == pytest.approx({**expected, "test": result["test/loss"]}, rel=1e-5)
+    assert float(of_steps["loss"]) == pytest.approx(expected["train"], rel=1e-5)
+
+
+def test_last_row_of_steps_has_the_rate_of_the_last_epoch(tmp_path: Path) -> None:
+    report = opened(tmp_path, epochs=1, epochs_done=0)
+    report.steps(10, 1, tf.ones([10]).numpy(), 10.0, 0.5, lambda: {"learning_rate": 0.01})
+    report.epoch(row(1, train__loss=1.0), is_best=False)
+    report.end()
+    (of_steps,) = csv.DictReader((tmp_path / "steps.csv").read_text(encoding="utf-8").splitlines())
+    assert (of_steps["loss"], of_steps["steps_per_second"], of_steps["learning_rate"]) == ("1.0", "20.0", "0.1")
+
+
+def raises(problem: BaseException) -> Callable[..., None]:
+    def on_report(*_: Any) -> None:
+        raise problem
+
+    return on_report
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        raises(SystemExit(3)),
+        raises(asyncio.CancelledError()),
+        raises(tf.errors.CancelledError(None, None, "cancelled")),
+        raises(GeneratorExit()),
+        raises(OSError(28, "No space left on device")),
+        lambda: None,  # It takes no arguments.
+    ],
+    ids=["exit", "asyncio", "TensorFlow", "generator", "disk", "signature"],
+)
+def test_on_report_ends_nothing(hook: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = opened(tmp_path, epochs=2, epochs_done=0)
+    for epoch in (1, 2):
+        report.call_hook(hook, row(epoch), tf.distribute.get_strategy())
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("task.on_report failed (")
+    assert line.endswith("); the run continues")
+    with pytest.raises(KeyboardInterrupt):
+        report.call_hook(raises(KeyboardInterrupt()), row(3), tf.distribute.get_strategy())
 
 
 def test_much_waiting_is_reported_once_with_what_to_do_but_not_in_the_first_epoch(tmp_path: Path, capsys) -> None:

@@ -60,8 +60,9 @@ def test_datasets_of_a_metric_have_one_tag_in_folders_of_their_own(tmp_path: Pat
 
 def test_executions_of_steps_are_in_steps_csv_and_in_tensorboard(tmp_path: Path) -> None:
     report = opened(tmp_path, {})
-    report.steps(2, 1, np.array([1.0, 2.0]), 1.0, lambda: {"learning_rate": 0.5})
-    report.steps(3, 1, np.array([4.0]), 0.5, lambda: {"learning_rate": 0.25})
+    report.steps(2, 1, np.array([1.0, 2.0]), 2.0, 1.0, lambda: {"learning_rate": 0.5})
+    report.steps(3, 1, np.array([4.0]), 1.0, 0.5, lambda: {"learning_rate": 0.25})
+    report.epoch({**row(1), "learning_rate": 0.25}, is_best=False)
     report.end()
     assert (tmp_path / "steps.csv").read_text().splitlines() == [
         "step,epoch,loss,steps_per_second,learning_rate",

@@ -38,7 +38,7 @@ def test_short_executions_share_a_row_which_is_their_mean(tmp_path: Path) -> Non
     report = Report(Config(run_dir=tmp_path), ResultNames({}, []), "min", **start)
     lines = []
     for step, losses in ((1, [1.0]), (3, [2.0, 4.0]), (4, [5.0])):
-        report.steps(step, 1, np.array(losses), 0.375, lambda: {"learning_rate": 0.1})
+        report.steps(step, 1, np.array(losses), len(losses), 0.375, lambda: {"learning_rate": 0.1})
         lines.append((tmp_path / "steps.csv").exists())
     assert lines == [False, False, True]
     assert (tmp_path / "steps.csv").read_text() == f"{HEADER}4,1,3.0,{4 / 1.125},0.1\n"

@@ -28,11 +28,12 @@ class Batches:
 
     def __init__(self, name: str, steps: int = STEPS, unreadable: int | None = None) -> None:
         self.name, self.split, self.steps_per_epoch = name, name.split("/")[0], steps
+        self.global_batch_size = 10
         self.seconds_waited = 0.0
         self._unreadable = unreadable
 
-    def examples_in_epoch(self, epoch: int) -> int:
-        return 10 * self.steps_per_epoch
+    def examples_in(self, epoch: int, first_step: int = 0, steps: int | None = None) -> int:
+        return self.global_batch_size * (self.steps_per_epoch if steps is None else steps)
 
     def iterator(self, epoch: int, first_step: int) -> "Batches":
         self._next = first_step
@@ -53,7 +54,7 @@ class Objects:
     def __init__(self) -> None:
         self.weight = tf.Variable(0.0)
         self.weights, self.average, self.monitor_direction = {"weight": self.weight}, MovingAverage({}, {}, None), "min"
-        self.averaged, self.on_report = 0, None
+        self.averaged, self.on_report, self.rates = 0, None, {}
         self.scores: Iterator[float] = iter(())
 
     def mirrored(self) -> dict[str, tf.Variable]:
@@ -66,7 +67,7 @@ class Objects:
         self.averaged += 1
 
     def learning_rates(self) -> dict[str, float]:
-        return {}
+        return dict(self.rates)
 
     def results(self, name: str) -> dict[str, float]:
         return {f"{name}/loss": 0.0 if name == "train" else next(self.scores)}
@@ -251,6 +252,75 @@ def test_evaluation_that_has_ended_starts_over_the_next_time(begin: Callable[...
         assert train.test() == dict(zip(("test/a/loss", "test/b/loss"), expected, strict=True))
     assert sum(count for *_, count in calls) == 4 * 7
     assert (run.results("test"), run.progress.steps_of_pass, run.progress.metrics) == ({}, {}, {})
+
+
+RATES = {"learning_rate/head": [8.0, 4.0, 4.0, 2.0], "learning_rate/encoder": [3.0, 3.0, 1.5, 1.5]}
+CHANGES = ["learning rate/head 8 -> 4", "learning rate/encoder 3 -> 1.5", "learning rate/head 4 -> 2"]
+
+
+@pytest.mark.parametrize("place", ["train_epoch", "validate_and_keep_best", "end_epoch"])
+@pytest.mark.parametrize("stop", [None, *range(8)])
+def test_rate_of_an_epoch_is_the_one_it_ended_with_and_a_change_is_printed_once(
+    place: str, stop: int | None, begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """The rates are changed after a place in run_epochs, for the next epoch, as variables, which a stop keeps."""
+    rows, kept, left = [], {name: rates[0] for name, rates in RATES.items()}, iter(range(99 if stop is None else stop))
+    owner: Any = Run if place == "end_epoch" else train
+    report = SimpleNamespace(epoch=lambda row, **_: rows.append(row), steps=lambda *_: None, end=lambda: None)
+
+    unchanged = getattr(owner, place)
+
+    def change(*arguments: Any) -> Any:
+        epoch = train.run.epoch
+        returned = unchanged(*arguments)
+        kept.update((name, [*rates, 0.0][epoch + 1]) for name, rates in RATES.items() if epoch < 3)
+        return returned
+
+    def check(_: Any) -> None:
+        if next(left, None) is None:
+            raise Stopped("stopped")
+
+    def continue_run(progress: Progress) -> Run:
+        run = begin(epochs=4, steps_per_execution=20)
+        run.objects.rates, run.report = kept, report
+        run.start(progress)
+        return run
+
+    monkeypatch.setattr(owner, place, change)
+    monkeypatch.setattr(signals, "check", check)
+    run, scores = continue_run(Progress()), [4.0, 3.0, 2.0, 1.0]
+    run.objects.scores = iter(scores)  # Also if the run is stopped before its epochs.
+    try:
+        with run.saving_on_exit():
+            run_epochs(run, scores)
+    except Stopped:
+        left = iter(range(99))
+        left_scores = list(run.objects.scores)
+        record = run.checkpoints.read(run.checkpoints.paths()[-1])[1]
+        run_epochs(continue_run(Progress(**record)), left_scores)
+    assert {name: [row[name] for row in rows] for name in RATES} == RATES
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("learning rate")]
+    assert printed == CHANGES
+
+
+def test_state_of_the_user_is_saved_and_restored(begin: Callable[..., Run]) -> None:
+    run = begin(epochs=2)
+    run.user_state["plateau"] = {"best": float("nan"), "names": ["a", None], "on": True}
+    _, record = run.checkpoints.read(run.save())
+    resumed = begin(epochs=2)
+    resumed.start(Progress(**record))
+    assert repr(resumed.user_state) == repr(run.user_state)
+    with pytest.raises(AttributeError):
+        run.user_state = {}
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1: 2}, np.float32(1.0), np.float64(1.0), {1}, object()], ids=repr)
+def test_state_that_a_resume_would_change_is_rejected(value: Any, begin: Callable[..., Run]) -> None:
+    run = begin()
+    run.user_state["mine"] = value
+    with pytest.raises(BadInput, match=r"run\.user_state \{'mine': .* would not be the same after a resume: use"):
+        run.save()
+    assert not saved(run)
 
 
 def test_loss_that_is_not_finite_ends_the_run_with_the_step(begin: Callable[..., Run]) -> None:

@@ -122,10 +122,11 @@ class Batches:
             "steps_per_epoch": self.steps_per_epoch,
         }
 
-    def examples_in_epoch(self, epoch: int) -> int:
-        """Returns how many examples, without padding, an epoch takes."""
-        end = (epoch + 1) * self.steps_per_epoch
-        return self._examples_before(end) - self._examples_before(end - self.steps_per_epoch)
+    def examples_in(self, epoch: int, first_step: int = 0, steps: int | None = None) -> int:
+        """Returns how many examples, without padding, an epoch takes, or these `steps` of it."""
+        first = epoch * self.steps_per_epoch + first_step
+        end = first + (self.steps_per_epoch - first_step if steps is None else steps)
+        return self._examples_before(end) - self._examples_before(first)
 
     def _examples_before(self, step: int) -> int:
         """Returns how many examples, without padding, all passes take before a step."""

@@ -19,6 +19,7 @@ from engine.user_errors import first_line, where_raised
 
 # What the hook may raise because it expects other examples.
 OF_OTHER_EXAMPLES = (AttributeError, LookupError, TypeError, ValueError, tf.errors.InvalidArgumentError)
+ONE_WEIGHT = "each must be one number; return weights by output as a part of the labels (docs/from_keras_fit.md)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Preparation:
         if (key := str(example_spec)) not in self._prepared:
             _, weight = self._arguments(example_spec)
             if weight is not None and (not isinstance(weight, tf.TensorSpec) or weight.shape.rank != 0):
-                raise BadInput(f"{hook} returned sample weights of {as_text(weight)}: each must be one number")
+                raise BadInput(f"{hook} returned sample weights of {as_text(weight)}: {ONE_WEIGHT}")
             try:
                 self._prepared[key] = prepared = self._trace(example_spec, first_example)
                 if prepared.traced and (found := self._differing_value(example_spec)):
@@ -171,9 +172,10 @@ class Preparation:
             )
         # To tf.data a list of numbers is one tensor.
         features, labels, *given = (tf.convert_to_tensor(each) if isinstance(each, list) else each for each in prepared)
-        weight = tf.cast(given[0] if given else 1.0 if weight is None else weight, tf.float32)
-        if weight.shape.rank != 0:
-            raise BadInput(f"task.prepare_example returned sample weights of {weight.shape}: each must be one number")
+        weight = given[0] if given else 1.0 if weight is None else weight
+        if isinstance(weight, dict | tuple) or (weight := tf.cast(weight, tf.float32)).shape.rank != 0:
+            kind = getattr(weight, "shape", f"a {type(weight).__name__}")
+            raise BadInput(f"task.prepare_example returned sample weights of {kind}: {ONE_WEIGHT}")
         if self.is_eager:
             features, labels = tf.nest.map_structure(tf.convert_to_tensor, (features, labels))
         prepared, padding = (features, labels, tf.where(place < length, weight, 0.0)), None

@@ -59,39 +59,36 @@ class Report:
         self._lines = Lines(names, settings.monitor, rest=str(path))
         self.direction, self._resumed = direction, resumed
         self._curves_drawn = time.monotonic()
-        self._losses: list[np.ndarray] = []  # The losses since the last row of steps.csv.
-        self._seconds = 0.0
+        self._sums = np.zeros(4)  # Since the last row of steps.csv: steps, their losses, full batches and seconds.
         self._on_report_failed = False
         self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
 
     def steps(
-        self, step: int, epoch: int, losses: np.ndarray, seconds: float, latest: Callable[[], dict[str, float]]
+        self, step: int, epoch: int, losses: np.ndarray, batches: float, seconds: float, rates: Callable[[], Row]
     ) -> None:
         """Counts an execution of training steps; writes a row of steps.csv about once a second.
 
-        `step`, the last one over all epochs, and `epoch` count from 1. `losses` are the steps' losses ([count]), and
-        `seconds` the time of all of them. `latest` returns the learning rates; it is called when a row is due.
+        `step`, the last one over all epochs, and `epoch` count from 1. `losses` are the steps' losses ([count]), whose
+        mean is over `batches`, and `seconds` their time. `rates` returns the learning rates, for a row that is due.
         """
-        self._losses.append(losses)
-        self._seconds += seconds
-        self._last_steps = (step, epoch, latest)
-        if self._seconds >= SECONDS_PER_ROW:
-            self._end_row()
+        self._sums += len(losses), np.sum(losses, dtype=np.float64), batches, seconds
+        self._last_steps = step, epoch
+        if self._sums[-1] >= SECONDS_PER_ROW:
+            self._end_row(rates())
 
-    def _end_row(self) -> None:
-        step, epoch, latest = self._last_steps
-        losses = np.concatenate(self._losses)
-        mean, speed = float(np.mean(losses, dtype=np.float64)), len(losses) / max(self._seconds, 1e-9)
-        row = {"loss": mean, "steps_per_second": speed, **latest()}
-        self._losses, self._seconds = [], 0.0
+    def _end_row(self, rates: Row) -> None:
+        step, epoch = self._last_steps
+        count, loss, batches, seconds = self._sums.tolist()
+        row = {"loss": loss / batches, "steps_per_second": count / max(seconds, 1e-9), **rates}
+        self._sums[:] = 0.0
         path = self.run_dir / STEPS
         self._step_columns = append_row(path, {"step": step, "epoch": epoch, **row}, self._step_columns)
         self._summaries.add(step, {f"steps/{name}": value for name, value in row.items()})
 
     def end(self) -> None:
         """Writes the rest, after the last epoch."""
-        if self._losses:
-            self._end_row()
+        if self._sums[0]:
+            self._end_row(self._rates)
         self.draw_curves()
 
     def result(self, step: int, metrics: Mapping[str, float], best: float) -> None:
@@ -105,13 +102,12 @@ class Report:
         """
         self.rows.append(row)
         metrics = {name: value for name, value in row.items() if is_metric(name)}
-        rates = {name: value for name, value in row.items() if name.split("/")[0] == "learning_rate"}
-        speed = row["examples_per_second"]
-        epochs = self.settings.epochs
+        self._rates = {name: value for name, value in row.items() if name.split("/")[0] == "learning_rate"}
+        speed, epochs = row["examples_per_second"], self.settings.epochs
         start = f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}"
         waiting = f"{100 * waited:.0f} %"
         ends = [f"{row['seconds']:.1f} s", f"{speed:7,.0f} examples/s"]
-        ends += [f"waited {waiting}"] if waited > MUCH_WAITING else []
+        ends += [f"waited {waiting}"] * (waited > MUCH_WAITING)
         self._lines.print(start, metrics, *ends, is_best=is_best)
         is_much = waited > MUCH_WAITING and waited * row["seconds"] > 1.0
         if is_much and not self._waiting_is_reported:
@@ -119,7 +115,7 @@ class Report:
             console.print(f"{waiting} of the training time went into waiting for batches: {remedy}")
         self._waiting_is_reported = is_much
         shown = self.names.scalars(metrics)
-        self._summaries.add(row["step"], {"waited": waited, **rates, "examples_per_second": speed, **shown})
+        self._summaries.add(row["step"], {"waited": waited, **self._rates, "examples_per_second": speed, **shown})
         write_rows(self.run_dir / METRICS, self.rows)
         if time.monotonic() - self._curves_drawn > SECONDS_BETWEEN_CURVES:
             self.draw_curves()
@@ -132,10 +128,13 @@ class Report:
             try:
                 with replica:
                     on_report(dict(row), self.run_dir, self.settings)
-            except Exception as problem:  # noqa: BLE001 - A picture is not worth the run.
+            except KeyboardInterrupt:
+                raise
+            except BaseException as problem:  # noqa: BLE001 - A picture is not worth the run, nor is sys.exit() in it.
                 if not self._on_report_failed:
-                    cause = f"{where_raised(problem)}: {first_line(problem)}"
-                    console.print(f"task.on_report failed ({cause}); the run continues")
+                    console.print(
+                        f"task.on_report failed ({where_raised(problem)}: {first_line(problem)}); the run continues"
+                    )
                 self._on_report_failed = True
 
     def validation(self, step: int, metrics: dict[str, float], *, is_best: bool) -> None:

@@ -84,7 +84,7 @@ class Pass:
     def __init__(self, batches: Batches, epoch: int | None, progress: Progress, executions: Executions) -> None:
         """Continues at the position in `progress`."""
         self.name, self.split, self.steps = batches.name, batches.split, batches.steps_per_epoch
-        self.epoch = epoch
+        self._batches, self.epoch = batches, epoch
         self._epoch_text = "" if epoch is None else f" of epoch {epoch + 1}"
         # A pass that ended before a stop keeps its metrics until the evaluation or the epoch ends.
         self.has_ended = self.name in progress.metrics and (self.split != "train" or epoch == progress.epoch)
@@ -120,10 +120,11 @@ class Pass:
             if not self.uncounted or self._executions.workers.count > 1:
                 raise
 
-    def record(self, losses: Sequence[Any]) -> tuple[np.ndarray, float]:
+    def record(self, losses: Sequence[Any]) -> tuple[np.ndarray, float, float]:
         """Counts the steps of an execution by their losses, one tensor ([count]) for each stack.
 
-        Returns the losses ([steps]) and the seconds that the steps took. Raises Diverged if a loss is not finite.
+        Returns the losses ([steps]), how many full batches the steps' examples without padding would make, and the
+        seconds that the steps took. Raises Diverged if a loss is not finite.
         """
         # They are read after all steps have been started, so that a GPU continues meanwhile.
         values = np.concatenate([np.asarray(each) for each in losses])
@@ -133,11 +134,13 @@ class Pass:
             step = f"{self.name} step {self.done + infinite[0] + 1}{self._epoch_text}"
             raise Diverged(f"the loss of {step} is {values[infinite[0]]}")
         seconds = time.monotonic() - self._started
+        # compute_loss divides by the global batch size, so the loss of a padded batch is smaller.
+        examples = self._batches.examples_in(self.epoch or 0, self.done, len(values))
         self._executions.took(self.split, len(values), seconds)
         self.done, self.uncounted, self._count = self.done + len(values), 0, 0
         waited = self._iterator.seconds_waited - self._waited if self._iterator else 0.0
         self._progress.add(self.name, len(values), seconds, waited)
-        return values, seconds
+        return values, examples / self._batches.global_batch_size, seconds
 
     def __str__(self) -> str:
         """Returns the steps of the current execution for messages: "in train steps 3 to 5 of epoch 1"; "" without."""

@@ -1,9 +1,13 @@
 """How far a run has come: what a checkpoint records beside the variables."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Collection
 from typing import Any
+
+from engine.console import console
+from engine.errors import BadInput
 
 
 @dataclasses.dataclass
@@ -28,6 +32,17 @@ class Progress:
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     """The last --learning-rate, and the constant rate that task.create_optimizer gave to each optimizer."""
     data: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # dataset -> its fingerprint
+    rates_of_epoch: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The learning rates with which the last training ended, or those to which train.py has changed them since."""
+    user_state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What train.py keeps in `run.user_state`."""
+
+    def report_changes(self, rates: dict[str, float]) -> None:
+        """Prints which learning rates, by column of metrics.csv, train.py has changed since the last training."""
+        before, self.rates_of_epoch = self.rates_of_epoch, rates
+        for name, rate in rates.items():
+            if before.get(name, rate) != rate:
+                console.print(f"{name.replace('_', ' ', 1)} {before[name]:g} -> {rate:g}")
 
     def add(self, name: str, steps: int, seconds: float, waited: float) -> None:
         """Counts steps of a pass over a dataset, the seconds that they took, and the seconds waited for batches."""
@@ -78,6 +93,11 @@ class Progress:
         return self.step, sum(self.steps_of_pass.values()), list(self.metrics)
 
     def record(self) -> dict[str, Any]:
+        """Returns it as JSON values. Raises BadInput if `user_state` would not be the same after a resume."""
+        restored = json.loads(json.dumps(self.user_state, skipkeys=True, default=repr))
+        if repr(restored) != repr(self.user_state):
+            rule = "use dicts with text keys, lists, texts, booleans, None, and numbers of Python, such as float(x)"
+            raise BadInput(f"run.user_state {self.user_state} would not be the same after a resume: {rule}")
         return dataclasses.asdict(self)
 
 

@@ -51,8 +51,7 @@ class Run:
     ) -> None:
         """Writes nothing."""
         self.settings, self.strategy, self.workers = settings, strategy, workers
-        self.objects, self.hidden = objects, hidden
-        self.progress = Progress()
+        self.objects, self.hidden, self.progress = objects, hidden, Progress()
         self.report: Report | None = None
         state = State(strategy, workers, objects.mirrored(), objects.per_replica(), hidden.changed)
         weights = State(strategy, workers, objects.weights, hidden=hidden.used_in_evaluation)
@@ -69,17 +68,21 @@ class Run:
     def start(self, progress: Progress) -> None:
         """Continues from the progress whose state is in the variables."""
         self.progress, self._saved_step = progress, progress.step
+        if "train" not in progress.metrics:  # Otherwise the training of the epoch ended before the stop.
+            progress.rates_of_epoch = self.objects.learning_rates()
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def start_pass(self, batches: Batches, epoch: int | None) -> Pass:
         """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0; None outside epochs."""
         if batches.split == "train":
-            self._examples = batches.examples_in_epoch(epoch or 0)
+            self._examples = batches.examples_in(epoch or 0)
         one_pass = Pass(batches, epoch, self.progress, self._executions)
         one_pass.waits = self.validation_is_due(one_pass)  # The run was stopped before or in that validation.
         if not one_pass.has_ended:
             self._passes.append(one_pass)
+            if one_pass.split == "train":
+                self.progress.report_changes(self.objects.learning_rates())
             self.live.begin(one_pass.name, one_pass.epoch, one_pass.done, one_pass.steps)
         return one_pass
 
@@ -90,10 +93,10 @@ class Run:
         """
         if not losses:
             return
-        values, seconds = one_pass.record(losses)
-        self.live.took(values)
+        taken = one_pass.record(losses)
+        self.live.took(*taken[:2])
         if one_pass.split == "train" and self.report:
-            self.report.steps(self.progress.step, self.epoch + 1, values, seconds, self.objects.learning_rates)
+            self.report.steps(self.progress.step, self.epoch + 1, *taken, self.objects.learning_rates)
         self.objects.check_loss_scales(self.progress.step)
 
     def save_is_due(self, training: Pass) -> bool:
@@ -117,17 +120,22 @@ class Run:
             self.progress.end_pass(one_pass.name, self.objects.results(one_pass.name))
             one_pass.has_ended = True
             self._passes.remove(one_pass)
+            if one_pass.split == "train":  # Afterwards train.py may change them for the next epoch.
+                self.progress.rates_of_epoch = self.objects.learning_rates()
         return self.progress.metrics[one_pass.name]
 
     def results(self, split: str) -> dict[str, float]:
         """Returns the metrics of an evaluation's datasets, and forgets them, so that the next one starts over."""
         metrics = self.progress.metrics
-        results: dict[str, float] = {}
-        for name in [name for name in metrics if split_of(name) == split]:
-            results |= metrics.pop(name)
-        return results
+        names = [name for name in metrics if split_of(name) == split]
+        return {metric: value for name in names for metric, value in metrics.pop(name).items()}
 
     # --- Epochs -------------------------------------------------------------------------------------------------------
+
+    @property
+    def user_state(self) -> dict[str, Any]:
+        """State that train.py keeps: JSON values, saved with every checkpoint and restored when the run resumes."""
+        return self.progress.user_state
 
     @property
     def epoch(self) -> int:
@@ -166,8 +174,7 @@ class Run:
         self._report(lambda report: report.validation(self.progress.step, metrics, is_best=self._is_best))
         if self._is_best:  # In best/ there is room for only one set of weights that no checkpoint names.
             self.save()
-        if self._passes:
-            training = self._passes[-1]
+        for training in self._passes[-1:]:
             self.live.begin(training.name, training.epoch, training.done, training.steps)
 
     def end_epoch(self, metrics: dict[str, float]) -> None:
@@ -178,10 +185,11 @@ class Run:
             "step": self.progress.step,
             "seconds": seconds,
             "examples_per_second": self._examples / train_seconds,
-            **self.objects.learning_rates(),
+            **self.progress.rates_of_epoch,
             **metrics,
         }
         self._report(lambda report: report.epoch(row, is_best=self._is_best, waited=waited / train_seconds))
+        self.progress.report_changes(self.objects.learning_rates())
         if on_report := self.objects.on_report:
             with self.objects.average.in_place():
                 self._report(lambda report: report.call_hook(on_report, row, self.strategy))
