@@ -12,29 +12,31 @@ from typing import Any
 
 from engine.errors import BadInput, CannotWrite
 
+RESUME = (
+    "free disk space, or restore the directory and its permissions, then run the same command again, without --fresh; "
+    "everything saved before is intact"
+)
+
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns an error of the disk into CannotWrite, which names `path`."""
+def writing(path: Path, remedy: str = RESUME) -> Iterator[None]:
+    """Turns an error of the disk into CannotWrite, which names `path` and the remedy."""
     import tensorflow as tf  # Imported here, because it takes seconds, and JSON is read before.
 
     try:
         yield
     except (OSError, tf.errors.OpError) as problem:
         reason = getattr(problem, "strerror", None) or re.sub(r"\{\{.*?\}\}|\[Op:\w+\]", "", str(problem)).strip()
-        raise CannotWrite(
-            f"{path} cannot be written ({reason}): free disk space, or restore the directory and its permissions, then "
-            "run the same command again, without --fresh; everything saved before is intact"
-        ) from problem
+        raise CannotWrite(f"{path} cannot be written ({reason}): {remedy}") from problem
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object], remedy: str = RESUME) -> None:
     """Calls `write` with a temporary path, and renames that to `path`, so that nobody reads half a file.
 
     Raises CannotWrite if the disk is full, or the directory is gone or read-only.
     """
     temporary = path.with_name(f".{path.name}.part")
-    with writing(path):
+    with writing(path, remedy):
         try:
             write(temporary)
             sync(temporary)
