@@ -130,19 +130,18 @@ def test_damaged_file_is_named_as_such(
     form: str, partial: bool, trained: tuple[Path, dict[str, np.ndarray]], tmp_path: Path
 ) -> None:
     name = FORMS[form]
-    path, data = tmp_path / name, next(trained[0].glob(f"{name}*")).suffix == ".data-00000-of-00001"
+    path = tmp_path / name
     for file in trained[0].glob(f"{name}*"):
         shutil.copy(file, tmp_path)
     largest = max(tmp_path.iterdir(), key=lambda file: file.stat().st_size)
     content = largest.read_bytes()
-    changed = bytes([*content[:3000], content[3000] ^ 1, *content[3001:]])
-    assert data == (form not in (".weights.h5", ".keras"))
+    half = len(content) // 2
+    changed = bytes([*content[:half], content[half] ^ 1, *content[half + 1 :]])
     keras.utils.clear_session()
-    for damaged in (b"", content[: len(content) // 2], b"other " * 99, *([changed] if form != ".weights.h5" else [])):
+    # HDF5 alone has no checksums of its numbers.
+    for damaged in (b"", content[:half], b"other " * 99, *([changed] if form != ".weights.h5" else [])):
         largest.write_bytes(damaged)
-        with pytest.raises(
-            BadInput, match=rf"^--init-from {path}: the file is damaged \(.*\): restore it from a backup"
-        ):
+        with pytest.raises(BadInput, match=rf"^--init-from {path}: the file is damaged \(.*\): restore it from"):
             load_initial_weights(path, small_model(), partial=partial)
 
 

@@ -46,7 +46,7 @@ def load_initial_weights(path: Path, model: Any, *, partial: bool) -> str:
         raise
     except Damaged as problem:
         raise BadInput(f"--init-from {path}: {problem}; pass another checkpoint of its run") from problem
-    except (OSError, EOFError, zlib.error, zipfile.BadZipFile, tf.errors.OpError) as problem:
+    except (OSError, EOFError, IndexError, zlib.error, zipfile.BadZipFile, tf.errors.OpError) as problem:
         remedy = "restore it from a backup, or pass other weights"
         raise BadInput(f"--init-from {path}: the file is damaged ({first_line(problem)}): {remedy}") from problem
     except Exception as problem:
