@@ -592,6 +592,8 @@ def test_run_that_cannot_be_loaded_is_refused_in_one_line(
         assert "task.predict_step returned 'mean' of shape (): return [n, ...], a row per example" in refusal()
         patching.setattr(task, "predict_step", lambda features: {"twice": tf.repeat(task.model(features), 2, axis=0)})
         assert "returned 'twice' of shape (6, 10) for 3 examples: return [n, ...], a row per example" in refusal()
+        patching.setattr(task, "predict_step", lambda features: {"sparse": tf.sparse.from_dense(features)})
+        assert "task.predict_step returned 'sparse' as SparseTensor: return a tensor [n, ...]" in refusal()
         patching.delattr(task, "predict_step")
         assert "task.py has no function predict_step" in refusal()
         patching.undo()

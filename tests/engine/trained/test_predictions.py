@@ -306,6 +306,7 @@ UNFITTING = {
     "NaN": (enumerate(PIXELS * np.nan), IMAGE, "example 0: features has a value that does not fit into uint8"),
     "text": ([("p", "1")], tf.TensorSpec([None], tf.int32), "example p: features is <U1[] and must be int32[], as"),
     "number": ([("p", 1)], TEXT, "example p: features is int64[] and must be string[], as in task.load_examples"),
+    "complex": (enumerate(PIXELS + 0j), IMAGE, "example 0: features is complex128[2, 3, 1] and must be uint8[2, 3, 1]"),
     "names": ([("p", {"a": [1, 2]})], MIXED, "example p has the features a and must have a, b/0, b/1"),
 }
 

@@ -127,7 +127,12 @@ def _check_outputs(outputs: Any) -> None:
     if not isinstance(outputs, dict) or not outputs or not all(isinstance(name, str) for name in outputs):
         raise BadInput(f"task.predict_step returned {outputs!r}: return a dict of tensors by name, [n, ...] each")
     for name, output in outputs.items():
-        shape = getattr(output, "shape", tf.TensorShape([]))
+        if not isinstance(output, tf.Tensor):
+            kind = type(output).__name__
+            raise BadInput(
+                f"task.predict_step returned {name!r} as {kind}: return a tensor [n, ...], a row per example"
+            )
+        shape = output.shape
         if shape.rank == 0 or (shape.rank and shape[0] is not None):
             raise BadInput(f"task.predict_step returned {name!r} of shape {shape}: return [n, ...], a row per example")
 

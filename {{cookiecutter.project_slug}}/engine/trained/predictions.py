@@ -147,7 +147,12 @@ def _as_tensors(names: Sequence[Name], arrays: Arrays, spec: Any) -> Any:
     for name, leaf in specs.items():
         array, dtype = arrays[name], leaf.dtype
         is_text = array.dtype.kind in "OSU"
-        if is_text != (dtype == tf.string) or not leaf.shape.is_compatible_with(array.shape):
+        is_real = array.dtype.kind not in "cMm"  # Neither complex nor a date, of which a cast drops a part.
+        if (
+            is_text != (dtype == tf.string)
+            or not (is_real or dtype.is_complex)
+            or not leaf.shape.is_compatible_with(array.shape)
+        ):
             given, wanted = f"{array.dtype}{list(array.shape[1:])}", leaf_text(tf.TensorSpec(leaf.shape[1:], dtype))
             raise BadInput(f"example {names[0]}: {name} is {given} and must be {wanted}, as in task.load_examples")
         with np.errstate(all="ignore"):
