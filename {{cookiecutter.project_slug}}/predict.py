@@ -1,7 +1,7 @@
 """Predictions from the best weights of a run, on the devices of this machine.
 
-    python predict.py runs/default digits.npy                           writes predictions.csv
-    python predict.py runs/default digits.npy --output predictions.npz  for outputs that do not fit into a table
+    python predict.py runs/default digits.npy                     writes predictions.csv, or .npz if they need that
+    python predict.py runs/default digits.npy --output digits.npz
     python predict.py --help
 
 In a notebook:
@@ -14,7 +14,8 @@ In a notebook:
 """
 
 import dataclasses
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,6 +30,8 @@ from engine.settings import check_is_local
 if TYPE_CHECKING:
     from engine.trained.predictions import Predictor
 
+DEFAULT_OUTPUTS = (Path("predictions.csv"), Path("predictions.npz"))  # The second one takes outputs of any shape.
+
 # TensorFlow takes seconds to import. So it is imported in the functions that need it, after the command line is read.
 
 
@@ -40,25 +43,41 @@ class Options:
     """Directory of the run."""
     input: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="INPUT")]
     """File or folder of examples, which task.read_inputs reads."""
-    output: Path = Path("predictions.csv")
-    """A .csv file, with a row for each example, or an .npz file, with an array for each output."""
+    output: Path | None = None
+    """A .csv file, with a row for each example, or an .npz file, with an array for each output. Default:
+    predictions.csv, or predictions.npz if an output does not fit into a table."""
     batch_size: int = 128
     """Number of examples to prepare and predict at a time."""
 
     def __post_init__(self) -> None:
         """Raises BadInput for the first value that breaks its rule."""
-        for name, path in (("INPUT", self.input), ("--output", self.output)):
-            check_is_local(name, path)
+        check_is_local("INPUT", self.input)
         if not self.input.exists():
             raise BadInput(f"INPUT {self.input} does not exist: pass a file or a folder of examples")
-        if self.output.suffix not in (".csv", ".npz"):
-            raise BadInput(f"--output {self.output} must end in .csv or .npz")
-        if not self.output.absolute().parent.is_dir():
-            raise BadInput(f"--output {self.output}: the folder {self.output.parent} does not exist: create it first")
-        if self.output.exists() and self.output.samefile(self.input):
-            raise BadInput(f"--output {self.output} is the input, which would be overwritten: pass another path")
+        for output in [self.output] if self.output else DEFAULT_OUTPUTS:
+            check_is_local("--output", output)
+            for is_broken, problem in self._rules(output):
+                if is_broken:
+                    raise BadInput(f"--output {output} {problem}")
         if self.batch_size < 1:
             raise BadInput(f"--batch-size {self.batch_size} must be at least 1")
+
+    def _rules(self, output: Path) -> Iterator[tuple[bool, str]]:
+        """Yields whether an output breaks a rule, and the rule."""
+        folder = output.absolute().parent
+        yield output.suffix not in (".csv", ".npz"), "must end in .csv or .npz"
+        yield output.is_dir(), "is a folder: pass the path of a file"
+        yield not folder.is_dir(), f"cannot be written: the folder {output.parent} does not exist: create it first"
+        yield not os.access(folder, os.W_OK), f"cannot be written: {output.parent} is read-only: pass another folder"
+        yield _contains(self.input, output), f"is INPUT {self.input}, or a file in it: pass another path"
+        rule = f"is a file in {self.run_dir}, and no file of a run is overwritten: remove it, or pass another path"
+        yield output.exists() and _contains(self.run_dir, output), rule
+
+
+def _contains(outer: Path, path: Path) -> bool:
+    """Returns whether `path`, its links followed, is the file or folder `outer`, or in that folder."""
+    path = Path(os.path.realpath(path))
+    return outer.exists() and any(each.exists() and each.samefile(outer) for each in (path, *path.parents))
 
 
 def load(run_dir: str | Path) -> "Predictor":
@@ -90,17 +109,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from engine.trained.predictions import report_infinite, write_predictions
         from engine.user_errors import user_errors_named
 
-        with user_errors_named():
+        with user_errors_named(lambda: f"INPUT {options.input}"):
             import task
 
             if not hasattr(task, "read_inputs"):
                 raise BadInput("task.py has no function read_inputs(path): add one that yields names and features")
             predictor = load(options.run_dir)
-            predictor.check_output(options.output)
+            output = predictor.choose_output(*[options.output] if options.output else DEFAULT_OUTPUTS)
             names, predictions = predictor.predict(task.read_inputs(options.input), options.batch_size)
-            write_predictions(options.output, names, predictions)
+            write_predictions(output, names, predictions)
         report_infinite(names, predictions)
-        console.print(f"{len(names):,} predictions ({', '.join(predictions)}) in {options.output}")
+        console.print(f"{len(names):,} predictions ({', '.join(predictions)}) in {output}")
 
 
 if __name__ == "__main__":

@@ -240,6 +240,8 @@ def train(settings: Config) -> dict[str, Any]:
                 with run.saving_on_exit():
                     run_epochs()
                 result = run.finish(test)
+            if settings.export:
+                signals.check(workers)
         if settings.export:  # A signal ends it at once.
             workers.from_chief(lambda: export(task, settings))
         return result

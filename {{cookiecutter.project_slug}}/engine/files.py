@@ -12,10 +12,12 @@ from typing import Any
 
 from engine.errors import BadInput, CannotWrite
 
+RESUME = "run the same command again, without --fresh; everything saved before is intact"
+
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns an error of the disk into CannotWrite, which names `path`."""
+def writing(path: Path, then: str = RESUME) -> Iterator[None]:
+    """Turns an error of the disk into CannotWrite, which names `path`, what to do, and `then` what."""
     import tensorflow as tf  # Imported here, because it takes seconds, and JSON is read before.
 
     try:
@@ -24,20 +26,17 @@ def writing(path: Path) -> Iterator[None]:
         reason = getattr(problem, "strerror", None) or re.sub(r"\{\{.*?\}\}|\[Op:\w+\]", "", str(problem)).strip()
         is_full = re.search("No space left|quota exceeded|too large", reason)
         remedy = "free disk space" if is_full else "restore the directory and its permissions"
-        raise CannotWrite(
-            f"{path} cannot be written ({reason}): {remedy}, then run the same command again, without --fresh; "
-            "everything saved before is intact"
-        ) from problem
+        raise CannotWrite(f"{path} cannot be written ({reason}): {remedy}, then {then}") from problem
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object], then: str = RESUME) -> None:
     """Calls `write` with a temporary path, and renames that to `path`, so that nobody reads half a file.
 
     If `path` is a link, it stays one. Raises CannotWrite if the disk is full, or the directory is gone or read-only.
     """
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.part")
-    with writing(path):
+    with writing(path, then):
         try:
             write(temporary)
             sync(temporary)

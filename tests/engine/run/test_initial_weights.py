@@ -16,6 +16,7 @@ import train
 from config import Config
 from engine.errors import BadInput
 from engine.model.variables import model_variables
+from engine.run import initial_weights
 from engine.run.initial_weights import load_initial_weights
 from engine.run.start import initialize
 
@@ -111,11 +112,9 @@ def test_weights_left_over_are_refused_unless_asked_for(form: str, trained: tupl
 
 
 def test_what_holds_no_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.keras").write_text("no archive")
-    nothing, text = tmp_path / "nothing", tmp_path / "text.keras"
+    nothing = tmp_path / "nothing"
     for flags, reason in (
         ((f"--init-from={nothing}",), f"--init-from {nothing} contains no weights: it must be a run directory"),
-        ((f"--init-from={text}",), f"--init-from {text} does not fit the model"),
         (("--init-partial",), "--init-partial needs --init-from"),
     ):
         with pytest.raises(SystemExit) as ending:
@@ -123,6 +122,50 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path, capsys: pytest.Capture
         assert ending.value.code == 2
         assert capsys.readouterr().err.startswith(f"ERROR: {reason}")
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("form", [".weights.h5", ".keras", "tf.train.Checkpoint of the model"])
+def test_damaged_file_is_named_as_such(
+    form: str, partial: bool, trained: tuple[Path, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
+    name = FORMS[form]
+    path = tmp_path / name
+    for file in trained[0].glob(f"{name}*"):
+        shutil.copy(file, tmp_path)
+    largest = max(tmp_path.iterdir(), key=lambda file: file.stat().st_size)
+    content = largest.read_bytes()
+    half = len(content) // 2
+    changed = bytes([*content[:half], content[half] ^ 1, *content[half + 1 :]])
+    keras.utils.clear_session()
+    # HDF5 alone has no checksums of its numbers.
+    for damaged in (b"", content[:half], b"other " * 99, *([changed] if form != ".weights.h5" else [])):
+        largest.write_bytes(damaged)
+        with pytest.raises(BadInput, match=rf"^--init-from {path}: the file is damaged \(.*\): restore it from"):
+            load_initial_weights(path, small_model(), partial=partial)
+
+
+@pytest.mark.parametrize("form", ["run directory", ".weights.h5", ".keras", "tf.train.Checkpoint of the model"])
+def test_weights_that_are_nan_are_named(form: str, trained: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+    folder = shutil.copytree(trained[0], tmp_path / "run")
+    path = folder / FORMS[form]
+    keras.utils.clear_session()
+    model = small_model()
+    model.load_weights(trained[0] / FORMS[".weights.h5"])
+    bias = model.variables[1]
+    assert bias.path.endswith("dense/bias")
+    for value in (np.full(8, np.nan), np.array([*range(7), np.nan])):
+        bias.assign(value)
+        model.save_weights(folder / FORMS[".weights.h5"])
+        model.save(folder / FORMS[".keras"])
+        tf.train.Checkpoint(model).write(str(folder / "model"))
+        values = {name: variable.numpy() for name, variable in model_variables(model).items()}
+        with pytest.MonkeyPatch.context() as patching:
+            patching.setattr(initial_weights, "read_checkpoint", lambda path, values=values: (values, {}))
+            with pytest.raises(
+                BadInput, match=r"contains NaN in model/sequential/dense/bias: pass weights from before"
+            ):
+                load_initial_weights(path, model, partial=False)
 
 
 def test_run_begun_with_weights_resumes_its_own_state(

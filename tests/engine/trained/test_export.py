@@ -1,7 +1,10 @@
 """--export: the contents of its files, what is skipped, and what is rejected."""
 
+import dataclasses
 import json
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +14,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from processes import until
 from small import linear_model, small_model
 
 import task
 import train
 from config import Config
 from engine.errors import BadInput
+from engine.run.signals import signals
+from engine.settings import InitOnly
 from engine.trained.export import _are_close, export
 from engine.trained.loading import load_trained
 from rendering import run
@@ -94,7 +100,7 @@ def test_finished_run_is_exported_with_its_own_settings_and_not_trained(
     monkeypatch.setattr(task, "create_model", small_model)
     path = shutil.copytree(run_dir, tmp_path / "run")
     before = {each: each.read_bytes() for each in path.rglob("*") if each.is_file() and "export" not in each.parts}
-    (path / "export/earlier").write_text("")
+    (path / "export/model.tflite").write_text("")
     (path / ".export.part").mkdir()  # As a killed process leaves it.
     monkeypatch.setattr(task, "load_examples", no_examples)
     train.main([f"--run-dir={path}", "--export"])
@@ -130,6 +136,83 @@ def test_run_that_is_not_finished_is_trained_to_its_end(
     assert (tmp_path / "run/export/saved_model").is_dir()
     train.main([f"--run-dir={tmp_path / 'run'}", "--export"])  # Its own --patience counts too.
     assert "Finished already" in capsys.readouterr().out
+
+
+def test_link_in_place_of_the_export_is_followed_and_leftovers_are_replaced(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "create_model", small_model)
+    path, elsewhere = shutil.copytree(run_dir, tmp_path / "run"), tmp_path / "elsewhere"
+    shutil.move(path / "export", elsewhere)
+    (path / "export").symlink_to(elsewhere)
+    (tmp_path / ".elsewhere.part").write_text("a file")
+    (tmp_path / ".elsewhere.earlier").symlink_to(path)
+    for _ in range(2):
+        export(task, Config(run_dir=path))
+        assert (path / "export").is_symlink()
+        assert {each.name for each in elsewhere.iterdir()} == {"model.keras", "model.weights.h5", "saved_model"}
+        assert {each.name for each in tmp_path.iterdir()} == {"run", "elsewhere"}
+    assert (path / "result.json").exists()
+
+
+def test_export_with_files_of_another_origin_is_refused(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "create_model", small_model)
+    path = shutil.copytree(run_dir, tmp_path / "run")
+    for name in ("notes.txt", "other.keras", "saved_model/assets.extra"):
+        foreign = path / "export" / name
+        foreign.write_text("mine")
+        with pytest.raises(BadInput, match=rf"^--export: {foreign} is not of an export, .*: move it elsewhere$"):
+            export(task, Config(run_dir=path))
+        assert foreign.read_text() == "mine"
+        foreign.unlink()
+    shutil.rmtree(path / "export")
+    (path / "export").write_text("mine")
+    with pytest.raises(BadInput, match=rf"^--export: {path / 'export'} is not of an export"):
+        export(task, Config(run_dir=path))
+    assert (path / "export").read_text() == "mine"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithEncoder(Config):
+    encoder_weights: InitOnly[Path | None] = None
+
+
+def test_files_that_only_the_start_needed_may_be_gone(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create_model() -> keras.Model:
+        model = small_model()
+        if task.config.encoder_weights:
+            model.load_weights(task.config.encoder_weights)
+        return model
+
+    monkeypatch.setattr(task, "create_model", create_model)
+    path, gone = shutil.copytree(run_dir, tmp_path / "run"), tmp_path / "gone.weights.h5"
+    export(task, WithEncoder(run_dir=path, encoder_weights=gone, init_from=gone, init_partial=True, seed=3))
+    assert (task.config.encoder_weights, task.config.init_from, task.config.seed) == (None, None, 3)
+
+
+def test_signal_while_a_run_finishes_ends_it_before_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "create_model", linear_model)
+    finish = train.Run.finish
+
+    def finish_and_interrupt(*arguments: Any) -> Any:
+        result = finish(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: signals.signal)
+        return result
+
+    flags = [f"--run-dir={tmp_path}", *SHORT, "--global-batch-size=600", "--export"]
+    with monkeypatch.context() as patching, pytest.raises(SystemExit) as ending:
+        patching.setattr(train.Run, "finish", finish_and_interrupt)
+        train.main(flags)
+    assert ending.value.code == 42
+    assert (tmp_path / "result.json").exists()
+    assert not (tmp_path / "export").exists()
+    train.main(flags)
+    assert (tmp_path / "export/saved_model").is_dir()
 
 
 # --- Other hooks ------------------------------------------------------------------------------------------------------
@@ -507,6 +590,10 @@ def test_run_that_cannot_be_loaded_is_refused_in_one_line(
         assert "task.predict_step returned" in refusal()
         patching.setattr(task, "predict_step", lambda features: {"mean": tf.reduce_mean(task.model(features))})
         assert "task.predict_step returned 'mean' of shape (): return [n, ...], a row per example" in refusal()
+        patching.setattr(task, "predict_step", lambda features: {"twice": tf.repeat(task.model(features), 2, axis=0)})
+        assert "returned 'twice' of shape (6, 10) for 3 examples: return [n, ...], a row per example" in refusal()
+        patching.setattr(task, "predict_step", lambda features: {"sparse": tf.sparse.from_dense(features)})
+        assert "task.predict_step returned 'sparse' as SparseTensor: return a tensor [n, ...]" in refusal()
         patching.delattr(task, "predict_step")
         assert "task.py has no function predict_step" in refusal()
         patching.undo()

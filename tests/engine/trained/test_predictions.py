@@ -17,8 +17,8 @@ from small import small_model
 import predict
 import task
 import train
-from engine.errors import BadInput
-from engine.trained.predictions import _as_tensors, _batches
+from engine.errors import BadInput, CannotWrite
+from engine.trained.predictions import _as_tensors, _batches, write_predictions
 
 FLAGS = ("--global-batch-size=60", "--simulated-devices=2", "--epochs=2", "--ema-decay=0.9", "--seed=3")
 
@@ -195,22 +195,55 @@ def test_what_cannot_be_written_as_csv_is_refused_at_once(
         images = np.stack([np.full((8, 8, 1), value, "float32") for value in (2, 3)])
         with pytest.raises(BadInput, match=r"returned 'a' of several sizes \(\[\(2,\), \(3,\)\]\)"):
             predict.load(run_dir)(images, batch_size=1)
-    predict.main([str(run_dir), str(tmp_path / "images.npy"), "--output", str(tmp_path / "p.npz")])
-    with np.load(tmp_path / "p.npz") as arrays:
+        # Two outputs with a column of the same name, and one whose rows are not those of the examples.
+        patching.setattr(
+            task, "predict_step", lambda features: {"a": features[:, :, 0, 0], "a/0": features[:, 0, 0, 0]}
+        )
+        line = refused(run_dir, tmp_path / "images.npy", "--output", tmp_path / "p.csv")
+        assert "'a/0' may be a column of 'a' too: pass an .npz file" in line
+        patching.setattr(task, "predict_step", lambda features: {"a": tf.repeat(features[:, 0, 0, 0], 2)})
+        line = refused(run_dir, tmp_path / "images.npy", "--output", tmp_path / "p.csv")
+        assert "task.predict_step returned 'a' of shape (6,) for 3 examples: return [n, ...], a row per" in line
+    # Without --output, as the result of a run suggests it.
+    monkeypatch.chdir(tmp_path)
+    predict.main([str(run_dir), "images.npy"])
+    with np.load("predictions.npz") as arrays:
         assert arrays["mask"].shape == (3, 8, 8, 1)
         assert arrays["mask"].all()
 
 
-def test_input_is_never_overwritten(run_dir: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    path, link = tmp_path / "images.npz", tmp_path / "predictions.npz"
+def test_no_output_is_written_over_the_input_or_a_file_of_the_run(
+    run_dir: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, run_dir = tmp_path / "images", shutil.copytree(run_dir, tmp_path / "run")
+    folder.mkdir()
+    path, metrics = folder / "images.npz", run_dir / "metrics.csv"
     np.savez(path, np.zeros((2, 8, 8, 1), "float32"))
-    link.symlink_to(path)
-    before = path.read_bytes()
-    for output in (path, link):
-        assert f"--output {output} is the input, which would be overwritten" in refused(
-            run_dir, path, "--output", output
-        )
-    assert path.read_bytes() == before
+    (tmp_path / "link.npz").symlink_to(path)
+    (tmp_path / "link.csv").symlink_to(metrics)
+    (tmp_path / "folder").symlink_to(folder)
+    (tmp_path / "folder.csv").mkdir()
+    before = {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
+    for given, output, problem in (
+        (path, path, f"is INPUT {path}, or a file in it: pass another path"),
+        (path, tmp_path / "link.npz", f"is INPUT {path}, or a file in it"),
+        (folder, folder / "new.csv", f"is INPUT {folder}, or a file in it"),
+        (folder, tmp_path / "folder/new.csv", f"is INPUT {folder}, or a file in it"),
+        (path, metrics, f"is a file in {run_dir}, and no file of a run is overwritten: remove it, or pass another"),
+        (path, tmp_path / "link.csv", f"is a file in {run_dir}, and no file of a run is overwritten"),
+        (path, tmp_path / "folder.csv", "is a folder: pass the path of a file"),
+    ):
+        assert f"ERROR: --output {output} {problem}" in refused(run_dir, given, "--output", output)
+    monkeypatch.chdir(folder)
+    assert "--output predictions.csv is INPUT ., or a file in it" in refused(run_dir, ".")
+    assert {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()} == before
+
+
+def test_output_that_cannot_be_written_is_named_with_what_predict_can_do(tmp_path: Path) -> None:
+    with pytest.raises(CannotWrite) as ending:
+        write_predictions(tmp_path / "gone/p.csv", [0], {"label": np.zeros(1)})
+    remedy = "restore the directory and its permissions, then run the same command again, or pass another --output"
+    assert str(ending.value) == f"{tmp_path / 'gone/p.csv'} cannot be written (No such file or directory): {remedy}"
 
 
 def test_hook_that_reads_inputs_wrongly_is_named(
@@ -220,10 +253,19 @@ def test_hook_that_reads_inputs_wrongly_is_named(
     np.save(path, np.zeros((2, 8, 8, 1), "float32"))
     monkeypatch.setattr(task, "read_inputs", np.load)
     assert refused(run_dir, path) == "ERROR: task.read_inputs yields ndarray: yield pairs of a name and features"
+    for returned, message in (
+        (None, "returned NoneType: yield pairs of a name and features"),
+        ([("a", [[1], [1, 2]])], "features must be arrays: ValueError: setting an array element with a sequence"),
+    ):
+        monkeypatch.setattr(task, "read_inputs", lambda path, returned=returned: returned)
+        assert message in refused(run_dir, path)
     monkeypatch.undo()
-    path.write_text("no array")
-    line = refused(run_dir, path)
-    assert re.match(r"ERROR: task\.py:\d+ read_inputs: ValueError: .*pickle", line)
+    garbled = path.read_bytes()[:10] + b"{(" * 59 + path.read_bytes()[128:]
+    for content, reason in ((b"no array", "ValueError: .*pickle"), (garbled, "TokenError: .*"), (b"", "EOFError: .*")):
+        path.write_bytes(content)
+        line = refused(run_dir, path)
+        assert re.match(rf"ERROR: task\.py:\d+ read_inputs: {reason}", line)
+        assert line.endswith(f" (INPUT {path})")
     monkeypatch.delattr(task, "read_inputs")
     assert "task.py has no function read_inputs(path): add one" in refused(run_dir, path)
 
@@ -264,6 +306,7 @@ UNFITTING = {
     "NaN": (enumerate(PIXELS * np.nan), IMAGE, "example 0: features has a value that does not fit into uint8"),
     "text": ([("p", "1")], tf.TensorSpec([None], tf.int32), "example p: features is <U1[] and must be int32[], as"),
     "number": ([("p", 1)], TEXT, "example p: features is int64[] and must be string[], as in task.load_examples"),
+    "complex": (enumerate(PIXELS + 0j), IMAGE, "example 0: features is complex128[2, 3, 1] and must be uint8[2, 3, 1]"),
     "names": ([("p", {"a": [1, 2]})], MIXED, "example p has the features a and must have a, b/0, b/1"),
 }
 

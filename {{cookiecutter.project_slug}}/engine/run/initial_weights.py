@@ -3,8 +3,10 @@
 Weights for a part of the model are loaded in task.create_model instead.
 """
 
+import io
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +36,25 @@ def load_initial_weights(path: Path, model: Any, *, partial: bool) -> str:
     models = by_name(model, "model")
     variables = {name: variable for name, variable in model_variables(model).items() if not is_seed(name)}
     initial = {name: variable.numpy() for name, variable in variables.items()}
-    # Weights are never NaN: a variable that still is after the loading was not in the file.
+    # No variable of weights is all infinite: one that still is after the loading was not in the file.
     floats = [name for name, variable in variables.items() if variable.dtype.is_floating]
     for name in floats:
-        variables[name].assign(np.full_like(initial[name], np.nan))
+        variables[name].assign(np.full_like(initial[name], np.inf))
     try:
         source, unused = _load(path, models, variables, partial=partial)
     except BadInput:
         raise
     except Damaged as problem:
         raise BadInput(f"--init-from {path}: {problem}; pass another checkpoint of its run") from problem
+    except (OSError, EOFError, IndexError, zlib.error, zipfile.BadZipFile, tf.errors.OpError) as problem:
+        remedy = "restore it from a backup, or pass other weights"
+        raise BadInput(f"--init-from {path}: the file is damaged ({first_line(problem)}): {remedy}") from problem
     except Exception as problem:
         hint = "" if partial else "; --init-partial loads what matches"
         raise BadInput(f"--init-from {path} does not fit the model ({first_line(problem)}){hint}") from problem
-    missing = [name for name in floats if np.isnan(variables[name].numpy()).all()]
+    if nan := [name for name in floats if np.isnan(variables[name].numpy()).any()]:
+        raise BadInput(f"--init-from {path} contains NaN in {', '.join(nan[:3])}: pass weights from before it diverged")
+    missing = [name for name in floats if np.isposinf(variables[name].numpy()).all()]
     for name in missing:
         variables[name].assign(initial[name])
 
@@ -57,7 +64,8 @@ def load_initial_weights(path: Path, model: Any, *, partial: bool) -> str:
     if unused:
         report += f"; {unused} in the file are unused"
     if len(missing) == len(floats):
-        raise BadInput(f"--init-from {path} matches none of the model's variables: pass weights of this model")
+        remedy = "pass weights of this model, or load those of a part of it in task.create_model"
+        raise BadInput(f"--init-from {path} matches none of the model's variables: {remedy}")
     if (missing or unused) and not partial:
         raise BadInput(f"--init-from {path} gives {report}: --init-partial loads what matches")
     return report
@@ -72,9 +80,10 @@ def _load(path: Path, models: dict[str, keras.Model], variables: Variables, *, p
             names = ", ".join(models)
             raise BadInput(f"--init-from {path} contains one model, and the task has {names}: pass a run directory")
         (model,) = models.values()
+        count = _count_weights(path)  # Before anything is loaded, because Keras's reason would not be that of a damage.
         with warnings.catch_warnings(action="ignore"):  # The report names the missing variables.
             model.load_weights(path, skip_mismatch=partial)
-        return str(path), max(0, _count_weights(path) - len(variables))
+        return str(path), max(0, count - len(variables))
     if Path(f"{path}.index").is_file():
         roots = [tf.train.Checkpoint(**models)]  # The models may be attributes of the saved object.
         if len(models) == 1:
@@ -115,7 +124,8 @@ def _count_weights(path: Path) -> int:
         if isinstance(item, h5py.Dataset) and NOT_WEIGHTS.isdisjoint(name.split("/")):
             names.append(name)
 
-    weights = zipfile.Path(path, "model.weights.h5") if path.suffix == ".keras" else path
-    with weights.open("rb") as opened, h5py.File(opened) as file:
+    # All bytes are read, which compares the archive's checksums.
+    opened = io.BytesIO(zipfile.Path(path, "model.weights.h5").read_bytes()) if path.suffix == ".keras" else path
+    with h5py.File(opened) as file:
         file.visititems(add)
     return len(names)

@@ -12,6 +12,8 @@ earlier one.
 import contextlib
 import gc
 import importlib
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,13 +32,23 @@ from engine.model.build import set_up
 from engine.model.variables import by_name, is_seed, model_variables
 from engine.protocols import Task
 from engine.settings import Settings
-from engine.trained.loading import NO_TENSORS, Trained, compiled_predict_step, load_trained, new_model
+from engine.trained.loading import (
+    NO_TENSORS,
+    Trained,
+    check_rows,
+    compiled_predict_step,
+    load_trained,
+    new_model,
+    without_init_only,
+)
 from engine.trained.saved_model import Endpoint, write_saved_model
 from engine.user_errors import first_line, user_errors_named
 
 TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
 TIES = 1e-3  # Allowed fraction of differing integers, such as the classes of pixels: rounding decides a tie.
 EXAMPLES, UNKNOWN_SIZE = 3, 8  # The number of made-up examples, and the sizes that their element spec leaves open.
+SAVED_MODEL = "saved_model"
+OF_SAVED_MODEL = (r"(saved_model|fingerprint)\.pb", r"(assets|variables)(/[^/]+)?")  # Paths that TensorFlow writes.
 SUFFIXES = {"litert": ".tflite", "onnx": ".onnx"}
 
 Facts = dict[str, Any]  # The text to print for each file.
@@ -49,16 +61,16 @@ def export(task: Task, settings: Settings) -> None:
     Call it in the chief, outside any strategy. task.model is then the model with those weights. Raises CannotWrite, or
     BadInput if something cannot be exported, or differs from the model once it is loaded again.
     """
-    trained, path = load_trained(task, settings), settings.run_dir / "export"
+    trained, path = load_trained(task, without_init_only(settings)), settings.run_dir / "export"
     facts: Facts = {"weights": trained.weights}
-    with _replaced(path) as folder:
+    with _replaced(path, trained) as folder:
         if unlisted := ", ".join(trained.unlisted):
             facts["Keras's files"] = f"skipped: they cannot contain {unlisted}, made without add_weight"
         else:
             for write in (_write_models, _write_weights):
                 facts |= write(folder, task, trained)
                 gc.collect()  # Frees the copies that were compared.
-        facts |= _write_saved_model(folder / "saved_model", task, trained)
+        facts |= _write_saved_model(folder / SAVED_MODEL, task, trained)
         kind = settings.export_format
         failure = _write_format(folder, kind, trained, facts) if kind else None
     print_facts(f"Exported to {path}", facts)
@@ -67,25 +79,50 @@ def export(task: Task, settings: Settings) -> None:
 
 
 @contextlib.contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
-    """Yields a new folder, which replaces the one at `path` at the end; after an exception `path` is unchanged."""
+def _replaced(path: Path, trained: Trained) -> Iterator[Path]:
+    """Yields a new folder, which replaces the one at `path` at the end; after an exception `path` is unchanged.
+
+    Raises BadInput if `path` contains anything that no export of this run has written.
+    """
+    path = Path(os.path.realpath(path))  # A link is followed, as to a larger disk.
     part, earlier = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "earlier"))
     try:
         with writing(path):
             if earlier.exists() and not path.exists():  # A process was killed between the two renames below.
                 earlier.rename(path)
-            shutil.rmtree(part, ignore_errors=True)
+            if foreign := _foreign(path, trained):
+                raise BadInput(f"--export: {foreign} is not of an export, which would replace it: move it elsewhere")
+            _remove(part)
             part.mkdir()
         yield part
         with writing(path):
             sync(*part.rglob("*"), part)
-            shutil.rmtree(earlier, ignore_errors=True)
+            _remove(earlier)
             if path.exists():
                 path.rename(earlier)
             part.rename(path)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
-    shutil.rmtree(earlier, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _remove(part)
+    with contextlib.suppress(OSError):
+        _remove(earlier)
+
+
+def _foreign(path: Path, trained: Trained) -> Path | None:
+    """Returns a file that no export of this run has written: `path` itself, or in it; None if there is none."""
+    if path.is_file():
+        return path
+    models = "|".join(map(re.escape, trained.models))
+    own = re.compile(rf"({models})\.(keras|weights\.h5|tflite|onnx)|{SAVED_MODEL}(/({'|'.join(OF_SAVED_MODEL)}))?")
+    return next((each for each in path.rglob("*") if not own.fullmatch(each.relative_to(path).as_posix())), None)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder with its contents, a file, or a link but not its target, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -209,6 +246,7 @@ def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Task, traine
         except tf.errors.OpError as problem:
             reason = first_line(problem)
             continue
+        check_rows(outputs, len(tf.nest.flatten(features)[0]))
         found = loaded.function(features)
         for output, values in outputs.items():
             if not _are_close(values, found[output], tolerance):

@@ -22,7 +22,7 @@ from engine.protocols import Task
 from engine.run.checkpoints import Checkpoints, find_best, read_checkpoint
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
-from engine.settings import CONFIG, Settings
+from engine.settings import CONFIG, ON_EVALUATION, ON_RESUME, UNLESS_GIVEN, Settings, marked
 from engine.tracing import converted
 from engine.trained.saved_model import Endpoint, Outputs
 
@@ -46,6 +46,13 @@ class Trained:
     @property
     def models(self) -> dict[str, keras.Model]:
         return by_name(self.model, "model")
+
+
+def without_init_only(settings: Settings) -> Settings:
+    """Returns the settings with the defaults of those that describe how the run started: their files may be gone."""
+    kind = type(settings)
+    names = marked(kind, ON_EVALUATION) - marked(kind, ON_RESUME) - marked(kind, UNLESS_GIVEN)
+    return dataclasses.replace(settings, **{name: getattr(kind, name) for name in names if hasattr(kind, name)})
 
 
 def load_trained(task: Task, settings: Settings) -> Trained:
@@ -120,9 +127,22 @@ def _check_outputs(outputs: Any) -> None:
     if not isinstance(outputs, dict) or not outputs or not all(isinstance(name, str) for name in outputs):
         raise BadInput(f"task.predict_step returned {outputs!r}: return a dict of tensors by name, [n, ...] each")
     for name, output in outputs.items():
-        shape = getattr(output, "shape", tf.TensorShape([]))
+        if not isinstance(output, tf.Tensor):
+            kind = type(output).__name__
+            raise BadInput(
+                f"task.predict_step returned {name!r} as {kind}: return a tensor [n, ...], a row per example"
+            )
+        shape = output.shape
         if shape.rank == 0 or (shape.rank and shape[0] is not None):
             raise BadInput(f"task.predict_step returned {name!r} of shape {shape}: return [n, ...], a row per example")
+
+
+def check_rows(outputs: Outputs, count: int) -> None:
+    """Raises BadInput unless each output of task.predict_step for `count` examples has a row per example."""
+    for name, output in outputs.items():
+        if output.shape[0] != count:
+            problem = f"returned {name!r} of shape {output.shape} for {count} examples"
+            raise BadInput(f"task.predict_step {problem}: return [n, ...], a row per example")
 
 
 def _restore_best(run_dir: Path, model: Any, hidden: HiddenState) -> Path:

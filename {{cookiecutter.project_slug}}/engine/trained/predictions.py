@@ -14,12 +14,14 @@ from engine.console import console
 from engine.data.element_spec import leaf_text, leaves
 from engine.errors import BadInput
 from engine.files import write_atomically
-from engine.trained.loading import NO_TENSORS, Trained
+from engine.trained.loading import NO_TENSORS, Trained, check_rows
 from engine.user_errors import first_line, where_raised
 
 Arrays = dict[str, np.ndarray]  # Features or outputs, by name.
 Name = int | str  # The name of an example: its number, for instance, or its file.
 
+PAIRS = "yield pairs of a name and features"
+RETRY = "run the same command again, or pass another --output"
 RESERVED = ("example", "file")  # The first column of a .csv file, and a parameter of np.savez.
 # UnicodeDecodeError is raised where TensorFlow's message quotes bytes that are not text.
 FAILURES = (tf.errors.OpError, UnicodeDecodeError)
@@ -57,6 +59,8 @@ class Predictor:
 
         Raises BadInput, which names the first one that is not an example of the run, or cannot be prepared.
         """
+        if not isinstance(examples, Iterable):
+            raise BadInput(f"task.read_inputs returned {type(examples).__name__}: {PAIRS}")
         names: list[Name] = []
         parts: list[Arrays] = []
         with rich.progress.Progress(*COLUMNS, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -73,13 +77,24 @@ class Predictor:
                 raise BadInput(f"task.predict_step returned {name!r} of several sizes ({sorted(shapes)}): return one")
         return names, {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-    def check_output(self, path: Path) -> None:
-        """Raises BadInput if a file of this kind cannot contain the outputs of task.predict_step."""
+    def choose_output(self, *paths: Path) -> Path:
+        """Returns the first path whose kind of file can contain the outputs of task.predict_step.
+
+        Raises BadInput if none can.
+        """
+        if reserved := [name for name in RESERVED if name in self._outputs]:
+            raise BadInput(f"task.predict_step returns {reserved[0]!r}, which is a reserved name: rename it")
+        problem = ""
         for name, output in self._outputs.items():
-            if name in RESERVED:
-                raise BadInput(f"task.predict_step returns {name!r}, which is a reserved name: rename it")
-            if path.suffix == ".csv" and output.shape.rank not in (1, 2):
-                raise BadInput(f"--output {path}: {name!r} is of shape {output.shape}: pass an .npz file")
+            outer, _, number = name.rpartition("/")
+            if output.shape.rank not in (1, 2):
+                problem = f"{name!r} is of shape {output.shape}"
+            elif outer in self._outputs and number.isdecimal():
+                problem = f"{name!r} may be a column of {outer!r} too"
+        for path in paths:
+            if path.suffix == ".npz" or not problem:
+                return path
+        raise BadInput(f"--output {paths[0]}: {problem}: pass an .npz file")
 
     def _predict_batch(self, names: Sequence[Name], features: Any, first: int) -> Arrays:
         try:
@@ -93,6 +108,7 @@ class Predictor:
                     reason = f"{where_raised(problem)}: {first_line(problem)}"
                     raise BadInput(f"example {name}: {reason} (its labels are placeholders)") from problem
             raise
+        check_rows(outputs, len(names))
         return {name: _from_tensor(output) for name, output in outputs.items()}
 
 
@@ -101,7 +117,7 @@ def _batches(examples: Iterable[tuple[Name, Any]], size: int) -> Iterator[tuple[
 
     def row(example: tuple[Name, Any]) -> tuple[Name, Arrays]:
         if not isinstance(example, tuple) or len(example) != 2:
-            raise BadInput(f"task.read_inputs yields {type(example).__name__}: yield pairs of a name and features")
+            raise BadInput(f"task.read_inputs yields {type(example).__name__}: {PAIRS}")
         return example[0], {name: _as_array(each) for name, each in leaves(example[1]).items()}
 
     rows = map(row, examples)
@@ -112,9 +128,15 @@ def _batches(examples: Iterable[tuple[Name, Any]], size: int) -> Iterator[tuple[
 
 
 def _as_array(values: Any) -> np.ndarray:
-    """Returns values as an array; bytes become objects, because NumPy's own type drops zeros at their end."""
+    """Returns values as an array; bytes become objects, because NumPy's own type drops zeros at their end.
+
+    Raises BadInput if they are lists of several lengths.
+    """
     some = values if isinstance(values, list | tuple) else [values]
-    return np.asarray(values, dtype=object if any(isinstance(each, bytes) for each in some) else None)
+    try:
+        return np.asarray(values, dtype=object if any(isinstance(each, bytes) for each in some) else None)
+    except ValueError as problem:
+        raise BadInput(f"features must be arrays: {first_line(problem)}") from problem
 
 
 def _as_tensors(names: Sequence[Name], arrays: Arrays, spec: Any) -> Any:
@@ -125,7 +147,12 @@ def _as_tensors(names: Sequence[Name], arrays: Arrays, spec: Any) -> Any:
     for name, leaf in specs.items():
         array, dtype = arrays[name], leaf.dtype
         is_text = array.dtype.kind in "OSU"
-        if is_text != (dtype == tf.string) or not leaf.shape.is_compatible_with(array.shape):
+        is_real = array.dtype.kind not in "cMm"  # Neither complex nor a date, of which a cast drops a part.
+        if (
+            is_text != (dtype == tf.string)
+            or not (is_real or dtype.is_complex)
+            or not leaf.shape.is_compatible_with(array.shape)
+        ):
             given, wanted = f"{array.dtype}{list(array.shape[1:])}", leaf_text(tf.TensorSpec(leaf.shape[1:], dtype))
             raise BadInput(f"example {names[0]}: {name} is {given} and must be {wanted}, as in task.load_examples")
         with np.errstate(all="ignore"):
@@ -165,7 +192,7 @@ def write_predictions(path: Path, names: Sequence[Name], predictions: Arrays) ->
             writer.writerow(columns)
             writer.writerows(zip(*columns.values(), strict=True))
 
-    write_atomically(path, write)
+    write_atomically(path, write, RETRY)
 
 
 def report_infinite(names: Sequence[Name], predictions: Arrays) -> None:
