@@ -55,13 +55,11 @@ def look_at(graph: tf.Graph) -> Traced:
     # Only variables have such data, tables and iterators do not.
     captured = {id(handle): inside for handle, inside in graph.captures if getattr(handle, "_handle_data", None)}
     names = {id(variable.handle): variable.name for variable in graph.variables}
-    operations = list(graph.get_operations())
-    for function in graph._functions.values():  # Also the bodies of loops and branches.
-        operations += function.graph.get_operations()
+    operations = operations_of(graph)
 
     def described(is_wanted: Callable[[str], bool]) -> list[str]:
         """Returns the kind and place of each such operation, equal ones once."""
-        return list(dict.fromkeys(f"{each.type}{_place(each)}" for each in operations if is_wanted(each.type)))
+        return list(dict.fromkeys(f"{each.type}{place(each)}" for each in operations if is_wanted(each.type)))
 
     return Traced(
         used=frozenset(captured),
@@ -70,6 +68,12 @@ def look_at(graph: tf.Graph) -> Traced:
         python_calls=described(PYTHON_CALLS.__contains__),
         table_changes=described(TABLE_CHANGES.__contains__),
     )
+
+
+def operations_of(graph: tf.Graph) -> list[tf.Operation]:
+    """Returns the operations of a graph, and of the bodies of loops and branches in it."""
+    functions = (function.graph for function in graph._functions.values())
+    return [operation for each in (graph, *functions) for operation in each.get_operations()]
 
 
 def _is_changed(handle: tf.Tensor) -> bool:
@@ -83,7 +87,7 @@ def _draws(kind: str) -> bool:
     return kind == "NonDeterministicInts" or any(attribute.name == "seed" for attribute in definition.attr)
 
 
-def _place(operation: tf.Operation) -> str:
+def place(operation: tf.Operation) -> str:
     """Returns the innermost place in the user's files that made an operation."""
     for frame in reversed(list(operation.traceback)):
         file = Path(frame.filename)

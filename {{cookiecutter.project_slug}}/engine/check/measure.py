@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,8 +11,7 @@ import numpy as np
 
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
-from engine.model.metrics import ResultNames
-from engine.model.variables import by_name, layers_of, trainable_variables
+from engine.model.variables import by_name, inner_variable, is_seed, layers_of, trainable_variables
 from engine.protocols import Task
 from engine.run.evaluation import Program
 from engine.settings import Settings
@@ -22,10 +21,11 @@ Arrays = dict[str, np.ndarray]  # Variable -> its value, gradient or change.
 BATCHES = 3
 RANDOMNESS = ("rate", "stddev", "dropout", "recurrent_dropout")  # Attributes of Keras layers: how much they draw.
 LEARNING_RATE = 2.0**14  # So large that a step shows the gradient: the weight itself rounds none of it away.
-TOLERANCE = 1e-4
 ROUNDED_BY = 2.0**-20  # Changes every weight by eight roundings of float32, as they add up over the layers.
 DRAWS = 3  # Several, because rounding shows only where a ReLU, or a maximum, is about to turn.
-MARGIN = 10  # One replica and two round many more numbers differently, not only the weights.
+NEARBY = 2.0**-7  # Changes every weight enough that another ReLU, or maximum, is about to turn.
+CANCELS = 1e4  # Above this ratio of mean² to variance, E[x²] - E[x]² in float32 is more than a hundredth off.
+LOSS = "loss"  # Beside the names of the variables.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,15 @@ class Measured:
 
     losses: list[float]  # One for each batch.
     gradients: list[Arrays]  # One for each batch.
+    nearby: list[Arrays]  # The same from weights nearby.
     rounding: dict[str, float]
     """Variable -> how much its gradient changes, at most, when the weights change by a few roundings."""
+    rounding_of_loss: float
+    assigned: Arrays  # What a step makes of the mirrored variables that it assigns to.
     metrics: dict[str, float]
+    not_reset: list[str]  # Metrics whose variables a reset leaves different from new ones.
     without_gradient: list[str]
+    far_from_zero: list[str]  # BatchNormalization layers whose variance cancels.
     layers: Layers
 
 
@@ -64,20 +69,80 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     program.build(dataclasses.replace(settings, simulated_devices=replicas))
     layers = _make_comparable(program, task)
     program.run.hidden.check(program.run.checkpoints.state.variables())
+    new_metrics = _metric_values(program, task)
     stacks = first_stacks(program)
     losses, gradients = losses_and_gradients(program, task, stacks)
     _check_finite(losses, gradients)
-    rounding = _effect_of_rounding(program, task, lambda: losses_and_gradients(program, task, stacks)[1], gradients)
+
+    def compute() -> list[Arrays]:
+        pairs = zip(*losses_and_gradients(program, task, stacks), strict=True)
+        return [{**gradient, LOSS: np.asarray(loss)} for loss, gradient in pairs]
+
+    exact = [{**gradient, LOSS: np.asarray(loss)} for loss, gradient in zip(losses, gradients, strict=True)]
+    rounding = _effect_of_rounding(program, task, compute, exact)
+    with _moved_weights(program, task, NEARBY):
+        _, nearby = losses_and_gradients(program, task, stacks)
+    assigned, far_from_zero = _assigned(program, task, settings.micro_batches)
     optimizers = by_name(task.optimizer, "optimizer").values()
     updated = {path for optimizer in optimizers for path in optimizer.updated}
     trainable = [each.path for model in by_name(task.model, "model").values() for each in model.trainable_variables]
-    without_gradient = [path for path in trainable if path not in updated]
     for optimizer in optimizers:
         optimizer.learning_rate.assign(0.0)  # So all metrics are of the same weights.
     metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
     with program.run.evaluation_weights():
         metrics |= {**program.validate(), **program.test()}
-    return Measured(losses, gradients, rounding, metrics, without_gradient, layers)
+    values = _metric_values(program, task)
+    return Measured(
+        losses=losses,
+        gradients=gradients,
+        nearby=nearby,
+        rounding_of_loss=rounding.pop(LOSS),
+        rounding=rounding,
+        assigned=assigned,
+        metrics=metrics,
+        not_reset=[name for name, value in values.items() if value != new_metrics[name]],
+        without_gradient=[path for path in trainable if path not in updated],
+        far_from_zero=far_from_zero,
+        layers=layers,
+    )
+
+
+def _metric_values(program: Program, task: Task) -> dict[str, list[list[Any]]]:
+    """Returns the values of each metric's variables on each replica, under the metric's name."""
+    local = program.strategy.experimental_local_results
+    return {
+        f"{split}/{name}": [[each.numpy().tolist() for each in local(inner_variable(v))] for v in metric.variables]
+        for split, metrics in task.metrics.items()
+        for name, metric in metrics.items()
+    }
+
+
+def _assigned(program: Program, task: Task, micro_batches: int) -> tuple[Arrays, list[str]]:
+    """Takes a step; returns `Measured.assigned` and `far_from_zero` of it. The program's state is restored."""
+    state, step, trained = program.run.checkpoints.state, program.run.hidden.training, trainable_variables(task.model)
+    assert step is not None  # It is None only beside other processes.
+    local = program.strategy.experimental_local_results
+    names = [
+        name for name, each in state.mirrored.items() if any(id(one.handle) in step.changed for one in local(each))
+    ]
+    all_layers = (layer for model in by_name(task.model, "model").values() for layer in layers_of(model))
+    layers = [each for each in all_layers if getattr(each, "synchronized", False) and each.trainable]
+
+    def moving() -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(np.array(each.moving_mean), np.array(each.moving_variance)) for each in layers]
+
+    initial, before = state.values(), moving()
+    stack, first, _ = first_stacks(program)[0]
+    program.run_steps["train"](stack, first, 1)
+    values, far = state.values(), []
+    for layer, old, new in zip(layers, before, moving(), strict=True):
+        kept = layer.momentum**micro_batches
+        mean, variance = ((each - kept * other) / max(1.0 - kept, 1e-6) for each, other in zip(new, old, strict=True))
+        if (mean**2 > CANCELS * (np.maximum(variance, 0.0) + layer.epsilon)).any():
+            far.append(layer.name)
+    state.assign(initial)
+    others = [name for name in names if name not in trained and not name.startswith("average/")]
+    return {name: np.asarray(values[name]) for name in others}, far
 
 
 def _make_comparable(program: Program, task: Task) -> Layers:
@@ -105,6 +170,8 @@ def _make_comparable(program: Program, task: Task) -> Layers:
         return any(id(each.handle) in changed for each in states)
 
     still_random = [layer.name for layer in layers if any(map(draws, layer._seed_generators))]
+    hidden = (name.removeprefix("hidden/") for name in program.run.hidden.changed())
+    still_random += [f"the SeedGenerator {name}" for name in hidden if is_seed(name)]
     return Layers(list(dict.fromkeys([*random, *still_random])), still_random, synchronized, unsynchronized)
 
 
@@ -153,18 +220,25 @@ def _effect_of_rounding(
     program: Program, task: Task, compute: Callable[[], list[Arrays]], exact: list[Arrays]
 ) -> dict[str, float]:
     """Returns how much the arrays of `compute` change, at most, if all weights are rounded differently."""
-    initial, weights = program.run.checkpoints.state.values(), _weights(task)
-    largest = dict.fromkeys(weights, 0.0)
+    largest = dict.fromkeys(exact[0], 0.0)
     for draw in range(DRAWS):
-        random = np.random.default_rng(draw)
-        for name, variable in trainable_variables(task.model).items():
-            signs = random.choice([-1.0, 1.0], weights[name].shape)
-            variable.assign((weights[name] * (1.0 + ROUNDED_BY * signs)).astype(weights[name].dtype))
-        for one, other in zip(exact, compute(), strict=True):
-            for name, difference in _differences(one, other).items():
-                largest[name] = max(largest[name], float(np.abs(difference).max(initial=0.0)))
-        program.run.checkpoints.state.assign(initial)
+        with _moved_weights(program, task, ROUNDED_BY, draw):
+            for one, other in zip(exact, compute(), strict=True):
+                for name, difference in _differences(one, other).items():
+                    largest[name] = max(largest[name], float(np.abs(difference).max(initial=0.0)))
     return largest
+
+
+@contextlib.contextmanager
+def _moved_weights(program: Program, task: Task, by: float, seed: int = 0) -> Iterator[None]:
+    """Multiplies each trainable weight by 1 + `by` or 1 - `by`, as `seed` says; restores the program's state."""
+    initial, random = program.run.checkpoints.state.values(), np.random.default_rng(seed)
+    for variable in trainable_variables(task.model).values():
+        value = variable.numpy()
+        signs = random.choice([-1.0, 1.0], value.shape)
+        variable.assign((value * (1.0 + by * signs)).astype(value.dtype))
+    yield
+    program.run.checkpoints.state.assign(initial)
 
 
 def _weights(task: Task) -> Arrays:
@@ -218,37 +292,3 @@ def few_examples(task: Task, global_batch_size: int) -> contextlib.AbstractConte
         return each_dataset(load_examples(split), lambda examples: examples.take(count))
 
     return mock.patch.object(task, "load_examples", load_few)
-
-
-def close(one: Any, other: Any, *, floor: float = 1e-9) -> bool:
-    """Returns whether two numbers or arrays differ by at most rounding, or `floor`."""
-    one, other = np.asarray(one), np.asarray(other)
-    scale = max(np.abs(one).max(initial=0.0), np.abs(other).max(initial=0.0))
-    return bool(np.abs(one - other).max(initial=0.0) <= TOLERANCE * scale + floor)
-
-
-def differing_gradients(one: Measured, other: Measured) -> list[str]:
-    """Returns the names of the variables whose gradients differ by more than rounding, in most batches.
-
-    `one` is the result of one replica. Rounding can switch a ReLU or a maximum, and change the gradient by a hundredth:
-    in a few batches and with some weights, but not with others close to them.
-    """
-    pairs = zip(one.gradients, other.gradients, strict=True)
-    differing = [set(differing_arrays(*pair, one.rounding)) for pair in pairs]
-    return [name for name in one.rounding if 2 * sum(name in each for each in differing) > len(differing)]
-
-
-def differing_metrics(names: ResultNames, one: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
-    """Returns the names of the metrics that differ by more than rounding; of an array, its first such element."""
-    differing: dict[str, str] = {}
-    for name, value in one.items():
-        if not close(value, other[name]):
-            differing.setdefault(names.arrays.get(name, name), name)
-    return list(differing.values())
-
-
-def differing_arrays(one: Arrays, other: Arrays, rounding: Mapping[str, float]) -> list[str]:
-    """Returns the names of the variables that differ by more than rounding."""
-    # The gradient of a bias before a normalization is zero except for rounding, which differs.
-    zero = 1e-6 * max((float(np.abs(array).max(initial=0.0)) for array in one.values()), default=0.0)
-    return [name for name in one if not close(one[name], other[name], floor=MARGIN * (zero + rounding[name]))]
