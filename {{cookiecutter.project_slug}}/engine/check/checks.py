@@ -14,8 +14,8 @@ import numpy as np
 from engine.check import measure
 from engine.check.causes import why_losses_differ
 from engine.check.examples import Examples, check_batches, check_examples, check_predictions
-from engine.check.graphs import check_jumps, check_updated_metrics
-from engine.check.measure import Measured
+from engine.check.graphs import check_updated_metrics, draws, jumps
+from engine.check.measure import LOSS, Measured
 from engine.check.results import (
     MARGIN,
     PROMISE,
@@ -80,14 +80,14 @@ def run_checks(program: Program, task: Task, settings: Settings, global_batch_si
 
 
 def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]:
-    layers, step = one.layers, program.run.hidden.training
-    assert step is not None  # It is None only beside other processes.
+    layers, step, graph = one.layers, program.run.hidden.training, program.run_steps["train"].graph()
+    assert step is not None and graph is not None  # They are None only beside other processes.
     if layers.unsynchronized:
         names = ", ".join(map(repr, layers.unsynchronized))
         text = f"the statistics of {names} are of one replica's batch: use BatchNormalization(synchronized=True)"
         yield Check(False, "task.py create_model", text)
     if layers.random:
-        text = f"random in training, so not the same on one replica and two: {', '.join(layers.random)}"
+        text = f"random in training, so not the same on one replica and two: {', '.join(layers.random)}{draws(graph)}"
         yield Check(True, "task.py create_model", text)
     for name in one.far_from_zero:
         text = f"the features of {name!r} are far from 0 for how much they vary, and its variance is their mean square "
@@ -98,12 +98,14 @@ def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check
     for name in one.without_gradient:
         text = f"{name} gets no gradient: use it in the loss, or set its layer's trainable = False"
         yield Check(False, "task.py train_step", text)
-    draws, python = unrepeatable_in_step(step)
-    again, _ = measure.losses_and_gradients(program, task, measure.first_stacks(program))
-    yield from check_repeats("train_step", "losses", draws, python, repeats=close(one.losses, again))
-    graph = program.run_steps["train"].graph()
-    assert graph is not None
-    yield from check_jumps(graph, hook_of_step(task, "compute_loss"))
+    unrepeatable, python = unrepeatable_in_step(step)
+    again = measure.losses_and_gradients(program, task, measure.first_stacks(program))
+    yield from check_repeats(
+        "train_step", "losses", unrepeatable, python, repeats=close(one.losses, [each[LOSS] for each in again])
+    )
+    if places := jumps(graph):
+        text = f"its gradient jumps{places}, so results on one replica and on two drift apart: see "
+        yield Check(True, hook_of_step(task, "compute_loss"), text + "docs/reproducibility.md")
     if layers.still_random:
         names = ", ".join(layers.still_random)
         text = f"not compared, because {names} cannot be switched off: augment in task.prepare_example instead"
@@ -111,7 +113,7 @@ def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check
 
 
 def _check_same_results(program: Program, task: Task, one: Measured, two: Measured) -> Iterator[Check]:
-    floor = MARGIN * one.rounding_of_loss
+    floor = MARGIN * one.rounding[LOSS]
 
     def same(loss: float, other: float) -> bool:
         return close(loss, other, tolerance=PROMISE, floor=floor)
@@ -135,7 +137,7 @@ def _check_same_results(program: Program, task: Task, one: Measured, two: Measur
         text += "a sum of your own, and look for values that depend on the replica or on the size of its batch"
         yield Check(False, "task.py train_step", text)
     else:
-        yield Check(True, "task.py train_step", f"the same gradients of {len(one.rounding)} variables")
+        yield Check(True, "task.py train_step", f"the same gradients of {len(one.rounding) - 1} variables")
     names = program.run.objects.names
     metrics = differing_metrics(names, one.metrics, two.metrics)
     for name in metrics:

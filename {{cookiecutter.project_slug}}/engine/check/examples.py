@@ -69,7 +69,7 @@ def check_batches(program: Program, task: Task) -> Iterator[Check]:
         draws, python = unrepeatable_in_preparation(batches.traced)
         same_batch = (tf.nest.flatten(next(batches.one_by_one())) for _ in range(2))
         pairs = zip(*same_batch, strict=True)
-        repeats = all(np.array_equal(*pair, equal_nan=pair[0].dtype.is_floating) for pair in pairs)
+        repeats = all(np.array_equal(one, two, equal_nan=one.dtype.is_floating) for one, two in pairs)
         yield from check_repeats("prepare_example", f"batches of {name!r}", draws, python, repeats=repeats)
         for batch in itertools.islice(batches.one_by_one(), BATCHES_LOOKED_AT):
             floats = (part for part in tf.nest.flatten(batch[0]) if part.dtype.is_floating)

@@ -1,6 +1,6 @@
 """What the graphs of the steps show without being run: the metrics they update, and where their gradients jump."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import keras
@@ -15,6 +15,7 @@ from engine.tracing import look_at, operations_of, place
 KERAS = Path(keras.__file__).parent
 # Operations whose gradient jumps, by an operation that only their gradient contains, of the same input.
 JUMPS = {"Sign": "Abs", "GreaterEqual": "Maximum", "LessEqual": "Minimum"}
+OTHERS = {"layers", "models", "metrics", "optimizers"}  # Folders of Keras.
 SMOOTH = {"huber", "log_cosh"}  # Losses that contain such an operation, and whose gradient does not jump.
 
 
@@ -44,20 +45,24 @@ def check_updated_metrics(program: Program, task: Task) -> Iterator[Check]:
                 yield Check(False, where, f"{split}/{name} is never updated: update it, or remove it in create_metrics")
 
 
-def check_jumps(graph: tf.Graph, where: str) -> Iterator[Check]:
-    """Names the operations of the loss whose gradient jumps."""
-    places = []
-    for operation in operations_of(graph):
-        for kind in operation.inputs and [JUMPS.get(operation.type)]:
-            forward = [each for each in operation.inputs[0].consumers() if each.type == kind]
-            places += [place(each) for each in forward if _is_of_loss(each)]
-    if found := ", ".join(dict.fromkeys(filter(None, places))):
-        text = f"its gradient jumps{found}, so the results of one replica and two drift apart: see "
-        yield Check(True, where, text + "docs/reproducibility.md, Rounding, ReLU and max pooling")
+def jumps(graph: tf.Graph) -> str:
+    """Returns the places of operations in the loss whose gradient jumps; "" without any."""
+    # Such an operation and its gradient's share their first input.
+    found = ((each, JUMPS[each.type]) for each in operations_of(graph) if each.type in JUMPS)
+    return _places(each for one, kind in found for each in one.inputs[0].consumers() if each.type == kind)
 
 
-def _is_of_loss(operation: tf.Operation) -> bool:
-    """Returns whether an operation is called by a hook, or a Keras loss, and not by a layer."""
+def draws(graph: tf.Graph) -> str:
+    """Returns the places of random operations that hooks call themselves; "" without any."""
+    return _places(each for each in operations_of(graph) if each.type.startswith("StatelessRandom"))
+
+
+def _places(operations: Iterable[tf.Operation]) -> str:
+    return "".join(dict.fromkeys(place(each) for each in operations if _is_of_hook(each)))
+
+
+def _is_of_hook(operation: tf.Operation) -> bool:
+    """Returns whether a hook, or a Keras loss, calls an operation, and not a layer or an optimizer."""
     frames = [each for each in operation.traceback if KERAS in Path(each.filename).parents]
-    inner = {Path(each.filename).relative_to(KERAS).parts[1] for each in frames}
-    return inner.isdisjoint({"layers", "models"}) and SMOOTH.isdisjoint(each.name for each in frames)
+    folders = {folder for each in frames for folder in Path(each.filename).relative_to(KERAS).parts[1:2]}
+    return folders.isdisjoint(OTHERS) and SMOOTH.isdisjoint(each.name for each in frames)

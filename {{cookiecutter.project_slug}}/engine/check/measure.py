@@ -46,18 +46,20 @@ class Layers:
 class Measured:
     """The results of some replicas for the same batches, from the same weights."""
 
-    losses: list[float]  # One for each batch.
-    gradients: list[Arrays]  # One for each batch.
+    batches: list[Arrays]  # The loss of each batch, and the gradient of each variable.
     nearby: list[Arrays]  # The same from weights nearby.
-    rounding: dict[str, float]
-    """Variable -> how much its gradient changes, at most, when the weights change by a few roundings."""
-    rounding_of_loss: float
+    rounding: dict[str, float]  # How much these change, at most, when the weights change by a few roundings.
     assigned: Arrays  # What a step makes of the mirrored variables that it assigns to.
     metrics: dict[str, float]
     not_reset: list[str]  # Metrics whose variables a reset leaves different from new ones.
     without_gradient: list[str]
     far_from_zero: list[str]  # BatchNormalization layers whose variance cancels.
     layers: Layers
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each batch."""
+        return [float(each[LOSS]) for each in self.batches]
 
 
 def measure(program: Program, task: Task, settings: Settings, replicas: int) -> Measured:
@@ -71,18 +73,12 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     program.run.hidden.check(program.run.checkpoints.state.variables())
     new_metrics = _metric_values(program, task)
     stacks = first_stacks(program)
-    losses, gradients = losses_and_gradients(program, task, stacks)
-    _check_finite(losses, gradients)
-
-    def compute() -> list[Arrays]:
-        pairs = zip(*losses_and_gradients(program, task, stacks), strict=True)
-        return [{**gradient, LOSS: np.asarray(loss)} for loss, gradient in pairs]
-
-    exact = [{**gradient, LOSS: np.asarray(loss)} for loss, gradient in zip(losses, gradients, strict=True)]
-    rounding = _effect_of_rounding(program, task, compute, exact)
+    batches = losses_and_gradients(program, task, stacks)
+    _check_finite(batches)
+    rounding = _effect_of_rounding(program, task, lambda: losses_and_gradients(program, task, stacks), batches)
     with _moved_weights(program, task, NEARBY):
-        _, nearby = losses_and_gradients(program, task, stacks)
-    assigned, far_from_zero = _assigned(program, task, settings.micro_batches)
+        nearby = losses_and_gradients(program, task, stacks)
+    assigned, far_from_zero = _assigned(program, task, stacks[0], settings.micro_batches)
     optimizers = by_name(task.optimizer, "optimizer").values()
     updated = {path for optimizer in optimizers for path in optimizer.updated}
     trainable = [each.path for model in by_name(task.model, "model").values() for each in model.trainable_variables]
@@ -93,10 +89,8 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
         metrics |= {**program.validate(), **program.test()}
     values = _metric_values(program, task)
     return Measured(
-        losses=losses,
-        gradients=gradients,
+        batches=batches,
         nearby=nearby,
-        rounding_of_loss=rounding.pop(LOSS),
         rounding=rounding,
         assigned=assigned,
         metrics=metrics,
@@ -117,32 +111,35 @@ def _metric_values(program: Program, task: Task) -> dict[str, list[list[Any]]]:
     }
 
 
-def _assigned(program: Program, task: Task, micro_batches: int) -> tuple[Arrays, list[str]]:
+def _assigned(program: Program, task: Task, batches: Any, micro_batches: int) -> tuple[Arrays, list[str]]:
     """Takes a step; returns `Measured.assigned` and `far_from_zero` of it. The program's state is restored."""
-    state, step, trained = program.run.checkpoints.state, program.run.hidden.training, trainable_variables(task.model)
-    assert step is not None  # It is None only beside other processes.
+    state, traced = program.run.checkpoints.state, program.run.hidden.training
     local = program.strategy.experimental_local_results
-    names = [
-        name for name, each in state.mirrored.items() if any(id(one.handle) in step.changed for one in local(each))
+    assert traced is not None  # It is None only beside other processes.
+    initial, others = state.values(), state.mirrored.keys() - trainable_variables(task.model).keys()
+    models = by_name(task.model, "model").values()
+    layers = [
+        layer for model in models for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)
     ]
-    all_layers = (layer for model in by_name(task.model, "model").values() for layer in layers_of(model))
-    layers = [each for each in all_layers if getattr(each, "synchronized", False) and each.trainable]
-
-    def moving() -> list[tuple[np.ndarray, np.ndarray]]:
-        return [(np.array(each.moving_mean), np.array(each.moving_variance)) for each in layers]
-
-    initial, before = state.values(), moving()
-    stack, first, _ = first_stacks(program)[0]
+    before = [(np.array(each.moving_mean), np.array(each.moving_variance)) for each in layers]
+    stack, first, _ = batches
     program.run_steps["train"](stack, first, 1)
-    values, far = state.values(), []
-    for layer, old, new in zip(layers, before, moving(), strict=True):
-        kept = layer.momentum**micro_batches
-        mean, variance = ((each - kept * other) / max(1.0 - kept, 1e-6) for each, other in zip(new, old, strict=True))
-        if (mean**2 > CANCELS * (np.maximum(variance, 0.0) + layer.epsilon)).any():
+    far = []
+    for layer, (mean, variance) in zip(layers, before, strict=True):
+        share = max(1.0 - layer.momentum**micro_batches, 1e-6)
+        mean = mean + (layer.moving_mean - mean) / share
+        variance = variance + (layer.moving_variance - variance) / share
+        if layer.trainable and np.any(mean**2 > CANCELS * (np.maximum(variance, 0.0) + layer.epsilon)):
             far.append(layer.name)
+    assigned = {
+        name: np.asarray(value)
+        for name, value in state.values().items()
+        # Averages follow the weights.
+        if name in others and not name.startswith("average/")
+        if any(id(each.handle) in traced.changed for each in local(state.mirrored[name]))
+    }
     state.assign(initial)
-    others = [name for name in names if name not in trained and not name.startswith("average/")]
-    return {name: np.asarray(values[name]) for name in others}, far
+    return assigned, far
 
 
 def _make_comparable(program: Program, task: Task) -> Layers:
@@ -181,18 +178,16 @@ def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
     return list(batches.iterator().take(batches.steps_per_pass))
 
 
-def losses_and_gradients(
-    program: Program, task: Task, stacks: Sequence[tuple[Any, int, int]]
-) -> tuple[list[float], list[Arrays]]:
-    """Returns the loss and the gradients of each batch, all from the program's present state."""
-    state, losses, gradients = program.run.checkpoints.state, [], []
+def losses_and_gradients(program: Program, task: Task, stacks: Sequence[tuple[Any, int, int]]) -> list[Arrays]:
+    """Returns the LOSS and the gradients of each batch, all from the program's present state."""
+    state, results = program.run.checkpoints.state, []
     initial, before = state.values(), _weights(task)
     for stack, first, count in stacks:
         for index in range(first, first + count):
-            losses += program.run_steps["train"](stack, index, 1).numpy().tolist()
-            gradients.append(_differences(before, _weights(task), LEARNING_RATE))
+            (loss,) = program.run_steps["train"](stack, index, 1).numpy()
+            results.append({**_differences(before, _weights(task), LEARNING_RATE), LOSS: loss})
             state.assign(initial)
-    return losses, gradients
+    return results
 
 
 def measure_updates(program: Program, task: Task) -> tuple[Arrays, dict[str, float]]:
@@ -249,12 +244,12 @@ def _differences(one: Arrays, other: Arrays, unit: float = 1.0) -> Arrays:
     return {name: (one[name] - other[name]) / unit for name in one}
 
 
-def _check_finite(losses: Sequence[float], gradients: Sequence[Arrays]) -> None:
+def _check_finite(batches: Sequence[Arrays]) -> None:
     hint = "on one of the first batches: look for sqrt(0), 0/0 or log(0)"
-    for loss, by_variable in zip(losses, gradients, strict=True):
-        if not np.isfinite(loss):
-            raise BadInput(f"task.compute_loss: the loss is {loss} {hint}")
-        for name, gradient in by_variable.items():
+    for results in batches:
+        if not np.isfinite(results[LOSS]):
+            raise BadInput(f"task.compute_loss: the loss is {results[LOSS]} {hint}")
+        for name, gradient in results.items():
             if not np.isfinite(gradient).all():
                 raise BadInput(f"task.compute_loss: the gradient of {name} is not finite, though the loss is, {hint}")
 

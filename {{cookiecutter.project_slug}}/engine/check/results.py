@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.check.measure import Arrays, Measured
+from engine.check.measure import LOSS, Arrays, Measured
 from engine.errors import BadInput
 from engine.model.metrics import ResultNames
 from engine.protocols import Task
@@ -63,11 +63,10 @@ def differing_gradients(one: Measured, other: Measured) -> list[str]:
     hundredth; but with weights nearby it does not do the same, so only what differs with both is a fault.
     """
     differing: set[str] = set()
-    results = (one.gradients, other.gradients, one.nearby, other.nearby)
-    for alone, several, alone_nearby, several_nearby in zip(*results, strict=True):
-        found = set(differing_arrays(alone, several, one.rounding))
-        differing |= found and found & set(differing_arrays(alone_nearby, several_nearby, one.rounding))
-    return [name for name in one.rounding if name in differing]
+    for batch in zip(one.batches, other.batches, one.nearby, other.nearby, strict=True):
+        found = set(differing_arrays(*batch[:2], one.rounding))
+        differing |= found and found & set(differing_arrays(*batch[2:], one.rounding))
+    return [name for name in one.rounding if name in differing and name != LOSS]
 
 
 def differing_metrics(names: ResultNames, one: Mapping[str, float], other: Mapping[str, float]) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.check import measure
-from engine.check.measure import Arrays, Measured
+from engine.check.measure import LOSS, Arrays, Measured
 from engine.check.results import PROMISE, Check, close, differing_metrics, hook_of_step
 from engine.data.batches import Batches
 from engine.model.variables import by_name, layers_of, trainable_variables
@@ -23,41 +23,34 @@ Change = Callable[[Any], Any]  # Of a stack.
 
 def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
     """Checks that the loss of training uses sample weights and regularizers. `one` was measured on this program."""
-    stacks = measure.first_stacks(program)
+    stacks, where = measure.first_stacks(program), hook_of_step(task, "compute_loss")
     for optimizer in by_name(task.optimizer, "optimizer").values():
         optimizer.learning_rate.assign(measure.LEARNING_RATE)
 
-    def results(*changes: Change) -> tuple[np.ndarray, list[Arrays]]:
-        losses, gradients = measure.losses_and_gradients(program, task, _changed(stacks, *changes))
-        return np.array(losses), gradients
+    def results(*changes: Change) -> list[Arrays]:
+        return measure.losses_and_gradients(program, task, _changed(stacks, *changes))
 
-    halves, replaced = results(_half), results(_half, _replaced(features=False))
-    losses, (nothing, of_regularizers) = (
-        np.array(one.losses),
-        results(lambda stack: _weighted(stack, lambda i: 0.0 * i)),
-    )
-    uneven, _ = results(lambda stack: _weighted(stack, lambda i: 0.5 ** (i % 4)))
-    even, _ = results(lambda stack: _weighted(stack, lambda i: 0.5 + 0.0 * i))
+    def losses(results: list[Arrays]) -> np.ndarray:
+        return np.array([each[LOSS] for each in results])
+
+    halves, replaced, nothing = results(_half), results(_half, _replaced(features=False)), results(_times(0.0))
+    uneven, even = (losses(results(_times(*factors))) for factors in ((1.0, 0.5, 0.25, 0.125), (0.5,)))
+    rest = np.nan_to_num(losses(nothing))  # Not finite if the loss is divided by the sum of the weights.
     # In several models the labels of one may be the features of another, of whose batch a layer takes statistics.
-    may_use_all = bool(one.layers.synchronized) and len(by_name(task.model, "model")) > 1
-    where = hook_of_step(task, "compute_loss")
-    same_gradients = all(
-        close(pair[0][name], pair[1][name]) for pair in zip(halves[1], replaced[1], strict=True) for name in pair[0]
-    )
-    if close(losses, halves[0], tolerance=PROMISE) or not (
-        may_use_all or (close(halves[0], replaced[0], tolerance=PROMISE) and same_gradients)
-    ):
+    if one.layers.synchronized and len(by_name(task.model, "model")) > 1:
+        replaced = halves
+    same = all(close(a[name], b[name]) for a, b in zip(halves, replaced, strict=True) for name in a)
+    if not same or close(one.losses, losses(halves), tolerance=PROMISE):
         text = "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights"
-        yield Check(False, where, text)
-    elif close(losses, uneven, tolerance=PROMISE):
+    elif close(one.losses, uneven, tolerance=PROMISE):
         text = "the loss is the same with sample weights of 1 and of 0.5: multiply each example's loss by its own"
-        yield Check(False, where, text)
-    elif close(even - nothing, (losses - nothing) / 4):
+    elif close(even - rest, (one.losses - rest) / 4):
         text = "a quarter of the loss is left with half the sample weights: multiply by them once, not twice"
-        yield Check(False, where, text)
     else:
-        yield Check(True, where, "examples of weight 0 do not count in the loss, others by their weights")
-    if names := _not_added(task, nothing, of_regularizers):
+        text = ""
+    sound = "examples of weight 0 do not count in the loss, others by their weights"
+    yield Check(not text, where, text or sound)
+    if names := _not_added(task, nothing):
         text = f"the loss does not contain the regularization of {', '.join(names)}: add "
         yield Check(False, where, text + "tf.nn.scale_regularization_loss(model.losses)")
 
@@ -72,7 +65,7 @@ def check_metrics(program: Program, task: Task, batches: Batches) -> Iterator[Ch
         return program.run.objects.results(batches.name)
 
     without = results(*_changed(stacks, _half))
-    nothing = _changed(stacks, lambda stack: _weighted(stack, lambda i: 0.0 * i))
+    nothing = _changed(stacks, _times(0.0))
     other = results(*_changed(stacks, _half, _replaced(features=not is_training)), *nothing)
     for name in differing_metrics(program.run.objects.names, without, other):
         text = f"{name} depends on examples of weight 0, such as padding: pass sample_weight=sample_weights to it"
@@ -88,14 +81,25 @@ def _changed(stacks: Any, *changes: Change) -> list[tuple[Any, int, int]]:
     return changed
 
 
-def _weighted(stack: Any, factors: Callable[[np.ndarray], np.ndarray]) -> Any:
-    """Multiplies the sample weights by factors of the examples' places in their batch."""
-    features, labels, sample_weights, *lengths = stack
-    return (features, labels, sample_weights * factors(np.arange(sample_weights.shape[1])).astype("float32"), *lengths)
+def _times(*factors: float) -> Change:
+    """Multiplies the sample weights of each batch by factors, over and over."""
+
+    def change(stack: Any) -> Any:
+        features, labels, sample_weights, *lengths = stack
+        return (
+            features,
+            labels,
+            sample_weights * np.resize(np.array(factors, np.float32), sample_weights.shape[1]),
+            *lengths,
+        )
+
+    return change
 
 
 def _half(stack: Any) -> Any:
-    return _weighted(stack, lambda i: i < len(i) // 2)
+    """Sets the sample weights of the second half of each batch to 0."""
+    size = stack[2].shape[1]
+    return _times(*(float(place < size // 2) for place in range(size)))(stack)
 
 
 def _replaced(*, features: bool) -> Change:
@@ -117,16 +121,17 @@ def _replaced(*, features: bool) -> Change:
     return change
 
 
-def _not_added(task: Task, losses: np.ndarray, gradients: list[Arrays]) -> list[str]:
-    """Returns the weights and layers whose regularization is not in the `losses` of examples that all have weight 0."""
+def _not_added(task: Task, batches: list[Arrays]) -> list[str]:
+    """Returns weights and layers whose regularization is not in the results of examples that all have weight 0."""
     names = {id(variable): name for name, variable in trainable_variables(task.model).items()}
     models = by_name(task.model, "model").values()
-    regularized = [each for model in models for each in model.trainable_variables if each.regularizer]
     missing = [
         each.path
-        for each in regularized
-        if float(each.regularizer(each)) and not any(one[names[id(each.value)]].any() for one in gradients)
+        for model in models
+        for each in model.trainable_variables
+        if each.regularizer and float(each.regularizer(each))
+        if not any(results[names[id(each.value)]].any() for results in batches)
     ]
-    if missing or losses.any():
+    if missing or any(results[LOSS] for results in batches):
         return missing
     return [layer.name for model in models for layer in layers_of(model) if layer._losses]
