@@ -640,14 +640,14 @@ FAULTS = {
         "the same with sample weights of 1 and of 0.5",
     ),
     "loss weighted twice": (
-        {"compute_loss": loss_weighted_twice, "update_metrics": metrics_that_lack_one},
+        {"compute_loss": loss_weighted_twice},
         "task.py compute_loss",
         "once, not twice",
     ),
     "regularizer that is not added": (
         {"compute_loss": loss_without_regularization, "create_model": lambda: linear_model(regularizer=L2)},
         "task.py compute_loss",
-        "does not contain the regularization of dense/kernel: add tf.nn.scale_regularization_loss(model.losses)",
+        "dense/kernel: add tf.nn.scale_regularization_loss(model.losses)",
     ),
     "activity regularizer that is not added": (
         {

@@ -87,6 +87,8 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
     with program.run.evaluation_weights():
         metrics |= {**program.validate(), **program.test()}
+    for split in program.SPLITS:  # Another split's steps may have updated them by mistake.
+        program.run.objects.reset(split)
     values = _metric_values(program, task)
     return Measured(
         batches=batches,
