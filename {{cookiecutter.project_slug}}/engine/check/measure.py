@@ -51,9 +51,7 @@ class Measured:
     rounding: dict[str, float]  # How much these change, at most, when the weights change by a few roundings.
     assigned: Arrays  # What a step makes of the mirrored variables that it assigns to.
     metrics: dict[str, float]
-    not_reset: list[str]  # Metrics whose variables a reset leaves different from new ones.
     without_gradient: list[str]
-    far_from_zero: list[str]  # BatchNormalization layers whose variance cancels.
     layers: Layers
 
     @property
@@ -78,7 +76,7 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     rounding = _effect_of_rounding(program, task, lambda: losses_and_gradients(program, task, stacks), batches)
     with _moved_weights(program, task, NEARBY):
         nearby = losses_and_gradients(program, task, stacks)
-    assigned, far_from_zero = _assigned(program, task, stacks[0], settings.micro_batches)
+    assigned = _assigned(program, task, stacks[0], settings.micro_batches)
     optimizers = by_name(task.optimizer, "optimizer").values()
     updated = {path for optimizer in optimizers for path in optimizer.updated}
     trainable = [each.path for model in by_name(task.model, "model").values() for each in model.trainable_variables]
@@ -89,16 +87,18 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
         metrics |= {**program.validate(), **program.test()}
     for split in program.SPLITS:  # Another split's steps may have updated them by mistake.
         program.run.objects.reset(split)
-    values = _metric_values(program, task)
+    for name, value in _metric_values(program, task).items():
+        if value != new_metrics[name]:
+            raise BadInput(
+                f"task.create_metrics: reset_state of {name} does not make its variables as they were at first"
+            )
     return Measured(
         batches=batches,
         nearby=nearby,
         rounding=rounding,
         assigned=assigned,
         metrics=metrics,
-        not_reset=[name for name, value in values.items() if value != new_metrics[name]],
         without_gradient=[path for path in trainable if path not in updated],
-        far_from_zero=far_from_zero,
         layers=layers,
     )
 
@@ -113,8 +113,11 @@ def _metric_values(program: Program, task: Task) -> dict[str, list[list[Any]]]:
     }
 
 
-def _assigned(program: Program, task: Task, batches: Any, micro_batches: int) -> tuple[Arrays, list[str]]:
-    """Takes a step; returns `Measured.assigned` and `far_from_zero` of it. The program's state is restored."""
+def _assigned(program: Program, task: Task, batches: Any, micro_batches: int) -> Arrays:
+    """Takes a step; returns `Measured.assigned`. Raises BadInput if the variance of a normalization cancels.
+
+    The program's state is restored.
+    """
     state, traced = program.run.checkpoints.state, program.run.hidden.training
     local = program.strategy.experimental_local_results
     assert traced is not None  # It is None only beside other processes.
@@ -126,13 +129,16 @@ def _assigned(program: Program, task: Task, batches: Any, micro_batches: int) ->
     before = [(np.array(each.moving_mean), np.array(each.moving_variance)) for each in layers]
     stack, first, _ = batches
     program.run_steps["train"](stack, first, 1)
-    far = []
     for layer, (mean, variance) in zip(layers, before, strict=True):
         share = max(1.0 - layer.momentum**micro_batches, 1e-6)
         mean = mean + (layer.moving_mean - mean) / share
         variance = variance + (layer.moving_variance - variance) / share
         if layer.trainable and np.any(mean**2 > CANCELS * (np.maximum(variance, 0.0) + layer.epsilon)):
-            far.append(layer.name)
+            text = (
+                f"the features of {layer.name!r} are far from 0 for how much they vary, and its variance is their mean "
+            )
+            text += "square minus the square of their mean: scale the features first"
+            raise BadInput(f"task.create_model: {text}")
     assigned = {
         name: np.asarray(value)
         for name, value in state.values().items()
@@ -141,7 +147,7 @@ def _assigned(program: Program, task: Task, batches: Any, micro_batches: int) ->
         if any(id(each.handle) in traced.changed for each in local(state.mirrored[name]))
     }
     state.assign(initial)
-    return assigned, far
+    return assigned
 
 
 def _make_comparable(program: Program, task: Task) -> Layers:
@@ -260,7 +266,7 @@ class _Recorder(keras.optimizers.SGD):
     """Plain gradient descent that records which variables get a gradient."""
 
     def __init__(self) -> None:
-        super().__init__(LEARNING_RATE)
+        super().__init__(LEARNING_RATE, name="optimizer")
         self.updated: set[str] = set()
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
