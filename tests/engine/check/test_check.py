@@ -765,7 +765,7 @@ def test_gradient_that_differs_with_weights_nearby_too_is_a_fault_and_else_round
     def measured(gradients: list[float], nearby: list[float]) -> Measured:
         at, near = ([{"kernel": np.array([each, 1.0])} for each in gradients] for gradients in (gradients, nearby))
         rest: dict[str, Any] = {field.name: [] for field in dataclasses.fields(Measured)}
-        return Measured(**{**rest, "gradients": at, "nearby": near, "rounding": {"kernel": 0.0}})
+        return Measured(**{**rest, "batches": at, "nearby": near, "rounding": {"kernel": 0.0}})
 
     one = measured([1.0, 2.0, 3.0], [1.5, 2.5, 3.5])
     assert differing_gradients(one, measured([1.0, 2.0, 3.1], [1.5, 2.5, 3.6])) == ["kernel"]

@@ -57,9 +57,12 @@ def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
 
 def check_metrics(program: Program, task: Task, batches: Batches) -> Iterator[Check]:
     """Checks that no metric of a dataset depends on examples of weight 0. The steps must leave the model as it is."""
+    initial = program.run.checkpoints.state.values() if batches.split == "train" else {}
     stacks, is_training = list(batches.iterator().take(batches.steps_per_pass)), batches.split == "train"
 
     def results(*stacks: Any) -> dict[str, float]:
+        if is_training:  # A step may assign a learning rate of its own, and so change the model.
+            program.run.checkpoints.state.assign(initial)
         for stack, first, count in stacks:
             program.run_steps[batches.split](stack, first, count)
         return program.run.objects.results(batches.name)
