@@ -69,7 +69,7 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     program.build(dataclasses.replace(settings, simulated_devices=replicas))
     layers = _make_comparable(program, task)
     program.run.hidden.check(program.run.checkpoints.state.variables())
-    new_metrics = _metric_values(program, task)
+    new_metrics, initial = _metric_values(program, task), program.run.checkpoints.state.values()
     stacks = first_stacks(program)
     batches = losses_and_gradients(program, task, stacks)
     _check_finite(batches)
@@ -92,6 +92,7 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
             raise BadInput(
                 f"task.create_metrics: reset_state of {name} does not make its variables as they were at first"
             )
+    program.run.checkpoints.state.assign(initial)
     return Measured(
         batches=batches,
         nearby=nearby,

@@ -24,8 +24,6 @@ Change = Callable[[Any], Any]  # Of a stack.
 def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
     """Checks that the loss of training uses sample weights and regularizers. `one` was measured on this program."""
     stacks, where = measure.first_stacks(program), hook_of_step(task, "compute_loss")
-    for optimizer in by_name(task.optimizer, "optimizer").values():
-        optimizer.learning_rate.assign(measure.LEARNING_RATE)
 
     def results(*changes: Change) -> list[Arrays]:
         return measure.losses_and_gradients(program, task, _changed(stacks, *changes))
@@ -58,18 +56,21 @@ def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
 def check_metrics(program: Program, task: Task, batches: Batches) -> Iterator[Check]:
     """Checks that no metric of a dataset depends on examples of weight 0. The steps must leave the model as it is."""
     initial = program.run.checkpoints.state.values() if batches.split == "train" else {}
-    stacks, is_training = list(batches.iterator().take(batches.steps_per_pass)), batches.split == "train"
+    stacks = list(batches.iterator().take(batches.steps_per_pass))
 
     def results(*stacks: Any) -> dict[str, float]:
-        if is_training:  # A step may assign a learning rate of its own, and so change the model.
-            program.run.checkpoints.state.assign(initial)
+        for optimizer in by_name(task.optimizer, "optimizer").values() if initial else ():
+            optimizer.learning_rate.assign(0.0)
         for stack, first, count in stacks:
             program.run_steps[batches.split](stack, first, count)
-        return program.run.objects.results(batches.name)
+        found = program.run.objects.results(batches.name)
+        if initial:  # A step may assign a learning rate, or divide by the sum of the sample weights.
+            program.run.checkpoints.state.assign(initial)
+        return found
 
     without = results(*_changed(stacks, _half))
-    nothing = _changed(stacks, _times(0.0))
-    other = results(*_changed(stacks, _half, _replaced(features=not is_training)), *nothing)
+    ((nothing, first, _),) = _changed(stacks[:1], _times(0.0))
+    other = results(*_changed(stacks, _half, _replaced(features=not initial)), (nothing, first, 1))
     for name in differing_metrics(program.run.objects.names, without, other):
         text = f"{name} depends on examples of weight 0, such as padding: pass sample_weight=sample_weights to it"
         yield Check(False, hook_of_step(task, "update_metrics", batches.split), text)
