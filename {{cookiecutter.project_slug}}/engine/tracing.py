@@ -95,11 +95,11 @@ def look_at(graph: tf.Graph) -> Traced:
     # Only variables have such data, tables and iterators do not.
     captured = {id(handle): inside for handle, inside in graph.captures if getattr(handle, "_handle_data", None)}
     names = {id(variable.handle): variable.name for variable in graph.variables}
-    operations = _operations(graph)
+    operations = operations_of(graph)
 
     def described(is_wanted: Callable[[str], bool]) -> list[str]:
         """Returns the kind and place of each such operation, equal ones once."""
-        return list(dict.fromkeys(f"{each.type}{_place(each)}" for each in operations if is_wanted(each.type)))
+        return list(dict.fromkeys(f"{each.type}{place(each)}" for each in operations if is_wanted(each.type)))
 
     return Traced(
         used=frozenset(captured),
@@ -118,8 +118,8 @@ def differing_value(one: tf.Graph, other: tf.Graph) -> list[str]:
         is_number = each.type == "Const" and each.outputs[0].dtype != tf.string  # Texts may contain addresses.
         return each.type, each.get_attr("value").SerializeToString() if is_number else b""
 
-    pairs = zip(_operations(one), _operations(other), strict=False)
-    return [f"a value{_place(each)}" for each, again in pairs if described(each) != described(again)][:1]
+    pairs = zip(operations_of(one), operations_of(other), strict=False)
+    return [f"a value{place(each)}" for each, again in pairs if described(each) != described(again)][:1]
 
 
 def _graphs(graph: tf.Graph) -> list[tf.Graph]:
@@ -127,7 +127,8 @@ def _graphs(graph: tf.Graph) -> list[tf.Graph]:
     return [graph, *(function.graph for function in graph._functions.values())]
 
 
-def _operations(graph: tf.Graph) -> list[tf.Operation]:
+def operations_of(graph: tf.Graph) -> list[tf.Operation]:
+    """Returns the operations of a graph and of its functions."""
     return [operation for each in _graphs(graph) for operation in each.get_operations()]
 
 
@@ -143,7 +144,7 @@ def _draws(kind: str) -> bool:
     return "seed" in names or kind in ("NonDeterministicInts", "Timestamp")  # A clock repeats no more than a draw does.
 
 
-def _place(operation: tf.Operation) -> str:
+def place(operation: tf.Operation) -> str:
     """Returns the innermost place in the user's files that made an operation."""
     for frame in reversed(list(operation.traceback)):
         file = Path(frame.filename)

@@ -1,8 +1,8 @@
 """The number of replicas changes no result: loss, gradients and metrics agree, with every option.
 
 Randomness inside the model (dropout, noise) is switched off, because each replica draws its own. A layer whose
-randomness cannot be switched off skips the comparison. The loss must agree in every batch; a gradient fails only if it
-differs in most batches, because rounding can switch a ReLU in one of them.
+randomness cannot be switched off skips the comparison. The loss must agree in every batch; the gradient of a batch
+fails only if it differs with two sets of weights, because rounding can switch a ReLU with one of them.
 
 If one of these tests fails, `python train.py --check` says which hook is the cause.
 """
@@ -16,7 +16,8 @@ import pytest
 
 import task
 import train
-from engine.check.measure import differing_gradients, measure, recording_optimizers
+from engine.check.measure import measure, recording_optimizers
+from engine.check.results import differing_gradients
 from engine.errors import BadInput
 from engine.model.variables import is_seed, model_variables
 

@@ -1,5 +1,6 @@
 """--check finds each fault that is planted in the hooks, names the hook, and has nothing to say against sound ones."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,10 @@ import train
 from config import Config
 from engine import user_errors
 from engine.check.check import check_task
-from engine.check.measure import Layers, Measured, differing_gradients
+from engine.check.measure import Measured
+from engine.check.results import as_texts, differing_gradients
 from engine.data import CompiledSteps
+from engine.model import apply_gradients
 
 Check = Callable[..., tuple[bool, list[str]]]
 ORIGINAL = {name: getattr(task, name) for name in ("train_step", "create_metrics", "compute_loss")}
@@ -173,7 +176,7 @@ def test_datasets_no_test_and_metrics_by_class_are_no_false_alarm(check: Check) 
 @pytest.mark.long
 def test_array_that_counts_padding_fails_once_for_each_dataset(check: Check) -> None:
     passed, lines = check({**DATASETS, "update_metrics": update_by_class(weighted=False)}, monitor="train/loss")
-    found = [line for line in lines if "depends on how much padding" in line]
+    found = [line for line in lines if "depends on examples of weight 0" in line]
     assert not passed
     assert [re.search(r"(\S+)/\d+ depends", line)[1] for line in found] == [
         *("validation/easy/by_class", "validation/hard/by_class")
@@ -416,6 +419,111 @@ def compile_without_signature(split, step):
     return without
 
 
+def unweighted_loss(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions)
+    loss = tf.nn.compute_average_loss(per_example_loss, global_batch_size=task.config.global_batch_size)
+    return loss, per_example_loss
+
+
+def loss_of_masked_examples(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions)
+    return average(per_example_loss, tf.cast(weights > 0.0, tf.float32)), per_example_loss
+
+
+def loss_weighted_twice(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions) * weights
+    return average(per_example_loss, weights), per_example_loss
+
+
+def loss_without_regularization(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions)
+    return average(per_example_loss, weights), per_example_loss
+
+
+def metrics_that_lack_one(split, labels, predictions, per_example_loss, weights):
+    task.metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
+
+
+def metrics_of_the_training(split, labels, predictions, per_example_loss, weights):
+    UPDATE_METRICS("train", labels, predictions, per_example_loss, weights)
+
+
+class NeverReset(keras.metrics.Mean):
+    def reset_state(self):
+        pass
+
+
+def metrics_without_reset(split):
+    return {**ORIGINAL["create_metrics"](split), "loss": NeverReset()}
+
+
+def negative_weights(split):
+    return few_examples(split).map(lambda features, label: (features, label, -1.0))
+
+
+READ = {}
+
+
+def examples_that_change_later(split):
+    """Yields the same examples twice, and others from the third time on."""
+
+    def generate():
+        READ[split] = READ.get(split, 0) + 1
+        for features, label in few_examples(split).take(100).as_numpy_iterator():
+            yield features + (READ[split] if READ[split] > 4 else 0), label
+
+    signature = (tf.TensorSpec((8, 8, 1), tf.float32), tf.TensorSpec((), tf.int32))
+    dataset = tf.data.Dataset.from_generator(generate, output_signature=signature)
+    return dataset.apply(tf.data.experimental.assert_cardinality(100))
+
+
+def preparation_with_the_time(features, labels, *, training):
+    return features / 16.0 + tf.cast(tf.timestamp() % 1.0, tf.float32), labels
+
+
+def rate_from_the_loss(batch):
+    features, labels, weights = batch
+    with tf.GradientTape() as tape:
+        predictions = task.model(features, training=True)
+        loss, per_example_loss = task.compute_loss(labels, predictions, weights)
+    task.optimizer.learning_rate.assign(0.01 * loss)
+    apply_gradients(task.optimizer, tape, loss, task.model.trainable_variables)
+    task.update_metrics("train", labels, predictions, per_example_loss, weights)
+    return loss
+
+
+def rate_from_the_step(batch):
+    task.optimizer.learning_rate.assign(0.01 / (1.0 + tf.cast(task.optimizer.iterations, tf.float32)))
+    return ORIGINAL["train_step"](batch)
+
+
+def loss_wrong_for_padding(labels, predictions, weights):
+    """The gradient of a padded batch, and of no other, depends on the replica's batch; the loss does not."""
+    per_example_loss = label_losses(labels, predictions)
+    filled = tf.reduce_mean(weights)
+    grown = predictions * filled + tf.stop_gradient(predictions * (1.0 - filled))
+    return average(label_losses(labels, grown), weights), per_example_loss
+
+
+def frozen_model():
+    model = linear_model()
+    model.trainable = False
+    return model
+
+
+def far_from_zero(features, labels, *, training):
+    return features + 1e4, labels
+
+
+def synchronized_model():
+    return linear_model(keras.layers.BatchNormalization(synchronized=True, name="bn"))
+
+
+def absolute_error(labels, predictions, weights):
+    errors = keras.losses.MeanAbsoluteError(reduction="none")(tf.one_hot(labels, 10), predictions)
+    return average(errors, weights), errors
+
+
 def labels_as_texts(features, labels):
     return features / 16.0, tf.strings.as_string(labels)
 
@@ -505,6 +613,11 @@ FAULTS = {
         "task.py create_model",
         "running_mean/Variable, which is per-replica",
     ),
+    "gradient of a padded batch": (
+        {"compute_loss": loss_wrong_for_padding},
+        "task.py train_step",
+        "the loss agrees, and the gradient of",
+    ),
     "added loss": (
         {"create_model": lambda: linear_model(AddedLoss())},
         "task.py compute_loss",
@@ -516,6 +629,75 @@ FAULTS = {
         "steps were traced more than once",
     ),
     "rising loss": ({"create_optimizer": rising_loss}, "task.py create_optimizer", "it must fall"),
+    "loss without sample weights": (
+        {"compute_loss": unweighted_loss},
+        "task.py compute_loss",
+        "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights",
+    ),
+    "loss that only masks": (
+        {"compute_loss": loss_of_masked_examples},
+        "task.py compute_loss",
+        "the same with sample weights of 1 and of 0.5",
+    ),
+    "loss weighted twice": (
+        {"compute_loss": loss_weighted_twice},
+        "task.py compute_loss",
+        "once, not twice",
+    ),
+    "regularizer that is not added": (
+        {"compute_loss": loss_without_regularization, "create_model": lambda: linear_model(regularizer=L2)},
+        "task.py compute_loss",
+        "dense/kernel: add tf.nn.scale_regularization_loss(model.losses)",
+    ),
+    "activity regularizer that is not added": (
+        {
+            "compute_loss": loss_without_regularization,
+            "create_model": lambda: linear_model(keras.layers.ActivityRegularization(l2=0.1, name="activity")),
+        },
+        "task.py compute_loss",
+        "does not contain the regularization of activity",
+    ),
+    "metric that is never updated": (
+        {"update_metrics": metrics_that_lack_one},
+        "task.py update_metrics",
+        "train/accuracy is never updated",
+    ),
+    "metrics of another split": (
+        {"update_metrics": metrics_of_the_training},
+        "task.py update_metrics",
+        "the validation steps update metrics['train']['loss']: update metrics['validation'] there",
+    ),
+    "metric that is never reset": (
+        {"create_metrics": metrics_without_reset},
+        "task.py create_metrics",
+        "reset_state of train/loss",
+    ),
+    "sample weights below 0": (
+        {"load_examples": negative_weights},
+        "task.py load_examples",
+        "returned a sample weight of -1",
+    ),
+    "examples that change later": (
+        {"load_examples": examples_that_change_later},
+        "task.py load_examples",
+        "returned other examples the second time",
+    ),
+    "the time in prepare_example": (
+        {"prepare_example": preparation_with_the_time},
+        "task.py prepare_example",
+        "returned other batches of 'train' the second time",
+    ),
+    "learning rate of one replica's loss": (
+        {"train_step": rate_from_the_loss},
+        "task.py train_step",
+        "assigns a value of one replica to optimizer/learning_rate",
+    ),
+    "frozen model": ({"create_model": frozen_model}, "task.py create_model", "trainable"),
+    "variance that cancels": (
+        {"prepare_example": far_from_zero, "create_model": synchronized_model},
+        "task.py create_model",
+        "the features of 'bn' are far from 0",
+    ),
     "texts as labels": ({"prepare_example": labels_as_texts}, "task.py prepare_example", "map them to numbers"),
     "prediction of a batch": (
         {"predict_step": lambda features: {"mean": tf.reduce_mean(task.model(features))}},
@@ -548,9 +730,11 @@ def test_planted_fault_is_found_and_the_hook_named(faults: tuple[str, ...], chec
     OUTSIDE["model"] = linear_model()
     OUTSIDE["optimizer"] = keras.optimizers.SGD(0.1)
     OUTSIDE.update({split: ORIGINAL["create_metrics"](split) for split in train.SPLITS})
+    READ.clear()
     OUTSIDE["counter"] = tf.Variable(0, name="steps_seen")
     planted = [FAULTS[fault] for fault in faults]
-    passed, lines = check({name: hook for hooks, _, _ in planted for name, hook in hooks.items()})
+    options = {"keep_last_batch": True} if faults == ("gradient of a padded batch",) else {}
+    passed, lines = check({name: hook for hooks, _, _ in planted for name, hook in hooks.items()}, **options)
     lines = [line for line in lines if line.startswith("FAIL")]
     assert not passed
     for _, where, text in planted:
@@ -577,15 +761,17 @@ def test_fault_that_one_batch_shows_is_found_by_its_loss(check: Check) -> None:
     assert check({"compute_loss": mean_over_the_real_examples})[0]
 
 
-def test_gradient_that_differs_in_most_batches_is_a_fault_and_in_one_batch_is_rounding() -> None:
-    def measured(*gradients: float) -> Measured:
-        by_batch = [{"kernel": np.array([gradient, 1.0])} for gradient in gradients]
-        return Measured([0.0] * len(gradients), by_batch, {"kernel": 0.0}, {}, [], Layers([], [], [], []))
+def test_gradient_that_differs_with_weights_nearby_too_is_a_fault_and_else_rounding() -> None:
+    def measured(gradients: list[float], nearby: list[float]) -> Measured:
+        at, near = ([{"kernel": np.array([each, 1.0])} for each in gradients] for gradients in (gradients, nearby))
+        rest: dict[str, Any] = {field.name: [] for field in dataclasses.fields(Measured)}
+        return Measured(**{**rest, "batches": at, "nearby": near, "rounding": {"kernel": 0.0}})
 
-    one = measured(1.0, 2.0, 3.0)
-    assert differing_gradients(one, measured(1.0, 2.0, 3.1)) == []
-    assert differing_gradients(one, measured(1.0, 2.1, 3.1)) == ["kernel"]
-    assert differing_gradients(one, measured(1.0, 2.000001, 3.1)) == []
+    one = measured([1.0, 2.0, 3.0], [1.5, 2.5, 3.5])
+    assert differing_gradients(one, measured([1.0, 2.0, 3.1], [1.5, 2.5, 3.6])) == ["kernel"]
+    assert differing_gradients(one, measured([1.0, 2.0, 3.1], [1.5, 2.5, 3.5])) == []
+    assert differing_gradients(one, measured([1.0, 2.0, 3.1], [1.5, 2.6, 3.5])) == []
+    assert differing_gradients(one, measured([1.0, 2.0, 3.000003], [1.5, 2.5, 3.500003])) == []
 
 
 @pytest.mark.long
@@ -626,3 +812,94 @@ def test_exception_in_a_hook_is_named_by_line_with_what_it_says(
     assert not passed
     (line,) = [line for line in lines if line.startswith("FAIL")]
     assert re.match(rf"FAIL  test_check\.py:\d+ {where}  {re.escape(said)}", line), line
+
+
+# --- The right forms of planted faults, and lines that are no faults --------------------------------------------------
+
+
+def loss_of_weighted_mean(labels, predictions, weights):
+    """Is divided by the sum of the sample weights of all replicas."""
+    per_example_loss = label_losses(labels, predictions)
+    total = tf.reduce_sum(weights)
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, total)
+    return tf.reduce_sum(per_example_loss * weights) / total, per_example_loss
+
+
+def weighted_examples(split):
+    return few_examples(split).map(lambda features, label: (features, label, 0.5 * tf.cast(label % 3, tf.float32)))
+
+
+def normalized_model():
+    return linear_model(keras.layers.BatchNormalization(synchronized=True), keras.layers.Activation("relu"))
+
+
+RIGHT = {
+    "weighted mean": {"compute_loss": loss_of_weighted_mean, "load_examples": weighted_examples},
+    "learning rate of the step": {"train_step": rate_from_the_step},
+    "regularizers of weights and of activities": {
+        "create_model": lambda: linear_model(keras.layers.ActivityRegularization(l2=0.1), regularizer=L2)
+    },
+    "normalized features": {"create_model": normalized_model},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hooks", RIGHT.values(), ids=RIGHT)
+def test_right_form_is_no_false_alarm(hooks: dict[str, Any], check: Check) -> None:
+    lines = assert_sound(check(hooks, keep_last_batch=True))
+    assert not any("its gradient jumps" in line for line in lines)
+
+
+def hinge(labels, predictions, weights):
+    errors = keras.losses.Hinge(reduction="none")(tf.one_hot(labels, 10), predictions)
+    return average(errors, weights), errors
+
+
+def quantile(labels, predictions, weights):
+    errors = tf.one_hot(labels, 10) - predictions
+    losses = tf.reduce_mean(tf.maximum(0.9 * errors, -0.1 * errors), axis=1)
+    return average(losses, weights), losses
+
+
+@pytest.mark.parametrize(
+    "loss", [absolute_error, *(pytest.param(each, marks=pytest.mark.long) for each in (hinge, quantile))]
+)
+def test_loss_whose_gradient_jumps_is_named(loss: Callable, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = [line for line in assert_sound(check({"compute_loss": loss})) if "its gradient jumps" in line]
+    assert re.match(rf"ok    task\.py compute_loss +its gradient jumps \(test_check\.py:\d+ {loss.__name__}\)", line)
+
+
+def test_draws_of_a_seed_generator_in_the_loss_are_named(check: Check) -> None:
+    def create_loss_objects() -> dict[str, Any]:
+        OUTSIDE["seed"] = keras.random.SeedGenerator(0)
+        return {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")}
+
+    def noisy(labels, predictions, weights):
+        noise = 0.1 * keras.random.normal(tf.shape(predictions), seed=OUTSIDE["seed"])
+        return ORIGINAL["compute_loss"](labels, predictions + noise, weights)
+
+    hooks = {"create_loss_objects": create_loss_objects, "compute_loss": noisy}
+    lines = assert_sound(check(hooks), compared=False)
+    (line,) = [line for line in lines if "random in training" in line]
+    assert re.search(r"the SeedGenerator \S*seed_generator_state\S* \(test_check\.py:\d+ noisy\)$", line)
+
+
+@pytest.mark.long
+def test_small_epsilon_is_named_where_updates_differ(check: Check) -> None:
+    class Clipping(keras.optimizers.Adam):
+        def apply(self, grads, trainable_variables=None):
+            clipped, _ = tf.clip_by_global_norm(grads, 1e-6)
+            return super().apply(clipped, trainable_variables)
+
+    for options, is_named in (({}, True), ({"epsilon": 1e-5}, False)):
+        passed, lines = check({"create_optimizer": lambda total_steps, options=options: Clipping(0.01, **options)})
+        assert not passed
+        (line,) = [line for line in lines if line.startswith("FAIL")]
+        assert ("pass epsilon=1e-5" in line) == is_named
+
+
+def test_numbers_are_written_with_the_digits_that_differ() -> None:
+    assert as_texts(0.5, 2.0) == ("0.5", "2")
+    assert as_texts(0.9956181, 0.9956183) == ("0.9956181", "0.9956183")
+    assert as_texts(0.1, 0.1) == ("0.1", "0.1")

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from engine.check.measure import close
+from engine.check.results import close
 from engine.errors import BadInput
 from engine.protocols import Task
 from engine.run.evaluation import Program

@@ -5,43 +5,40 @@ switched off for that. An unsynchronized BatchNormalization is reported and then
 cause.
 """
 
-import contextlib
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import keras
 import numpy as np
-import tensorflow as tf
 
 from engine.check import measure
 from engine.check.causes import why_losses_differ
-from engine.check.measure import Measured, close
+from engine.check.examples import Examples, check_batches, check_examples, check_predictions
+from engine.check.graphs import check_updated_metrics, draws, jumps
+from engine.check.measure import LOSS, Measured
+from engine.check.results import (
+    MARGIN,
+    PROMISE,
+    Check,
+    as_texts,
+    check_repeats,
+    close,
+    differing_arrays,
+    differing_gradients,
+    differing_metrics,
+    hook_of_step,
+)
+from engine.check.weights import check_loss, check_metrics
 from engine.cluster.strategy import create_strategy
-from engine.data.examples import hook_of, sha256_of
-from engine.data.records import Records
-from engine.data.splits import each_dataset
 from engine.errors import BadInput
-from engine.model.variables import by_name, is_seed, model_variables
+from engine.model.variables import by_name, is_seed, model_variables, trainable_variables
 from engine.protocols import Task
 from engine.run.evaluation import Program
 from engine.settings import Settings
-from engine.tracing import unrepeatable_in_preparation, unrepeatable_in_step
+from engine.tracing import unrepeatable_in_step
 
-EXAMPLES_READ_TWICE = 200
-BATCHES_LOOKED_AT = 20
 REPEATED_STEPS = 40
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """The result of a check. `where` is a hook or a setting; `text` is a fact, or a fault and how to fix it."""
-
-    ok: bool
-    where: str
-    text: str
+SMALL_EPSILON = 1e-6
 
 
 def run_checks(program: Program, task: Task, settings: Settings, global_batch_size: int) -> Iterator[Check]:
@@ -51,19 +48,27 @@ def run_checks(program: Program, task: Task, settings: Settings, global_batch_si
     """
     create_strategy(settings)
     task.config = settings  # task.load_examples is called before anything is built.
-    yield from _check_examples(program, task, settings, global_batch_size)
-    yield from _check_batches(program, task)
+    examples = Examples(program, task)
+    examples.read_again()
+    yield from check_examples(program, settings, global_batch_size)
+    if not trainable_variables(task.model):
+        raise BadInput("task.create_model: the model has nothing trainable: set trainable = True on some layer")
+    yield from check_batches(program, task)
     if hook := getattr(task, "predict_step", None):
-        yield from _check_predictions(program, hook)
+        yield from check_predictions(program, hook)
     with measure.few_examples(task, settings.global_batch_size):
         with measure.recording_optimizers(task):
             two = measure.measure(program, task, settings, 2)
             # A synchronized layer has the statistics of a micro-batch; all else must equal the complete batch.
             alone = settings if two.layers.synchronized else dataclasses.replace(settings, micro_batches=1)
             one = measure.measure(program, task, alone, 1)
+        examples.read_again()  # Now they may have changed.
         yield from _check_layers(program, task, one)
         compared = [] if one.layers.still_random else list(_check_same_results(program, task, one, two))
         yield from compared
+        yield from check_updated_metrics(program, task)
+        yield from check_metrics(program, task, program.batches["train"])
+        yield from check_loss(program, task, one)
         yield from _check_traces(program)
         yield from _check_evaluation(program, task, settings)
         # Steps that differ make the updates differ, too. That is one cause, so it is reported once.
@@ -71,113 +76,30 @@ def run_checks(program: Program, task: Task, settings: Settings, global_batch_si
         yield from _check_training(program, task, settings, compare=compare)
 
 
-def _check_repeats(hook: str, results: str, draws: list[str], python: list[str], *, repeats: bool) -> Iterator[Check]:
-    """Raises BadInput if a hook draws its results again each time, because such results cannot be compared."""
-    if draws:
-        raise BadInput(f"task.{hook}: {draws[0]}")
-    if python and not repeats:
-        raise BadInput(f"task.{hook} returned other {results} the second time: {python[0]}")
-    for text in python:
-        yield Check(True, f"task.py {hook}", f"the same {results} twice, though {text}")
-
-
-# --- The data ---------------------------------------------------------------------------------------------------------
-
-
-def _check_examples(program: Program, task: Task, settings: Settings, global_batch_size: int) -> Iterator[Check]:
-    for split in program.SPLITS:
-        once, again = (each_dataset(task.load_examples(split), _fingerprint) for _ in range(2))
-        if once != again:
-            text = "returned other examples the second time: keep their order; the engine shuffles them"
-            raise BadInput(f"task.load_examples({split!r}) {text}")
-    program.build(dataclasses.replace(settings, simulated_devices=1))
-    sizes = ", ".join(f"{name} {each.number_of_examples}" for name, each in program.batches.items())
-    yield Check(True, "task.py load_examples", f"{sizes} examples of one structure, in the same order twice")
-    divisors = (str(number) for number in range(1, global_batch_size + 1) if global_batch_size % number == 0)
-    text = f"{global_batch_size} can be shared by {', '.join(divisors)} replicas"
-    if settings.global_batch_size != global_batch_size:
-        text += f"; one replica and two are compared with {settings.global_batch_size}"
-    yield Check(True, "--global-batch-size", text)
-
-
-def _fingerprint(examples: Any) -> str:
-    """Returns a hash of the first examples; "" for what the engine rejects later."""
-    examples = examples.dataset() if isinstance(examples, Records) else examples
-    return sha256_of(examples.take(EXAMPLES_READ_TWICE)) if isinstance(examples, tf.data.Dataset) else ""
-
-
-def _check_batches(program: Program, task: Task) -> Iterator[Check]:
-    predict = tf.function(lambda features: task.model(features, training=False), autograph=False)
-    for name, batches in program.batches.items():
-        assert batches.traced is not None  # --check excludes --eager.
-        draws, python = unrepeatable_in_preparation(batches.traced)
-        same_batch = (tf.nest.flatten(next(batches.one_by_one())) for _ in range(2))
-        repeats = not python or all(map(np.array_equal, *same_batch))
-        yield from _check_repeats("prepare_example", f"batches of {name!r}", draws, python, repeats=repeats)
-        for batch in itertools.islice(batches.one_by_one(), BATCHES_LOOKED_AT):
-            floats = (part for part in tf.nest.flatten(batch[0]) if part.dtype.is_floating)
-            if not all(bool(tf.reduce_all(tf.math.is_finite(part))) for part in floats):
-                raise BadInput(f"task.prepare_example: features of {name!r} are not finite: fix or drop them")
-            _check_labels(task, name, batch, predict)
-    yield Check(True, "task.py prepare_example", "finite features, and labels that the model can predict")
-
-
-def _check_labels(task: Any, name: str, batch: Any, predict: Callable[[Any], Any]) -> None:
-    features, labels, sample_weights = batch
-    if tf.is_tensor(labels) and labels.dtype == tf.string:
-        raise BadInput(f"task.prepare_example returned text labels for {name!r}: map them to numbers")
-    are_integers = tf.is_tensor(labels) and labels.dtype.is_integer
-    predictions: Any = predict(features) if are_integers and isinstance(task.model, keras.Model) else None
-    if not tf.is_tensor(predictions) or predictions.shape.rank != labels.shape.rank + 1:
-        return
-    classes, low, high = predictions.shape[-1], int(tf.reduce_min(labels)), int(tf.reduce_max(labels))
-    if classes == 1 or 0 <= low <= high < classes:
-        return
-    # Labels may mark padding, or may not be classes at all: only the loss knows.
-    with contextlib.suppress(tf.errors.InvalidArgumentError):
-        if math.isfinite(float(task.compute_loss(labels, predictions, sample_weights)[0])):
-            return
-    text = f"returned labels from {low} to {high}, and the model predicts {classes} classes, 0 to {classes - 1}"
-    raise BadInput(f"{hook_of(name)} {text}: fix the labels or the model's last layer")
-
-
-def _check_predictions(program: Program, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
-    """Checks the predictions, whose faults would otherwise show after the training, in --export or predict.py."""
-    *_, last = program.batches.values()  # The test dataset, if there is one.
-    features, _, sample_weights = next(last.one_by_one())
-    outputs, where = tf.function(predict_step)(features), "task.py predict_step"
-    if not isinstance(outputs, dict) or not all(map(tf.is_tensor, outputs.values())):
-        yield Check(False, where, f"returned {type(outputs).__name__}: return a dict of tensors by name")
-        return
-    for name, output in outputs.items():
-        if output.shape[:1] != sample_weights.shape:
-            yield Check(False, where, f"{name!r} has shape {output.shape}: return a row for each example")
-        # A softmax rounds to 1 minus a bit on some CPUs.
-        elif output.dtype.is_floating and np.allclose(tf.cast(output, tf.float32), 1.0):
-            yield Check(False, where, f"{name!r} is 1 everywhere, like a softmax of one number: use a sigmoid")
-        else:
-            yield Check(True, where, f"{name!r}, {output.dtype.name}{list(output.shape[1:])} of each example")
-
-
 # --- The steps, on one replica and on two -----------------------------------------------------------------------------
 
 
 def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]:
-    layers, step = one.layers, program.run.hidden.training
-    assert step is not None  # It is None only beside other processes.
+    layers, step, graph = one.layers, program.run.hidden.training, program.run_steps["train"].graph()
+    assert step is not None and graph is not None  # They are None only beside other processes.
     if layers.unsynchronized:
         names = ", ".join(map(repr, layers.unsynchronized))
         text = f"the statistics of {names} are of one replica's batch: use BatchNormalization(synchronized=True)"
         yield Check(False, "task.py create_model", text)
     if layers.random:
-        text = f"random in training, so not the same on one replica and two: {', '.join(layers.random)}"
+        text = f"random in training, so not the same on one replica and two: {', '.join(layers.random)}{draws(graph)}"
         yield Check(True, "task.py create_model", text)
     for name in one.without_gradient:
         text = f"{name} gets no gradient: use it in the loss, or set its layer's trainable = False"
         yield Check(False, "task.py train_step", text)
-    draws, python = unrepeatable_in_step(step)
-    again, _ = measure.losses_and_gradients(program, task, measure.first_stacks(program))
-    yield from _check_repeats("train_step", "losses", draws, python, repeats=close(one.losses, again))
+    unrepeatable, python = unrepeatable_in_step(step)
+    again = measure.losses_and_gradients(program, task, measure.first_stacks(program))
+    yield from check_repeats(
+        "train_step", "losses", unrepeatable, python, repeats=close(one.losses, [each[LOSS] for each in again])
+    )
+    if places := jumps(graph):
+        text = f"its gradient jumps{places}, so results on one replica and on two drift apart: see "
+        yield Check(True, hook_of_step(task, "compute_loss"), text + "docs/reproducibility.md")
     if layers.still_random:
         names = ", ".join(layers.still_random)
         text = f"not compared, because {names} cannot be switched off: augment in task.prepare_example instead"
@@ -185,35 +107,40 @@ def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check
 
 
 def _check_same_results(program: Program, task: Task, one: Measured, two: Measured) -> Iterator[Check]:
-    gradients = measure.differing_gradients(one, two)
-    if not gradients:
-        yield Check(True, "task.py train_step", f"the same gradients of {len(one.rounding)} variables")
-    loss, other = min(zip(one.losses, two.losses, strict=True), key=lambda pair: close(*pair))  # First that differ.
+    floor = MARGIN * one.rounding[LOSS]
+
+    def same(loss: float, other: float) -> bool:
+        return close(loss, other, tolerance=PROMISE, floor=floor)
+
+    loss, other = min(zip(one.losses, two.losses, strict=True), key=lambda pair: same(*pair))  # First that differ.
     # If the loss differs, gradients and metrics differ for the same reason.
-    if not close(one.losses, two.losses):
+    if not same(loss, other):
         hook, why = why_losses_differ(program, task, loss, other)
-        yield Check(False, f"task.py {hook}", f"the loss is {loss:.6g} on one replica and {other:.6g} on two: {why}")
+        texts = "the loss is {} on one replica and {} on two".format(*as_texts(loss, other))
+        yield Check(False, f"task.py {hook}", f"{texts}: {why}")
         return
     yield Check(True, "task.py compute_loss", f"loss {loss:.6g} on one replica and on two")
-    if gradients:
+    for name, value in one.assigned.items():
+        if not close(value, two.assigned[name]):
+            text = f"the step assigns a value of one replica to {name.split('/', 1)[1]}: assign what "
+            text += "tf.distribute.get_replica_context().all_reduce returns"
+            yield Check(False, "task.py train_step", text)
+            return  # Such as a learning rate, which changes the gradients and metrics that are compared.
+    if gradients := differing_gradients(one, two):
         text = f"the loss agrees, and the gradient of {gradients[0]} differs: update with apply_gradients, without "
         text += "a sum of your own, and look for values that depend on the replica or on the size of its batch"
         yield Check(False, "task.py train_step", text)
+    else:
+        yield Check(True, "task.py train_step", f"the same gradients of {len(one.rounding) - 1} variables")
     names = program.run.objects.names
-    metrics = measure.differing_metrics(names, one.metrics, two.metrics)
+    metrics = differing_metrics(names, one.metrics, two.metrics)
     for name in metrics:
-        text = f"{name} is {one.metrics[name]:.6g} on one replica and {two.metrics[name]:.6g} on two: "
+        text = "{} is {} on one replica and {} on two: ".format(name, *as_texts(one.metrics[name], two.metrics[name]))
         text += "update it with unscaled values per example, and sample_weight=sample_weights"
-        yield Check(False, _hook_of_metrics(task, name.split("/")[0]), text)
+        yield Check(False, hook_of_step(task, "update_metrics", name.split("/")[0]), text)
     if not metrics:
         arrays = dict.fromkeys(names.arrays.values())
         yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(one.metrics), *arrays])}")
-
-
-def _hook_of_metrics(task: Task, split: str) -> str:
-    if hasattr(task, "update_metrics"):
-        return "task.py update_metrics"
-    return "task.py train_step" if split == "train" else "task.py evaluation_step"
 
 
 def _check_traces(program: Program) -> Iterator[Check]:
@@ -223,10 +150,7 @@ def _check_traces(program: Program) -> Iterator[Check]:
 
 
 def _check_evaluation(program: Program, task: Task, settings: Settings) -> Iterator[Check]:
-    """Checks that validation and test leave the model unchanged, and do not count padding."""
-    size = settings.evaluation_batch_size or settings.global_batch_size
-    program.build(dataclasses.replace(settings, simulated_devices=1, evaluation_batch_size=measure.BATCHES * size))
-    padded = {**program.validate(), **program.test()}  # The same examples, with more padding in the last batch.
+    """Checks that validation and test leave the model unchanged, and count no examples of weight 0."""
     program.build(dataclasses.replace(settings, simulated_devices=1))
     variables = model_variables(task.model)
     for split, evaluate in (("validation", program.validate), ("test", program.test)):
@@ -241,9 +165,9 @@ def _check_evaluation(program: Program, task: Task, settings: Settings) -> Itera
             yield Check(False, "task.py evaluation_step", fault)
             return  # The metrics of changed weights cannot be compared.
         yield Check(True, "task.py evaluation_step", f"{split} changes nothing")
-        for name in measure.differing_metrics(program.run.objects.names, results, padded):
-            text = f"{name} depends on how much padding the last batch has: pass sample_weight=sample_weights to it"
-            yield Check(False, _hook_of_metrics(task, split), text)
+        for batches in program.batches.values():
+            if batches.split == split:
+                yield from check_metrics(program, task, batches)
 
 
 def _check_training(program: Program, task: Task, settings: Settings, *, compare: bool) -> Iterator[Check]:
@@ -254,10 +178,14 @@ def _check_training(program: Program, task: Task, settings: Settings, *, compare
     yield _check_checkpoint(program)
     program.build(dataclasses.replace(settings, simulated_devices=1, epochs=epochs))
     one, rounding = measure.measure_updates(program, task)
-    differing = measure.differing_arrays(one, two, rounding)
+    differing = differing_arrays(one, two, rounding)
     if compare and differing:
         text = f"the gradients agree, and two replicas change {differing[0]} by another amount than one: look for "
         text += "an optimizer that changes a replica's gradients, or counts in Python"
+        epsilons = (getattr(each, "epsilon", None) or 1.0 for each in program.run.objects.optimizers.values())
+        if (smallest := min(epsilons)) < SMALL_EPSILON:
+            text += f". Its epsilon is {smallest:g}, so rounding may decide the update where a gradient is almost 0: "
+            text += "pass epsilon=1e-5"
         yield Check(False, "task.py create_optimizer", text)
     stack, first, _ = measure.first_stacks(program)[0]
     losses = [float(program.run_steps["train"](stack, first, 1)[0]) for _ in range(REPEATED_STEPS)]

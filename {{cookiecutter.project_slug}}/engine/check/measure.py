@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,8 +11,7 @@ import numpy as np
 
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
-from engine.model.metrics import ResultNames
-from engine.model.variables import by_name, layers_of, trainable_variables
+from engine.model.variables import by_name, inner_variable, is_seed, layers_of, trainable_variables
 from engine.protocols import Task
 from engine.run.evaluation import Program
 from engine.settings import Settings
@@ -22,10 +21,11 @@ Arrays = dict[str, np.ndarray]  # Variable -> its value, gradient or change.
 BATCHES = 3
 RANDOMNESS = ("rate", "stddev", "dropout", "recurrent_dropout")  # Attributes of Keras layers: how much they draw.
 LEARNING_RATE = 2.0**14  # So large that a step shows the gradient: the weight itself rounds none of it away.
-TOLERANCE = 1e-4
 ROUNDED_BY = 2.0**-20  # Changes every weight by eight roundings of float32, as they add up over the layers.
 DRAWS = 3  # Several, because rounding shows only where a ReLU, or a maximum, is about to turn.
-MARGIN = 10  # One replica and two round many more numbers differently, not only the weights.
+NEARBY = 2.0**-7  # Changes every weight enough that another ReLU, or maximum, is about to turn.
+CANCELS = 1e4  # Above this ratio of mean² to variance, E[x²] - E[x]² in float32 is more than a hundredth off.
+LOSS = "loss"  # Beside the names of the variables.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +46,18 @@ class Layers:
 class Measured:
     """The results of some replicas for the same batches, from the same weights."""
 
-    losses: list[float]  # One for each batch.
-    gradients: list[Arrays]  # One for each batch.
-    rounding: dict[str, float]
-    """Variable -> how much its gradient changes, at most, when the weights change by a few roundings."""
+    batches: list[Arrays]  # The loss of each batch, and the gradient of each variable.
+    nearby: list[Arrays]  # The same from weights nearby.
+    rounding: dict[str, float]  # How much these change, at most, when the weights change by a few roundings.
+    assigned: Arrays  # What a step makes of the mirrored variables that it assigns to.
     metrics: dict[str, float]
     without_gradient: list[str]
     layers: Layers
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each batch."""
+        return [float(each[LOSS]) for each in self.batches]
 
 
 def measure(program: Program, task: Task, settings: Settings, replicas: int) -> Measured:
@@ -64,20 +69,86 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     program.build(dataclasses.replace(settings, simulated_devices=replicas))
     layers = _make_comparable(program, task)
     program.run.hidden.check(program.run.checkpoints.state.variables())
+    new_metrics, initial = _metric_values(program, task), program.run.checkpoints.state.values()
     stacks = first_stacks(program)
-    losses, gradients = losses_and_gradients(program, task, stacks)
-    _check_finite(losses, gradients)
-    rounding = _effect_of_rounding(program, task, lambda: losses_and_gradients(program, task, stacks)[1], gradients)
+    batches = losses_and_gradients(program, task, stacks)
+    _check_finite(batches)
+    rounding = _effect_of_rounding(program, task, lambda: losses_and_gradients(program, task, stacks), batches)
+    with _moved_weights(program, task, NEARBY):
+        nearby = losses_and_gradients(program, task, stacks)
+    assigned = _assigned(program, task, stacks[0], settings.micro_batches)
     optimizers = by_name(task.optimizer, "optimizer").values()
     updated = {path for optimizer in optimizers for path in optimizer.updated}
     trainable = [each.path for model in by_name(task.model, "model").values() for each in model.trainable_variables]
-    without_gradient = [path for path in trainable if path not in updated]
     for optimizer in optimizers:
         optimizer.learning_rate.assign(0.0)  # So all metrics are of the same weights.
     metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
     with program.run.evaluation_weights():
         metrics |= {**program.validate(), **program.test()}
-    return Measured(losses, gradients, rounding, metrics, without_gradient, layers)
+    for split in program.SPLITS:  # Another split's steps may have updated them by mistake.
+        program.run.objects.reset(split)
+    for name, value in _metric_values(program, task).items():
+        if value != new_metrics[name]:
+            raise BadInput(
+                f"task.create_metrics: reset_state of {name} does not make its variables as they were at first"
+            )
+    program.run.checkpoints.state.assign(initial)
+    return Measured(
+        batches=batches,
+        nearby=nearby,
+        rounding=rounding,
+        assigned=assigned,
+        metrics=metrics,
+        without_gradient=[path for path in trainable if path not in updated],
+        layers=layers,
+    )
+
+
+def _metric_values(program: Program, task: Task) -> dict[str, list[list[Any]]]:
+    """Returns the values of each metric's variables on each replica, under the metric's name."""
+    local = program.strategy.experimental_local_results
+    return {
+        f"{split}/{name}": [[each.numpy().tolist() for each in local(inner_variable(v))] for v in metric.variables]
+        for split, metrics in task.metrics.items()
+        for name, metric in metrics.items()
+    }
+
+
+def _assigned(program: Program, task: Task, batches: Any, micro_batches: int) -> Arrays:
+    """Takes a step; returns `Measured.assigned`. Raises BadInput if the variance of a normalization cancels.
+
+    The program's state is restored.
+    """
+    state, traced = program.run.checkpoints.state, program.run.hidden.training
+    local = program.strategy.experimental_local_results
+    assert traced is not None  # It is None only beside other processes.
+    initial, others = state.values(), state.mirrored.keys() - trainable_variables(task.model).keys()
+    models = by_name(task.model, "model").values()
+    layers = [
+        layer for model in models for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)
+    ]
+    before = [(np.array(each.moving_mean), np.array(each.moving_variance)) for each in layers]
+    stack, first, _ = batches
+    program.run_steps["train"](stack, first, 1)
+    for layer, (mean, variance) in zip(layers, before, strict=True):
+        share = max(1.0 - layer.momentum**micro_batches, 1e-6)
+        mean = mean + (layer.moving_mean - mean) / share
+        variance = variance + (layer.moving_variance - variance) / share
+        if layer.trainable and np.any(mean**2 > CANCELS * (np.maximum(variance, 0.0) + layer.epsilon)):
+            text = (
+                f"the features of {layer.name!r} are far from 0 for how much they vary, and its variance is their mean "
+            )
+            text += "square minus the square of their mean: scale the features first"
+            raise BadInput(f"task.create_model: {text}")
+    assigned = {
+        name: np.asarray(value)
+        for name, value in state.values().items()
+        # Averages follow the weights.
+        if name in others and not name.startswith("average/")
+        if any(id(each.handle) in traced.changed for each in local(state.mirrored[name]))
+    }
+    state.assign(initial)
+    return assigned
 
 
 def _make_comparable(program: Program, task: Task) -> Layers:
@@ -105,6 +176,8 @@ def _make_comparable(program: Program, task: Task) -> Layers:
         return any(id(each.handle) in changed for each in states)
 
     still_random = [layer.name for layer in layers if any(map(draws, layer._seed_generators))]
+    hidden = (name.removeprefix("hidden/") for name in program.run.hidden.changed())
+    still_random += [f"the SeedGenerator {name}" for name in hidden if is_seed(name)]
     return Layers(list(dict.fromkeys([*random, *still_random])), still_random, synchronized, unsynchronized)
 
 
@@ -114,18 +187,16 @@ def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
     return list(batches.iterator().take(batches.steps_per_pass))
 
 
-def losses_and_gradients(
-    program: Program, task: Task, stacks: Sequence[tuple[Any, int, int]]
-) -> tuple[list[float], list[Arrays]]:
-    """Returns the loss and the gradients of each batch, all from the program's present state."""
-    state, losses, gradients = program.run.checkpoints.state, [], []
+def losses_and_gradients(program: Program, task: Task, stacks: Sequence[tuple[Any, int, int]]) -> list[Arrays]:
+    """Returns the LOSS and the gradients of each batch, all from the program's present state."""
+    state, results = program.run.checkpoints.state, []
     initial, before = state.values(), _weights(task)
     for stack, first, count in stacks:
         for index in range(first, first + count):
-            losses += program.run_steps["train"](stack, index, 1).numpy().tolist()
-            gradients.append(_differences(before, _weights(task), LEARNING_RATE))
+            (loss,) = program.run_steps["train"](stack, index, 1).numpy()
+            results.append({**_differences(before, _weights(task), LEARNING_RATE), LOSS: loss})
             state.assign(initial)
-    return losses, gradients
+    return results
 
 
 def measure_updates(program: Program, task: Task) -> tuple[Arrays, dict[str, float]]:
@@ -153,18 +224,25 @@ def _effect_of_rounding(
     program: Program, task: Task, compute: Callable[[], list[Arrays]], exact: list[Arrays]
 ) -> dict[str, float]:
     """Returns how much the arrays of `compute` change, at most, if all weights are rounded differently."""
-    initial, weights = program.run.checkpoints.state.values(), _weights(task)
-    largest = dict.fromkeys(weights, 0.0)
+    largest = dict.fromkeys(exact[0], 0.0)
     for draw in range(DRAWS):
-        random = np.random.default_rng(draw)
-        for name, variable in trainable_variables(task.model).items():
-            signs = random.choice([-1.0, 1.0], weights[name].shape)
-            variable.assign((weights[name] * (1.0 + ROUNDED_BY * signs)).astype(weights[name].dtype))
-        for one, other in zip(exact, compute(), strict=True):
-            for name, difference in _differences(one, other).items():
-                largest[name] = max(largest[name], float(np.abs(difference).max(initial=0.0)))
-        program.run.checkpoints.state.assign(initial)
+        with _moved_weights(program, task, ROUNDED_BY, draw):
+            for one, other in zip(exact, compute(), strict=True):
+                for name, difference in _differences(one, other).items():
+                    largest[name] = max(largest[name], float(np.abs(difference).max(initial=0.0)))
     return largest
+
+
+@contextlib.contextmanager
+def _moved_weights(program: Program, task: Task, by: float, seed: int = 0) -> Iterator[None]:
+    """Multiplies each trainable weight by 1 + `by` or 1 - `by`, as `seed` says; restores the program's state."""
+    initial, random = program.run.checkpoints.state.values(), np.random.default_rng(seed)
+    for variable in trainable_variables(task.model).values():
+        value = variable.numpy()
+        signs = random.choice([-1.0, 1.0], value.shape)
+        variable.assign((value * (1.0 + by * signs)).astype(value.dtype))
+    yield
+    program.run.checkpoints.state.assign(initial)
 
 
 def _weights(task: Task) -> Arrays:
@@ -175,12 +253,12 @@ def _differences(one: Arrays, other: Arrays, unit: float = 1.0) -> Arrays:
     return {name: (one[name] - other[name]) / unit for name in one}
 
 
-def _check_finite(losses: Sequence[float], gradients: Sequence[Arrays]) -> None:
+def _check_finite(batches: Sequence[Arrays]) -> None:
     hint = "on one of the first batches: look for sqrt(0), 0/0 or log(0)"
-    for loss, by_variable in zip(losses, gradients, strict=True):
-        if not np.isfinite(loss):
-            raise BadInput(f"task.compute_loss: the loss is {loss} {hint}")
-        for name, gradient in by_variable.items():
+    for results in batches:
+        if not np.isfinite(results[LOSS]):
+            raise BadInput(f"task.compute_loss: the loss is {results[LOSS]} {hint}")
+        for name, gradient in results.items():
             if not np.isfinite(gradient).all():
                 raise BadInput(f"task.compute_loss: the gradient of {name} is not finite, though the loss is, {hint}")
 
@@ -189,7 +267,7 @@ class _Recorder(keras.optimizers.SGD):
     """Plain gradient descent that records which variables get a gradient."""
 
     def __init__(self) -> None:
-        super().__init__(LEARNING_RATE)
+        super().__init__(LEARNING_RATE, name="optimizer")
         self.updated: set[str] = set()
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
@@ -218,37 +296,3 @@ def few_examples(task: Task, global_batch_size: int) -> contextlib.AbstractConte
         return each_dataset(load_examples(split), lambda examples: examples.take(count))
 
     return mock.patch.object(task, "load_examples", load_few)
-
-
-def close(one: Any, other: Any, *, floor: float = 1e-9) -> bool:
-    """Returns whether two numbers or arrays differ by at most rounding, or `floor`."""
-    one, other = np.asarray(one), np.asarray(other)
-    scale = max(np.abs(one).max(initial=0.0), np.abs(other).max(initial=0.0))
-    return bool(np.abs(one - other).max(initial=0.0) <= TOLERANCE * scale + floor)
-
-
-def differing_gradients(one: Measured, other: Measured) -> list[str]:
-    """Returns the names of the variables whose gradients differ by more than rounding, in most batches.
-
-    `one` is the result of one replica. Rounding can switch a ReLU or a maximum, and change the gradient by a hundredth:
-    in a few batches and with some weights, but not with others close to them.
-    """
-    pairs = zip(one.gradients, other.gradients, strict=True)
-    differing = [set(differing_arrays(*pair, one.rounding)) for pair in pairs]
-    return [name for name in one.rounding if 2 * sum(name in each for each in differing) > len(differing)]
-
-
-def differing_metrics(names: ResultNames, one: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
-    """Returns the names of the metrics that differ by more than rounding; of an array, its first such element."""
-    differing: dict[str, str] = {}
-    for name, value in one.items():
-        if not close(value, other[name]):
-            differing.setdefault(names.arrays.get(name, name), name)
-    return list(differing.values())
-
-
-def differing_arrays(one: Arrays, other: Arrays, rounding: Mapping[str, float]) -> list[str]:
-    """Returns the names of the variables that differ by more than rounding."""
-    # The gradient of a bias before a normalization is zero except for rounding, which differs.
-    zero = 1e-6 * max((float(np.abs(array).max(initial=0.0)) for array in one.values()), default=0.0)
-    return [name for name in one if not close(one[name], other[name], floor=MARGIN * (zero + rounding[name]))]
