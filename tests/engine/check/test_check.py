@@ -179,7 +179,7 @@ def test_array_that_counts_padding_fails_once_for_each_dataset(check: Check) -> 
     found = [line for line in lines if "depends on examples of weight 0" in line]
     assert not passed
     assert [re.search(r"(\S+)/\d+ depends", line)[1] for line in found] == [
-        *("validation/easy/by_class", "validation/hard/by_class")
+        *("train/by_class", "validation/easy/by_class", "validation/hard/by_class")
     ]
 
 

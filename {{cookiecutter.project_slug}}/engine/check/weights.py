@@ -56,9 +56,12 @@ def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
 def check_metrics(program: Program, task: Task, batches: Batches) -> Iterator[Check]:
     """Checks that no metric of a dataset depends on examples of weight 0. The steps must leave the model as it is."""
     initial = program.run.checkpoints.state.values() if batches.split == "train" else {}
+    hidden = [(each, tf.identity(each)) for each in program.run.hidden.unlisted.values()]  # A loss may draw from one.
     stacks = list(batches.iterator().take(batches.steps_per_pass))
 
     def results(*stacks: Any) -> dict[str, float]:
+        for variable, value in hidden:
+            variable.assign(value)
         for optimizer in by_name(task.optimizer, "optimizer").values() if initial else ():
             optimizer.learning_rate.assign(0.0)
         for stack, first, count in stacks:
