@@ -130,7 +130,7 @@ def test_mistakes_end_predict_before_tensorflow_is_imported(default_bake: Bake) 
         (("--help",), 0, "usage: "),
         (("runs/none", "task.py"), 2, "ERROR: runs/none contains no run"),
         (("runs/none", "task.py", "--batch-size", "0"), 2, "ERROR: --batch-size 0 must be at least 1"),
-        (("runs/none",), 2, "Required options"),
+        (("runs/none",), 2, "ERROR: Missing from -c: INPUT"),
     ):
         done = run(sys.executable, "-c", without, *arguments, folder=default_bake.folder)
         assert done.returncode == code

@@ -689,7 +689,7 @@ FAULTS = {
     "the time in prepare_example": (
         {"prepare_example": preparation_with_the_time},
         "task.py prepare_example",
-        "returned other batches of 'train' the second time",
+        "draws different numbers after a resume: take the parameter `seed`",
     ),
     "learning rate of one replica's loss": (
         {"train_step": rate_from_the_loss, "create_optimizer": plain_rate},

@@ -460,7 +460,7 @@ def test_run_goes_on_with_another_learning_rate_on_purpose(
     assert (20 < step < 40, rate) == (True, 0.01)
     assert f"resumed from step-{step:08d}; --learning-rate 0.1 -> 0.01\n" in capsys.readouterr().out
     used = [float(row["learning_rate"]) for row in rows(tmp_path / "run")]
-    np.testing.assert_allclose(used, [0.05, 0.005, 0.0025, 0.00125], rtol=1e-6)
+    np.testing.assert_allclose(used, [0.1, 0.01, 0.005, 0.0025], rtol=1e-6)
 
     # Killed before anything was saved with it, then after: the same bits, and what the hook did to it stays.
     for chunks in (1, 8, 2):

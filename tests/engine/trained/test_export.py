@@ -65,7 +65,7 @@ def test_exported_weights_are_the_moving_average(run_dir: Path) -> None:
     assert len(model.trainable_variables) == 6
     for variable in model.trainable_variables:
         average, trained = (values[f"{kind}model/sequential/{variable.path}"] for kind in ("average/", ""))
-        np.testing.assert_array_equal(variable.numpy(), average)
+        np.testing.assert_array_equal(variable.numpy(), average.astype("float32"))
         assert not np.array_equal(average, trained)
     by_weights = small_model()
     by_weights.load_weights(run_dir / "export/model.weights.h5")

@@ -40,8 +40,9 @@ class MovingAverage:
     def start_over(self) -> None:
         """Sets the averages to the variables' values."""
         for name, variable in self._variables.items():
-            for each in filter(None, (self.averages[name], self._before.get(name))):
-                each.assign(tf.cast(variable, tf.float64))
+            self.averages[name].assign(tf.cast(variable, tf.float64))
+        for name, before in self._before.items():
+            before.assign(tf.cast(self._variables[name], tf.float64))
         self._updates.assign(0)
 
     @tf.autograph.experimental.do_not_convert
