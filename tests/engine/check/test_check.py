@@ -563,7 +563,7 @@ FAULTS = {
     "no gradient": (
         {"create_model": model_with_a_spare_variable},
         "task.py train_step",
-        "spare/kernel gets no gradient",
+        "spare/kernel and 1 more get no gradient",
     ),
     "rank trap": ({"compute_loss": rank_trap}, "task.py compute_loss", "(32, 32)"),
     "NaN loss": ({"compute_loss": not_a_number}, "task.py compute_loss", "the loss is nan"),

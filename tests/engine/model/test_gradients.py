@@ -221,9 +221,16 @@ def test_loss_after_an_update_is_refused_in_micro_batches(count: int, order: str
     assert linear.weight.numpy().ravel().tolist() == [-8.0, -8.0]
 
 
-def test_update_by_other_means_is_refused_in_micro_batches() -> None:
-    with pytest.raises(BadInput, match=r"--micro-batches needs .*apply_gradients"):
-        in_micro_batches(lambda batch: tf.constant(0.0), Config(micro_batches=2))((tf.ones([2]),) * 3)
+@pytest.mark.parametrize(
+    "option", [{"micro_batches": 2}, {"global_clipnorm": 1.0}, {"precision": "mixed_float16"}], ids=str
+)
+def test_update_by_other_means_is_refused_with_options_that_it_would_ignore(option: dict) -> None:
+    def step(settings: Config) -> tf.Tensor:
+        return in_micro_batches(lambda batch: tf.constant(0.0), settings)((tf.ones([2]),) * 3)
+
+    with pytest.raises(BadInput, match=rf"--{next(iter(option)).replace('_', '-')}.* needs .*apply_gradients"):
+        step(Config(**option))
+    assert step(Config()) == 0.0
 
 
 def test_jit_compiles_forward_and_backward_pass_and_not_the_update() -> None:

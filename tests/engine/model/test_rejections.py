@@ -1,5 +1,6 @@
 """Settings, run directories and hooks that cannot work end in one line and exit code 2, and leave nothing behind."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -169,6 +170,11 @@ def noisy_model():
     return keras.Sequential([keras.Input((8, 8, 1)), *layers])
 
 
+@functools.cache
+def one_metric() -> dict[str, keras.metrics.Metric]:
+    return {"loss": keras.metrics.Mean()}
+
+
 FAULTY_HOOKS = {
     "variable of the module": (
         {"train_step": counting_step},
@@ -208,6 +214,14 @@ FAULTY_HOOKS = {
             "create_optimizer": lambda total_steps: {name: keras.optimizers.SGD() for name in ("first", "second")},
         },
         "task.create_model returned 'second' without trainable variables",
+    ),
+    "metrics of all splits": (
+        {"create_metrics": lambda split: one_metric()},
+        "task.create_metrics('validation') returned 'loss', which it also returned for 'train': make new metrics",
+    ),
+    "no loss": (
+        {"compute_loss": lambda labels, predictions, weights: (None, None)},
+        "task.train_step gave apply_gradients None as the loss",
     ),
     "no metrics": (
         {"create_metrics": lambda split: {}},

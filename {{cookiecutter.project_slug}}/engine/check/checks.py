@@ -89,8 +89,9 @@ def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check
     if layers.random:
         text = f"random in training, so not the same on one replica and two: {', '.join(layers.random)}{draws(graph)}"
         yield Check(True, "task.py create_model", text)
-    for name in one.without_gradient:
-        text = f"{name} gets no gradient: use it in the loss, or set its layer's trainable = False"
+    if unused := one.without_gradient:
+        more = f" and {len(unused) - 1} more get" if len(unused) > 1 else " gets"
+        text = f"{unused[0]}{more} no gradient: pass it to apply_gradients and use it in the loss, or freeze its layer"
         yield Check(False, "task.py train_step", text)
     unrepeatable, python = unrepeatable_in_step(step)
     again = measure.losses_and_gradients(program, task, measure.first_stacks(program))

@@ -171,6 +171,7 @@ def finish_objects(
     rejections.check_scope(strategy, task.optimizer, "task.create_optimizer")
     for each in task.metrics.values():
         rejections.check_scope(strategy, each, "task.create_metrics")
+    rejections.check_metrics(task.metrics)
     rejections.check_loss_objects(task.loss_objects)
     task.optimizer = build_optimizers(task.optimizer, task.model, settings.precision)
     if not (settings.evaluate_only or settings.evaluate_continuously):

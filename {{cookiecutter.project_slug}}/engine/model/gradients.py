@@ -55,6 +55,12 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings)
     global batch size, and updates by `apply_gradients`.
     """
     step, count = returning_loss(train_step), settings.micro_batches
+    options = {
+        "--micro-batches": count > 1,
+        "--global-clipnorm": settings.global_clipnorm is not None,
+        "--precision mixed_float16": settings.precision == "mixed_float16",
+    }
+    needed_by = [option for option, is_used in options.items() if is_used]
 
     @tf.autograph.experimental.do_not_convert
     def complete_step(batch: Any) -> tf.Tensor:
@@ -66,8 +72,8 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings)
                 micro_batch = batch if count == 1 else _micro_batch(batch, number, count, after=loss)
                 with _xla(True):
                     loss = step(micro_batch) if loss is None else loss + step(micro_batch)
-            if count > 1 and not _step.sums:
-                raise BadInput("--micro-batches needs task.train_step to update by engine.model.apply_gradients")
+            if needed_by and not _step.calls:
+                raise BadInput(f"{needed_by[0]} needs task.train_step to update by engine.model.apply_gradients")
             return loss
         finally:
             # The next step that is traced in this thread starts over.
@@ -117,6 +123,8 @@ def apply_gradients(
     Raises BadInput if no variable has a gradient, or if, with micro-batches, the loss was computed after another update
     of the same step.
     """
+    if loss is None:
+        raise BadInput("task.train_step gave apply_gradients None as the loss: return the loss from task.compute_loss")
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     # The update changes the variable, and the norm is computed with the scale of the gradients.
     scale = tf.identity(optimizer.dynamic_scale.value) if is_scaled else None
@@ -135,9 +143,9 @@ def apply_gradients(
 
 def _summed_over_micro_batches(gradients: Gradients, loss: tf.Tensor) -> Gradients:
     """Returns the gradients of one call plus the gradients of the same call in earlier micro-batches."""
+    call, _step.calls = _step.calls, _step.calls + 1
     if _step.is_last and not _step.sums:
         return gradients  # There is one micro-batch.
-    call, _step.calls = _step.calls, _step.calls + 1
     _check_order(loss, call)
     if call == len(_step.sums):
         _step.sums.append(gradients)

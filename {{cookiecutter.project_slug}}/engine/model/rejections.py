@@ -11,7 +11,7 @@ from engine.errors import BadInput
 from engine.model.gradients import inner_optimizers
 from engine.model.metrics import ResultNames, split_of
 from engine.model.variables import by_name, inner_variable, trainable_variables, variable_path
-from engine.protocols import Task
+from engine.protocols import Metrics, Task
 
 CREATE_HOOKS = ("create_model", "create_optimizer", "create_loss_objects", "create_metrics")
 HOOKS = ("load_examples", "prepare_example", *CREATE_HOOKS, "train_step", "evaluation_step")
@@ -35,6 +35,16 @@ def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> No
             if not strategy.extended.variable_created_in_scope(inner_variable(variable)):
                 problem = f"the variable {variable_path(variable)}, which was made outside the strategy's scope"
                 raise BadInput(f"{hook} returned {problem}: make it inside the hook, not when the file is imported")
+
+
+def check_metrics(metrics: Metrics) -> None:
+    """Raises BadInput if two splits share a metric, which would count the examples of both."""
+    splits: dict[int, str] = {}
+    for split, by_metric in metrics.items():
+        for name, metric in by_metric.items():
+            if (other := splits.setdefault(id(metric), split)) != split:
+                problem = f"{name!r}, which it also returned for {other!r}"
+                raise BadInput(f"task.create_metrics({split!r}) returned {problem}: make new metrics in each call")
 
 
 def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
