@@ -1,5 +1,6 @@
 """docs/colab.ipynb runs from its first cell to its last."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def test_notebook_runs_and_finds_the_planted_fault(tmp_path: Path, monkeypatch: 
     )
     assert "mirrored 4 replica(s) 4 simulated on" in printed
     assert printed.count("checks failed") == 1
-    assert "All 13 checks passed." in printed
+    assert re.search(r"All \d+ checks passed\.", printed)
 
 
 def test_notebook_is_stored_without_outputs() -> None:

@@ -16,6 +16,7 @@ import task
 from engine.cluster.strategy import create_strategy
 from engine.command_line import read_settings
 from engine.data.splits import each_dataset
+from engine.errors import BadInput
 
 # Values for your own settings without a default, as on the command line: ["--data-dir=/data/digits"].
 ARGUMENTS: list[str] = []
@@ -49,8 +50,9 @@ def arguments() -> list[str]:
     arguments = [*ARGUMENTS, "--epochs=2", "--global-batch-size=8"]
     try:
         read_settings(Config, arguments)
-    except SystemExit:  # tyro has printed which.
-        pytest.fail("ARGUMENTS, in tests/conftest.py, must give every setting without a default", pytrace=False)
+    except BadInput as problem:
+        rule = "ARGUMENTS, in tests/conftest.py, must give every setting without a default"
+        pytest.fail(f"{rule} ({problem})", pytrace=False)
     return arguments
 
 
