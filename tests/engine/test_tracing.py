@@ -125,7 +125,7 @@ def test_draw_from_a_global_generator_while_a_step_is_traced_is_found(draw: Call
     step = traced(called_in_a_loop(lambda: tf.zeros([]) + draw()))
     assert step.drawn_once == found
     (draws, _) = unrepeatable_in_step(step)
-    assert [each.partition(" is drawn in Python, once for all steps")[0] for each in draws] == found
+    assert [each.partition(" comes from Python, once for all steps")[0] for each in draws] == found
 
 
 def in_a_branch(draw: Callable[[], float]) -> Callable[[tf.Tensor], tf.Tensor]:

@@ -177,5 +177,5 @@ def unrepeatable_in_step(traced: Traced) -> tuple[list[str], list[str]]:
 
 def _draws_with(traced: Traced, instead: str, calls: str) -> list[str]:
     draws = [f"{each} draws different numbers after a resume: {instead}" for each in traced.random_operations]
-    once = f"is drawn in Python, once for all {calls}, because the hook runs as a graph: {instead}"
+    once = f"comes from Python, once for all {calls}, because the hook runs as a graph: {instead}"
     return draws + [f"{each} {once}" for each in traced.drawn_once]

@@ -240,6 +240,9 @@ def test_hash_reads_as_much_of_any_dataset_and_paths_may_be_elsewhere(monkeypatc
         return tf.data.Dataset.from_tensor_slices(([f"{folder}/{name}/0.png" for name in names], [*range(len(names))]))
 
     assert sha256(paths("data")) == sha256(paths("/mnt/other/data")) != sha256(paths("data", "abd"))
+    with monkeypatch.context() as streamed:
+        stream(streamed, 10)
+        assert sha256(paths("data")) == sha256(paths("/mnt/other/data")) != sha256(paths("data", "abd"))
     values = np.arange(10_000)
     assert sha256(tf.data.Dataset.from_tensor_slices(values)) != sha256(
         tf.data.Dataset.from_tensor_slices(np.where(values == 9_999, 0, values))

@@ -158,7 +158,7 @@ def test_value_that_python_draws_once_for_all_examples_is_found(prepare_example:
     assert traced is not None
     draws, _ = unrepeatable_in_preparation(traced)
     assert len(draws) == is_found
-    assert all(re.match(r"a value .+ is drawn in Python, once for all examples, because", each) for each in draws)
+    assert all(re.match(r"a value .+ comes from Python, once for all examples, because", each) for each in draws)
 
 
 def named_wrongly(features, labels):

@@ -459,6 +459,21 @@ def test_passes_over_changed_examples_start_over(
     assert (progress.best_step, progress.best_score) == (10, None if changed == ["validation/a"] else 0.5)
 
 
+def test_score_of_other_examples_is_forgotten_and_patience_starts_over_if_an_epoch_follows(
+    monkeypatch: pytest.MonkeyPatch, begin: Callable[..., Run]
+) -> None:
+    for epochs, expected in ((6, (None, 0)), (5, (0.5, 3))):
+        run = begin(epochs=epochs, allow_changed_data=True, monitor="validation/a/loss")
+        before = {name: fingerprint(5) for name in ("train", "validation/a")}
+        progress = Progress(5, 25, best_epoch=2, best_step=10, best_score=0.5, data=before)
+        newest = Path("step-00000025"), {"weight": np.float32(0.0)}, progress
+        monkeypatch.setattr(start, "read_newest", lambda *_, newest=newest: newest)
+        run.objects.optimizers = {}
+        batches = {name: SimpleNamespace(shards_by_file=False) for name in before}
+        resumed, _ = start._resume(run, batches, {**before, "validation/a": fingerprint(4)})
+        assert (resumed.best_score, resumed.epochs_without_improvement()) == expected
+
+
 def test_sets_that_are_gone_are_forgotten_at_a_resume(
     monkeypatch: pytest.MonkeyPatch, begin: Callable[..., Run]
 ) -> None:

@@ -160,7 +160,7 @@ def test_export_with_files_of_another_origin_is_refused(
 ) -> None:
     monkeypatch.setattr(task, "create_model", small_model)
     path = shutil.copytree(run_dir, tmp_path / "run")
-    for name in ("notes.txt", "other.keras", "saved_model/assets.extra"):
+    for name in ("notes.txt", "other.keras", "saved_model/assets.extra", "saved_model/variables/notes"):
         foreign = path / "export" / name
         foreign.write_text("mine")
         with pytest.raises(BadInput, match=rf"^--export: {foreign} is not of an export, .*: move it elsewhere$"):

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -165,14 +165,13 @@ class DatasetExamples(Examples):
                     self._cached = self._dataset.batch(self.length).with_options(input_options()).get_single_element()
                 self._dataset = None  # It may refer to arrays, which would stay in memory too.
                 places = np.linspace(0, self.length - 1, HASHED, dtype=np.int64)
-                hashed: Any = [
-                    tf.nest.map_structure(lambda part: _without_folder(tf.gather(part, places)), self._cached)
-                ]
+                hashed: Any = [[tf.gather(part, places)] for part in tf.nest.flatten(self._cached)]
             else:
                 if self._shuffle_bytes is not None:
                     _ = self.buffer_size  # If the first examples cannot be read, this is noticed now.
-                hashed = self._dataset.take(HASHED_OF_STREAM).with_options(input_options())
-            self.sha256 = sha256_of(hashed)
+                first = self._dataset.take(HASHED_OF_STREAM).with_options(input_options())
+                hashed = zip(*(tf.nest.flatten(each, expand_composites=True) for each in first), strict=True)
+            self.sha256 = sha256_of(map(_without_folder, hashed))
         except tf.errors.OpError as problem:
             raise self.rejection(problem, self._dataset, "while it was read") from problem
 
@@ -243,13 +242,14 @@ def sha256_of(examples: Iterable[Any]) -> str:
     return sha256.hexdigest()
 
 
-def _without_folder(part: tf.Tensor) -> tf.Tensor:
+def _without_folder(parts: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
     """Returns texts without the folder that all have in common: the same files may lie elsewhere on each machine."""
-    if part.dtype != tf.string:
-        return part
+    if parts[0].dtype != tf.string:
+        return parts
     # Not commonpath, because texts may be no paths.
-    folder, separator, _ = os.path.commonprefix(part.numpy().ravel().tolist()).rpartition(b"/")  # noqa: RUF071
-    return tf.strings.substr(part, len(folder + separator), tf.int32.max)
+    texts = [text for part in parts for text in tf.reshape(part, [-1]).numpy().tolist()]
+    folder, separator, _ = os.path.commonprefix(texts).rpartition(b"/")  # noqa: RUF071
+    return [tf.strings.substr(part, len(folder + separator), tf.int32.max) for part in parts]
 
 
 def megabytes(size: int) -> str:

@@ -172,8 +172,9 @@ def _resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tupl
         kept = ["train"] if "train" not in changed or "train" in progress.metrics else []
     for name in progress.forget_others(kept):
         run.objects.reset(name)
-    if any(settings.monitor.startswith(f"{name}/") for name in changed):
-        progress.best_score = None  # The scores of other examples cannot be compared.
+    if any(settings.monitor.startswith(f"{name}/") for name in changed) and progress.epoch < settings.epochs:
+        # The scores of other examples cannot be compared: the next one is the best, and --patience counts from here.
+        progress.best_score, progress.best_epoch = None, progress.epoch
     message = f"resumed from {path.name}{_set_changed_rates(run, progress, created)}"
     return progress, message + _describe_changes(settings, progress, changed, data)
 

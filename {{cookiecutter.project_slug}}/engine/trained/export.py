@@ -48,7 +48,8 @@ TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outp
 TIES = 1e-3  # Allowed fraction of differing integers, such as the classes of pixels: rounding decides a tie.
 EXAMPLES, UNKNOWN_SIZE = 3, 8  # The number of made-up examples, and the sizes that their element spec leaves open.
 SAVED_MODEL = "saved_model"
-OF_SAVED_MODEL = (r"(saved_model|fingerprint)\.pb", r"(assets|variables)(/[^/]+)?")  # Paths that TensorFlow writes.
+# Paths that TensorFlow writes.
+OF_SAVED_MODEL = r"(saved_model|fingerprint)\.pb", r"variables(/variables\.(index|data-.*))?", r"assets(/[^/]+)?"
 SUFFIXES = {"litert": ".tflite", "onnx": ".onnx"}
 
 Facts = dict[str, Any]  # The text to print for each file.
