@@ -838,8 +838,10 @@ def test_lost_files_are_told_and_nothing_more_is_lost(
     ):
         shutil.copytree(tmp_path / "run", tmp_path / lost)
         shutil.rmtree(tmp_path / lost / lost)
-        for put in (lambda path: None, lambda path: path.write_text("mine")):
-            put(tmp_path / lost / lost)
+        for is_replaced in (False, True):
+            if is_replaced:
+                (tmp_path / lost / lost).write_text("mine")
+                reason = f"{lost} is neither a directory nor a link to one"
             before = sorted(tmp_path.joinpath(lost).rglob("*"))
             code, line = ended(tmp_path / lost, "--epochs=3")
             assert (code, reason in line) == (2, True), line

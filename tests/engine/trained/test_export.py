@@ -368,10 +368,10 @@ def test_random_hook_draws_as_the_evaluation_does(exported: Callable[..., str], 
             return features / 16 + tf.random.stateless_normal((8, 8, 1), seed), labels
 
     assert "not compared" not in exported(prepare_example=prepare_example)
-    (validated,) = train.batches["validation"].one_by_one()
-    images = np.stack([features for features, _ in task.load_examples("validation").as_numpy_iterator()])
-    expected = serving(tmp_path / "run", "serve", features=validated[0][: len(images)])["probabilities"]
-    found = serving(tmp_path / "run", "serve_examples", features=images)["probabilities"]
+    tested = next(train.batches["test"].one_by_one())
+    images = np.stack([features for features, _ in task.load_examples("test").as_numpy_iterator()])
+    expected = serving(tmp_path / "run", "serve", features=tested[0])["probabilities"][: len(images)]
+    found = serving(tmp_path / "run", "serve_examples", features=images[: len(expected)])["probabilities"]
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
