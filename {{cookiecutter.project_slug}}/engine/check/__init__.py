@@ -3,9 +3,7 @@
 check     runs the checks and prints their results
 checks    the checks, one after the other
 examples  checks of the examples, of their batches, and of predictions
-weights   checks that sample weights and regularizers are used
-graphs    checks of the traced steps: the metrics they update, gradients that jump
-causes    why the losses of one replica and of two differ
+steps     checks of what the steps use: sample weights, regularizers, metrics
 measure   the results of one replica or several for the same batches
 results   the result of a check, and which measured results differ
 """

@@ -5,16 +5,17 @@ switched off for that. An unsynchronized BatchNormalization is reported and then
 cause.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
+import keras
 import numpy as np
 
 from engine.check import measure
-from engine.check.causes import why_losses_differ
-from engine.check.examples import Examples, check_batches, check_examples, check_predictions
-from engine.check.graphs import check_updated_metrics, draws, jumps
+from engine.check.examples import check_batches, check_examples, check_predictions, read_examples
 from engine.check.measure import LOSS, Measured
 from engine.check.results import (
     MARGIN,
@@ -28,10 +29,10 @@ from engine.check.results import (
     differing_metrics,
     hook_of_step,
 )
-from engine.check.weights import check_loss, check_metrics
+from engine.check.steps import check_loss, check_metrics, check_updated_metrics, draws, jumps
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
-from engine.model.variables import by_name, is_seed, model_variables, trainable_variables
+from engine.model.variables import by_name, is_seed, model_variables
 from engine.protocols import Task
 from engine.run.evaluation import Program
 from engine.settings import Settings
@@ -48,11 +49,9 @@ def run_checks(program: Program, task: Task, settings: Settings, global_batch_si
     """
     create_strategy(settings)
     task.config = settings  # task.load_examples is called before anything is built.
-    examples = Examples(program, task)
-    examples.read_again()
+    load_examples = task.load_examples  # Of all examples, also under `few_examples`.
+    examples = read_examples(program, load_examples, read_examples(program, load_examples))
     yield from check_examples(program, settings, global_batch_size)
-    if not trainable_variables(task.model):
-        raise BadInput("task.create_model: the model has nothing trainable: set trainable = True on some layer")
     yield from check_batches(program, task)
     if hook := getattr(task, "predict_step", None):
         yield from check_predictions(program, hook)
@@ -62,7 +61,7 @@ def run_checks(program: Program, task: Task, settings: Settings, global_batch_si
             # A synchronized layer has the statistics of a micro-batch; all else must equal the complete batch.
             alone = settings if two.layers.synchronized else dataclasses.replace(settings, micro_batches=1)
             one = measure.measure(program, task, alone, 1)
-        examples.read_again()  # Now they may have changed.
+        read_examples(program, load_examples, examples)  # Now they may have changed.
         yield from _check_layers(program, task, one)
         compared = [] if one.layers.still_random else list(_check_same_results(program, task, one, two))
         yield from compared
@@ -116,7 +115,7 @@ def _check_same_results(program: Program, task: Task, one: Measured, two: Measur
     loss, other = min(zip(one.losses, two.losses, strict=True), key=lambda pair: same(*pair))  # First that differ.
     # If the loss differs, gradients and metrics differ for the same reason.
     if not same(loss, other):
-        hook, why = why_losses_differ(program, task, loss, other)
+        hook, why = _why_losses_differ(program, task, loss, other)
         texts = "the loss is {} on one replica and {} on two".format(*as_texts(loss, other))
         yield Check(False, f"task.py {hook}", f"{texts}: {why}")
         return
@@ -142,6 +141,40 @@ def _check_same_results(program: Program, task: Task, one: Measured, two: Measur
     if not metrics:
         arrays = dict.fromkeys(names.arrays.values())
         yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(one.metrics), *arrays])}")
+
+
+def _why_losses_differ(program: Program, task: Any, one: float, two: float) -> tuple[str, str]:
+    """Returns the hook to look at, and the likely cause, from the losses of one replica and of two."""
+    features, labels, sample_weights = next(program.batches["train"].one_by_one())
+    shape = sample_weights.shape
+    with contextlib.suppress(Exception):  # The steps of this task may pass it other arguments.
+        shape = task.compute_loss(labels, task.model(features), sample_weights)[1].shape
+    if shape.rank != 1:  # The metrics differ for the same reason.
+        raise BadInput(f"task.compute_loss returned a per-example loss of shape {shape}: return one value per example")
+    weights, activities = _losses_of_model(task.model, features)
+    if weights and close(two - one, weights):
+        why = "it adds model.losses once per replica; use tf.nn.scale_regularization_loss(model.losses)"
+    elif activities and close(one - two, activities / 2):
+        why = "a layer's add_loss adds a sum over one replica's batch; add the mean over the examples"
+    elif close(two, 2 * one):
+        why = "it is divided by the per-replica batch size; divide by config.global_batch_size"
+    elif close(two, one / 2):
+        why = "it is divided by the number of replicas a second time; remove that division"
+    elif hidden := [name.removeprefix("hidden/") for name in program.run.hidden.changed()]:
+        why = f"the steps change {', '.join(hidden)}, which is per-replica: to keep it equal on all replicas, "
+        return "create_model", why + "assign what tf.distribute.get_replica_context().all_reduce returns"
+    else:
+        why = "the ratio matches no known cause: look for a mean taken over one replica's batch"
+    return "compute_loss", why
+
+
+def _losses_of_model(model: Any, features: Any) -> tuple[float, float]:
+    """Returns two sums of model.losses: the regularizers of weights, and all other losses."""
+    if not isinstance(model, keras.Model) or not model.losses:
+        return 0.0, 0.0
+    model(features, training=True)
+    weights = sum(float(each.regularizer(each)) for each in model.trainable_variables if each.regularizer)
+    return weights, float(sum(model.losses)) - weights
 
 
 def _check_traces(program: Program) -> Iterator[Check]:

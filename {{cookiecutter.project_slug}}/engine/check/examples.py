@@ -25,20 +25,16 @@ EXAMPLES_READ_TWICE = 200
 BATCHES_LOOKED_AT = 20
 
 
-class Examples:
-    """The first examples of each split, which must stay the same."""
-
-    def __init__(self, program: Program, task: Task) -> None:
-        self._splits, self._load = program.SPLITS, task.load_examples  # All of them, also under `few_examples`.
-        self._first = {split: each_dataset(self._load(split), _fingerprint) for split in self._splits}
-
-    def read_again(self) -> None:
-        """Raises BadInput if load_examples returns other examples than at first, also when they are read twice."""
-        for split in self._splits:
-            examples = self._load(split)
-            if any(each_dataset(examples, _fingerprint) != self._first[split] for _ in range(2)):
-                text = "returned other examples the second time: keep their order; the engine shuffles them"
-                raise BadInput(f"task.load_examples({split!r}) {text}")
+def read_examples(program: Program, load_examples: Callable[[str], Any], expected: Any = None) -> dict[str, Any]:
+    """Returns hashes of the first examples of each split. Raises BadInput if they are not as `expected`, or change."""
+    read = {}
+    for split in program.SPLITS:
+        examples = load_examples(split)
+        read[split], again = (each_dataset(examples, _fingerprint) for _ in range(2))
+        if again != read[split] or (expected and expected[split] != again):
+            text = "returned other examples the second time: keep their order; the engine shuffles them"
+            raise BadInput(f"task.load_examples({split!r}) {text}")
+    return read
 
 
 def check_examples(program: Program, settings: Settings, global_batch_size: int) -> Iterator[Check]:

@@ -8,12 +8,14 @@ from unittest import mock
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
-from engine.model.variables import by_name, inner_variable, is_seed, layers_of, trainable_variables
+from engine.model.variables import by_name, is_seed, layers_of, trainable_variables
 from engine.protocols import Task
 from engine.run.evaluation import Program
+from engine.run.state import Values
 from engine.settings import Settings
 
 Arrays = dict[str, np.ndarray]  # Variable -> its value, gradient or change.
@@ -49,7 +51,7 @@ class Measured:
     batches: list[Arrays]  # The loss of each batch, and the gradient of each variable.
     nearby: list[Arrays]  # The same from weights nearby.
     rounding: dict[str, float]  # How much these change, at most, when the weights change by a few roundings.
-    assigned: Arrays  # What a step makes of the mirrored variables that it assigns to.
+    assigned: Arrays  # The mirrored variables after a step, without the weights that it trains.
     metrics: dict[str, float]
     without_gradient: list[str]
     layers: Layers
@@ -67,32 +69,29 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     a step changes a variable that no checkpoint contains.
     """
     program.build(dataclasses.replace(settings, simulated_devices=replicas))
-    layers = _make_comparable(program, task)
-    program.run.hidden.check(program.run.checkpoints.state.variables())
-    new_metrics, initial = _metric_values(program, task), program.run.checkpoints.state.values()
+    layers, state = _make_comparable(program, task), program.run.checkpoints.state
+    program.run.hidden.check(state.variables())
     stacks = first_stacks(program)
-    batches = losses_and_gradients(program, task, stacks)
+    batches, rounding = _with_rounding(program, task, lambda: losses_and_gradients(program, task, stacks))
     _check_finite(batches)
-    rounding = _effect_of_rounding(program, task, lambda: losses_and_gradients(program, task, stacks), batches)
     with _moved_weights(program, task, NEARBY):
         nearby = losses_and_gradients(program, task, stacks)
     assigned = _assigned(program, task, stacks[0], settings.micro_batches)
     optimizers = by_name(task.optimizer, "optimizer").values()
     updated = {path for optimizer in optimizers for path in optimizer.updated}
     trainable = [each.path for model in by_name(task.model, "model").values() for each in model.trainable_variables]
-    for optimizer in optimizers:
-        optimizer.learning_rate.assign(0.0)  # So all metrics are of the same weights.
-    metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
-    with program.run.evaluation_weights():
-        metrics |= {**program.validate(), **program.test()}
-    for split in program.SPLITS:  # Another split's steps may have updated them by mistake.
-        program.run.objects.reset(split)
-    for name, value in _metric_values(program, task).items():
-        if value != new_metrics[name]:
-            raise BadInput(
-                f"task.create_metrics: reset_state of {name} does not make its variables as they were at first"
-            )
-    program.run.checkpoints.state.assign(initial)
+    with state_restored(program) as initial:
+        for optimizer in optimizers:
+            optimizer.learning_rate.assign(0.0)  # So all metrics are of the same weights.
+        metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
+        with program.run.evaluation_weights():
+            metrics |= {**program.validate(), **program.test()}
+        for split in program.SPLITS:  # Another split's steps may have updated them by mistake.
+            program.run.objects.reset(split)
+        for name, value in state.values().items():
+            if name.startswith("metrics/") and not np.array_equal(value, initial[name]):
+                problem = f"reset_state of {name.removeprefix('metrics/')} does not make it as it was at first"
+                raise BadInput(f"task.create_metrics: {problem}")
     return Measured(
         batches=batches,
         nearby=nearby,
@@ -104,56 +103,43 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     )
 
 
-def _metric_values(program: Program, task: Task) -> dict[str, list[list[Any]]]:
-    """Returns the values of each metric's variables on each replica, under the metric's name."""
-    local = program.strategy.experimental_local_results
-    return {
-        f"{split}/{name}": [[each.numpy().tolist() for each in local(inner_variable(v))] for v in metric.variables]
-        for split, metrics in task.metrics.items()
-        for name, metric in metrics.items()
-    }
+@contextlib.contextmanager
+def state_restored(program: Program) -> Iterator[Values]:
+    """Yields the values of the program's state, and gives them back to it at the end."""
+    state = program.run.checkpoints.state
+    initial = state.values()
+    yield initial
+    state.assign(initial)
 
 
 def _assigned(program: Program, task: Task, batches: Any, micro_batches: int) -> Arrays:
-    """Takes a step; returns `Measured.assigned`. Raises BadInput if the variance of a normalization cancels.
-
-    The program's state is restored.
-    """
-    state, traced = program.run.checkpoints.state, program.run.hidden.training
-    local = program.strategy.experimental_local_results
-    assert traced is not None  # It is None only beside other processes.
-    initial, others = state.values(), state.mirrored.keys() - trainable_variables(task.model).keys()
-    models = by_name(task.model, "model").values()
-    layers = [
-        layer for model in models for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)
-    ]
+    """Takes a step; returns `Measured.assigned`. Raises BadInput if the variance of a normalization cancels."""
+    state = program.run.checkpoints.state
+    layers = [each for each in _layers(task) if isinstance(each, keras.layers.BatchNormalization)]
     before = [(np.array(each.moving_mean), np.array(each.moving_variance)) for each in layers]
+    others = state.mirrored.keys() - trainable_variables(task.model).keys()
     stack, first, _ = batches
-    program.run_steps["train"](stack, first, 1)
-    for layer, (mean, variance) in zip(layers, before, strict=True):
-        share = max(1.0 - layer.momentum**micro_batches, 1e-6)
-        mean = mean + (layer.moving_mean - mean) / share
-        variance = variance + (layer.moving_variance - variance) / share
-        if layer.trainable and np.any(mean**2 > CANCELS * (np.maximum(variance, 0.0) + layer.epsilon)):
-            text = (
-                f"the features of {layer.name!r} are far from 0 for how much they vary, and its variance is their mean "
-            )
-            text += "square minus the square of their mean: scale the features first"
-            raise BadInput(f"task.create_model: {text}")
-    assigned = {
-        name: np.asarray(value)
-        for name, value in state.values().items()
-        # Averages follow the weights.
-        if name in others and not name.startswith("average/")
-        if any(id(each.handle) in traced.changed for each in local(state.mirrored[name]))
-    }
-    state.assign(initial)
-    return assigned
+    with state_restored(program):
+        program.run_steps["train"](stack, first, 1)
+        for layer, (mean, variance) in zip(layers, before, strict=True):
+            share = max(1.0 - layer.momentum**micro_batches, 1e-6)  # How much of a statistic is of this step.
+            mean = mean + (layer.moving_mean - mean) / share
+            variance = variance + (layer.moving_variance - variance) / share
+            if layer.trainable and np.any(mean**2 > CANCELS * (np.maximum(variance, 0.0) + layer.epsilon)):
+                problem = f"the features of {layer.name!r} are far from 0 for how much they vary"
+                cause = "its variance is their mean square minus the square of their mean"
+                raise BadInput(f"task.create_model: {problem}, and {cause}: scale the features first")
+        # Averages follow the weights, and a text has no rounding.
+        return {
+            name: np.asarray(value)
+            for name, value in state.values().items()
+            if name in others and not name.startswith("average/") and value.dtype != tf.string
+        }
 
 
 def _make_comparable(program: Program, task: Task) -> Layers:
     """Switches randomness off where a number gives its strength, and synchronizes every BatchNormalization."""
-    layers = [layer for model in by_name(task.model, "model").values() for layer in layers_of(model)]
+    layers = _layers(task)
     random, unsynchronized = [], []
     for layer in layers:
         strengths = [name for name in RANDOMNESS if isinstance(getattr(layer, name, None), float)]
@@ -169,11 +155,10 @@ def _make_comparable(program: Program, task: Task) -> Layers:
 
     step = program.run.hidden.training  # This traces the step, so layers are changed before.
     assert step is not None  # It is None only beside other processes.
-    changed = step.changed
 
     def draws(generator: keras.random.SeedGenerator) -> bool:
         states = program.strategy.experimental_local_results(generator.state.value)
-        return any(id(each.handle) in changed for each in states)
+        return any(id(each.handle) in step.changed for each in states)
 
     still_random = [layer.name for layer in layers if any(map(draws, layer._seed_generators))]
     hidden = (name.removeprefix("hidden/") for name in program.run.hidden.changed())
@@ -189,13 +174,12 @@ def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
 
 def losses_and_gradients(program: Program, task: Task, stacks: Sequence[tuple[Any, int, int]]) -> list[Arrays]:
     """Returns the LOSS and the gradients of each batch, all from the program's present state."""
-    state, results = program.run.checkpoints.state, []
-    initial, before = state.values(), _weights(task)
+    before, results = _weights(task), []
     for stack, first, count in stacks:
         for index in range(first, first + count):
-            (loss,) = program.run_steps["train"](stack, index, 1).numpy()
-            results.append({**_differences(before, _weights(task), LEARNING_RATE), LOSS: loss})
-            state.assign(initial)
+            with state_restored(program):
+                (loss,) = program.run_steps["train"](stack, index, 1).numpy()
+                results.append({**_differences(before, _weights(task), LEARNING_RATE), LOSS: loss})
     return results
 
 
@@ -205,44 +189,47 @@ def measure_updates(program: Program, task: Task) -> tuple[Arrays, dict[str, flo
     The program must be newly built. Its state is restored.
     """
     _make_comparable(program, task)
-    state, stacks = program.run.checkpoints.state, first_stacks(program)
-    initial = state.values()
+    stacks = first_stacks(program)
 
     def changes() -> list[Arrays]:
         before = _weights(task)
-        for stack, first, count in stacks:
-            program.run_steps["train"](stack, first, count)
-        changed = _differences(before, _weights(task))
-        state.assign(initial)
-        return [changed]
+        with state_restored(program):
+            for stack, first, count in stacks:
+                program.run_steps["train"](stack, first, count)
+            return [_differences(before, _weights(task))]
 
-    exact = changes()
-    return exact[0], _effect_of_rounding(program, task, changes, exact)
+    (changed,), rounding = _with_rounding(program, task, changes)
+    return changed, rounding
 
 
-def _effect_of_rounding(
-    program: Program, task: Task, compute: Callable[[], list[Arrays]], exact: list[Arrays]
-) -> dict[str, float]:
-    """Returns how much the arrays of `compute` change, at most, if all weights are rounded differently."""
+def _with_rounding(
+    program: Program, task: Task, compute: Callable[[], list[Arrays]]
+) -> tuple[list[Arrays], dict[str, float]]:
+    """Returns what `compute` does, and how much each array changes, at most, if all weights are rounded differently."""
+    exact = compute()
     largest = dict.fromkeys(exact[0], 0.0)
     for draw in range(DRAWS):
         with _moved_weights(program, task, ROUNDED_BY, draw):
             for one, other in zip(exact, compute(), strict=True):
                 for name, difference in _differences(one, other).items():
                     largest[name] = max(largest[name], float(np.abs(difference).max(initial=0.0)))
-    return largest
+    return exact, largest
 
 
 @contextlib.contextmanager
 def _moved_weights(program: Program, task: Task, by: float, seed: int = 0) -> Iterator[None]:
     """Multiplies each trainable weight by 1 + `by` or 1 - `by`, as `seed` says; restores the program's state."""
-    initial, random = program.run.checkpoints.state.values(), np.random.default_rng(seed)
-    for variable in trainable_variables(task.model).values():
-        value = variable.numpy()
-        signs = random.choice([-1.0, 1.0], value.shape)
-        variable.assign((value * (1.0 + by * signs)).astype(value.dtype))
-    yield
-    program.run.checkpoints.state.assign(initial)
+    random = np.random.default_rng(seed)
+    with state_restored(program):
+        for variable in trainable_variables(task.model).values():
+            value = variable.numpy()
+            signs = random.choice([-1.0, 1.0], value.shape)
+            variable.assign((value * (1.0 + by * signs)).astype(value.dtype))
+        yield
+
+
+def _layers(task: Task) -> list[keras.layers.Layer]:
+    return [layer for model in by_name(task.model, "model").values() for layer in layers_of(model)]
 
 
 def _weights(task: Task) -> Arrays:

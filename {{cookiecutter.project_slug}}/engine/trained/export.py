@@ -35,7 +35,7 @@ from engine.settings import Settings
 from engine.trained.loading import (
     NO_TENSORS,
     Trained,
-    check_rows,
+    check_outputs,
     compiled_predict_step,
     load_trained,
     new_model,
@@ -247,7 +247,7 @@ def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Task, traine
         except tf.errors.OpError as problem:
             reason = first_line(problem)
             continue
-        check_rows(outputs, len(tf.nest.flatten(features)[0]))
+        check_outputs(outputs, len(tf.nest.flatten(features)[0]))
         found = loaded.function(features)
         for output, values in outputs.items():
             if not _are_close(values, found[output], tolerance):

@@ -68,7 +68,7 @@ def load_trained(task: Task, settings: Settings) -> Trained:
     serve = Endpoint(compiled_predict_step(task, features_spec), features_spec)
     traced = serve.function.get_concrete_function()
     outputs, listed = traced.structured_outputs, model_variables(task.model).values()
-    _check_outputs(outputs)
+    check_outputs(outputs)
     hidden = HiddenState(tf.distribute.get_strategy(), made, listed, lambda _: traced.graph)
     weights = _restore_best(settings.run_dir, task.model, hidden)
     unlisted = [name.removeprefix("hidden/") for name in hidden.used_in_evaluation()]
@@ -123,26 +123,18 @@ def _recorded_specs(run_dir: Path) -> tuple[Any, Any]:
     return None, batched(decode(recorded["features"]))
 
 
-def _check_outputs(outputs: Any) -> None:
+def check_outputs(outputs: Any, count: int | None = None) -> None:
+    """Raises BadInput unless task.predict_step returned tensors by name with `count` rows; None while it is traced."""
     if not isinstance(outputs, dict) or not outputs or not all(isinstance(name, str) for name in outputs):
         raise BadInput(f"task.predict_step returned {outputs!r}: return a dict of tensors by name, [n, ...] each")
     for name, output in outputs.items():
+        problem = ""
         if not isinstance(output, tf.Tensor):
-            kind = type(output).__name__
-            raise BadInput(
-                f"task.predict_step returned {name!r} as {kind}: return a tensor [n, ...], a row per example"
-            )
-        shape = output.shape
-        if shape.rank == 0 or (shape.rank and shape[0] is not None):
-            raise BadInput(f"task.predict_step returned {name!r} of shape {shape}: return [n, ...], a row per example")
-
-
-def check_rows(outputs: Outputs, count: int) -> None:
-    """Raises BadInput unless each output of task.predict_step for `count` examples has a row per example."""
-    for name, output in outputs.items():
-        if output.shape[0] != count:
-            problem = f"returned {name!r} of shape {output.shape} for {count} examples"
-            raise BadInput(f"task.predict_step {problem}: return [n, ...], a row per example")
+            problem = f"as {type(output).__name__}: return a tensor"
+        elif output.shape.rank is not None and output.shape[:1].as_list() != [count]:
+            problem = f"of shape {output.shape}{f' for {count} examples' if count else ''}: return"
+        if problem:
+            raise BadInput(f"task.predict_step returned {name!r} {problem} [n, ...], a row per example")
 
 
 def _restore_best(run_dir: Path, model: Any, hidden: HiddenState) -> Path:

@@ -14,7 +14,7 @@ from engine.console import console
 from engine.data.element_spec import leaf_text, leaves
 from engine.errors import BadInput
 from engine.files import write_atomically
-from engine.trained.loading import NO_TENSORS, Trained, check_rows
+from engine.trained.loading import NO_TENSORS, Trained, check_outputs
 from engine.user_errors import first_line, where_raised
 
 Arrays = dict[str, np.ndarray]  # Features or outputs, by name.
@@ -108,7 +108,7 @@ class Predictor:
                     reason = f"{where_raised(problem)}: {first_line(problem)}"
                     raise BadInput(f"example {name}: {reason} (its labels are placeholders)") from problem
             raise
-        check_rows(outputs, len(names))
+        check_outputs(outputs, len(names))
         return {name: _from_tensor(output) for name, output in outputs.items()}
 
 
@@ -146,13 +146,10 @@ def _as_tensors(names: Sequence[Name], arrays: Arrays, spec: Any) -> Any:
         raise BadInput(f"example {names[0]} has the features {', '.join(arrays)} and must have {', '.join(specs)}")
     for name, leaf in specs.items():
         array, dtype = arrays[name], leaf.dtype
-        is_text = array.dtype.kind in "OSU"
-        is_real = array.dtype.kind not in "cMm"  # Neither complex nor a date, of which a cast drops a part.
-        if (
-            is_text != (dtype == tf.string)
-            or not (is_real or dtype.is_complex)
-            or not leaf.shape.is_compatible_with(array.shape)
-        ):
+        is_text = dtype == tf.string
+        # Of a date, or of a complex number, a cast would drop a part. "V" is the kind of bfloat16.
+        kinds = "OSU" if is_text else "biufVc" if dtype.is_complex else "biufV"
+        if array.dtype.kind not in kinds or not leaf.shape.is_compatible_with(array.shape):
             given, wanted = f"{array.dtype}{list(array.shape[1:])}", leaf_text(tf.TensorSpec(leaf.shape[1:], dtype))
             raise BadInput(f"example {names[0]}: {name} is {given} and must be {wanted}, as in task.load_examples")
         with np.errstate(all="ignore"):
