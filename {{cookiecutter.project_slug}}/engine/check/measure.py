@@ -175,9 +175,10 @@ def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
 def losses_and_gradients(program: Program, task: Task, stacks: Sequence[tuple[Any, int, int]]) -> list[Arrays]:
     """Returns the LOSS and the gradients of each batch, all from the program's present state."""
     before, results = _weights(task), []
-    for stack, first, count in stacks:
-        for index in range(first, first + count):
-            with state_restored(program):
+    with state_restored(program) as initial:
+        for stack, first, count in stacks:
+            for index in range(first, first + count):
+                program.run.checkpoints.state.assign(initial)
                 (loss,) = program.run_steps["train"](stack, index, 1).numpy()
                 results.append({**_differences(before, _weights(task), LEARNING_RATE), LOSS: loss})
     return results
