@@ -1,0 +1,172 @@
+"""Two workers, one of which meets an event at a phase of the run: how both end, and when.
+
+    python tests/helpers/matrix.py --side-by-side 3 > docs/matrix.json
+
+runs all cells of the matrix, each followed by the same command again, and prints what it found.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import as_root
+import clusters
+from clusters import Worker
+
+PHASES = (
+    *("rendezvous", "before TensorFlow's start", "TensorFlow's start", "tracing", "first step", "mid-epoch"),
+    *("validation", "checkpoint", "test", "end"),
+)
+EVENTS = ("SIGKILL", "SIGTERM", "SIGSTOP", "exception", "full disk")
+FLAGS = ("--epochs=3", "--global-batch-size=16", "--steps-per-execution=4", "--cluster-timeout=10")
+LONGEST = 90.0  # Seconds from the event to the end of both.
+NO_HOOK = ("rendezvous", "before TensorFlow's start", "TensorFlow's start", "checkpoint", "end")
+DISK = "4m"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A phase, an event, and the worker that meets it; worker 0 is the chief."""
+
+    phase: str
+    event: str
+    victim: int
+
+    def __str__(self) -> str:
+        return f"{self.event} to the {('chief', 'worker')[self.victim]} in {self.phase}"
+
+    def why_impossible(self) -> str:
+        """Returns why there is no such cell; "" if there is."""
+        if self.event == "exception" and self.phase in NO_HOOK:
+            return "no hook runs"
+        if self.event == "full disk" and self.victim:
+            return "it writes nothing"
+        if self.event == "full disk" and self.phase == "TensorFlow's start":
+            return "nothing is written"
+        return ""
+
+
+CELLS = [Cell(*each) for each in itertools.product(PHASES, EVENTS, (0, 1))]
+POSSIBLE = [cell for cell in CELLS if not cell.why_impossible()]
+
+
+@dataclasses.dataclass
+class End:
+    """How a worker ended: None for what did not come."""
+
+    code: int | None
+    seconds: float | None  # From the event on.
+    line: str
+
+    def is_error(self) -> bool:
+        return self.code == 1 and self.line.startswith("ERROR: ")
+
+
+class Trial:
+    """A cell in a folder: a project, and the run that the event disturbs."""
+
+    def __init__(self, cell: Cell, folder: Path) -> None:
+        self.cell, self.disk, self._marker = cell, folder / "disk", folder / "marker"
+        self.run_dir = self.disk / "run"
+        self.disk.mkdir(parents=True)
+        places = f"Path({str(self._marker)!r}), Path({str(self.disk)!r})"
+        planted = f"faults.plant(globals(), {cell.phase!r}, {cell.event!r}, {cell.victim}, {places})"
+        self.project = clusters.project_with(folder, f"\n\nimport faults\n\n{planted}\n")
+        shutil.copy(Path(__file__).with_name("faults.py"), self.project)
+        self.logs = folder / "logs"
+
+    def run(self) -> tuple[End, End]:
+        """Returns how the victim and the other one ended. What did not end is killed."""
+        flags = (*FLAGS, f"--run-dir={self.run_dir}")
+        with clusters.workers(self.project, self.logs, 2, *flags) as both:
+            self.addresses = [each.address for each in both]
+            victim, other = both[self.cell.victim], both[1 - self.cell.victim]
+            clusters.until(lambda: self._marker.exists() and self._marker.stat().st_size, seconds=150)
+            event = float(self._marker.read_text())
+            ends: dict[Worker, End] = {}
+            resumed = self.cell.event != "SIGSTOP"
+            deadline = event + LONGEST
+            while len(ends) < 2 and time.time() < deadline:
+                for each in both:
+                    if each not in ends and (code := each.process.poll()) is not None:
+                        ends[each] = End(code, round(time.time() - event, 1), each.last_line())
+                if other in ends and not resumed:
+                    victim.process.send_signal(signal.SIGCONT)
+                    resumed, deadline = True, time.time() + LONGEST
+                time.sleep(0.05)
+            return tuple(ends.get(each) or End(None, None, each.last_line()) for each in (victim, other))
+
+    def finish(self) -> str:
+        """Runs the same command to its end, on a disk with room; returns the weights' SHA-256."""
+        (self.disk / "filler").unlink(missing_ok=True)
+        clusters.train(self.project, self.run_dir, 2, *FLAGS)
+        return json.loads((self.run_dir / "result.json").read_text())["weights_sha256"]
+
+
+@contextlib.contextmanager
+def trial(cell: Cell, folder: Path) -> Iterator[Trial]:
+    """A trial whose run directory is on a small disk of its own if that is to be full; that needs root."""
+    made = Trial(cell, folder)
+    if cell.event != "full disk":
+        yield made
+        return
+    as_root.run("mount", "-t", "tmpfs", "-o", f"size={DISK},mode=777", "none", str(made.disk))
+    try:
+        yield made
+    finally:
+        as_root.run("umount", "--lazy", str(made.disk))
+
+
+def undisturbed(folder: Path) -> str:
+    """Returns the weights' SHA-256 of a run in which nothing happens."""
+    return Trial(Cell("never", "SIGKILL", 0), folder).finish()
+
+
+def examine(cell: Cell, folder: Path) -> dict[str, object]:
+    with trial(cell, folder) as run:
+        victim, other = run.run()
+        found = {**dataclasses.asdict(cell), "victim_end": vars(victim), "other_end": vars(other)}
+        found["addresses"] = run.addresses
+        try:
+            found["again"] = run.finish()
+        except (AssertionError, OSError, subprocess.TimeoutExpired) as problem:
+            found["again"] = f"{type(problem).__name__}: {str(problem)[-500:]}"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--side-by-side", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="keep the logs here")
+    parser.add_argument("--only", default="", help="cells with this text in their name")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        expected = undisturbed(folder / "undisturbed")
+
+        def one(cell: Cell) -> None:
+            name = str(cell).replace(" ", "_")
+            try:
+                found = examine(cell, folder / name)
+                found["again"] = "same" if found["again"] == expected else found["again"]
+            except Exception as problem:  # noqa: BLE001 - It is one of many cells.
+                found = {**dataclasses.asdict(cell), "failed": f"{type(problem).__name__} {problem}"}
+            print(json.dumps(found), flush=True)
+
+        with concurrent.futures.ThreadPoolExecutor(options.side_by_side) as threads:
+            list(threads.map(one, [cell for cell in POSSIBLE if options.only in str(cell)]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
