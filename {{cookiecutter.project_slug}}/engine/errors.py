@@ -7,6 +7,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 class ProgramExit(Exception):
     """The program ends before its work is done. The text is one line for the user."""

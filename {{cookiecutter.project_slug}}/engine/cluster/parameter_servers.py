@@ -16,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster
-from engine.cluster.rendezvous import did_not_join, is_listening, tensorflow_starts, wait_for
+from engine.cluster.rendezvous import did_not_join, is_listening, wait_for
+from engine.cluster.tensorflow_start import start_tensorflow
 from engine.console import console
 from engine.errors import BadInput, PeerLost
 from engine.settings import Settings
@@ -45,8 +46,11 @@ def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
 def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
     """Returns the chief's strategy when all others have joined. Raises BadInput if some do not within `timeout` s."""
     _wait_until_listening(cluster, cluster.others(), timeout)
-    with tensorflow_starts(cluster, timeout):
-        strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+
+    def start() -> tf.distribute.Strategy:
+        return tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+
+    strategy = start_tensorflow(cluster, timeout, start)
     strategy.extended._allow_run_without_coordinator = True  # The chief evaluates by itself.
     keras.Variable.assign_add = _add_atomically
     return strategy

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import textwrap
 import threading
 import time
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from engine.cluster.environment import Cluster, is_loopback
-from engine.errors import BadInput
+from engine.errors import BadInput, PeerLost, ProgramExit
 
 Hello = dict[str, Any]
 
@@ -220,27 +219,3 @@ def is_listening(address: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def tensorflow_starts(cluster: Cluster, timeout: float) -> contextlib.AbstractContextManager[None]:
-    """Sets TF_CONFIG for TensorFlow, and ends the process with exit code 2 if its start inside takes too long."""
-
-    def end() -> None:
-        late = f"TensorFlow did not start on all of {', '.join(cluster.processes())} within {timeout:g} s"
-        print(f"ERROR: {late} (--cluster-timeout)", file=sys.stderr, flush=True)
-        os._exit(2)  # Nothing else can stop TensorFlow here.
-
-    os.environ["TF_CONFIG"] = cluster.tf_config()
-    return called_after(timeout, end)
-
-
-@contextlib.contextmanager
-def called_after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
-    """Calls a function, in a thread, if the code inside takes longer than `seconds`."""
-    timer = threading.Timer(seconds, function)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
