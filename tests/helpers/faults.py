@@ -20,7 +20,7 @@ from engine.run.checkpoints import Checkpoints
 
 STEPS = {"first step": 1, "mid-epoch": 18}  # Of 12 in an epoch.
 EVALUATION_STEPS = {"validation": 6, "test": 2}  # Of 4 in an evaluation.
-CHECKPOINT = 2  # The one at the end of the second epoch.
+CHECKPOINT = 2  # The one at the end of the second epoch, the last one.
 
 
 def plant(task: dict[str, Any], phase: str, event: str, victim: int, marker: Path, disk: Path) -> None:

@@ -1,8 +1,8 @@
 """Two workers, one of which meets an event at a phase of the run: how both end, and when.
 
-    python tests/helpers/matrix.py --side-by-side 3 > docs/matrix.json
+    python tests/helpers/matrix.py --side-by-side 3 --folder build/matrix
 
-runs all cells of the matrix, each followed by the same command again, and prints what it found.
+runs all cells, and prints the table of docs/failures.md.
 """
 
 import argparse
@@ -14,11 +14,10 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import as_root
 import clusters
@@ -29,7 +28,7 @@ PHASES = (
     *("validation", "checkpoint", "test", "end"),
 )
 EVENTS = ("SIGKILL", "SIGTERM", "SIGSTOP", "exception", "full disk")
-FLAGS = ("--epochs=3", "--global-batch-size=16", "--steps-per-execution=4", "--cluster-timeout=10")
+FLAGS = ("--epochs=2", "--global-batch-size=16", "--steps-per-execution=4", "--cluster-timeout=10")
 LONGEST = 90.0  # Seconds from the event to the end of both.
 NO_HOOK = ("rendezvous", "before TensorFlow's start", "TensorFlow's start", "checkpoint", "end")
 DISK = "4m"
@@ -133,40 +132,61 @@ def undisturbed(folder: Path) -> str:
     return Trial(Cell("never", "SIGKILL", 0), folder).finish()
 
 
-def examine(cell: Cell, folder: Path) -> dict[str, object]:
+def examine(cell: Cell, folder: Path, *, again: bool) -> dict[str, Any]:
     with trial(cell, folder) as run:
         victim, other = run.run()
         found = {**dataclasses.asdict(cell), "victim_end": vars(victim), "other_end": vars(other)}
         found["addresses"] = run.addresses
-        try:
-            found["again"] = run.finish()
-        except (AssertionError, OSError, subprocess.TimeoutExpired) as problem:
-            found["again"] = f"{type(problem).__name__}: {str(problem)[-500:]}"
+        if again:
+            try:
+                found["again"] = run.finish()
+            except (AssertionError, OSError, subprocess.TimeoutExpired) as problem:
+                found["again"] = f"{type(problem).__name__}: {str(problem)[-500:]}"
     return found
+
+
+def entry(cell: Cell, found: dict[str, Any] | None) -> str:
+    """Returns what the matrix shows of a cell: the victim's exit code, the other's, and when the other ended."""
+    if reason := cell.why_impossible():
+        return f"({reason})"
+    if found is None:
+        return "not run"
+    victim, other = End(**found["victim_end"]), End(**found["other_end"])
+    own = "" if victim.code == -signal.SIGKILL else f"{'runs on' if victim.code is None else victim.code}, "
+    return f"{own}runs on" if other.code is None else f"{own}{other.code} after {other.seconds:.0f} s"
+
+
+def table(found: dict[Cell, dict[str, Any]]) -> str:
+    lines = [f"| phase | event to | {' | '.join(EVENTS)} |", "|---|---|" + "---|" * len(EVENTS)]
+    for phase, victim in itertools.product(PHASES, (0, 1)):
+        cells = [Cell(phase, event, victim) for event in EVENTS]
+        entries = " | ".join(entry(cell, found.get(cell)) for cell in cells)
+        lines.append(f"| {phase} | {('chief', 'worker')[victim]} | {entries} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--side-by-side", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="keep the logs here")
-    parser.add_argument("--only", default="", help="cells with this text in their name")
+    parser.add_argument("--again", action="store_true", help="start the same command afterwards, and compare")
+    parser.add_argument("--only", nargs="*", default=[""], help="cells with one of these texts in their name")
+    parser.add_argument("--folder", type=Path, required=True, help="gets the logs, and found.jsonl")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary)
-        expected = undisturbed(folder / "undisturbed")
+    options.folder.mkdir(parents=True)
+    expected = undisturbed(options.folder / "undisturbed") if options.again else ""
 
-        def one(cell: Cell) -> None:
-            name = str(cell).replace(" ", "_")
-            try:
-                found = examine(cell, folder / name)
-                found["again"] = "same" if found["again"] == expected else found["again"]
-            except Exception as problem:  # noqa: BLE001 - It is one of many cells.
-                found = {**dataclasses.asdict(cell), "failed": f"{type(problem).__name__} {problem}"}
-            print(json.dumps(found), flush=True)
+    def one(cell: Cell) -> tuple[Cell, dict[str, Any]]:
+        found = examine(cell, options.folder / str(cell).replace(" ", "_"), again=options.again)
+        if options.again:
+            found["again"] = "same" if found["again"] == expected else found["again"]
+        with (options.folder / "found.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+        return cell, found
 
-        with concurrent.futures.ThreadPoolExecutor(options.side_by_side) as threads:
-            list(threads.map(one, [cell for cell in POSSIBLE if options.only in str(cell)]))
+    with concurrent.futures.ThreadPoolExecutor(options.side_by_side) as threads:
+        chosen = [cell for cell in POSSIBLE if any(text in str(cell) for text in options.only)]
+        print(table(dict(threads.map(one, chosen))))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
