@@ -46,7 +46,7 @@ class CannotWrite(ProgramExit):
 
 
 class PeerLost(ProgramExit):
-    """Another process of the cluster is gone, so this one cannot continue. The text names it."""
+    """Another process is gone or did not join, or this one's port is in use. Another start of all may succeed."""
 
     exit_code = 1
 

@@ -10,9 +10,11 @@ TensorFlow's own ports, which open next, trust everybody: the network must be pr
 
 import concurrent.futures
 import contextlib
+import errno
 import json
 import os
 import socket
+import sys
 import textwrap
 import threading
 import time
@@ -20,12 +22,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from engine.cluster.environment import Cluster, is_loopback
-from engine.errors import BadInput, PeerLost, ProgramExit
+from engine.errors import BadInput, PeerLost
 
 Hello = dict[str, Any]
 
 SECONDS_BETWEEN_QUESTIONS = 0.2
 SECONDS_PER_CONNECTION = 3.0
+SECONDS_UNTIL_FREE = 90.0  # A process that an earlier start left behind ends within this time.
 SECONDS_FOR_REJECTION = 10.0  # The others usually ask for it within a moment.
 LONGEST_HELLO = 2**24  # Limits a reply, because another program may own the port. A hello has a few thousand bytes.
 
@@ -37,18 +40,23 @@ def rendezvous(
 
     The `facts` must be equal in all processes. Both are JSON values; of dictionaries, messages name only the keys that
     differ. The chief waits `timeout` seconds for the others, and the others for the chief. Raises BadInput if a process
-    is missing, or has other facts or another description of the cluster, or if this one's address is not free.
+    has other facts or another description of the cluster, PeerLost if one is missing or this one's port is not free.
     """
     hello: Hello = {"task": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}}
-    hello |= {"rejection": "", "everyone": {}}  # The chief sets one of them as soon as it knows the outcome.
+    # The chief sets one of them as soon as it knows the outcome; of two, `missing` first.
+    hello |= {"missing": [], "rejection": "", "everyone": {}}
     hello = json.loads(json.dumps(hello))  # JSON turns a tuple into a list: compare what the others receive.
-    with _answering(cluster, hello):
+    with _answering(cluster, hello, timeout):
         return (_gather if cluster.is_chief else _ask_chief)(cluster, hello, timeout)
 
 
 def did_not_join(cluster: Cluster, missing: list[str], timeout: float) -> str:
-    named = ", ".join(f"{name} ({cluster.processes()[name]})" for name in missing)
+    addresses = [cluster.processes()[name] for name in missing]
+    named = ", ".join(f"{name} ({address})" for name, address in zip(missing, addresses, strict=True))
+    unknown = next((address for address in addresses if not _is_resolved(address)), None)
     remedy = f"check its log, and that {cluster.name} can reach that address"
+    if unknown:
+        remedy = f"{cluster.name} cannot resolve the name {_host_and_port(unknown)[0]}, so correct it, or the DNS"
     return f"{named} did not join within {timeout:g} s (--cluster-timeout): {remedy}"
 
 
@@ -78,14 +86,14 @@ def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[st
             elif not missing:
                 hello["everyone"] = {name: answer["own"] for name, answer in {cluster.name: hello, **answers}.items()}
             elif time.monotonic() > deadline:
+                hello["missing"] = missing
                 hello["rejection"] = did_not_join(cluster, missing, timeout)
             else:
                 time.sleep(SECONDS_BETWEEN_QUESTIONS)
         # A process that knows the outcome stops answering, or rejects too.
         seconds = SECONDS_FOR_REJECTION if hello["rejection"] else timeout
         wait_for(lambda: all(answer["rejection"] for answer in ask_all().values()), seconds)
-    if hello["rejection"]:
-        raise BadInput(hello["rejection"])
+    _raise_rejection(hello)
     return hello["everyone"]
 
 
@@ -98,14 +106,19 @@ def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict
             if difference := _difference(chief, answer, hello):
                 # Wait until the chief has found the difference too, or is gone.
                 wait_for(lambda: not (reply := _ask(address)) or reply["rejection"], SECONDS_FOR_REJECTION)
-            if rejection := difference or answer["rejection"]:
-                raise BadInput(rejection)
+                raise BadInput(difference)
+            _raise_rejection(answer)
             if answer["everyone"]:
                 return answer["everyone"]
             deadline = time.monotonic() + timeout  # The chief has a deadline too, and knows who is missing.
         elif time.monotonic() > deadline:
-            raise BadInput(did_not_join(cluster, [chief], timeout))
+            raise PeerLost(did_not_join(cluster, [chief], timeout))
         time.sleep(SECONDS_BETWEEN_QUESTIONS)
+
+
+def _raise_rejection(outcome: Hello) -> None:
+    if outcome["rejection"]:
+        raise (PeerLost if outcome["missing"] else BadInput)(outcome["rejection"])
 
 
 def _difference(name: str, other: Hello, own: Hello) -> str:
@@ -131,14 +144,9 @@ def _difference(name: str, other: Hello, own: Hello) -> str:
 
 
 @contextlib.contextmanager
-def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
+def _answering(cluster: Cluster, hello: Hello, timeout: float) -> Iterator[None]:
     """Sends the current `hello` to whoever connects to this process's address."""
-    address = cluster.processes()[cluster.name]
-    try:
-        server = _listen(address)
-    except OSError as problem:
-        fact = f"{cluster.source} puts {cluster.name} at {address}, where it cannot listen ({problem.strerror})"
-        raise BadInput(f"{fact}: end the program that uses the port, or choose another port") from None
+    server = _server(cluster, min(timeout, SECONDS_UNTIL_FREE))
     over = threading.Event()
 
     def answer() -> None:
@@ -171,8 +179,27 @@ def _ask(address: str) -> Hello | None:
             hello = json.loads(first + received.readline(LONGEST_HELLO))
     except (OSError, ValueError, RecursionError):
         return None
-    kinds = {"task": str, "cluster": dict, "facts": dict, "own": dict, "rejection": str, "everyone": dict}
+    kinds = {"task": str, "cluster": dict, "facts": dict, "own": dict}
+    kinds |= {"missing": list, "rejection": str, "everyone": dict}
     return hello if all(isinstance(hello.get(key), kind) for key, kind in kinds.items()) else None
+
+
+def _server(cluster: Cluster, seconds: float) -> socket.socket:
+    """Listens at this process's address; waits if another process uses the port, which may be about to end."""
+    address, started, told = cluster.processes()[cluster.name], time.monotonic(), False
+    while True:
+        try:
+            return _listen(address)
+        except OSError as problem:
+            fact = f"{cluster.source} puts {cluster.name} at {address}, where it cannot listen ({problem.strerror})"
+            if problem.errno != errno.EADDRINUSE:
+                raise BadInput(f"{fact}: choose another port") from None
+            if time.monotonic() > started + seconds:
+                raise PeerLost(f"{fact}: end the program that uses the port, or choose another port") from None
+            if not told:
+                print(f"{fact}: waits up to {seconds:g} s for the port", file=sys.stderr, flush=True)
+                told = True
+        time.sleep(SECONDS_BETWEEN_QUESTIONS)
 
 
 def _listen(address: str) -> socket.socket:
@@ -187,6 +214,13 @@ def _listen(address: str) -> socket.socket:
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def _is_resolved(address: str) -> bool:
+    """Returns whether the host of an address has a known name."""
+    with contextlib.suppress(OSError, UnicodeError):
+        return bool(socket.getaddrinfo(*_host_and_port(address)))
+    return False
 
 
 def _connect(address: str) -> socket.socket:

@@ -27,6 +27,7 @@ PROJECT = Path(__file__).parents[2]
 # machine or with many GPUs perhaps 20.
 MOST_SECONDS = 60.0
 SECONDS_FOR_THE_LINE = 5.0
+SECONDS_TO_WAIT = 0.05  # After which the main thread waits for signals.
 
 Started = TypeVar("Started")
 
@@ -49,9 +50,7 @@ def _ended_after(seconds: float) -> Iterator[None]:
     command, environment = [sys.executable, "-c", code], {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         # Another process prints the line, because this one cannot.
-        late = subprocess.Popen(
-            command, env=environment, cwd=PROJECT, stdin=subprocess.PIPE, start_new_session=True
-        )
+        late = subprocess.Popen(command, env=environment, cwd=PROJECT, stdin=subprocess.PIPE, start_new_session=True)
         faulthandler.dump_traceback_later(seconds + SECONDS_FOR_THE_LINE, exit=True, file=nowhere)
         try:
             yield
@@ -74,22 +73,29 @@ def print_late(seconds: float, end: float) -> None:
 
 
 def _keeping_signals(start: Callable[[], Started]) -> Started:
-    """Returns what `start` returns; handles signals that come meanwhile afterwards."""
+    """Returns what `start` returns; signals that come meanwhile are handled then."""
     if threading.current_thread() is not threading.main_thread():
         return start()  # Python handles signals in the main thread only.
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    main_thread, over = threading.get_ident(), signal.SIGURG  # Ignored where nothing waits for it.
-    # Linux gives a signal to the main thread if it waits for it or does not block it, and else to any other thread. There
-    # TensorFlow's handler would swallow it. So the main thread waits, and another one starts TensorFlow.
+    main_thread, over = threading.get_ident(), signal.SIGURG  # Where no thread waits for it, it is ignored.
     awaited = {*SIGNALS, over}
+
+    def started() -> Started:
+        try:
+            time.sleep(SECONDS_TO_WAIT)
+            return start()
+        finally:
+            signal.pthread_kill(main_thread, over)
+
+    # Linux gives a signal to the main thread if that waits for it, otherwise to a thread that does not block it. NumPy has
+    # such threads, where TensorFlow's handler would swallow it. So the main thread waits, and another one starts it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        started = thread.submit(start)
-        started.add_done_callback(lambda _: signal.pthread_kill(main_thread, over))
+        result = thread.submit(started)
         received = list(iter(lambda: signal.sigwait(awaited), over))
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     for number in dict.fromkeys(received):
         signal.raise_signal(number)
-    return started.result()
+    return result.result()
