@@ -13,13 +13,10 @@ import pytest
 from matrix import POSSIBLE, Cell, End, trial, undisturbed
 
 BEFORE_THE_RUN = ("rendezvous", "before TensorFlow's start", "TensorFlow's start")
-# One cell for each way in which a worker learns of the event, and for each phase that treats it differently.
+# One cell for each way in which a worker learns of the event. tests/test_cluster.py has those of TensorFlow's start.
 CHOSEN = [
     Cell("rendezvous", "SIGKILL", 0),
-    Cell("rendezvous", "SIGSTOP", 1),
-    Cell("before TensorFlow's start", "SIGKILL", 0),
-    Cell("TensorFlow's start", "SIGKILL", 1),
-    Cell("TensorFlow's start", "SIGTERM", 1),
+    Cell("TensorFlow's start", "SIGSTOP", 1),
     Cell("tracing", "exception", 1),
     Cell("first step", "SIGSTOP", 0),
     Cell("mid-epoch", "full disk", 0),
