@@ -73,7 +73,7 @@ def test_process_that_is_stopped_is_told_from_those_that_have_ended_and_comes_fi
     ):
         greeting = thread.submit(lambda: well.accept()[0].send(b"\0"))
         assert lost(members[0]) == [
-            f"worker 3 ({addresses['worker 3']}) does not answer",
+            f"worker 3 ({addresses['worker 3']}) does not answer, perhaps because it is frozen",
             f"worker 1 ({addresses['worker 1']}) is gone",
         ]
         assert greeting.result() == 1
@@ -125,7 +125,7 @@ def taking_port_of(process: Cluster) -> socket.socket:
 
 def test_port_that_stays_in_use_ends_the_process_with_a_code_that_is_tried_again() -> None:
     members = local(2)
-    with taking_port_of(members[0]), pytest.raises(PeerLost, match="where it cannot listen .*: end the program that"):
+    with taking_port_of(members[0]), pytest.raises(PeerLost, match=r"where it cannot listen .*: end the program"):
         rendezvous(members[0], {}, timeout=0.3)
 
 

@@ -12,7 +12,6 @@ import concurrent.futures
 import contextlib
 import errno
 import json
-import os
 import socket
 import sys
 import textwrap
@@ -240,7 +239,7 @@ def lost(cluster: Cluster) -> list[str]:
                 if not connection.recv(1):
                     raise ConnectionResetError
         except TimeoutError:
-            silent.append(f"{name} ({address}) does not answer")
+            silent.append(f"{name} ({address}) does not answer, perhaps because it is frozen")
         except OSError:
             ended.append(f"{name} ({address}) is gone")
     return silent + ended  # In this order, because processes end when another one is silent.

@@ -1,7 +1,7 @@
 """TensorFlow's start in a cluster: it ends in time, and signals that come meanwhile are obeyed after it.
 
-TensorFlow waits in it for the other processes without limit, even if one of them is gone. Until it returns, no thread and
-no signal handler of Python can run. It also replaces the handler of SIGTERM.
+TensorFlow waits in it for the other processes without limit, even if one of them is gone. Until it returns, no thread
+and no signal handler of Python can run. It also replaces the handler of SIGTERM.
 """
 
 import concurrent.futures
@@ -23,8 +23,8 @@ from engine.cluster.rendezvous import lost
 from engine.errors import SIGNALS
 
 PROJECT = Path(__file__).parents[2]
-# The processes start together: 1,000 of them leave the rendezvous within about 10 s. TensorFlow needs a second, on a busy
-# machine or with many GPUs perhaps 20.
+# The processes start together: calculated, 1,000 of them leave the rendezvous within about 10 s. TensorFlow needs a
+# second, on a busy machine or with many GPUs perhaps 20.
 MOST_SECONDS = 60.0
 SECONDS_FOR_THE_LINE = 5.0
 SECONDS_TO_WAIT = 0.05  # After which the main thread waits for signals.
@@ -87,14 +87,15 @@ def _keeping_signals(start: Callable[[], Started]) -> Started:
         finally:
             signal.pthread_kill(main_thread, over)
 
-    # Linux gives a signal to the main thread if that waits for it, otherwise to a thread that does not block it. NumPy has
-    # such threads, where TensorFlow's handler would swallow it. So the main thread waits, and another one starts it.
+    # Linux gives a signal to the main thread if that waits for it, otherwise to a thread that does not block it. NumPy
+    # has such threads, and there TensorFlow's handler would swallow it. So the main thread waits while another one
+    # starts TensorFlow.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         result = thread.submit(started)
         received = list(iter(lambda: signal.sigwait(awaited), over))
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signal_, handler in handlers.items():
+            signal.signal(signal_, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     for number in dict.fromkeys(received):
         signal.raise_signal(number)
