@@ -81,9 +81,8 @@ def plant(task: dict[str, Any], phase: str, event: str, victim: int, marker: Pat
         happens("before TensorFlow's start")
         if phase == "TensorFlow's start" and not marker.exists():
             if is_victim:  # Which waits for the other one, and runs no Python meanwhile.
-                name = event.removeprefix("SIG")
-                command = f"sleep 1; date +%s.%N > {marker}.part; mv {marker}.part {marker}; kill -{name} {os.getpid()}"
-                subprocess.Popen(["sh", "-c", command])
+                command = 'sleep 1; date +%s.%N >"$0.part"; mv "$0.part" "$0"; kill -"$1" "$2"'
+                subprocess.Popen(["sh", "-c", command, marker, event.removeprefix("SIG"), str(os.getpid())])
             else:
                 time.sleep(2.5)
 

@@ -29,7 +29,7 @@ PHASES = (
 )
 EVENTS = ("SIGKILL", "SIGTERM", "SIGSTOP", "exception", "full disk")
 FLAGS = ("--epochs=2", "--global-batch-size=16", "--steps-per-execution=4", "--cluster-timeout=10")
-LONGEST = 90.0  # Seconds from the event to the end of both.
+LONGEST = 180.0  # Seconds from the event to the end of both.
 NO_HOOK = ("rendezvous", "before TensorFlow's start", "TensorFlow's start", "checkpoint", "end")
 DISK = "4m"
 
@@ -91,7 +91,7 @@ class Trial:
         with clusters.workers(self.project, self.logs, 2, *flags) as both:
             self.addresses = [each.address for each in both]
             victim, other = both[self.cell.victim], both[1 - self.cell.victim]
-            clusters.until(lambda: self._marker.exists() and self._marker.stat().st_size, seconds=150)
+            clusters.until(lambda: self._marker.exists() and self._marker.stat().st_size, seconds=300)
             event = float(self._marker.read_text())
             ends: dict[Worker, End] = {}
             resumed = self.cell.event != "SIGSTOP"
