@@ -7,6 +7,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 class ProgramExit(Exception):
     """The program ends before its work is done. The text is one line for the user."""
@@ -44,7 +46,7 @@ class CannotWrite(ProgramExit):
 
 
 class PeerLost(ProgramExit):
-    """Another process of the cluster is gone, so this one cannot continue. The text names it."""
+    """Another process is gone or did not join, or this one's port is in use. Another start of all may succeed."""
 
     exit_code = 1
 

@@ -36,6 +36,12 @@ def test_first_process_is_the_chief() -> None:
     assert not find_cluster(tf_config({"worker": TWO, "chief": ["host2:1"]}, index=0)).is_chief
 
 
+def test_job_without_processes_is_not_passed_on_because_tensorflow_crashes_at_it() -> None:
+    cluster = find_cluster(tf_config({"chief": [], "worker": TWO, "ps": []}))
+    assert json.loads(cluster.tf_config())["cluster"] == {"worker": TWO}
+    assert cluster.is_chief
+
+
 def test_slurm_step_is_a_cluster_by_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames b[1-2],a7" ] && printf "b1\\nb2\\na7\\n"\n')
@@ -93,6 +99,11 @@ MALFORMED = {
     "two chiefs": (tf_config({"worker": TWO, "chief": ["a:1", "b:1"]}), "2 chiefs"),
     "no port": (tf_config({"worker": ["host0", "host1:1"]}), "worker 0 at 'host0': an address must be a host"),
     "a port too large": (tf_config({"worker": ["host0:1", "host1:65536"]}), "worker 1 at 'host1:65536'"),
+    "a scheme": (tf_config({"worker": ["http://host0:1", "host1:1"]}), "worker 0 at 'http://host0:1': an address must"),
+    "a scheme without a host": (tf_config({"worker": ["host0:1", "grpc://"]}), "worker 1 at 'grpc://'"),
+    "a space": (tf_config({"worker": ["host0:1", "host 1:1"]}), "worker 1 at 'host 1:1'"),
+    "a space before the port": (tf_config({"worker": ["host0: 1", "host1:1"]}), "worker 0 at 'host0: 1'"),
+    "no brackets": (tf_config({"worker": ["fe80::1:1", "host1:1"]}), "worker 0 at 'fe80::1:1'"),
     "a number for an address": (tf_config({"worker": ["host0:1", 7]}), "worker 1 at 7"),
     "one address twice": (tf_config({"worker": ["host0:1", "host0:1"]}), "two processes at host0:1"),
     "localhost among hosts": (tf_config({"worker": ["localhost:1", "host1:1"]}), "localhost:1, which is a different"),

@@ -3,10 +3,11 @@
 import collections
 import contextlib
 import os
+import threading
+from collections.abc import Iterator
 
 import tensorflow as tf
 
-from engine.cluster.rendezvous import called_after
 from engine.console import console
 
 SECONDS_WITHOUT_AN_END = 600.0  # The first steps are compiled, which takes minutes for large models.
@@ -47,10 +48,16 @@ def describe_arithmetic(precision: str, simulated_devices: int) -> str:
     return f"{precision} (TF32)" if precision == "float32" and capable and enabled else precision
 
 
-def long_sums_reported(all_reduce: str) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def long_sums_reported(all_reduce: str) -> Iterator[None]:
     """Warns if the steps inside take over ten minutes and NCCL, which may hang, sums in them."""
-    if not all_reduce.startswith("nccl"):
-        return contextlib.nullcontext()
     remedy = "set NCCL_DEBUG=INFO to see where; on one machine --all-reduce one_device does without it"
     message = f"No step has ended for {SECONDS_WITHOUT_AN_END:g} s. If NCCL hangs, {remedy}"
-    return called_after(SECONDS_WITHOUT_AN_END, lambda: console.print(message))
+    timer = threading.Timer(SECONDS_WITHOUT_AN_END, console.print, [message])
+    timer.daemon = True
+    if all_reduce.startswith("nccl"):
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from engine.errors import BadInput
 
+# "host0:12345", "10.0.0.1:12345", "[fe80::1%eth0]:12345": no scheme and no space.
+ADDRESS = re.compile(r"([\w.-]+|\[[\w:.%-]+\]):(?P<port>[0-9]{1,5})")
 JOBS = ("chief", "worker", "ps")  # In the order in which processes are counted. A chief is the first worker.
 
 
@@ -79,7 +81,8 @@ def _from_tf_config(text: str) -> Cluster:
         addresses, job, index = described["cluster"], described["task"]["type"], described["task"]["index"]
         has_lists = bool(addresses) and all(isinstance(each, list) for each in addresses.values())
         if has_lists and isinstance(job, str) and type(index) is int:
-            return Cluster("TF_CONFIG", addresses, job, index)
+            # TensorFlow crashes at a job without processes.
+            return Cluster("TF_CONFIG", {name: each for name, each in addresses.items() if each}, job, index)
     except (ValueError, LookupError, TypeError, AttributeError):
         pass
     example = '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}'
@@ -140,8 +143,8 @@ def _problems(cluster: Cluster) -> Iterator[str]:
     if cluster.name not in processes:
         yield f"this process as {cluster.name}, but only {', '.join(processes)}: fix its type or index"
     for name, address in processes.items():
-        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        parts = ADDRESS.fullmatch(address) if isinstance(address, str) else None
+        if parts is None or not 0 < int(parts["port"]) < 2**16:
             yield f"{name} at {address!r}: an address must be a host and a port, as host0:12345"
     addresses = list(processes.values())
     if shared := [address for address in addresses if addresses.count(address) > 1]:

@@ -16,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster
-from engine.cluster.rendezvous import did_not_join, is_listening, tensorflow_starts, wait_for
+from engine.cluster.rendezvous import did_not_join, is_listening, wait_for
+from engine.cluster.tensorflow_start import start_tensorflow
 from engine.console import console
 from engine.errors import BadInput, PeerLost
 from engine.settings import Settings
@@ -28,7 +29,7 @@ SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
-    """Does what the chief sends, then ends the process; raises BadInput if no chief joins within `timeout` seconds."""
+    """Does what the chief sends, then ends the process; raises PeerLost if no chief joins within `timeout` seconds."""
     # A server does not read tf.config.
     config = tf.compat.v1.ConfigProto(gpu_options=tf.compat.v1.GPUOptions(allow_growth=True))
     spec = tf.train.ClusterSpec(cluster.addresses)
@@ -43,10 +44,13 @@ def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
 
 
 def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
-    """Returns the chief's strategy when all others have joined. Raises BadInput if some do not within `timeout` s."""
+    """Returns the chief's strategy when all others have joined. Raises PeerLost if some do not within `timeout` s."""
     _wait_until_listening(cluster, cluster.others(), timeout)
-    with tensorflow_starts(cluster, timeout):
-        strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+
+    def start() -> tf.distribute.Strategy:
+        return tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+
+    strategy = start_tensorflow(cluster, timeout, start)
     strategy.extended._allow_run_without_coordinator = True  # The chief evaluates by itself.
     keras.Variable.assign_add = _add_atomically
     return strategy
@@ -56,7 +60,7 @@ def _wait_until_listening(cluster: Cluster, names: Iterable[str], timeout: float
     deadline = time.monotonic() + timeout
     while missing := [name for name in names if not is_listening(cluster.processes()[name])]:
         if time.monotonic() > deadline:
-            raise BadInput(did_not_join(cluster, missing, timeout))
+            raise PeerLost(did_not_join(cluster, missing, timeout))
         time.sleep(0.2)
 
 

@@ -10,8 +10,8 @@ TensorFlow's own ports, which open next, trust everybody: the network must be pr
 
 import concurrent.futures
 import contextlib
+import errno
 import json
-import os
 import socket
 import sys
 import textwrap
@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from engine.cluster.environment import Cluster, is_loopback
-from engine.errors import BadInput
+from engine.errors import BadInput, PeerLost
 
 Hello = dict[str, Any]
 
 SECONDS_BETWEEN_QUESTIONS = 0.2
 SECONDS_PER_CONNECTION = 3.0
+SECONDS_UNTIL_FREE = 90.0  # A process that an earlier start left behind ends within this time.
 SECONDS_FOR_REJECTION = 10.0  # The others usually ask for it within a moment.
 LONGEST_HELLO = 2**24  # Limits a reply, because another program may own the port. A hello has a few thousand bytes.
 
@@ -38,18 +39,23 @@ def rendezvous(
 
     The `facts` must be equal in all processes. Both are JSON values; of dictionaries, messages name only the keys that
     differ. The chief waits `timeout` seconds for the others, and the others for the chief. Raises BadInput if a process
-    is missing, or has other facts or another description of the cluster, or if this one's address is not free.
+    has other facts or another description of the cluster, PeerLost if one is missing or this one's port is not free.
     """
     hello: Hello = {"task": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}}
-    hello |= {"rejection": "", "everyone": {}}  # The chief sets one of them as soon as it knows the outcome.
+    # The chief sets one of them as soon as it knows the outcome; of two, `missing` first.
+    hello |= {"missing": [], "rejection": "", "everyone": {}}
     hello = json.loads(json.dumps(hello))  # JSON turns a tuple into a list: compare what the others receive.
-    with _answering(cluster, hello):
+    with _answering(cluster, hello, timeout):
         return (_gather if cluster.is_chief else _ask_chief)(cluster, hello, timeout)
 
 
 def did_not_join(cluster: Cluster, missing: list[str], timeout: float) -> str:
-    named = ", ".join(f"{name} ({cluster.processes()[name]})" for name in missing)
+    addresses = [cluster.processes()[name] for name in missing]
+    named = ", ".join(f"{name} ({address})" for name, address in zip(missing, addresses, strict=True))
+    unknown = next((address for address in addresses if not _is_resolved(address)), None)
     remedy = f"check its log, and that {cluster.name} can reach that address"
+    if unknown:
+        remedy = f"{cluster.name} cannot resolve the name {_host_and_port(unknown)[0]}, so correct it, or the DNS"
     return f"{named} did not join within {timeout:g} s (--cluster-timeout): {remedy}"
 
 
@@ -79,14 +85,14 @@ def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[st
             elif not missing:
                 hello["everyone"] = {name: answer["own"] for name, answer in {cluster.name: hello, **answers}.items()}
             elif time.monotonic() > deadline:
+                hello["missing"] = missing
                 hello["rejection"] = did_not_join(cluster, missing, timeout)
             else:
                 time.sleep(SECONDS_BETWEEN_QUESTIONS)
         # A process that knows the outcome stops answering, or rejects too.
         seconds = SECONDS_FOR_REJECTION if hello["rejection"] else timeout
         wait_for(lambda: all(answer["rejection"] for answer in ask_all().values()), seconds)
-    if hello["rejection"]:
-        raise BadInput(hello["rejection"])
+    _raise_rejection(hello)
     return hello["everyone"]
 
 
@@ -99,14 +105,19 @@ def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict
             if difference := _difference(chief, answer, hello):
                 # Wait until the chief has found the difference too, or is gone.
                 wait_for(lambda: not (reply := _ask(address)) or reply["rejection"], SECONDS_FOR_REJECTION)
-            if rejection := difference or answer["rejection"]:
-                raise BadInput(rejection)
+                raise BadInput(difference)
+            _raise_rejection(answer)
             if answer["everyone"]:
                 return answer["everyone"]
             deadline = time.monotonic() + timeout  # The chief has a deadline too, and knows who is missing.
         elif time.monotonic() > deadline:
-            raise BadInput(did_not_join(cluster, [chief], timeout))
+            raise PeerLost(did_not_join(cluster, [chief], timeout))
         time.sleep(SECONDS_BETWEEN_QUESTIONS)
+
+
+def _raise_rejection(outcome: Hello) -> None:
+    if outcome["rejection"]:
+        raise (PeerLost if outcome["missing"] else BadInput)(outcome["rejection"])
 
 
 def _difference(name: str, other: Hello, own: Hello) -> str:
@@ -132,14 +143,9 @@ def _difference(name: str, other: Hello, own: Hello) -> str:
 
 
 @contextlib.contextmanager
-def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
+def _answering(cluster: Cluster, hello: Hello, timeout: float) -> Iterator[None]:
     """Sends the current `hello` to whoever connects to this process's address."""
-    address = cluster.processes()[cluster.name]
-    try:
-        server = _listen(address)
-    except OSError as problem:
-        fact = f"{cluster.source} puts {cluster.name} at {address}, where it cannot listen ({problem.strerror})"
-        raise BadInput(f"{fact}: end the program that uses the port, or choose another port") from None
+    server = _server(cluster, min(timeout, SECONDS_UNTIL_FREE))
     over = threading.Event()
 
     def answer() -> None:
@@ -172,8 +178,27 @@ def _ask(address: str) -> Hello | None:
             hello = json.loads(first + received.readline(LONGEST_HELLO))
     except (OSError, ValueError, RecursionError):
         return None
-    kinds = {"task": str, "cluster": dict, "facts": dict, "own": dict, "rejection": str, "everyone": dict}
+    kinds = {"task": str, "cluster": dict, "facts": dict, "own": dict}
+    kinds |= {"missing": list, "rejection": str, "everyone": dict}
     return hello if all(isinstance(hello.get(key), kind) for key, kind in kinds.items()) else None
+
+
+def _server(cluster: Cluster, seconds: float) -> socket.socket:
+    """Listens at this process's address; waits if another process uses the port, which may be about to end."""
+    address, started, told = cluster.processes()[cluster.name], time.monotonic(), False
+    while True:
+        try:
+            return _listen(address)
+        except OSError as problem:
+            fact = f"{cluster.source} puts {cluster.name} at {address}, where it cannot listen ({problem.strerror})"
+            if problem.errno != errno.EADDRINUSE:
+                raise BadInput(f"{fact}: choose another port") from None
+            if time.monotonic() > started + seconds:
+                raise PeerLost(f"{fact}: end the program that uses the port, or choose another port") from None
+            if not told:
+                print(f"{fact}: waits up to {seconds:g} s for the port", file=sys.stderr, flush=True)
+                told = True
+        time.sleep(SECONDS_BETWEEN_QUESTIONS)
 
 
 def _listen(address: str) -> socket.socket:
@@ -188,6 +213,13 @@ def _listen(address: str) -> socket.socket:
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def _is_resolved(address: str) -> bool:
+    """Returns whether the host of an address has a known name."""
+    with contextlib.suppress(OSError, UnicodeError):
+        return bool(socket.getaddrinfo(*_host_and_port(address)))
+    return False
 
 
 def _connect(address: str) -> socket.socket:
@@ -207,7 +239,7 @@ def lost(cluster: Cluster) -> list[str]:
                 if not connection.recv(1):
                     raise ConnectionResetError
         except TimeoutError:
-            silent.append(f"{name} ({address}) does not answer")
+            silent.append(f"{name} ({address}) does not answer, perhaps because it is frozen")
         except OSError:
             ended.append(f"{name} ({address}) is gone")
     return silent + ended  # In this order, because processes end when another one is silent.
@@ -220,27 +252,3 @@ def is_listening(address: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def tensorflow_starts(cluster: Cluster, timeout: float) -> contextlib.AbstractContextManager[None]:
-    """Sets TF_CONFIG for TensorFlow, and ends the process with exit code 2 if its start inside takes too long."""
-
-    def end() -> None:
-        late = f"TensorFlow did not start on all of {', '.join(cluster.processes())} within {timeout:g} s"
-        print(f"ERROR: {late} (--cluster-timeout)", file=sys.stderr, flush=True)
-        os._exit(2)  # Nothing else can stop TensorFlow here.
-
-    os.environ["TF_CONFIG"] = cluster.tf_config()
-    return called_after(timeout, end)
-
-
-@contextlib.contextmanager
-def called_after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
-    """Calls a function, in a thread, if the code inside takes longer than `seconds`."""
-    timer = threading.Timer(seconds, function)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

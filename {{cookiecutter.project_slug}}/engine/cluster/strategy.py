@@ -15,7 +15,8 @@ from engine.cluster.devices import describe_own_devices, let_gpu_memory_grow
 from engine.cluster.environment import Cluster, find_cluster, reject_cluster
 from engine.cluster.nvidia import identify_gpus, why_no_gpu
 from engine.cluster.parameter_servers import check_settings, coordinate, serve
-from engine.cluster.rendezvous import rendezvous, tensorflow_starts
+from engine.cluster.rendezvous import rendezvous
+from engine.cluster.tensorflow_start import start_tensorflow
 from engine.console import console
 from engine.errors import BadInput
 from engine.settings import Settings, flag
@@ -212,8 +213,8 @@ def _multi_worker(cluster: Cluster, gpus: int, devices: str, settings: Settings)
     # Without timeout_seconds, which keeps two threads per sum for that time: `peers_named` finds who is gone.
     options = tf.distribute.experimental.CommunicationOptions(implementation="NCCL" if gpus else "RING")
     try:
-        with tensorflow_starts(cluster, settings.cluster_timeout):
-            strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        start = functools.partial(tf.distribute.MultiWorkerMirroredStrategy, communication_options=options)
+        strategy = start_tensorflow(cluster, settings.cluster_timeout, start)
     except RuntimeError as problem:
         if "program startup" not in str(problem):
             raise

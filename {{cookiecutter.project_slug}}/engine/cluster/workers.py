@@ -117,7 +117,8 @@ def peers_named() -> Iterator[None]:
         if not gone:
             raise
         remedy = "check its log, then start the same command, without --fresh, on all; everything saved is intact"
-        raise PeerLost(f"{gone}: {remedy}") from problem
+        frozen = "; or this process was frozen for 10 s or more" if "is gone" in gone else ""
+        raise PeerLost(f"{gone}{frozen}: {remedy}") from problem
 
 
 def _accused(message: str, cluster: Cluster) -> str:

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 
 from engine.cluster.workers import Workers
 from engine.console import console
-from engine.errors import Stopped
+from engine.errors import SIGNALS, Stopped
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SECONDS_AS_ONE = 1.0  # A terminal, or a program that ends a group of processes, may send the same signal twice.
 
 

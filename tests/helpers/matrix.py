@@ -1,0 +1,192 @@
+"""Two workers, one of which meets an event at a phase of the run: how both end, and when.
+
+    python tests/helpers/matrix.py --side-by-side 3 --folder build/matrix
+
+runs all cells, and prints the table of docs/failures.md.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import json
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import as_root
+import clusters
+from clusters import Worker
+
+PHASES = (
+    *("rendezvous", "before TensorFlow's start", "TensorFlow's start", "tracing", "first step", "mid-epoch"),
+    *("validation", "checkpoint", "test", "end"),
+)
+EVENTS = ("SIGKILL", "SIGTERM", "SIGSTOP", "exception", "full disk")
+FLAGS = ("--epochs=2", "--global-batch-size=16", "--steps-per-execution=4", "--cluster-timeout=10")
+LONGEST = 180.0  # Seconds from the event to the end of both.
+NO_HOOK = ("rendezvous", "before TensorFlow's start", "TensorFlow's start", "checkpoint", "end")
+DISK = "4m"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A phase, an event, and the worker that meets it; worker 0 is the chief."""
+
+    phase: str
+    event: str
+    victim: int
+
+    def __str__(self) -> str:
+        return f"{self.event} to the {('chief', 'worker')[self.victim]} in {self.phase}"
+
+    def why_impossible(self) -> str:
+        """Returns why there is no such cell; "" if there is."""
+        if self.event == "exception" and self.phase in NO_HOOK:
+            return "no hook runs"
+        if self.event == "full disk" and self.victim:
+            return "it writes nothing"
+        if self.event == "full disk" and self.phase == "TensorFlow's start":
+            return "nothing is written"
+        return ""
+
+
+CELLS = [Cell(*each) for each in itertools.product(PHASES, EVENTS, (0, 1))]
+POSSIBLE = [cell for cell in CELLS if not cell.why_impossible()]
+
+
+@dataclasses.dataclass
+class End:
+    """How a worker ended: None for what did not come."""
+
+    code: int | None
+    seconds: float | None  # From the event on.
+    line: str
+
+    def is_error(self) -> bool:
+        return self.code == 1 and self.line.startswith("ERROR: ")
+
+
+class Trial:
+    """A cell in a folder: a project, and the run that the event disturbs."""
+
+    def __init__(self, cell: Cell, folder: Path) -> None:
+        self.cell, self.disk, self._marker = cell, folder / "disk", folder / "marker"
+        self.run_dir = self.disk / "run"
+        self.disk.mkdir(parents=True)
+        places = f"Path({str(self._marker)!r}), Path({str(self.disk)!r})"
+        planted = f"faults.plant(globals(), {cell.phase!r}, {cell.event!r}, {cell.victim}, {places})"
+        self.project = clusters.project_with(folder, f"\n\nimport faults\n\n{planted}\n")
+        shutil.copy(Path(__file__).with_name("faults.py"), self.project)
+        self.logs = folder / "logs"
+
+    def run(self) -> tuple[End, End]:
+        """Returns how the victim and the other one ended. What did not end is killed."""
+        flags = (*FLAGS, f"--run-dir={self.run_dir}")
+        with clusters.workers(self.project, self.logs, 2, *flags) as both:
+            self.addresses = [each.address for each in both]
+            victim, other = both[self.cell.victim], both[1 - self.cell.victim]
+            clusters.until(lambda: self._marker.exists() and self._marker.stat().st_size, seconds=300)
+            event = float(self._marker.read_text())
+            ends: dict[Worker, End] = {}
+            resumed = self.cell.event != "SIGSTOP"
+            deadline = event + LONGEST
+            while len(ends) < 2 and time.time() < deadline:
+                for each in both:
+                    if each not in ends and (code := each.process.poll()) is not None:
+                        ends[each] = End(code, round(time.time() - event, 1), each.last_line())
+                if other in ends and not resumed:
+                    victim.process.send_signal(signal.SIGCONT)
+                    resumed, deadline = True, time.time() + LONGEST
+                time.sleep(0.05)
+            return tuple(ends.get(each) or End(None, None, each.last_line()) for each in (victim, other))
+
+    def finish(self) -> str:
+        """Runs the same command to its end, on a disk with room; returns the weights' SHA-256."""
+        (self.disk / "filler").unlink(missing_ok=True)
+        clusters.train(self.project, self.run_dir, 2, *FLAGS)
+        return json.loads((self.run_dir / "result.json").read_text())["weights_sha256"]
+
+
+@contextlib.contextmanager
+def trial(cell: Cell, folder: Path) -> Iterator[Trial]:
+    """A trial whose run directory is on a small disk of its own if that is to be full; that needs root."""
+    made = Trial(cell, folder)
+    if cell.event != "full disk":
+        yield made
+        return
+    as_root.run("mount", "-t", "tmpfs", "-o", f"size={DISK},mode=777", "none", str(made.disk))
+    try:
+        yield made
+    finally:
+        as_root.run("umount", "--lazy", str(made.disk))
+
+
+def undisturbed(folder: Path) -> str:
+    """Returns the weights' SHA-256 of a run in which nothing happens."""
+    return Trial(Cell("never", "SIGKILL", 0), folder).finish()
+
+
+def examine(cell: Cell, folder: Path, *, again: bool) -> dict[str, Any]:
+    with trial(cell, folder) as run:
+        victim, other = run.run()
+        found = {**dataclasses.asdict(cell), "victim_end": vars(victim), "other_end": vars(other)}
+        found["addresses"] = run.addresses
+        if again:
+            try:
+                found["again"] = run.finish()
+            except (AssertionError, OSError, subprocess.TimeoutExpired) as problem:
+                found["again"] = f"{type(problem).__name__}: {str(problem)[-500:]}"
+    return found
+
+
+def entry(cell: Cell, found: dict[str, Any] | None) -> str:
+    """Returns what the matrix shows of a cell: the victim's exit code, the other's, and when the other ended."""
+    if reason := cell.why_impossible():
+        return f"({reason})"
+    if found is None:
+        return "not run"
+    victim, other = End(**found["victim_end"]), End(**found["other_end"])
+    own = "" if victim.code == -signal.SIGKILL else f"{'runs on' if victim.code is None else victim.code}, "
+    return f"{own}runs on" if other.code is None else f"{own}{other.code} after {other.seconds:.0f} s"
+
+
+def table(found: dict[Cell, dict[str, Any]]) -> str:
+    lines = [f"| phase | event to | {' | '.join(EVENTS)} |", "|---|---|" + "---|" * len(EVENTS)]
+    for phase, victim in itertools.product(PHASES, (0, 1)):
+        cells = [Cell(phase, event, victim) for event in EVENTS]
+        entries = " | ".join(entry(cell, found.get(cell)) for cell in cells)
+        lines.append(f"| {phase} | {('chief', 'worker')[victim]} | {entries} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--side-by-side", type=int, default=2)
+    parser.add_argument("--again", action="store_true", help="start the same command afterwards, and compare")
+    parser.add_argument("--only", nargs="*", default=[""], help="cells with one of these texts in their name")
+    parser.add_argument("--folder", type=Path, required=True, help="gets the logs, and found.jsonl")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True)
+    expected = undisturbed(options.folder / "undisturbed") if options.again else ""
+
+    def one(cell: Cell) -> tuple[Cell, dict[str, Any]]:
+        found = examine(cell, options.folder / str(cell).replace(" ", "_"), again=options.again)
+        if options.again:
+            found["again"] = "same" if found["again"] == expected else found["again"]
+        with (options.folder / "found.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+        return cell, found
+
+    with concurrent.futures.ThreadPoolExecutor(options.side_by_side) as threads:
+        chosen = [cell for cell in POSSIBLE if any(text in str(cell) for text in options.only)]
+        print(table(dict(threads.map(one, chosen))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""TensorFlow's start in a cluster: it ends in time, and signals that come meanwhile are obeyed after it.
+
+TensorFlow waits in it for the other processes without limit, even if one of them is gone. Until it returns, no thread
+and no signal handler of Python can run. It also replaces the handler of SIGTERM.
+"""
+
+import concurrent.futures
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from engine.cluster.environment import Cluster, find_cluster
+from engine.cluster.rendezvous import lost
+from engine.errors import SIGNALS
+
+PROJECT = Path(__file__).parents[2]
+# The processes start together: calculated, 1,000 of them leave the rendezvous within about 10 s. TensorFlow needs a
+# second, on a busy machine or with many GPUs perhaps 20.
+MOST_SECONDS = 60.0
+SECONDS_FOR_THE_LINE = 5.0
+SECONDS_TO_WAIT = 0.05  # After which the main thread waits for signals.
+
+Started = TypeVar("Started")
+
+
+def start_tensorflow(cluster: Cluster, timeout: float, start: Callable[[], Started]) -> Started:
+    """Sets TF_CONFIG, and returns what `start` returns.
+
+    Ends the process with a line and exit code 1 if that takes MOST_SECONDS, or `timeout` seconds if they are fewer. So
+    do the others, and all can be started again.
+    """
+    os.environ["TF_CONFIG"] = cluster.tf_config()
+    with _ended_after(min(timeout, MOST_SECONDS)):
+        return _keeping_signals(start)
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """Ends the process with a line and exit code 1 if the code inside takes longer."""
+    code = f"from {__name__} import print_late; print_late({seconds}, {time.monotonic() + seconds})"
+    command, environment = [sys.executable, "-c", code], {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        # Another process prints the line, because this one cannot.
+        late = subprocess.Popen(command, env=environment, cwd=PROJECT, stdin=subprocess.PIPE, start_new_session=True)
+        faulthandler.dump_traceback_later(seconds + SECONDS_FOR_THE_LINE, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            late.communicate()  # Closes its stdin, which ends it.
+    if late.returncode:
+        sys.exit(1)  # The line is printed.
+
+
+def print_late(seconds: float, end: float) -> None:
+    """Prints why the start did not end by `end`, on the clock time.monotonic; returns if stdin is closed before."""
+    cluster = find_cluster(os.environ)
+    if select.select([0], [], [], max(0.0, end - time.monotonic()))[0] or cluster is None:
+        return
+    gone = ", ".join(lost(cluster)) or "one of them hangs or is too slow"
+    names = ", ".join(cluster.processes())
+    remedy = "check its log, then start the same command, without --fresh, on all"
+    sys.exit(f"ERROR: TensorFlow did not start on all of {names} within {seconds:g} s ({gone}): {remedy}")
+
+
+def _keeping_signals(start: Callable[[], Started]) -> Started:
+    """Returns what `start` returns; signals that come meanwhile are handled then."""
+    if threading.current_thread() is not threading.main_thread():
+        return start()  # Python handles signals in the main thread only.
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    main_thread, over = threading.get_ident(), signal.SIGURG  # Where no thread waits for it, it is ignored.
+    awaited = {*SIGNALS, over}
+
+    def started() -> Started:
+        try:
+            time.sleep(SECONDS_TO_WAIT)
+            return start()
+        finally:
+            signal.pthread_kill(main_thread, over)
+
+    # Linux gives a signal to the main thread if that waits for it, otherwise to a thread that does not block it. NumPy
+    # has such threads, and there TensorFlow's handler would swallow it. So the main thread waits while another one
+    # starts TensorFlow.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        result = thread.submit(started)
+        received = list(iter(lambda: signal.sigwait(awaited), over))
+        for signal_, handler in handlers.items():
+            signal.signal(signal_, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for number in dict.fromkeys(received):
+        signal.raise_signal(number)
+    return result.result()
