@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 

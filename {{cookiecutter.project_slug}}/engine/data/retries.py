@@ -3,9 +3,11 @@
 import errno
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -42,12 +44,37 @@ def until_read(read: Callable[[], Read], name: str) -> Read:
             text = first_line(problem)
             if seconds is None:
                 attempts = f"after {len(SECONDS_TO_WAIT)} more attempts in {sum(SECONDS_TO_WAIT) / 60:.0f} minutes"
-                remedy = "check the file system or network that it comes from, and start the same command again"
+                remedy = "check the file system or network behind it"
                 raise Unavailable(f"{name} still cannot be read, {attempts} ({text}): {remedy}") from problem
         # The exception is gone, and with it the iterator that failed.
         console.print(f"{name} cannot be read ({text}): trying again in {seconds} s")
-        time.sleep(seconds)
+        if stopped_by := _signal_within(seconds):
+            raise Unavailable(f"stopped by {stopped_by} while {name} could not be read ({text})")
     raise AssertionError  # The last attempt returns or raises.
+
+
+def _signal_within(seconds: float) -> str:
+    """Waits; returns the name of the signal that ends the wait, or ""."""
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread.
+        time.sleep(seconds)
+        return ""
+    found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+
+    def interrupt(number: int, frame: Any) -> None:
+        handlers[signal.Signals(number)](number, frame)
+        raise InterruptedError(signal.Signals(number).name)  # Otherwise Python would sleep again.
+
+    try:
+        for number in handlers:
+            signal.signal(number, interrupt)
+        time.sleep(seconds)
+    except InterruptedError as problem:
+        return str(problem)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return ""
 
 
 def may_pass(problem: BaseException) -> bool:
