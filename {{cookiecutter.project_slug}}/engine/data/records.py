@@ -130,7 +130,7 @@ class RecordExamples(Examples):
             # The offsets of all files, one file after the other; a file of n records has n + 1.
             self.offsets = tf.constant(np.concatenate([each.offsets for each in files]), tf.int64)
         # Views of the same memory, because an index may take gigabytes.
-        views = np.split(self.offsets.numpy(), self._file_first[1:-1] + np.arange(1, len(files)))
+        views = np.split(np.asarray(self.offsets), self._file_first[1:-1] + np.arange(1, len(files)))
         self._files = [dataclasses.replace(each, offsets=view) for each, view in zip(files, views, strict=True)]
         self._window_bytes = shuffle_bytes or BYTES_WITHOUT_SHUFFLE
         self.records_in_memory = int(self._window_bytes / (self._bytes_of_files / self.length + BYTES_BESIDES))
