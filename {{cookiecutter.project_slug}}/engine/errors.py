@@ -51,6 +51,12 @@ class PeerLost(ProgramExit):
     exit_code = 1
 
 
+class Unavailable(BadInput):
+    """Examples could not be read for minutes, because of a fault that may pass: the program may be started again."""
+
+    exit_code = 1
+
+
 class Damaged(Exception):
     """A checkpoint cannot be read as it was written. The text is one line: which, and why."""
 

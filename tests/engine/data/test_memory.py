@@ -1,6 +1,7 @@
 """Which examples are kept in memory, and how many of the others are shuffled at a time."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import tensorflow as tf
 from loading import batches_of
 
 from config import Config
-from engine.data import element_spec
+from engine.data import batches as batches_module
+from engine.data import element_spec, pipelines
 from engine.data import examples as examples_module
 from engine.data.batches import Batches
 from engine.data.examples import DatasetExamples
@@ -58,7 +60,7 @@ def test_shuffle_buffer_holds_what_fits_by_the_bytes_of_an_example(kind: str, mo
 
 def test_small_set_of_texts_is_kept_and_a_large_one_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 100 + element_spec.BYTES_OF_STRING + 4
-    monkeypatch.setattr(examples_module, "BYTES_IN_MEMORY", int(10 * size * examples_module.MARGIN))
+    monkeypatch.setattr(examples_module, "BYTES_IN_MEMORY", 10 * size)
     assert made(texts([100] * 10)).describe_shuffling(1) == ("in memory", 0)
     text, taken = made(texts([100] * 11)).describe_shuffling(1)
     assert text == "streamed, 11 of 11 examples at a time, 1 MB in each process"
@@ -68,6 +70,111 @@ def test_small_set_of_texts_is_kept_and_a_large_one_streamed(monkeypatch: pytest
     # A type that says it all reads nothing.
     monkeypatch.setattr(examples_module, "measured_bytes", None)
     assert made(tf.data.Dataset.range(10).map(lambda number: (number, number))).fits_in_memory
+
+
+@pytest.mark.parametrize("last", [0, 3000])
+def test_texts_that_are_sorted_by_length_are_counted_while_they_are_read(
+    last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first examples say that all of them would take a few kilobytes."""
+    monkeypatch.setattr(examples_module, "COUNTED_AT_ONCE", 10)
+    read = []
+
+    def examples() -> Iterator[tuple[bytes, int]]:
+        for number in range(1000):
+            read.append(number)
+            yield b"x" * (10 if number < 500 else 10 + last), number
+
+    spec = tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64)
+    dataset = tf.data.Dataset.from_generator(examples, output_signature=spec)
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(1000))
+
+    def load_examples(_: str) -> tf.data.Dataset:
+        return dataset
+
+    def labels(first_step: int = 0) -> list[int]:
+        batches = batches_of("train", load_examples, lambda text, number: (number, number), Config(global_batch_size=4))
+        found = [int(label) for batch in batches.one_by_one(first_step=first_step) for label in batch[1]]
+        assert batches.examples.fits_in_memory is (not last)
+        return found
+
+    total = 1000 * (10 + element_spec.BYTES_OF_STRING + 8)
+    monkeypatch.setattr(examples_module, "BYTES_IN_MEMORY", total)
+    taken = made(dataset)
+    assert taken.fits_in_memory is (not last)
+    assert len(read) <= 1000 + element_spec.MEASURED + 10
+    if last:  # Reading stopped where the limit was passed, and the others are taken to be as large.
+        assert len(read) < element_spec.MEASURED + 530
+        assert taken.buffer_size < made(dataset, MEGABYTE).length
+        assert taken.buffer_size == int(MEGABYTE / element_spec.bytes_in_buffer(spec, 10 + last + 48))
+    whole = labels()
+    assert sorted(whole) == list(range(1000))
+    assert labels(first_step=100) == whole[400:]  # A resume decides alike.
+
+
+@pytest.mark.parametrize("takes_batches", [True, False])
+def test_what_is_prepared_ahead_is_bounded_by_its_bytes(takes_batches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 32 cores, whose batches take 4 MB."""
+    monkeypatch.setattr(batches_module, "CORES", 32)
+    drawn: list[int] = []
+
+    def load_examples(_: str) -> tf.data.Dataset:
+        def examples() -> Iterator[int]:
+            for number in range(4000):
+                drawn.append(number)
+                yield number
+
+        dataset = tf.data.Dataset.from_generator(examples, output_signature=tf.TensorSpec([], tf.int64))
+        return dataset.apply(tf.data.experimental.assert_cardinality(4000))
+
+    def prepare_example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        features = tf.fill([2**17], tf.cast(number, tf.float32))
+        if not takes_batches:
+            features = tf.ensure_shape(tf.numpy_function(np.array, [features], tf.float32), [2**17])
+        return features, number
+
+    def drawn_before_use() -> int:
+        drawn.clear()
+        batches = batches_of("validation", load_examples, prepare_example, Config(global_batch_size=8))
+        assert batches.traced is not None
+        assert batches.examples.fits_in_memory is False
+        next(batches.iterator().take(1))
+        counts = [-1, len(drawn)]
+        while counts[-1] != counts[-2]:
+            time.sleep(0.5)
+            counts.append(len(drawn))
+        assert batches.bytes_ahead <= max(pipelines.BYTES_AHEAD, 5.1 * 2**22)
+        return counts[-1] // 8
+
+    monkeypatch.setattr(examples_module, "BYTES_IN_MEMORY", 0)
+    unbounded = drawn_before_use()
+    assert unbounded >= (32 if takes_batches else 10)
+    monkeypatch.setattr(pipelines, "BYTES_AHEAD", 2**25)
+    assert drawn_before_use() <= 10
+    monkeypatch.setattr(pipelines, "BYTES_AHEAD", 0)
+    assert drawn_before_use() <= 8
+
+
+def test_large_batches_of_an_evaluation_do_not_stay_ready_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluated() -> tuple[bool, list[list[int]]]:
+        def load_examples(_: str) -> tf.data.Dataset:
+            return tf.data.Dataset.range(40).map(lambda number: (number, number))
+
+        batches = batches_of("validation", load_examples, lambda x, y: (x, y), Config(global_batch_size=4))
+        passes = []
+        for epoch in range(3):
+            iterator = batches.iterator(epoch)
+            assert iterator is batches.iterator(epoch)
+            taken = [stack[1].numpy().ravel().tolist() for stack, *_ in iterator.take(10)]
+            passes.append([label for stack in taken for label in stack])
+        return iterator._stacks is None, passes
+
+    is_released, kept = evaluated()
+    assert not is_released
+    monkeypatch.setattr(batches_module, "BYTES_KEPT", 0)
+    is_released, released = evaluated()
+    assert is_released
+    assert released == kept == [list(range(40))] * 3
 
 
 def test_unreadable_first_example_is_named_before_the_run_begins() -> None:

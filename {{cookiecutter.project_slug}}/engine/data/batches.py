@@ -11,8 +11,10 @@ from typing import Any
 import tensorflow as tf
 
 from engine.data.element_spec import as_text, batched, bytes_of, is_static, unbatched
-from engine.data.examples import Examples, Shard, hook_of, input_options
+from engine.data.examples import Examples, Shard, hook_of
+from engine.data.pipelines import CORES, PARALLEL_CALLS, input_options, parallel_calls
 from engine.data.preparation import Preparation, evaluation_seed, pass_seed
+from engine.data.retries import until_read
 from engine.data.stacks import Sizes, StackIterator, Stacks, on_replicas, stack_sizes, stacked
 from engine.errors import BadInput
 from engine.settings import Settings
@@ -21,6 +23,7 @@ from engine.settings import Settings
 BATCHES_AT_ONCE = 16
 BYTES_AT_ONCE = 2**20
 STACKS_AHEAD = 2  # Stacks that are ready before they are asked for.
+BYTES_KEPT = 2**26  # Batches of up to this size stay ready between two evaluations.
 
 
 class Batches:
@@ -42,6 +45,7 @@ class Batches:
         shards_by_file: whether each of several processes loads files of its own.
         element_spec: of a per-replica batch: static shapes [batch, ...].
         examples: the examples that this process loads, in their order.
+        bytes_ahead: about how much this process prepares before it is asked for.
         traced: what task.prepare_example does; None if it runs in Python, with --eager.
         stacks: how steps take batches out of the stacks that `iterator` yields.
     """
@@ -74,7 +78,7 @@ class Batches:
         self.examples, self._preparation = examples[self._loader], preparation
         example_spec = self.examples.element_spec
         self._prepared = preparation.trace(
-            example_spec, hook_of(name), first_example=lambda: next(iter(self.examples.unshuffled()))[1]
+            example_spec, hook_of(name), first_example=lambda: until_read(self._first_example, hook_of(name))
         )
         self.traced = self._prepared.traced
         batch_spec = batched(unbatched(self._prepared.batch_spec), self.per_replica_batch_size)
@@ -87,6 +91,16 @@ class Batches:
         first = context.input_pipeline_id * from_process % from_loader
         self._shard = Shard(from_loader, slice(first, first + from_process), self.steps_per_pass * from_loader)
         self._iterator: StackIterator | None = None
+        self._limit_bytes_ahead(bytes_read // context.num_input_pipelines)
+
+    def _limit_bytes_ahead(self, bytes_read: int) -> None:
+        prepared = self._shard.size * bytes_of(unbatched(self.element_spec))
+        takes_batches, besides = self._prepared.takes_batches, (STACKS_AHEAD + 1) * prepared
+        of_call = self._batches_at_once * (bytes_read + prepared)
+        if not takes_batches:  # Each call prepares one example.
+            of_call = (bytes_read + prepared) // self._shard.size
+        self._calls = parallel_calls(CORES if takes_batches else PARALLEL_CALLS, of_call, besides)
+        self.bytes_ahead = self._calls * of_call + besides
 
     def _count_steps(self, settings: Settings) -> None:
         # Every process takes the same number of steps, however many examples it has.
@@ -156,10 +170,17 @@ class Batches:
             return epoch, step
         return divmod(epoch * self.steps_per_epoch + step, self.steps_per_pass)
 
+    def _first_example(self) -> Any:
+        return next(iter(self.examples.unshuffled()))[1]
+
     def _new_iterator(self, first_pass: int, first_step: int) -> StackIterator:
-        sizes = stack_sizes(self.steps_per_pass, first_step, self._bytes_of_batch)
-        stacks = on_replicas(self._strategy, iter(self._stacks_of_process(first_pass, first_step, sizes)))
-        return StackIterator(stacks, sizes, first_pass, first_step, rejection=self._rejection)
+        def start(number: int, step: int) -> tuple[Iterator[Any], Sizes]:
+            sizes = stack_sizes(self.steps_per_pass, step, self._bytes_of_batch)
+            return on_replicas(self._strategy, iter(self._stacks_of_process(number, step, sizes))), sizes
+
+        is_kept = self._training or self.bytes_ahead <= BYTES_KEPT
+        hook, rejection = hook_of(self.name), self._rejection
+        return StackIterator(start, hook, first_pass, first_step, rejection=rejection, is_kept=is_kept)
 
     def _stacks_of_process(self, first_pass: int, first_step: int, sizes: Sizes) -> tf.data.Dataset:
         """Returns stacks of these `sizes` from a step of a pass on: tuples of one for each replica of this process."""
@@ -189,7 +210,7 @@ class Batches:
         shard, size = self._shard, self._shard.examples_per_batch
         if not self._prepared.takes_batches:
             numbered = self.examples.one_by_one(shard, first_step * size, order_seed)
-            prepared = self._preparation.one_by_one(numbered, self._prepared, *length_and_seed)
+            prepared = self._preparation.one_by_one(numbered, self._prepared, *length_and_seed, calls=self._calls)
             return prepared.batch(shard.size, drop_remainder=True)
         # Counted from batch 0, so that after a resume a batch is prepared with the same others, and rounded alike.
         skipped, at_once = first_step % self._batches_at_once, self._batches_at_once
@@ -200,7 +221,7 @@ class Batches:
             skip = tf.where(number == 0, skipped * shard.size, 0)
             return tf.nest.map_structure(lambda part: part[skip:], prepare(*pick(*element)))
 
-        return elements.enumerate().map(pick_and_prepare, num_parallel_calls=tf.data.AUTOTUNE)
+        return elements.enumerate().map(pick_and_prepare, num_parallel_calls=self._calls)
 
     def _rejection(self, problem: tf.errors.OpError, number: int, step: int) -> BadInput:
         """Returns the error for batches that cannot be read or prepared, from `step` of a pass on."""

@@ -103,14 +103,23 @@ def bytes_of(spec: Any) -> int:
 
 def measured_bytes(dataset: tf.data.Dataset) -> float:
     """Returns the mean bytes of the first examples; reads them. Raises tf.errors.OpError if they cannot be read."""
-    examples = (tf.nest.flatten(example, expand_composites=True) for example in dataset.take(MEASURED))
-    sizes = [sum(map(_bytes_of_tensor, tensors)) for tensors in examples]
+    sizes = [bytes_in(example) for example in dataset.take(MEASURED)]
     return sum(sizes) / max(1, len(sizes))
+
+
+def bytes_in(element: Any) -> int:
+    """Returns the bytes of an element, from its tensors."""
+    return sum(map(_bytes_of_tensor, tf.nest.flatten(element, expand_composites=True)))
 
 
 def bytes_in_buffer(spec: Any, content: float) -> float:
     """Returns the bytes that an example takes in a shuffle buffer, of which its values take `content`."""
     return content + BYTES_OF_ELEMENT + BYTES_OF_TENSOR * len(tf.nest.flatten(spec, expand_composites=True))
+
+
+def megabytes(size: int) -> str:
+    """Returns a number of bytes as text: "512 MB"."""
+    return f"{max(1, round(size / 2**20)):,} MB"
 
 
 def _bytes_of_tensor(tensor: tf.Tensor) -> int:

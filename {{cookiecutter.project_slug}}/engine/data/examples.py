@@ -7,24 +7,32 @@ import abc
 import copy
 import dataclasses
 import functools
-import hashlib
-import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from engine.data.element_spec import bytes_in_buffer, bytes_of, is_exact, is_static, measured_bytes
+from engine.data.element_spec import (
+    bytes_in,
+    bytes_in_buffer,
+    bytes_of,
+    is_exact,
+    is_static,
+    measured_bytes,
+    megabytes,
+)
+from engine.data.hashes import sha256_of, without_folder
+from engine.data.pipelines import CORES, input_options, parallel_calls, shuffled
+from engine.data.retries import until_read
 from engine.errors import BadInput
 from engine.user_errors import first_line, is_users, where_raised
 
 BYTES_IN_MEMORY = 2**29  # Examples of up to this size are read once and cached.
-MARGIN = 1.5  # Where only the first examples were measured, the others may be larger.
+COUNTED_AT_ONCE = 1024  # Texts whose bytes are counted together while they are read.
 SECONDS_TO_SEARCH = 60.0  # How long to search for the example that cannot be read or prepared.
 HASHED, HASHED_OF_STREAM = 64, 16  # Examples that `sha256` is made of, however many there are.
-PARALLEL_CALLS = 64  # More calls at once than there are cores, so that a core finds the next one waiting.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +145,27 @@ class DatasetExamples(Examples):
 
     @functools.cached_property
     def fits_in_memory(self) -> bool:
-        """Whether the examples are read once and cached."""
-        if not self.may_be_cached or not is_static(self.element_spec):
-            return False
-        margin = 1.0 if is_exact(self.element_spec) else MARGIN
-        return self.length * self._bytes_of_example * margin <= BYTES_IN_MEMORY
+        """Whether the examples are read once and cached; reads them, if it is likely."""
+        may_be_cached = self.may_be_cached and is_static(self.element_spec)
+        if may_be_cached and self.length * self._bytes_of_example <= BYTES_IN_MEMORY:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._cached = self._read()
+        return self._cached is not None
+
+    def _read(self) -> Any:
+        """Returns all examples in one structure of tensors [length, ...]; None if they take too much memory."""
+        if is_exact(self.element_spec):
+            return self._dataset.batch(self.length).with_options(input_options()).get_single_element()
+        # The first texts may be shorter than the others. Nothing but the examples decides, so a resume decides alike.
+        batches, taken = [], 0
+        for batch in self._dataset.batch(COUNTED_AT_ONCE).with_options(input_options()):
+            size = bytes_in(batch)
+            taken += size
+            if taken > BYTES_IN_MEMORY:
+                self._bytes_of_example = max(self._bytes_of_example, size / COUNTED_AT_ONCE)
+                return None
+            batches.append(batch)
+        return tf.nest.map_structure(lambda *parts: tf.concat(parts, axis=0), *batches)
 
     @functools.cached_property
     def buffer_size(self) -> int:
@@ -160,20 +184,21 @@ class DatasetExamples(Examples):
         if self.sha256:
             return
         try:
-            if self.fits_in_memory:
-                with tf.device("CPU:0"):
-                    self._cached = self._dataset.batch(self.length).with_options(input_options()).get_single_element()
-                self._dataset = None  # It may refer to arrays, which would stay in memory too.
-                places = np.linspace(0, self.length - 1, HASHED, dtype=np.int64)
-                hashed: Any = [[tf.gather(part, places)] for part in tf.nest.flatten(self._cached)]
-            else:
-                if self._shuffle_bytes is not None:
-                    _ = self.buffer_size  # If the first examples cannot be read, this is noticed now.
-                first = self._dataset.take(HASHED_OF_STREAM).with_options(input_options())
-                hashed = zip(*(tf.nest.flatten(each, expand_composites=True) for each in first), strict=True)
-            self.sha256 = sha256_of(map(_without_folder, hashed))
+            self.sha256 = until_read(self._hash, self._hook)
         except tf.errors.OpError as problem:
             raise self.rejection(problem, self._dataset, "while it was read") from problem
+
+    def _hash(self) -> str:
+        if self.fits_in_memory:
+            self._dataset = None  # It may refer to arrays, which would stay in memory too.
+            places = np.linspace(0, self.length - 1, HASHED, dtype=np.int64)
+            hashed: Any = [[tf.gather(part, places)] for part in tf.nest.flatten(self._cached)]
+        else:
+            if self._shuffle_bytes is not None:
+                _ = self.buffer_size  # If the first examples cannot be read, this is noticed now.
+            first = self._dataset.take(HASHED_OF_STREAM).with_options(input_options())
+            hashed = zip(*(tf.nest.flatten(each, expand_composites=True) for each in first), strict=True)
+        return sha256_of(map(without_folder, hashed))
 
     def batches(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int) -> Elements:
         if not self.fits_in_memory:
@@ -197,7 +222,8 @@ class DatasetExamples(Examples):
         size, places = shard.examples_per_batch, shard.places
         if self.fits_in_memory:
             elements, pick = self.batches(shard, first, seed, at_once=1)
-            return elements.map(pick, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
+            calls = parallel_calls(CORES, shard.size * self._bytes_of_example)
+            return elements.map(pick, num_parallel_calls=calls).unbatch()
         numbered = self._in_order(first, shard.end, seed)
         if shard.size == size:
             return numbered
@@ -231,48 +257,6 @@ def hook_of(name: str) -> str:
     """Returns the call that loads a dataset, for messages: "task.load_examples('validation')['easy']"."""
     split, _, dataset = name.partition("/")
     return f"task.load_examples({split!r})" + (f"[{dataset!r}]" if dataset else "")
-
-
-def sha256_of(examples: Iterable[Any]) -> str:
-    """Returns a hash of the values, dtypes and shapes of all tensors of some examples, in hex."""
-    sha256 = hashlib.sha256()
-    for example in examples:
-        for part in tf.nest.flatten(example, expand_composites=True):
-            sha256.update(tf.io.serialize_tensor(part).numpy())
-    return sha256.hexdigest()
-
-
-def _without_folder(parts: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-    """Returns texts without the folder that all have in common: the same files may lie elsewhere on each machine."""
-    if parts[0].dtype != tf.string:
-        return parts
-    # Not commonpath, because texts may be no paths.
-    texts = [text for part in parts for text in tf.reshape(part, [-1]).numpy().tolist()]
-    folder, separator, _ = os.path.commonprefix(texts).rpartition(b"/")  # noqa: RUF071
-    return [tf.strings.substr(part, len(folder + separator), tf.int32.max) for part in parts]
-
-
-def megabytes(size: int) -> str:
-    """Returns a number of bytes as text: "512 MB"."""
-    return f"{max(1, round(size / 2**20)):,} MB"
-
-
-def shuffled(dataset: tf.data.Dataset, buffer_size: int | tf.Tensor, seed: tf.Tensor) -> tf.data.Dataset:
-    """Returns a dataset shuffled through a buffer by a seed (int64, scalar) that may be a tensor."""
-    # TensorFlow mixes it with the seed of the graph, which it first compares with 0, so the graph's must be a number.
-    tf.compat.v1.set_random_seed(1)
-    return dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=False)
-
-
-def input_options() -> tf.data.Options:
-    """Returns the options of every pipeline: elements keep their order, and nothing is tuned while it runs."""
-    options = tf.data.Options()
-    options.deterministic = True
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    # The thread that tunes a pipeline may miss that it should end, and is then waited for, up to a minute.
-    options.autotune.enabled = False
-    options.autotune.initial_parallelism = PARALLEL_CALLS  # tf.data.AUTOTUNE then means this, or a call per core.
-    return options
 
 
 def _first_that_fails(dataset: tf.data.Dataset) -> tuple[int, tf.errors.OpError] | None:

@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from engine.data.element_spec import as_text, batched, is_static, unbatched
-from engine.data.examples import PARALLEL_CALLS
 from engine.data.padding import Padding, are_sequences, padded
+from engine.data.pipelines import PARALLEL_CALLS
 from engine.errors import BadInput
 from engine.tracing import Traced, converted, differing_value, look_at
 from engine.user_errors import first_line, where_raised
@@ -131,13 +131,19 @@ class Preparation:
         return _bound(self._batch, length, seed)
 
     def one_by_one(
-        self, numbered: tf.data.Dataset, prepared: PreparedSpec, length: int, seed: tf.Tensor
+        self,
+        numbered: tf.data.Dataset,
+        prepared: PreparedSpec,
+        length: int,
+        seed: tf.Tensor,
+        *,
+        calls: int = PARALLEL_CALLS,
     ) -> tf.data.Dataset:
         """Returns prepared examples (features, labels, sample_weight) of (place, example); see `batch_function`."""
         if self.is_eager:
             in_python = _in_python(self._prepare_one, unbatched(prepared.batch_spec))
             return numbered.map(_bound(in_python, length, seed))
-        return numbered.map(_bound(self._one, length, seed), num_parallel_calls=PARALLEL_CALLS)
+        return numbered.map(_bound(self._one, length, seed), num_parallel_calls=calls)
 
     def features(self, prepared: PreparedSpec, places: tf.Tensor, batch: Any, seed: tf.Tensor) -> Any:
         """Returns the prepared features of a batch of examples ([n, ...]), in the graph that is being built.

@@ -8,6 +8,7 @@ when the cache is damaged.
 import array
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.console import console
+from engine.data.retries import until_read
 from engine.errors import BadInput
 
 VERSION = 2
@@ -49,18 +51,23 @@ def index_files(paths: list[str]) -> list[FileIndex]:
     indexes, not_cached = [], []
     for path in paths:
         try:
-            key = _key(path)
-            cached = _read_cache(path, key)
-            index = cached or _make(path, key["size"])
+            key, index, is_cached = until_read(functools.partial(_index, path), path)
         except (OSError, tf.errors.OpError) as problem:
             reason = getattr(problem, "strerror", None) or getattr(problem, "message", None) or problem
             raise BadInput(f"{path} cannot be read ({reason}): restore it, or exclude it") from None
         indexes.append(index)
-        if not cached and not _write_cache(index, key):
+        if not is_cached and not _write_cache(index, key):
             not_cached.append(path)
     if not_cached:
         console.print(f"The index of {not_cached[0]} cannot be cached: it is made again at each start")
     return indexes
+
+
+def _index(path: str) -> tuple[dict[str, Any], FileIndex, bool]:
+    """Returns the key of a file, its index, and whether that was cached."""
+    key = _key(path)
+    cached = _read_cache(path, key)
+    return key, cached or _make(path, key["size"]), cached is not None
 
 
 # --- Making -----------------------------------------------------------------------------------------------------------

@@ -19,8 +19,11 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from engine.data.examples import Examples, Shard, megabytes, shuffled
+from engine.data.element_spec import megabytes
+from engine.data.examples import Examples, Shard
+from engine.data.pipelines import shuffled
 from engine.data.record_index import FileIndex, damaged, index_files, is_cache, is_remote
+from engine.data.retries import may_pass
 from engine.errors import BadInput
 
 MOST_SEGMENTS = 64
@@ -38,11 +41,19 @@ class Records:
     """
 
     def __init__(self, *patterns: str | Path | list[str | Path]) -> None:
-        self.patterns = [os.fspath(each) for each in tf.nest.flatten(patterns)]
+        """Raises BadInput unless each is a path or a pattern, or a list of them."""
+        given = tf.nest.flatten(patterns)
+        wrong = [repr(each) for each in given if not isinstance(each, str | os.PathLike)]
+        if wrong or not given:
+            rule = "pass paths or patterns of TFRecord files; task.prepare_example gets each record, and parses it"
+            raise BadInput(f"Records got {wrong[0] if wrong else 'no path'}: {rule}")
+        self.patterns = list(map(os.fspath, given))
         self._count: int | None = None
 
     def take(self, count: int) -> "Records":
-        """Returns the first records only."""
+        """Returns the first records only. Raises BadInput unless `count` is a positive integer."""
+        if not isinstance(count, int) or count < 1:
+            raise BadInput(f"Records.take got {count!r}: pass a positive integer")
         taken = Records(*self.patterns)
         taken._count = count if self._count is None else min(count, self._count)
         return taken
@@ -65,7 +76,7 @@ class Records:
             if is_remote(pattern):
                 matches = tf.io.gfile.glob(pattern)
             else:  # A name may look like a pattern.
-                matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+                matches = [pattern] if _exists(pattern) else glob.glob(pattern, recursive=True)
             matches = [path for path in matches if not is_cache(path)]
             if not matches:
                 raise BadInput(f"{hook} returned Records({pattern!r}), which matches no file: give the path of some")
@@ -83,6 +94,17 @@ class Records:
         return RecordExamples(files, hook, shuffle_bytes)
 
 
+def _exists(path: str) -> bool:
+    """Returns whether a path exists. Raises OSError for a fault that may pass, unlike os.path.exists."""
+    try:
+        os.stat(path)
+    except (OSError, ValueError) as problem:  # ValueError: there is a zero byte in it.
+        if may_pass(problem):
+            raise
+        return False
+    return True
+
+
 def segment_count(examples_per_batch: int) -> int:
     """Returns the number of segments of a pass: the largest up to 64 that divides a batch, for any processes."""
     return max(count for count in range(1, MOST_SEGMENTS + 1) if examples_per_batch % count == 0)
@@ -94,7 +116,6 @@ class RecordExamples(Examples):
     def __init__(self, files: list[FileIndex], hook: str, shuffle_bytes: int | None) -> None:
         """`shuffle_bytes` is for the windows of all processes that share a batch; None: no shuffling."""
         super().__init__(hook, sum(each.length for each in files), tf.TensorSpec([], tf.string))
-        self._files = files
         self.sha256 = hashlib.sha256("".join(each.sha256 for each in files).encode()).hexdigest()
         self._file_first = np.cumsum([0, *(each.length for each in files)])
         self._bytes_of_files = sum(int(each.offsets[-1]) for each in files)
@@ -108,6 +129,9 @@ class RecordExamples(Examples):
             self.blocks = [tf.constant(each, tf.int64) for each in (block_files, block_firsts, block_sizes)]
             # The offsets of all files, one file after the other; a file of n records has n + 1.
             self.offsets = tf.constant(np.concatenate([each.offsets for each in files]), tf.int64)
+        # Views of the same memory, because an index may take gigabytes.
+        views = np.split(np.asarray(self.offsets), self._file_first[1:-1] + np.arange(1, len(files)))
+        self._files = [dataclasses.replace(each, offsets=view) for each, view in zip(files, views, strict=True)]
         self._window_bytes = shuffle_bytes or BYTES_WITHOUT_SHUFFLE
         self.records_in_memory = int(self._window_bytes / (self._bytes_of_files / self.length + BYTES_BESIDES))
 

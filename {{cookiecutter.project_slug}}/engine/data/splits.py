@@ -13,6 +13,7 @@ from engine.data.element_spec import as_text, unbatched
 from engine.data.examples import DatasetExamples, Examples, hook_of
 from engine.data.preparation import Preparation
 from engine.data.records import Records
+from engine.data.retries import until_read
 from engine.data.worker_batches import WorkerBatches, WorkerPool
 from engine.errors import BadInput
 from engine.protocols import Task
@@ -75,7 +76,8 @@ def load_datasets(
     datasets: dict[str, list[Examples]] = {}
     for number in range(count):
         of_process = {"input_context": tf.distribute.InputContext(count, number)} if count > 1 else {}
-        loaded = named(split, load_examples(split, **of_process))
+        load = functools.partial(load_examples, split, **of_process)
+        loaded = named(split, until_read(load, hook_of(split)))
         for name in datasets or loaded:
             hook, found = hook_of(name), loaded.get(name)
             if name not in loaded:
@@ -85,7 +87,7 @@ def load_datasets(
                 raise BadInput(f"{problem}: remove it from load_examples; each worker reads its own shard anyway")
             hook += f" for worker {number} of {count}" if count > 1 else ""
             read = found.examples if isinstance(found, Records) else functools.partial(DatasetExamples, found)
-            datasets.setdefault(name, []).append(read(hook, shuffle_bytes))
+            datasets.setdefault(name, []).append(until_read(functools.partial(read, hook, shuffle_bytes), hook))
     return datasets
 
 

@@ -20,7 +20,8 @@ import tensorflow as tf
 
 from engine.data.element_spec import batched
 from engine.data.padding import Padding
-from engine.errors import BadInput
+from engine.data.retries import until_read
+from engine.errors import BadInput, Unavailable
 
 BYTES_OF_STACK = 2**22  # The size of a stack at most, for all replicas together.
 # Each of the first stacks is this many times as large as the one before, so that the first one is ready soon.
@@ -28,6 +29,8 @@ GROWTH = 4
 
 # How many batches each stack has: in the first pass, from its first step on, and in each complete pass after it.
 Sizes = tuple[list[int], list[int]]
+# Returns stacks from a batch of a pass on, and their sizes.
+Start = Callable[[int, int], tuple[Iterator[Any], Sizes]]
 # Returns the error for a stack that cannot be read, given the pass and the number of its first batch.
 Rejection = Callable[[tf.errors.OpError, int, int], BadInput]
 
@@ -92,19 +95,27 @@ class StackIterator:
     """The stacks of a dataset from a batch of a pass on, pass after pass."""
 
     def __init__(
-        self, stacks: Iterator[Any], sizes: Sizes, first_pass: int, first_step: int, *, rejection: Rejection
+        self, start: Start, hook: str, first_pass: int, first_step: int, *, rejection: Rejection, is_kept: bool = True
     ) -> None:
-        """Starts at batch `first_step` of pass `first_pass`, as `stacks` do."""
-        self._stacks = stacks
-        self._sizes = itertools.chain(sizes[0], itertools.cycle(sizes[1]))
-        self._steps_of_pass = sum(sizes[1])
+        """Starts at batch `first_step` of pass `first_pass`; `hook` is the call that loads the examples.
+
+        Unless `is_kept`, the stacks that are ready are given back after each pass.
+        """
+        self._start, self._hook, self._rejection, self._is_kept = start, hook, rejection, is_kept
         self._pass, self._step = first_pass, first_step
-        self._rejection = rejection
+        self._stacks: Iterator[Any] | None = None
+        self._open()
         self._rejected: BadInput | None = None
         self._stack: Any = None
         self._next = self._end = 0  # The next batch of the stack to take, and how many there are.
         self.seconds_waited = 0.0  # How long the program has waited for batches so far.
         _iterators.add(self)
+
+    def _open(self) -> Iterator[Any]:
+        self._stacks, sizes = self._start(self._pass, self._step)
+        self._sizes = itertools.chain(sizes[0], itertools.cycle(sizes[1]))
+        self._steps_of_pass = sum(sizes[1])
+        return self._stacks
 
     def is_at(self, number: int | None, step: int) -> bool:
         """Returns whether the next batch is number `step` of a pass; None means any."""
@@ -113,30 +124,42 @@ class StackIterator:
     def take(self, count: int) -> Iterator[tuple[Any, int, int]]:
         """Yields the next `count` batches: a stack, the number of the first one in it, how many to take from there.
 
-        Raises BadInput if the rest cannot be read; a later call raises it again.
+        Raises BadInput, or Unavailable, if the rest cannot be read; a later call raises it again.
         """
         while count:
             if self._next == self._end:
                 self._fetch()
-            first, taken = self._next, min(count, self._end - self._next)
+            stack, first, taken = self._stack, self._next, min(count, self._end - self._next)
             self._next += taken
             self._step += taken
             count -= taken
             if self._step == self._steps_of_pass:
                 self._pass, self._step = self._pass + 1, 0
-            yield self._stack, first, taken
+                if not self._is_kept:
+                    self._stacks = self._stack = None
+            yield stack, first, taken
 
     def _fetch(self) -> None:
         if self._rejected:
             raise self._rejected
         started = time.monotonic()
         try:
-            self._stack = next(self._stacks)
+            self._stack = until_read(self._next_stack, self._hook)
+        except Unavailable as problem:
+            self._rejected = problem
+            raise
         except tf.errors.OpError as problem:
             self._rejected = self._rejection(problem, self._pass, self._step)
             raise self._rejected from problem
         self.seconds_waited += time.monotonic() - started
         self._next, self._end = 0, next(self._sizes)
+
+    def _next_stack(self) -> Any:
+        try:
+            return next(self._stacks or self._open())
+        except tf.errors.OpError:
+            self._stacks = None  # The next ones start at the same batch.
+            raise
 
     def close(self) -> None:
         """Ends the threads that prepare batches."""

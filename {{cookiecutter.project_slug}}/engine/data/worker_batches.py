@@ -2,16 +2,17 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from engine.data.batches import Batches
-from engine.data.examples import input_options
+from engine.data.examples import hook_of
+from engine.data.pipelines import input_options
 from engine.data.preparation import pass_seed
-from engine.data.stacks import CompiledSteps, StackIterator, Stacks
+from engine.data.stacks import CompiledSteps, Sizes, StackIterator, Stacks
 
 
 class WorkerPool(Protocol):
@@ -44,10 +45,12 @@ class WorkerBatches(Batches):
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             return self.endless(epoch, first_step, self._workers.count, worker)
 
-        iterators, steps = self._workers.iterate(dataset), self.steps_per_pass
-        return StackIterator(
-            itertools.repeat(iterators), ([steps - first_step], [steps]), epoch, first_step, rejection=self._rejection
-        )
+        iterators, steps = itertools.repeat(self._workers.iterate(dataset)), self.steps_per_pass
+
+        def start(_: int, step: int) -> tuple[Iterator[Any], Sizes]:
+            return iterators, ([steps - step], [steps])
+
+        return StackIterator(start, hook_of(self.name), epoch, first_step, rejection=self._rejection)
 
     def endless(self, epoch: int, first_step: int, workers: int, worker: tf.Tensor) -> tf.data.Dataset:
         """Returns batches of every `workers`-th example, again and again, in the graph of a worker."""

@@ -14,7 +14,8 @@ from engine.cluster.devices import describe_arithmetic
 from engine.cluster.strategy import strategy_info
 from engine.console import print_facts
 from engine.data import element_spec
-from engine.data.batches import Batches
+from engine.data.batches import BYTES_KEPT, Batches
+from engine.data.element_spec import megabytes
 from engine.model.variables import by_name
 from engine.run.run import Run
 from engine.settings import Settings
@@ -74,6 +75,7 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
     steps = f"{train.steps_per_pass} steps"
     if train.steps_per_epoch != train.steps_per_pass:
         steps = f"{train.steps_per_epoch} steps; a pass over the examples has {train.steps_per_pass}"
+    ahead = train.bytes_ahead
     shuffled, taken = train.examples.describe_shuffling(run.workers.count)
     dropped = f", each drops {train.dropped} examples (--keep-last-batch keeps them)" if train.dropped else ""
     splits = {each.split for each in batches.values()}
@@ -89,6 +91,7 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
         "batch": f"{train.global_batch_size} examples, {train.per_replica_batch_size} on each replica{to_evaluate}",
         "examples": ", ".join(examples),
         "shuffled": f"train {shuffled}",
+        "prepared": f"up to {megabytes(ahead)} ahead, in each process" if ahead > BYTES_KEPT else "",
         "memory": _memory_warning(taken, run.workers.most_on_one_machine),
         "epochs": f"{settings.epochs}, each of {steps}{dropped}",
         "limited": limited if settings.limit_steps else "",

@@ -1,0 +1,301 @@
+"""Faults of a network or a disk: the examples are read again from the same place, and only long faults end a run."""
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from loading import batches_of
+from record_files import shuffle_in, write_records
+from small import small_model
+from streaming import stream
+
+import task
+import train
+from config import Config
+from engine.data import record_index, records, retries
+from engine.data.records import Records
+from engine.errors import BadInput, Unavailable
+
+FLAGS = ("--epochs=2", "--global-batch-size=64", "--steps-per-execution=3", "--checkpoint-every-steps=7")
+LOAD_EXAMPLES = task.load_examples
+
+
+class Faults:
+    """Raises an error at chosen moments, each once: the numbers count calls, over all threads."""
+
+    def __init__(self, problem: Exception, *moments: int) -> None:
+        self.problem, self.moments, self.calls, self.raised = problem, set(moments), 0, 0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self.calls += 1
+            is_now = self.calls in self.moments
+            self.raised += is_now
+        if is_now:
+            raise self.problem
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of all waits, which take no time."""
+    found: list[float] = []
+
+    def wait(seconds: float) -> str:
+        found.append(seconds)
+        return ""
+
+    monkeypatch.setattr(retries, "_signal_within", wait)
+    return found
+
+
+def generated(fails: Callable[[], None], count: int = 200) -> Callable[[str], tf.data.Dataset]:
+    """Returns a hook whose examples are their number and a text."""
+
+    def load_examples(_: str) -> tf.data.Dataset:
+        def examples() -> Iterator[tuple[np.ndarray, int]]:
+            for number in range(count):
+                fails()
+                yield np.full([3], number, np.float32), number
+
+        spec = tf.TensorSpec([3], tf.float32), tf.TensorSpec([], tf.int64)
+        dataset = tf.data.Dataset.from_generator(examples, output_signature=spec)
+        return dataset.apply(tf.data.experimental.assert_cardinality(count))
+
+    return load_examples
+
+
+def labels(split: str, load_examples: Any, prepare_example: Any, *, replicas: int = 1, passes: int = 2) -> list[int]:
+    """Returns the labels of some passes, in the order in which steps take them."""
+    config = Config(strategy="mirrored", simulated_devices=replicas, global_batch_size=8)
+    batches = batches_of(split, load_examples, prepare_example, config)
+    found: list[int] = []
+    for epoch in range(passes):
+        iterator = batches.iterator(epoch)
+        for stack, first, count in iterator.take(batches.steps_per_epoch):
+            for index in range(count):
+                batch = batches.stacks.pick(stack, tf.constant(first + index))
+                found += np.concatenate(
+                    [np.asarray(each) for each in batches.stacks.strategy.experimental_local_results(batch[1])]
+                ).tolist()
+    return found
+
+
+def plain(features: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return features, label
+
+
+@pytest.mark.parametrize(
+    ("problem", "split", "replicas"),
+    [
+        (OSError(errno.EIO, "bad sector"), "train", 1),
+        (TimeoutError("no answer"), "train", 2),
+        (ConnectionResetError("by the server"), "validation", 1),
+    ],
+)
+def test_streamed_examples_are_neither_lost_nor_doubled_by_faults(
+    problem: Exception, split: str, replicas: int, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    stream(monkeypatch, buffer_size=20)
+    expected = labels(split, generated(lambda: None), plain, replicas=replicas)
+    # While it is hashed at the start, twice in the same place, and in the second pass.
+    faults = Faults(problem, 3, 90, 150, 400)
+    assert labels(split, generated(faults), plain, replicas=replicas) == expected
+    assert faults.raised == 4
+    assert len(waits) >= 3  # The last one may hit examples that are read ahead, and never used.
+    lines = [line for line in capsys.readouterr().out.splitlines() if "trying again" in line]
+    assert (
+        lines[0]
+        == f"task.load_examples('{split}') cannot be read ({type(problem).__name__}: {problem}): trying again in 1 s"
+    )
+
+
+def test_examples_that_are_cached_are_read_again(waits: list[float]) -> None:
+    faults = Faults(ConnectionResetError("by the server"), 1, 60, 250)
+    assert labels("train", generated(faults), plain) == labels("train", generated(lambda: None), plain)
+    assert waits == [1, 2, 4]
+
+
+def test_hook_that_reads_a_file_is_called_again_and_so_is_load_examples(waits: list[float]) -> None:
+    faults = Faults(tf.errors.UnavailableError(None, None, "the store restarts"), 5, 77)
+
+    def read(label: tf.Tensor) -> np.ndarray:
+        faults()
+        return np.full([3], label, np.float32)
+
+    def prepare(features: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.ensure_shape(tf.py_function(read, [label], tf.float32), [3]), label
+
+    at_start = Faults(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), 1, 2)
+
+    def load_examples(split: str) -> tf.data.Dataset:
+        at_start()
+        return generated(lambda: None)(split)
+
+    assert labels("train", load_examples, prepare) == labels("train", generated(lambda: None), plain)
+    assert at_start.raised == faults.raised == 2
+    assert len(waits) == 4
+
+
+# --- Record files -----------------------------------------------------------------------------------------------------
+
+
+def number_of(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return tf.zeros([3]), tf.io.decode_raw(tf.strings.substr(record, 0, 8), tf.int64)[0]
+
+
+def test_record_file_that_gives_io_errors_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux answers every read of unmapped memory with EIO."""
+    shuffle_in(monkeypatch, 4000, block=200)
+    pattern = write_records(tmp_path, [100, 60])
+    expected = labels("train", lambda _: Records(pattern), number_of)
+    file, intact, waited = tmp_path / "train-1.tfrecord", tmp_path / "intact", []
+    batches = batches_of("train", lambda _: Records(pattern), number_of, Config(global_batch_size=8))
+    file.rename(intact)
+    file.symlink_to("/proc/self/mem")
+
+    def wait(seconds: float) -> str:
+        waited.append(seconds)
+        if len(waited) == 3:
+            file.unlink()
+            intact.rename(file)
+        return ""
+
+    monkeypatch.setattr(retries, "_signal_within", wait)
+    found = []
+    for epoch in range(2):
+        for stack, first, count in batches.iterator(epoch).take(batches.steps_per_epoch):
+            for index in range(count):
+                found += batches.stacks.pick(stack, tf.constant(first + index))[1].numpy().tolist()
+    assert found == expected
+    assert waited == [1, 2, 4]
+
+
+def test_index_of_a_file_is_made_again_and_a_folder_looked_at_again(
+    tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_records(tmp_path, [5, 3])
+    make, fails = record_index._make, Faults(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), 1, 3)
+    monkeypatch.setattr(record_index, "_make", lambda *arguments: (fails(), make(*arguments))[1])
+    looks = Faults(OSError(errno.EIO, os.strerror(errno.EIO)), 1)
+    stat = os.stat
+
+    def failing(path: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith("train-0.tfrecord"):
+            looks()
+        return stat(path, **options)
+
+    monkeypatch.setattr(records.os, "stat", failing)
+    load = lambda _: Records(str(tmp_path / "train-0.tfrecord"), str(tmp_path / "train-1.tfrecord"))  # noqa: E731
+    assert batches_of("train", load, number_of, Config(global_batch_size=8)).number_of_examples == 8
+    assert len(waits) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Records("data/*.tfrecord", number_of), "Records got <function number_of"),
+        (lambda: Records(Path("data").glob("*.tfrecord")), "Records got <generator object"),
+        (lambda: Records(b"data"), "Records got b'data'"),
+        (lambda: Records([]), "Records got no path"),
+        (lambda: Records(), "Records got no path"),
+        (lambda: Records("data").take(-1), "Records.take got -1"),
+        (lambda: Records("data").take("5"), "Records.take got '5'"),
+    ],
+)
+def test_wrong_arguments_of_records_are_named(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(BadInput) as rejected:
+        make()
+    assert str(rejected.value).startswith(said)
+    assert ": pass " in str(rejected.value)
+
+
+# --- Faults that stay -------------------------------------------------------------------------------------------------
+
+
+def test_faults_of_the_data_are_not_tried_again(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    stream(monkeypatch, buffer_size=20)
+    for problem in (FileNotFoundError(errno.ENOENT, "no such file"), ValueError("not a number")):
+        with pytest.raises(BadInput, match="failed on example") as rejected:
+            labels("train", generated(Faults(problem, *range(100, 10_000))), plain)
+        assert rejected.value.exit_code == 2
+    assert waits == []
+
+
+def test_long_fault_ends_the_run_with_code_1_and_the_next_start_gives_the_same_bits(
+    tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(task, "create_model", small_model)
+    stream(monkeypatch, buffer_size=100)
+
+    def run(name: str) -> dict[str, Any]:
+        train.main([f"--run-dir={tmp_path / name}", *FLAGS])
+        return json.loads((tmp_path / name / "result.json").read_text(encoding="utf-8"))
+
+    expected = run("whole")
+
+    def gone(split: str) -> tf.data.Dataset:
+        def with_check(number: tf.Tensor, example: Any) -> Any:
+            def check(value: np.ndarray) -> np.ndarray:
+                if value == 900:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                return value
+
+            with tf.control_dependencies([tf.numpy_function(check, [number], tf.int64)]):
+                return tf.nest.map_structure(tf.identity, example)
+
+        return LOAD_EXAMPLES(split).enumerate().map(with_check)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(task, "load_examples", gone)
+        with pytest.raises(SystemExit) as ended:
+            run("gone")
+    assert ended.value.code == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert waits[-len(retries.SECONDS_TO_WAIT) :] == list(retries.SECONDS_TO_WAIT)
+    assert "task.load_examples('train') still cannot be read, after 9 more attempts in 4 minutes" in line
+    assert "Input/output error" in line
+    assert f"resumes from {tmp_path / 'gone' / 'checkpoints'}" in line
+    assert run("gone")["weights_sha256"] == expected["weights_sha256"]
+
+
+def test_signal_ends_a_wait() -> None:
+    earlier = signal.signal(signal.SIGTERM, lambda *_: None)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    started = time.monotonic()
+    try:
+        with pytest.raises(Unavailable, match="stopped by SIGTERM while the file") as ended:
+            retries.until_read(lambda: (_ for _ in ()).throw(OSError(errno.EIO, "gone")), "the file")
+        assert ended.value.exit_code == 1
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+    assert time.monotonic() - started < retries.SECONDS_TO_WAIT[0] + 5
+
+
+@pytest.mark.parametrize(
+    ("problem", "passes"),
+    [
+        (OSError(errno.ETIMEDOUT, "x"), True),
+        (OSError(errno.ENOENT, "x"), False),
+        (PermissionError(errno.EACCES, "x"), False),
+        (tf.errors.UnknownError(None, None, "/mnt/a; Input/output error"), True),
+        (tf.errors.AbortedError(None, None, "/mnt/a; Stale file handle"), True),
+        (tf.errors.FailedPreconditionError(None, None, "/mnt/a; Transport endpoint is not connected"), True),
+        (tf.errors.UnavailableError(None, None, "x"), True),
+        (tf.errors.DataLossError(None, None, "corrupted record at 12"), False),
+        (tf.errors.InvalidArgumentError(None, None, "Could not parse example input"), False),
+        (tf.errors.NotFoundError(None, None, "/mnt/a; No such file or directory"), False),
+        (tf.errors.UnknownError(None, None, "ReadTimeoutError: HTTPSConnectionPool"), True),
+    ],
+)
+def test_faults_that_may_pass(problem: Exception, passes: bool) -> None:
+    assert retries.may_pass(problem) is passes

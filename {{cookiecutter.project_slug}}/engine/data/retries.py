@@ -1,0 +1,85 @@
+"""Reads examples again after faults that pass, such as those of a network or of a file system behind it."""
+
+import errno
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from engine.console import console
+from engine.errors import Unavailable
+from engine.user_errors import first_line
+
+SECONDS_TO_WAIT = (1, 2, 4, 8, 16, 32, 60, 60, 60)  # Before each further attempt: about four minutes.
+PASSING = [
+    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, errno.ENOTCONN, errno.ESHUTDOWN),
+    *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH),
+]
+# TensorFlow keeps only the text of an exception in a generator or py_function, and of most errors of a file system.
+_PASSING_TEXT = re.compile(
+    rf"\[Errno ({'|'.join(map(str, PASSING))})\]|{'|'.join(map(re.escape, map(os.strerror, PASSING)))}"
+    r"|\b\w*(Connection|Timeout|BrokenPipe|Unavailable|DeadlineExceeded)\w*Error\b"
+)
+
+Read = TypeVar("Read")
+
+
+def until_read(read: Callable[[], Read], name: str) -> Read:
+    """Returns what `read` returns; calls it again, after growing waits, while it raises errors that may pass.
+
+    `name` is what it reads, for messages. Raises other errors as they are; Unavailable if it fails for minutes.
+    """
+    for seconds in (*SECONDS_TO_WAIT, None):
+        try:
+            return read()
+        except (OSError, tf.errors.OpError) as problem:
+            if not may_pass(problem):
+                raise
+            text = first_line(problem)
+            if seconds is None:
+                attempts = f"after {len(SECONDS_TO_WAIT)} more attempts in {sum(SECONDS_TO_WAIT) / 60:.0f} minutes"
+                remedy = "check the file system or network behind it"
+                raise Unavailable(f"{name} still cannot be read, {attempts} ({text}): {remedy}") from problem
+        # The exception is gone, and with it the iterator that failed.
+        console.print(f"{name} cannot be read ({text}): trying again in {seconds} s")
+        if stopped_by := _signal_within(seconds):
+            raise Unavailable(f"stopped by {stopped_by} while {name} could not be read ({text})")
+    raise AssertionError  # The last attempt returns or raises.
+
+
+def _signal_within(seconds: float) -> str:
+    """Waits; returns the name of the signal that ends the wait, or ""."""
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread.
+        time.sleep(seconds)
+        return ""
+    found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+
+    def interrupt(number: int, frame: Any) -> None:
+        handlers[signal.Signals(number)](number, frame)
+        raise InterruptedError(signal.Signals(number).name)  # Otherwise Python would sleep again.
+
+    try:
+        for number in handlers:
+            signal.signal(number, interrupt)
+        time.sleep(seconds)
+    except InterruptedError as problem:
+        return str(problem)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return ""
+
+
+def may_pass(problem: BaseException) -> bool:
+    """Returns whether reading again may help: a fault of a network, a server or a disk, and not of the data."""
+    if isinstance(problem, OSError) and problem.errno in PASSING:
+        return True
+    kinds = (ConnectionError, TimeoutError, tf.errors.UnavailableError, tf.errors.DeadlineExceededError)
+    return isinstance(problem, kinds) or bool(_PASSING_TEXT.search(str(problem)))
