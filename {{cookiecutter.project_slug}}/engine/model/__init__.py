@@ -4,6 +4,7 @@ build           builds and checks the objects that the hooks return, in order
 rejections      rejects objects that would train wrongly without an error
 variables       the variables of the objects by name; those that differ between replicas
 metrics         builds and reads the metrics, and names their results
+sums            adds up in float64 what metrics count
 gradients       micro-batches, the sum over replicas, clipping, the update
 averages        the moving average of the weights and statistics
 masked_moments  synchronizes BatchNormalization that is called with a mask

@@ -18,6 +18,7 @@ from engine.model.averages import MovingAverage
 from engine.model.gradients import inner_optimizers, prepare_optimizer
 from engine.model.masked_moments import synchronize_masked_moments
 from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
+from engine.model.sums import sum_in_float64
 from engine.model.variables import by_name
 from engine.protocols import Metrics, Task
 from engine.settings import Settings
@@ -43,6 +44,7 @@ def set_up(task: Task, settings: Settings) -> None:
     keras.utils.set_random_seed(settings.seed)
     keras.config.set_dtype_policy(settings.precision)
     synchronize_masked_moments()
+    sum_in_float64()
 
 
 def build_models(model: Any, features_spec: Any) -> Any:

@@ -101,6 +101,18 @@ def _over_replicas(variable: tf.Variable, subject: str) -> tf.Tensor:
     return tf.convert_to_tensor(variable)
 
 
+def drifting(metrics: Metrics) -> list[str]:
+    """Returns the names of the metrics that add up in less than 64 bits: "iou (int32)"."""
+    found = {
+        f"{name} ({dtype.name})": None
+        for of_split in metrics.values()
+        for name, metric in of_split.items()
+        for variable in metric.variables
+        if (dtype := inner_variable(variable).dtype).size < 8 and (dtype.is_floating or dtype.is_integer)
+    }
+    return list(found)
+
+
 class ResultNames:
     """Names of all scalar metric results, per dataset.
 

@@ -11,6 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from engine.model.sums import Sum
+
 # An odd number near 2**32 / 1.618: multiples of it fall far apart in 32 bits (Knuth, volume 3, section 6.4).
 SEED_STEP = 2654435769
 
@@ -51,6 +53,8 @@ def statistics(model: Any) -> dict[str, float]:
 
 def inner_variable(variable: keras.Variable | tf.Variable) -> tf.Variable:
     """Returns TensorFlow's variable; a task's own optimizer or metric may list such variables itself."""
+    if isinstance(variable, Sum):
+        return variable.inner
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 

@@ -16,6 +16,7 @@ from engine.console import print_facts
 from engine.data import element_spec
 from engine.data.batches import BYTES_KEPT, Batches
 from engine.data.element_spec import megabytes
+from engine.model.metrics import drifting
 from engine.model.variables import by_name
 from engine.run.run import Run
 from engine.settings import Settings
@@ -82,6 +83,7 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
     examples = [f"{name} {each.number_of_examples}" for name, each in batches.items()]
     examples += [f"no {split}" for split in ("validation", "test") if split not in splits]
     to_evaluate = f", {settings.evaluation_batch_size} to evaluate" if settings.evaluation_batch_size else ""
+    drift = f"{', '.join(drifting(run.objects.metrics))}: not added up in float64, so wrong after millions of examples"
     limited = f"to {settings.limit_steps} steps of each dataset (--limit-steps): metrics are of a part of the data"
     facts = {
         "strategy": f"{info.name}, {info.size}",
@@ -95,6 +97,7 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
         "memory": _memory_warning(taken, run.workers.most_on_one_machine),
         "epochs": f"{settings.epochs}, each of {steps}{dropped}",
         "limited": limited if settings.limit_steps else "",
+        "drifting": drift if drifting(run.objects.metrics) else "",
         "parameters": f"{sum(model.count_params() for model in by_name(run.objects.model, 'model').values()):,}",
         "starts": start,
         "run directory": str(settings.run_dir),
