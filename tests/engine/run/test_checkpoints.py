@@ -1,6 +1,7 @@
 """Checkpoints are whole, verified by name and by checksum, and only the newest are kept."""
 
 import concurrent.futures
+import errno
 import hashlib
 import os
 import shutil
@@ -15,9 +16,10 @@ from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, CannotWrite, Diverged
 from engine.run import checkpoints
-from engine.run.checkpoints import Checkpoints, Damaged, Writer, read_newest, weights_sha256
+from engine.run.checkpoints import Checkpoints, Damaged, read_newest, weights_sha256
 from engine.run.progress import Progress
 from engine.run.state import State
+from engine.run.writer import Writer
 
 
 def variables(**shapes: tuple[int, ...]) -> dict[str, tf.Variable]:
@@ -361,12 +363,34 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(file: str, how: str, 
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_record_of_something_else_is_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("newer", [{"colour": "red"}, {"format": 2}])
+def test_checkpoint_of_another_version_is_rejected_and_stays(newer: dict, tmp_path: Path) -> None:
+    # If it counted as damaged, an older checkpoint would be used, and the next save would remove it.
     state = variables(a=(2,))
-    checkpoints = make_checkpoints(tmp_path, state)
-    checkpoints.save(1, {**Progress(step=1).record(), "colour": "red"})
-    with pytest.raises(BadInput, match=r"has no usable checkpoint .*colour"):
+    checkpoints = make_checkpoints(tmp_path, state, keep=2)
+    checkpoints.save(1, Progress(step=1).record())
+    checkpoints.save(2, Progress(step=2).record() | newer)
+    with pytest.raises(BadInput, match=r"step-00000002 was written by another version of engine/ .*(colour|format 2)"):
         read_newest(checkpoints, make_checkpoints(tmp_path / "best", state))
+
+
+def test_files_that_another_program_holds_are_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # NFS keeps a file that is open on another machine under a name of its own, so its directory cannot be removed.
+    checkpoints, held = make_checkpoints(tmp_path, variables(a=(2,))), "step-00000001"
+    rmdir = os.rmdir
+
+    def rmdir_of_nfs(path, *arguments, **options) -> None:
+        if held and held in str(path):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        rmdir(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir_of_nfs)
+    for step in (1, 2, 3):
+        checkpoints.save(step, {})
+    assert sorted(os.listdir(tmp_path)) == [".step-00000001.removed", "step-00000003"]
+    held = ""
+    checkpoints.save(4, {})
+    assert sorted(os.listdir(tmp_path)) == ["step-00000004"]
 
 
 def test_fingerprint_is_the_one_documented() -> None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import signal
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -18,6 +20,7 @@ from engine.files import write_atomically, write_json, writing
 from engine.run.checkpoints import Checkpoints
 from engine.run.directory import RunDirectory
 from engine.run.state import State
+from rendering import PROJECT
 
 
 def rejected(path: Path, *, fresh: bool = False) -> str:
@@ -68,6 +71,27 @@ def test_directory_in_use_is_rejected_until_it_is_not(tmp_path: Path) -> None:
         for fresh in (False, True):
             assert "is in use by another run" in rejected(path, fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    with RunDirectory(path) as directory:
+        directory.lock()
+
+
+def test_run_that_was_killed_where_there_are_no_locks_keeps_nobody_out(tmp_path: Path) -> None:
+    # Some mounts of Lustre have no flock. A file in its place would stay after SIGKILL.
+    path = started(tmp_path / "run")
+    program = f"""
+import errno, fcntl, os, pathlib, signal, sys
+sys.path.insert(0, {str(PROJECT)!r})
+def flock(*_):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+fcntl.flock = flock
+from engine.run.directory import RunDirectory
+directory = RunDirectory(pathlib.Path({str(path)!r}))
+directory.lock()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert "is on a file system without locks: let only one run use it" in killed.stdout
     with RunDirectory(path) as directory:
         directory.lock()
 

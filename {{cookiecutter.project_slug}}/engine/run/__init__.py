@@ -7,6 +7,7 @@ summary          the lines at the start, and config.json
 progress         counts and scores
 state            the variables by name, and their values
 checkpoints      saves and restores the state
+writer           writes in order, in a thread with --async-checkpoints
 initial_weights  --init-from
 directory        the run's directory, which one program at a time may use
 signals          SIGTERM and Ctrl-C

@@ -7,13 +7,12 @@ under a temporary name, synced to disk and renamed, and never overwritten: the s
 variable is changed.
 """
 
-import concurrent.futures
 import contextlib
 import hashlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,39 +24,12 @@ from engine.errors import BadInput, Damaged, Diverged
 from engine.files import as_text, file_sha256, read_json, sync, writing
 from engine.run.progress import Progress
 from engine.run.state import State, Values, as_array
+from engine.run.writer import Writer
 from engine.user_errors import first_line
 
 PROGRESS = "progress.json"
 INDEX = "state.index"
 CHECKSUMS = "SHA256SUMS"
-
-
-class Writer:
-    """Writes files in order: at once, or in a thread while training continues."""
-
-    def __init__(self, *, in_thread: bool = False) -> None:
-        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1) if in_thread else None
-        self._pending: list[concurrent.futures.Future] = []
-
-    def submit(self, write: Callable[[], None]) -> None:
-        """Calls `write`, unless one before it failed: a checkpoint may name weights that were not written."""
-        if self._thread is None:
-            write()
-            return
-
-        def write_after(before: list[concurrent.futures.Future]) -> None:
-            for each in before:
-                each.result()
-            write()
-
-        self._pending.append(self._thread.submit(write_after, list(self._pending)))
-
-    def wait(self, *, at_most: int = 0) -> None:
-        """Returns when at most `at_most` writes are pending. Raises CannotWrite, once, if a write failed."""
-        if len(self._pending) > at_most:
-            pending, self._pending = self._pending, []
-            for each in pending:
-                each.result()
 
 
 class Checkpoints:
@@ -161,10 +133,9 @@ class Checkpoints:
             _remove(each)
 
     def clear(self) -> None:
-        """Removes checkpoints that a killed process left half-written or half-removed."""
-        with writing(self.directory):
-            for leftover in self.directory.glob(".step-[0-9]*"):
-                _delete(leftover)
+        """Removes checkpoints that are half-written or half-removed, or tries it again after the next save."""
+        for leftover in self.directory.glob(".step-[0-9]*"):
+            _delete(leftover)
 
     def forget(self, first_step: int, *, but: int | None = None) -> None:
         """Removes the checkpoints from `first_step` on, except those of step `but`."""
@@ -176,18 +147,18 @@ class Checkpoints:
 def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Values, Progress] | None:
     """Returns the path, values and progress of the newest checkpoint that is intact, with intact best weights.
 
-    Prints which ones are damaged; returns None if there is no checkpoint. Raises BadInput if none is intact, or its
-    variables differ from the model's. Deletes nothing.
+    Prints which ones are damaged; returns None if there is no checkpoint. Raises BadInput if none is intact, its
+    variables differ from the model's, or it is of another version of the engine. Deletes nothing.
     """
     problems: list[Exception] = []
     intact = None
     for path in reversed(checkpoints.paths()):
         try:
             values, record = checkpoints.read(path)
-            progress, intact = Progress(**record), intact or path
+            progress, intact = Progress.read(record, path), intact or path
             if progress.best_step is not None:
                 best.read(best.path(progress.best_step))
-        except (Damaged, TypeError) as problem:  # TypeError: its counts are of another version.
+        except Damaged as problem:
             problems.append(problem)
             console.print(f"{path.name} is skipped: {problem}")
             continue
@@ -208,7 +179,7 @@ def find_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
     paths = checkpoints.paths()
     if not paths:
         raise BadInput(f"{checkpoints.directory} is empty: train first")
-    if (step := read_record(paths[-1]).get("best_step")) is None:
+    if (step := Progress.read(read_record(paths[-1]), paths[-1]).best_step) is None:
         raise BadInput(f"{paths[-1]} was saved before the first validation: continue the training first")
     return best.path(step)
 
@@ -295,8 +266,12 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a directory, or else a file or a link; not the checkpoint that a link leads to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    """Deletes a directory, or else a file or a link; not the checkpoint that a link leads to.
+
+    On NFS, files that another program still reads stay (NFS renames them). `clear` tries them again.
+    """
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,6 +1,7 @@
 """The directory of a run: whether it can be used, by one program at a time."""
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -24,7 +25,8 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         """Changes nothing; the directory need not exist."""
         self.path = path
-        self._lock = filelock.FileLock(path / ".lock")
+        # The fallback is a file that a killed run leaves behind, which another machine would respect for ever.
+        self._lock = filelock.FileLock(path / ".lock", fallback_to_soft=False)
 
     def __enter__(self) -> Self:
         return self
@@ -87,7 +89,9 @@ class RunDirectory:
                 self._lock.acquire(timeout=0)
             except filelock.Timeout:
                 raise BadInput(f"--run-dir {self.path} is in use by another run: wait, or use another one") from None
-            except NotImplementedError:
+            except OSError as problem:
+                if problem.errno != errno.ENOSYS:
+                    raise
                 console.print(f"{self.path} is on a file system without locks: let only one run use it")
 
     def _move_aside(self) -> None:

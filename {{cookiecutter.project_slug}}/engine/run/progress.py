@@ -4,10 +4,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from engine.console import console
 from engine.errors import BadInput
+
+FORMAT = 1  # Grows whenever fields change their meaning.
 
 
 @dataclasses.dataclass
@@ -36,6 +39,18 @@ class Progress:
     """The learning rates with which the last training ended, or those to which train.py has changed them since."""
     user_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What train.py keeps in `run.user_state`."""
+    format: int = FORMAT
+
+    @classmethod
+    def read(cls, record: dict[str, Any], path: Path) -> "Progress":
+        """Returns what `record` returned. Raises BadInput if another version of the engine wrote it, to `path`."""
+        # It is not damaged: a damaged checkpoint is skipped, and later removed.
+        unknown = sorted(record.keys() - {field.name for field in dataclasses.fields(cls)})
+        if unknown or record.get("format", FORMAT) != FORMAT:
+            found = f"format {record['format']}" if not unknown else f"unknown: {', '.join(unknown)}"
+            remedy = "continue with the version that wrote it, or use another --run-dir"
+            raise BadInput(f"{path} was written by another version of engine/ ({found}): {remedy}")
+        return cls(**record)
 
     def report_changes(self, rates: dict[str, float]) -> None:
         """Prints which learning rates, by column of metrics.csv, train.py has changed since the last training."""
