@@ -144,7 +144,7 @@ def _digest(value: np.ndarray | tf.Tensor) -> int:
     array = as_array(value)
     if array.dtype == object:  # An array of texts contains their addresses.
         return zlib.crc32(repr(array.tolist()).encode())
-    return zlib.crc32(memoryview(array.reshape(-1).view(np.uint8)))
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data)
 
 
 def _differ_by_rounding(value: np.ndarray | tf.Tensor, chiefs: np.ndarray | tf.Tensor) -> bool:
