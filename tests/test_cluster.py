@@ -480,3 +480,96 @@ def test_chief_of_parameter_servers_ends_when_no_worker_is_left(tmp_path: Path) 
 
 def newest(run_dir: Path) -> Path:
     return max((run_dir / "checkpoints").glob("step-*"))
+
+
+# --- Workers that differ ----------------------------------------------------------------------------------------------
+
+UNSEEDED = """
+
+_create_model = create_model
+
+
+def create_model() -> keras.Model:
+    model = _create_model()
+    table = model.layers[-1].kernel
+    # A permutation of the same numbers, as an index in the order of a set gives it.
+    table.assign(np.arange(640.0).reshape(64, 10)[np.random.default_rng({seed}).permutation(64)] / 1e4)
+    return model
+"""
+RATE = """
+
+import json, os
+
+_create_optimizer = create_optimizer
+
+
+def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    return keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01 * (1 + index), 10, 0.9))
+"""
+DRIFT = """
+
+import json, os
+
+_train_step = train_step
+
+
+def train_step(batch):
+    loss = _train_step(batch)
+    model.layers[-1].bias.assign_add([float(json.loads(os.environ["TF_CONFIG"])["task"]["index"])] * 10)
+    return loss
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("addition", "told"),
+    [
+        (
+            UNSEEDED.format(seed=""),
+            r"worker 1: 1 of \d+ variables \(model/\S+kernel\) differ from those of worker 0: .* task\.create_model",
+        ),
+        (RATE, "worker 1: task.create_optimizer returned another optimizer than in the first process"),
+        (
+            DRIFT,
+            r"worker 1: 1 of \d+ variables \(model/\S+bias\) differ from those of worker 0: something in the hooks",
+        ),
+    ],
+    ids=["other weights", "other rates", "another step"],
+)
+def test_workers_with_another_state_are_named_and_save_nothing(addition: str, told: str, tmp_path: Path) -> None:
+    project = project_with(tmp_path, addition)
+    with workers(project, tmp_path / "logs", 2, f"--run-dir={tmp_path / 'run'}", "--epochs=2") as started:
+        assert [each.wait(180) for each in started] == [2, 2], started[0].text
+        for each in started:
+            assert re.search(told, each.last_line()), each.last_line()
+            assert "Traceback" not in each.text
+    assert not list((tmp_path / "run").glob("*/step-*"))
+
+
+# What one of two workers does alone, in place of the lines of train.py that all do together.
+ALONE = {
+    "ends": ("run.end_epoch(", "if 1 == INDEX:\n            return\n        run.end_epoch("),
+    "breaks": ("run.stop_if_asked()  # By a signal.", "if 1 == INDEX:\n            break"),
+    "validates": ("run.stop_if_asked()  # By a signal.", "if 1 == INDEX:\n            validate()"),
+    "saves": ("run.stop_if_asked()  # By a signal.", "if 1 == INDEX:\n            run.save()"),
+    "reports": ("run.save()\n\n\n", "if 1 == INDEX:\n            run.save()\n\n\n"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("deed", ALONE)
+def test_decision_of_one_worker_ends_all_with_a_line(deed: str, culprit: int, tmp_path: Path) -> None:
+    project = project_with(tmp_path, "")
+    program = (project / "train.py").read_text(encoding="utf-8")
+    index = f"int(__import__('json').loads(__import__('os').environ['TF_CONFIG'])['task']['index'] == {culprit})"
+    line, alone = ALONE[deed]
+    assert line in program
+    (project / "train.py").write_text(program.replace(line, alone.replace("INDEX", index), 1), encoding="utf-8")
+    with workers(project, tmp_path / "logs", 2, f"--run-dir={tmp_path / 'run'}", "--epochs=3") as started:
+        assert [each.wait(120) for each in started] == [2, 2], "\n".join(each.text for each in started)
+        for each in started:
+            assert "the workers no longer do the same" in each.last_line()
+            assert "run.on_any_worker" in each.last_line()
+            assert "Traceback" not in each.text

@@ -22,6 +22,10 @@ CONNECTION_ERRORS = (
     tf.errors.InternalError,
     tf.errors.UnavailableError,
 )
+# TensorFlow's text if workers that sum together call different operations.
+DIFFERENT_CALLS = re.compile(
+    "in the collective instance|Collective instance .* expected|Collective ops is aborted by: .*mismatch"
+)
 LONGEST_SENTENCE = 300
 # Parts of a message that say nothing, or that `where_raised` says in fewer words.
 _NOISE = re.compile(
@@ -60,7 +64,10 @@ def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
 def is_users(problem: BaseException) -> bool:
     """Returns whether an exception comes from the user's code or a package that it calls, and not from the engine."""
     # When a step fails on one worker, the others get an exception that says only this.
-    if isinstance(problem, (ProgramExit, Damaged)) or "Collective ops is aborted" in _text(problem):
+    text = _text(problem)
+    if isinstance(problem, (ProgramExit, Damaged)) or "Collective ops is aborted" in text:
+        return False
+    if isinstance(problem, tf.errors.OpError) and DIFFERENT_CALLS.search(text):
         return False
     if isinstance(problem, CONNECTION_ERRORS) and not _text(problem).startswith("in user code:"):
         # An operation raises it, or else the last line that ran is the user's.

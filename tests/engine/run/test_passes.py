@@ -13,7 +13,7 @@ from engine.run.progress import Progress
 
 def executions(from_chief: Callable[[Callable[[], int]], int] = lambda length: length(), **settings: Any) -> Executions:
     """Returns those of a process whose own numbers are the chief's, unless `from_chief` says otherwise."""
-    return Executions(Config(**settings), SimpleNamespace(from_chief=from_chief, is_chief=True))
+    return Executions(Config(**settings), SimpleNamespace(from_chief=from_chief, is_chief=True, check_all_do=str))
 
 
 def lengths(ran: Executions, split: str, calls: int, seconds_of_step: float) -> list[int]:

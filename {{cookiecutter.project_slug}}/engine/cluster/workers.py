@@ -8,6 +8,7 @@ import contextlib
 import os
 import pickle
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,10 +18,15 @@ import tensorflow as tf
 from engine.cluster.environment import Cluster, find_cluster, process_name
 from engine.cluster.rendezvous import lost, wait_for
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost
-from engine.user_errors import CONNECTION_ERRORS
+from engine.user_errors import CONNECTION_ERRORS, DIFFERENT_CALLS
 
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
-HEAD = 256  # Integers in the first operation of `from_chief`, which is usually the only one.
+HEAD = 257  # Integers in the first operation of `from_chief`; a prime, so that `gather` has another shape.
+LARGE = 2**16  # Arrays of this many bytes are sent by themselves, without a copy in a pickle.
+NOT_TOGETHER = (
+    "the workers no longer do the same{}: a condition in train.py or a hook (a clock, a file, the environment) differs "
+    "between them; decide it together, by `if run.on_any_worker(condition):`"
+)
 SECONDS_UNTIL_GONE = 5.0  # A process that is ending may keep its port for a moment.
 
 
@@ -49,20 +55,24 @@ class Workers:
         )
         return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None).numpy()
 
-    def _sum_in_chunks(self, integers: np.ndarray) -> np.ndarray:
-        chunks = [self._sum(integers[first : first + CHUNK]) for first in range(0, integers.size, CHUNK)]
-        return np.concatenate([integers[:0], *chunks])
+    def gather(self, values: dict[str, np.ndarray], doing: str = "") -> dict[str, np.ndarray]:
+        """Returns each of the `values` [...] as [workers, ...], of all workers in their order, bit for bit.
 
-    def gather(self, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns each of the `values` [...] as [workers, ...], of all workers in their order, bit for bit."""
-        if self.count == 1 or not values:
+        Every worker gets all values, so they should be small: 1,000 workers with 100 kB each need 100 MB in each.
+        Raises BadInput, on every worker, if not all of them call it with the same names, shapes and `doing`.
+        """
+        if self.count == 1:
             return {name: value[None] for name, value in values.items()}
+        call = f"{doing} {[(name, str(value.dtype), value.shape) for name, value in values.items()]}"
         # Integers survive a sum with zeros unchanged; floats would lose the sign of zero.
-        packed = _as_integers(b"".join(value.tobytes() for value in values.values()))
+        packed = _as_integers(b"".join([_tag(call).tobytes(), *(value.tobytes() for value in values.values())]))
         rows = np.zeros((self.count, packed.size), np.int32)
         rows[self.index] = packed
-        rows = self._sum_in_chunks(rows.ravel()).reshape(rows.shape)
-        gathered, first = {}, 0
+        chunks = [self._sum(rows.ravel()[first : first + CHUNK]) for first in range(0, rows.size, CHUNK)]
+        rows = np.concatenate(chunks).reshape(rows.shape)
+        if others := [name for name, row in zip(self.names, rows, strict=True) if row[0] != packed[0]]:
+            raise BadInput(NOT_TOGETHER.format(f" (here {doing or 'another call'}, not in {', '.join(others)})"))
+        gathered, first = {}, packed.itemsize
         for name, value in values.items():
             arrays = [np.frombuffer(row.tobytes()[first : first + value.nbytes], value.dtype) for row in rows]
             gathered[name] = np.stack([array.reshape(value.shape) for array in arrays])
@@ -74,28 +84,71 @@ class Workers:
         flags = self.gather({"flag": np.array(flag)})["flag"]
         return [name for name, is_set in zip(self.names, flags, strict=True) if is_set]
 
+    def check_all_do(self, doing: str) -> None:
+        """Raises BadInput, on every worker, unless all of them do the same.
+
+        It is called before compiled steps: workers that run different ones would wait for each other for ever.
+        """
+        self.gather({"flag": np.array(True)}, doing)  # In the shape of `names_where`, whose tag is another.
+
     def from_chief(self, function: Callable[[], Any]) -> Any:
         """Calls `function` on the chief only; returns its result, which is pickled, on all workers.
 
-        A BadInput, CannotWrite or Damaged that it raises is raised on all; any other exception on the chief only.
+        Large arrays in the result are sent one by one, in pieces, and are in memory once on each worker. A BadInput,
+        CannotWrite or Damaged that it raises is raised on all; any other exception on the chief only.
         """
         if self.count == 1:
             return function()
-        packed = _as_integers(b"")
+        name = getattr(function, "__qualname__", "another call")
+        outcome: tuple[Any, Exception | None] = (None, None)
+        packed, large = np.zeros(0, np.uint8), []
         if self.is_chief:
             try:
-                outcome: tuple[Any, Exception | None] = (function(), None)
+                outcome = (function(), None)
             except (BadInput, CannotWrite, Damaged) as problem:
                 outcome = (None, problem)
-            packed = _as_integers(pickle.dumps(outcome))
-        head = np.zeros(HEAD, np.int32)
-        head[0], head[1 : 1 + packed.size] = packed.size, packed[: HEAD - 1]
-        head = self._sum(head)
-        rest = packed[HEAD - 1 :] if self.is_chief else np.zeros(max(0, head[0] - (HEAD - 1)), np.int32)
-        value, error = pickle.loads(np.concatenate([head[1:], self._sum_in_chunks(rest)]).tobytes())
+
+            def is_small(buffer: pickle.PickleBuffer) -> bool:
+                if buffer.raw().nbytes >= LARGE:
+                    large.append(np.frombuffer(buffer.raw(), np.uint8))
+                return buffer.raw().nbytes < LARGE
+
+            pickled = pickle.dumps(outcome, protocol=5, buffer_callback=is_small)
+            packed = np.frombuffer(pickle.dumps((pickled, [each.size for each in large])), np.uint8)
+        # First the workers' tags, whose sum shows whether all call the same function; then a size in 64 bits.
+        head = np.zeros(4 * HEAD, np.uint8)
+        head[4:12] = np.array([packed.size]).view(np.uint8)
+        head[12 : 12 + packed.size] = packed[: head.size - 12]
+        head[:4] = _tag(name).view(np.uint8)
+        if not self.is_chief:
+            head[4:] = 0
+        head = self._sum(head.view(np.int32))
+        if head[0] != (_tag(name) * np.int32(self.count))[0]:
+            raise BadInput(NOT_TOGETHER.format(f" (here {name})"))
+        in_head, size = head[3:].view(np.uint8), int(head[1:3].view(np.int64)[0])
+        rest = self._send(packed[in_head.size :], max(0, size - in_head.size))
+        pickled, sizes = pickle.loads(in_head.tobytes() + rest.tobytes())
+        buffers = [self._send(large[index] if large else rest, each) for index, each in enumerate(sizes)]
+        value, error = outcome if self.is_chief else pickle.loads(pickled, buffers=buffers)
         if error is not None:
             raise error
         return value
+
+    def _send(self, array: np.ndarray, size: int) -> np.ndarray:
+        """Returns the chief's `array` ([size], uint8); the `array` of others is not used."""
+        received = array if self.is_chief else np.empty(size, np.uint8)
+        for first in range(0, size, 4 * CHUNK):
+            piece = received[first : first + 4 * CHUNK]
+            zeros = np.zeros(-(-piece.size // 4), np.int32)
+            summed = self._sum(_as_integers(piece.tobytes()) if self.is_chief else zeros)
+            if not self.is_chief:
+                piece[:] = summed.view(np.uint8)[: piece.size]
+        return received
+
+
+def _tag(call: str) -> np.ndarray:
+    """Returns a number for a call ([1], int32): other workers must make the same one."""
+    return np.array([zlib.crc32(call.encode())], np.uint32).view(np.int32)
 
 
 def _as_integers(packed: bytes) -> np.ndarray:
@@ -104,10 +157,15 @@ def _as_integers(packed: bytes) -> np.ndarray:
 
 @contextlib.contextmanager
 def peers_named() -> Iterator[None]:
-    """Turns TensorFlow's error about a broken connection into PeerLost, which names the process that is gone."""
+    """Turns TensorFlow's errors about other processes into one line.
+
+    A broken connection becomes PeerLost, which names the process that is gone; different calls become BadInput.
+    """
     try:
         yield
     except tf.errors.OpError as problem:
+        if DIFFERENT_CALLS.search(str(problem)):
+            raise BadInput(NOT_TOGETHER.format("")) from problem
         cluster = find_cluster(os.environ)
         if cluster is None or not isinstance(problem, CONNECTION_ERRORS):
             raise

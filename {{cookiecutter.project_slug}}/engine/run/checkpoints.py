@@ -41,8 +41,8 @@ class Checkpoints:
         self.writer = writer or Writer()
         self._newest: Path | None = None  # The last one that was saved. It may still be pending.
         # A mask may be infinite from the start, but a weight that becomes infinite has diverged.
-        values = {name: as_array(variable.numpy()) for name, variable in state.mirrored.items()}
-        self._infinite = {name for name, value in values.items() if not _all_finite(value)}
+        mirrored = state.mirrored.items()
+        self._infinite = {name for name, variable in mirrored if not _all_finite(as_array(variable.numpy()))}
 
     def paths(self) -> list[Path]:
         """Returns the checkpoints, oldest first."""
@@ -62,12 +62,14 @@ class Checkpoints:
         Every worker must call it; the chief writes. It also removes checkpoints of later steps, which are left from
         before the run resumed from an earlier one.
 
-        Raises Diverged, and writes nothing, if a variable is no longer finite; CannotWrite if a write failed. With a
+        Raises BadInput, and writes nothing, if workers have other values; Diverged, too, if a variable is no longer
+        finite; CannotWrite if a write failed. With a
         thread, a later call raises that.
         """
         from_chief = self.state.workers.from_chief
         from_chief(lambda: self.writer.wait(at_most=1))  # Memory is needed for each pending one.
         values, record = self.state.values(), {**record, "step": step}
+        self.state.check_workers(values)
         for name, value in values.items():
             is_fine = name.startswith("metrics/") or _all_finite(value)
             if not is_fine and (name not in self._infinite or np.isnan(value).any()):

@@ -109,6 +109,7 @@ class Pass:
             self.waits = False
             return
         self._count = self._executions.length(self.split, left=self.steps_left, step=self._progress.step)
+        self._executions.workers.check_all_do(str(self))
         self._started, self._waited = time.monotonic(), self._iterator.seconds_waited
         self.watch.enter_context(self._executions.watched(self.split))
         try:

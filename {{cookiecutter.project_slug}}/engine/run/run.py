@@ -111,6 +111,10 @@ class Run:
         is_within = training.split == "train" and 0 < training.done < training.steps
         return bool(every and is_within and step % every == 0 and step != self.progress.validated_step)
 
+    def on_any_worker(self, condition: bool) -> bool:
+        """Returns, on all workers, whether the condition is true on one of them. All of them must call it."""
+        return bool(self.workers.names_where(condition))
+
     def stop_if_asked(self) -> None:
         """Raises Stopped, on all workers, if one of them got a signal."""
         signals.check(self.workers)
@@ -154,6 +158,7 @@ class Run:
     @contextlib.contextmanager
     def evaluation_weights(self) -> Iterator[None]:
         """Gives all replicas the mean of their statistics; with --ema-decay, the average replaces the weights."""
+        self.workers.check_all_do("a validation")
         if not {*self.progress.steps_of_pass, *self.progress.metrics} - {"train"}:
             self.objects.average_statistics()  # Otherwise the run was stopped in an evaluation, after the mean.
         with self.objects.average.in_place():

@@ -1,6 +1,7 @@
 """How a run starts: from its newest checkpoint, from other weights, or from new ones."""
 
 import contextlib
+import json
 import os
 from collections.abc import Collection
 from typing import Any
@@ -61,11 +62,14 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
         each.examples.cache()  # Examples that cannot be read are rejected before anything is written.
     data = _same_data(run.workers, batches)
     _check_steps(run, batches)
+    _check_optimizers(run)
     fresh = from_chief(lambda: _is_fresh(settings))
     start = None if fresh else _resume(run, batches, data)
     if start is None:
         message = initialize(run) if settings.init_from else "with new weights"
         start = Progress(learning_rates=_created_rates(run)), message
+    state = run.checkpoints.state
+    state.check_workers(state.mirrored_values(), "something in task.create_model or create_optimizer")
     progress, message = start
     progress.workers, progress.data = run.workers.count, data
     run.start(progress)
@@ -116,6 +120,23 @@ def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
         found += [f"task.prepare_example: {text}" for texts in unrepeatable_in_preparation(traced) for text in texts]
     for text in dict.fromkeys(found):
         console.print(text)
+
+
+def _check_optimizers(run: Run) -> None:
+    """Raises BadInput, in every process, if task.create_optimizer returned others than in the first one."""
+    own: dict[str, Any] = {}
+    for name, optimizer in run.objects.optimizers.items():
+        with contextlib.suppress(Exception):  # A task's own optimizer or schedule may raise anything.
+            config = json.loads(json.dumps(optimizer.get_config(), default=lambda value: type(value).__name__))
+            own |= {f"{name}/{key}": value for key, value in config.items() if key != "name"}
+    first = run.workers.from_chief(lambda: own)
+    if others := run.workers.names_where(own != first):
+        keys = sorted(key for key in {*own, *first} if own.get(key) != first.get(key))
+        found = "".join(f" (here {key} is {own.get(key)}, there {first.get(key)})" for key in keys[:1])
+        raise BadInput(
+            f"{', '.join(others)}: task.create_optimizer returned another optimizer than in the first process{found}: "
+            "give all processes the same values, as settings in config.py"
+        )
 
 
 def _changed_data(settings: Settings, before: dict[str, Any], data: dict[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ saved, because otherwise a resumed run would differ slightly.
 """
 
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,13 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.workers import Workers
+from engine.console import console
+from engine.errors import BadInput
 from engine.model.variables import is_seed, spread_seeds
 
 Variables = dict[str, tf.Variable]
 Values = dict[str, np.ndarray | tf.Tensor]
+ROUNDING = 1e-3  # Of a variable's largest value. Machines of several kinds may differ by this much between two saves.
 
 
 class State:
@@ -53,18 +57,49 @@ class State:
         large models need no memory for a second copy while they are saved.
         """
         local_results = self.strategy.experimental_local_results
-        # The first replica's variable is read, because reading the mirrored one takes five times as long.
-        values = {name: _read(local_results(variable)[0]) for name, variable in self.mirrored.items()}
-        with tf.device("CPU:0"):
-            # Copies values of GPUs and parameter servers to the host; the others are there already.
-            host = tf.constant(0).device
-            values = {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
+        values = self.mirrored_values()
         per_replica = {
             name: np.stack([as_array(_read(each).numpy()) for each in local_results(variable)])
             for name, variable in self.per_replica.items()
         }
         gathered = self.workers.gather(per_replica)  # [workers, replicas of each, ...]
         return values | {name: np.concatenate(list(value)) for name, value in gathered.items()}
+
+    def mirrored_values(self) -> Values:
+        local_results = self.strategy.experimental_local_results
+        # The first replica's variable is read, because reading the mirrored one takes five times as long.
+        values = {name: _read(local_results(variable)[0]) for name, variable in self.mirrored.items()}
+        with tf.device("CPU:0"):
+            # Copies values of GPUs and parameter servers to the host; the others are there already.
+            host = tf.constant(0).device
+            return {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
+
+    def check_workers(self, values: Values, cause: str = "something in the hooks or train.py") -> None:
+        """Raises BadInput, on every worker, if the mirrored `values` of one differ from the chief's.
+
+        Values that differ by rounding only, on machines of several kinds, become the chief's.
+        """
+        if self.workers.count == 1:
+            return
+        digests = np.array([_digest(values[name]) for name in self.mirrored], np.uint32)
+        rows = self.workers.gather({"digests": digests}, "the check of the weights")["digests"]  # [workers, variables]
+        differing = [name for name, column in zip(self.mirrored, rows.T, strict=True) if (column != column[0]).any()]
+        if not differing:
+            return
+        chiefs = self.workers.from_chief(lambda: {name: values[name] for name in differing})
+        far = np.array([not _differ_by_rounding(values[name], chiefs[name]) for name in differing])
+        are_far = self.workers.gather({"far": far})["far"]  # [workers, differing]
+        if are_far.any():
+            names = [name for name, column in zip(differing, are_far.T, strict=True) if column.any()]
+            workers = [name for name, row in zip(self.workers.names, are_far, strict=True) if row.any()]
+            raise BadInput(
+                f"{', '.join(workers)}: {len(names)} of {len(self.mirrored)} variables ({', '.join(names[:3])}"
+                f"{', ...' if names[3:] else ''}) differ from those of {self.workers.names[0]}: {cause} depends on the "
+                "process (an unseeded generator, another file, the environment, the order of a set); make it equal"
+            )
+        console.print(f"{len(differing)} variables differed by rounding between the workers; all have the chief's now")
+        for name in differing:
+            self.mirrored[name].assign(chiefs[name])
 
     def assign(self, values: Values) -> None:
         """Sets every variable. Per-replica values of another number of replicas are combined first."""
@@ -102,6 +137,22 @@ class State:
 def as_array(value: Any) -> np.ndarray:
     """Returns a value as TensorFlow gives it to NumPy, a single text too, as an array; texts are objects there."""
     return np.array(value, object) if isinstance(value, bytes) else np.asarray(value)
+
+
+def _digest(value: np.ndarray | tf.Tensor) -> int:
+    """Returns a checksum of a value's bits and their places."""
+    array = as_array(value)
+    if array.dtype == object:  # An array of texts contains their addresses.
+        return zlib.crc32(repr(array.tolist()).encode())
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data)
+
+
+def _differ_by_rounding(value: np.ndarray | tf.Tensor, chiefs: np.ndarray | tf.Tensor) -> bool:
+    one, other = as_array(value), as_array(chiefs)
+    if not tf.as_dtype(one.dtype).is_floating:
+        return bool((one == other).all())
+    largest = np.abs(other).max(initial=0)
+    return bool(np.isclose(one, other, rtol=0, atol=ROUNDING * largest, equal_nan=True).all())
 
 
 def one_of_replicas(rows: np.ndarray) -> np.ndarray:

@@ -1,0 +1,131 @@
+"""The processes of a cluster as threads, whose sums are NumPy's."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from engine.cluster import workers as module
+from engine.cluster.workers import Workers
+from engine.errors import BadInput, Damaged
+
+
+class Threads:
+    """Workers whose `_sum` meets the others in a barrier."""
+
+    def __init__(self, count: int) -> None:
+        self._barrier, self._sent, self.largest = threading.Barrier(count, timeout=60), [None] * count, 0
+        self.all = [self._worker(index, count) for index in range(count)]
+
+    def _worker(self, index: int, count: int) -> Workers:
+        worker = Workers(tf.distribute.get_strategy())
+        worker.count, worker.index, worker.is_chief = count, index, index == 0
+        worker.names = [f"worker {each}" for each in range(count)]
+
+        def add(integers: np.ndarray) -> np.ndarray:
+            self._sent[index] = integers
+            self._barrier.wait()
+            total = np.sum(self._sent, axis=0, dtype=np.int32)
+            self._barrier.wait()
+            self.largest = max(self.largest, integers.size)
+            return total
+
+        worker._sum = add
+        return worker
+
+    def call(self, function: Callable[[Workers], Any]) -> list[Any]:
+        """Returns each worker's result, or its exception."""
+
+        def run(worker: Workers) -> Any:
+            try:
+                return function(worker)
+            except Exception as problem:  # noqa: BLE001
+                return problem
+
+        with ThreadPoolExecutor(len(self.all)) as pool:
+            return list(pool.map(run, self.all))
+
+
+VALUES = {
+    "large": np.arange(100_003, dtype=np.float32),
+    "odd bytes": np.arange(70_001, dtype=np.uint8),
+    "columns": np.asfortranarray(np.arange(40_000.0).reshape(200, 200)),
+    "bits": np.array([-0.0, np.nan, np.inf], np.float64),
+    "nothing": np.zeros((0, 3), np.float32),
+    "scalar": np.array(7, np.int64),
+    "texts": np.array([b"", b"a\0b", "ü".encode()] * 30_000, object),
+}
+
+
+def test_values_of_the_chief_arrive_bit_for_bit_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 5000)
+    tensor = tf.range(50_000.0)
+    bfloat16 = tf.cast(tensor, tf.bfloat16).numpy()
+    threads = Threads(3)
+    sent = {**VALUES, "tensor": tensor, "bfloat16": bfloat16}
+    for received in threads.call(lambda worker: worker.from_chief(lambda: ("a report", sent))):
+        assert not isinstance(received, Exception), received
+        text, values = received
+        assert text == "a report"
+        for name, value in VALUES.items():
+            assert (values[name].dtype, values[name].shape) == (value.dtype, value.shape)
+            assert values[name].tobytes() == value.tobytes() or values[name].tolist() == value.tolist()
+        np.testing.assert_array_equal(values["tensor"], np.arange(50_000, dtype=np.float32))
+        np.testing.assert_array_equal(values["bfloat16"], bfloat16)
+    assert threads.largest <= 5000
+
+
+def test_arrays_above_two_to_the_33_bytes_have_sizes_of_64_bits() -> None:
+    array = np.zeros(9 * 2**30 + 3, np.uint8)  # Pages that nobody touches take no memory.
+    chief, worker = Threads(2).all
+    heads: list[np.ndarray] = []
+    sizes: dict[Workers, list[int]] = {chief: [], worker: []}
+
+    def add(integers: np.ndarray) -> np.ndarray:
+        heads.append(integers)
+        integers[:1] *= 2  # The other worker's tag.
+        return integers
+
+    chief._sum, worker._sum = add, lambda integers: heads[0]
+    for each in (chief, worker):
+        each._send = lambda sent, size, each=each: sizes[each].append(size) or array[:size]
+    for each in (chief, worker):
+        received = each.from_chief(lambda: {"table": array})["table"]
+        assert np.shares_memory(received, array)  # Nothing was copied.
+    assert sizes[chief] == sizes[worker] == [0, array.size]
+
+
+@pytest.mark.parametrize("kind", [BadInput, Damaged])
+def test_rejection_by_the_chief_is_raised_by_all(kind: type[Exception]) -> None:
+    def reject() -> None:
+        raise kind("the reason")
+
+    for problem in Threads(2).call(lambda worker: worker.from_chief(reject)):
+        assert isinstance(problem, kind)
+        assert str(problem) == "the reason"
+
+
+def one_thing() -> None: ...
+
+
+def another_thing() -> None: ...
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        (lambda worker: worker.check_all_do("train step 3"), lambda worker: worker.check_all_do("validation step 1")),
+        (lambda worker: worker.check_all_do("train step 3"), lambda worker: worker.names_where(True)),
+        (lambda worker: worker.from_chief(one_thing), lambda worker: worker.from_chief(another_thing)),
+    ],
+    ids=["two passes", "a pass and a decision", "two functions of the chief"],
+)
+def test_workers_that_do_not_do_the_same_say_so(ways: tuple[Callable[[Workers], Any], ...]) -> None:
+    for problem in Threads(2).call(lambda worker: ways[worker.index](worker)):
+        assert isinstance(problem, BadInput)
+        assert "the workers no longer do the same" in str(problem)
+        assert "run.on_any_worker" in str(problem)
