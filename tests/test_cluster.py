@@ -550,16 +550,13 @@ def test_workers_with_another_state_are_named_and_save_nothing(addition: str, to
 # What one of two workers does alone, in place of the lines of train.py that all do together.
 ALONE = {
     "ends": ("run.end_epoch(", "if 1 == INDEX:\n            return\n        run.end_epoch("),
-    "breaks": ("run.stop_if_asked()  # By a signal.", "if 1 == INDEX:\n            break"),
     "validates": ("run.stop_if_asked()  # By a signal.", "if 1 == INDEX:\n            validate()"),
     "saves": ("run.stop_if_asked()  # By a signal.", "if 1 == INDEX:\n            run.save()"),
-    "reports": ("run.save()\n\n\n", "if 1 == INDEX:\n            run.save()\n\n\n"),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("deed", ALONE)
+@pytest.mark.parametrize(("deed", "culprit"), [("ends", 1), ("validates", 0), ("saves", 1)])
 def test_decision_of_one_worker_ends_all_with_a_line(deed: str, culprit: int, tmp_path: Path) -> None:
     project = project_with(tmp_path, "")
     program = (project / "train.py").read_text(encoding="utf-8")
