@@ -62,9 +62,8 @@ class Checkpoints:
         Every worker must call it; the chief writes. It also removes checkpoints of later steps, which are left from
         before the run resumed from an earlier one.
 
-        Raises BadInput, and writes nothing, if workers have other values; Diverged, too, if a variable is no longer
-        finite; CannotWrite if a write failed. With a
-        thread, a later call raises that.
+        Raises BadInput if workers have other values, Diverged if a variable is no longer finite, and writes nothing
+        then. Raises CannotWrite if a write failed; with a thread, a later call raises that.
         """
         from_chief = self.state.workers.from_chief
         from_chief(lambda: self.writer.wait(at_most=1))  # Memory is needed for each pending one.
