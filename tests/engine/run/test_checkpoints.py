@@ -15,7 +15,7 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, CannotWrite, Diverged
-from engine.run import checkpoints
+from engine.run import checkpoints, progress
 from engine.run.checkpoints import Checkpoints, Damaged, read_newest, weights_sha256
 from engine.run.progress import Progress
 from engine.run.state import State
@@ -387,10 +387,52 @@ def test_files_that_another_program_holds_are_removed_later(tmp_path: Path, monk
     monkeypatch.setattr(os, "rmdir", rmdir_of_nfs)
     for step in (1, 2, 3):
         checkpoints.save(step, {})
-    assert sorted(os.listdir(tmp_path)) == [".step-00000001.removed", "step-00000003"]
+    hidden, newest = sorted(os.listdir(tmp_path))
+    assert (hidden.rpartition(".")[0], newest) == (".step-00000001.removed", "step-00000003")
+    # The same steps once more, as after a resume: what is held takes the name of nothing, neither now nor before.
+    checkpoints.save(1, {})
+    assert [path.name for path in checkpoints.paths()] == ["step-00000001"]
+    checkpoints.save(2, {})
+    assert [path.name for path in checkpoints.paths()] == ["step-00000002"]
     held = ""
     checkpoints.save(4, {})
     assert sorted(os.listdir(tmp_path)) == ["step-00000004"]
+
+
+def test_half_written_checkpoint_that_another_program_holds_ends_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = make_checkpoints(tmp_path, variables(a=(2,)))
+    (tmp_path / ".step-00000001.part").mkdir()
+    monkeypatch.setattr("engine.run.checkpoints._delete", lambda path: None)
+    assert saved.save(1, {}).is_dir()
+
+
+def test_directory_that_cannot_be_listed_for_a_moment_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = make_checkpoints(tmp_path, variables(a=(2,)))
+    saved.save(1, {})
+    glob = Path.glob
+
+    def stale(path: Path, pattern: str):
+        if path == tmp_path and pattern.startswith("."):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", stale)
+    saved.clear()
+    saved.save(2, {})
+    assert [path.name for path in saved.paths()] == ["step-00000002"]
+
+
+def test_record_without_a_format_is_of_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Progress(step=1).record()
+    del record["format"]
+    assert Progress.read(record, tmp_path).step == 1
+    monkeypatch.setattr(progress, "FORMAT", 2)
+    with pytest.raises(BadInput, match=r"was written by another version of engine/ \(format 1\)"):
+        Progress.read(record, tmp_path)
 
 
 def test_fingerprint_is_the_one_documented() -> None:

@@ -79,21 +79,21 @@ def test_run_that_was_killed_where_there_are_no_locks_keeps_nobody_out(tmp_path:
     # Some mounts of Lustre have no flock. A file in its place would stay after SIGKILL.
     path = started(tmp_path / "run")
     program = f"""
-import errno, fcntl, os, pathlib, signal, sys
+import errno, fcntl, os, pathlib, signal, socket, sys
 sys.path.insert(0, {str(PROJECT)!r})
 def flock(*_):
     raise OSError(errno.ENOSYS, "Function not implemented")
 fcntl.flock = flock
+socket.gethostname = lambda: sys.argv[1]
 from engine.run.directory import RunDirectory
 directory = RunDirectory(pathlib.Path({str(path)!r}))
 directory.lock()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert "is on a file system without locks: let only one run use it" in killed.stdout
-    with RunDirectory(path) as directory:
-        directory.lock()
+    for host in ("one", "other"):
+        killed = subprocess.run([sys.executable, "-c", program, host], capture_output=True, text=True, check=False)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert "is on a file system without locks: let only one run use it" in killed.stdout
 
 
 def test_run_with_other_settings_is_rejected(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """--export: the contents of its files, what is skipped, and what is rejected."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -23,7 +25,7 @@ from config import Config
 from engine.errors import BadInput
 from engine.run.signals import signals
 from engine.settings import InitOnly
-from engine.trained.export import _are_close, export
+from engine.trained.export import _are_close, _replaced, export
 from engine.trained.loading import load_trained
 from rendering import run
 
@@ -136,6 +138,25 @@ def test_run_that_is_not_finished_is_trained_to_its_end(
     assert (tmp_path / "run/export/saved_model").is_dir()
     train.main([f"--run-dir={tmp_path / 'run'}", "--export"])  # Its own --patience counts too.
     assert "Finished already" in capsys.readouterr().out
+
+
+def test_export_that_a_server_still_reads_is_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # NFS keeps a file that is open on another machine under a name of its own, so its directory cannot be removed.
+    rmdir, held = os.rmdir, True
+
+    def rmdir_of_nfs(path, *arguments, **options) -> None:
+        if held:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        rmdir(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir_of_nfs)
+    trained: Any = SimpleNamespace(models={"model": None})
+    for number in range(4):
+        held = number < 3
+        with _replaced(tmp_path / "export", trained) as folder:
+            (folder / "model.keras").write_text(str(number))
+        assert (tmp_path / "export" / "model.keras").read_text() == str(number)
+    assert os.listdir(tmp_path) == ["export"]
 
 
 def test_link_in_place_of_the_export_is_followed_and_leftovers_are_replaced(

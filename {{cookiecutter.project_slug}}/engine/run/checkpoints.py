@@ -12,6 +12,7 @@ import hashlib
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ class Checkpoints:
         return self.directory / f"step-{step:08d}.{_place(newest)[1] + 1}"
 
     def _write(self, path: Path, values: Values, record: dict[str, Any]) -> None:
-        temporary = self.directory / f".{path.name}.part"
+        temporary = _hidden(path, "part")
         with writing(path):
             # Its parents are not made: if the run directory is gone, somebody deleted it.
             self.directory.mkdir(exist_ok=True)
@@ -127,16 +128,18 @@ class Checkpoints:
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)  # A full disk needs the space.
                 raise
-        paths = self.paths()  # This one is missing if somebody moved the directory; the next write fails.
-        later = [each for each in paths if _place(each) > _place(path)]
-        earlier = paths[: len(paths) - len(later)]
-        for each in [*later, *earlier[: max(0, len(earlier) - self.keep)]]:
-            _remove(each)
+        with contextlib.suppress(OSError):  # The checkpoint is complete. The next save tries again.
+            paths = self.paths()  # This one is missing if somebody moved the directory; the next write fails.
+            later = [each for each in paths if _place(each) > _place(path)]
+            earlier = paths[: len(paths) - len(later)]
+            for each in [*later, *earlier[: max(0, len(earlier) - self.keep)]]:
+                _remove(each)
 
     def clear(self) -> None:
         """Removes checkpoints that are half-written or half-removed, or tries it again after the next save."""
-        for leftover in self.directory.glob(".step-[0-9]*"):
-            _delete(leftover)
+        with contextlib.suppress(OSError):
+            for leftover in self.directory.glob(".step-[0-9]*"):
+                _delete(leftover)
 
     def forget(self, first_step: int, *, but: int | None = None) -> None:
         """Removes the checkpoints from `first_step` on, except those of step `but`."""
@@ -261,9 +264,14 @@ def _all_finite(value: np.ndarray | tf.Tensor) -> bool:
 def _remove(path: Path) -> None:
     """Removes a checkpoint. It is renamed first, so that half of it is never taken for a checkpoint."""
     try:
-        _delete(path.rename(path.with_name(f".{path.name}.removed")))
+        _delete(path.rename(_hidden(path, "removed")))
     except OSError as problem:
         console.print(f"{path} is no longer needed, but cannot be removed ({problem.strerror})")
+
+
+def _hidden(path: Path, kind: str) -> Path:
+    """Returns a hidden name for a checkpoint, never the same: what had the last one may still be there (`_delete`)."""
+    return path.with_name(f".{path.name}.{kind}.{uuid.uuid4().hex[:8]}")
 
 
 def _delete(path: Path) -> None:

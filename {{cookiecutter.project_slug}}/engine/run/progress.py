@@ -46,8 +46,8 @@ class Progress:
         """Returns what `record` returned. Raises BadInput if another version of the engine wrote it, to `path`."""
         # It is not damaged: a damaged checkpoint is skipped, and later removed.
         unknown = sorted(record.keys() - {field.name for field in dataclasses.fields(cls)})
-        if unknown or record.get("format", FORMAT) != FORMAT:
-            found = f"format {record['format']}" if not unknown else f"unknown: {', '.join(unknown)}"
+        if unknown or record.get("format", 1) != FORMAT:
+            found = f"format {record.get('format', 1)}" if not unknown else f"unknown: {', '.join(unknown)}"
             remedy = "continue with the version that wrote it, or use another --run-dir"
             raise BadInput(f"{path} was written by another version of engine/ ({found}): {remedy}")
         return cls(**record)

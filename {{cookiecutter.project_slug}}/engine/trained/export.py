@@ -15,6 +15,7 @@ import importlib
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from engine.user_errors import first_line, user_errors_named
 TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
 TIES = 1e-3  # Allowed fraction of differing integers, such as the classes of pixels: rounding decides a tie.
 EXAMPLES, UNKNOWN_SIZE = 3, 8  # The number of made-up examples, and the sizes that their element spec leaves open.
-SAVED_MODEL = "saved_model"
+SAVED_MODEL, REMOVED = "saved_model", ".removed-export."
 # Paths that TensorFlow writes.
 OF_SAVED_MODEL = r"(saved_model|fingerprint)\.pb", r"variables(/variables\.(index|data-.*))?", r"assets(/[^/]+)?"
 SUFFIXES = {"litert": ".tflite", "onnx": ".onnx"}
@@ -119,9 +120,14 @@ def _foreign(path: Path, trained: Trained) -> Path | None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder with its contents, a file, or a link but not its target, if there is one."""
+    """Removes a folder with its contents, a file, or a link but not its target, if there is one.
+
+    On NFS, files of an earlier export that a server still reads stay. A later export tries them again.
+    """
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        path.rename(path.with_name(f"{path.name}{REMOVED}{uuid.uuid4().hex[:8]}"))
+        for removed in path.parent.glob(f".*{REMOVED}*"):
+            shutil.rmtree(removed, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
