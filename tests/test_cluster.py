@@ -565,8 +565,11 @@ def test_decision_of_one_worker_ends_all_with_a_line(deed: str, culprit: int, tm
     assert line in program
     (project / "train.py").write_text(program.replace(line, alone.replace("INDEX", index), 1), encoding="utf-8")
     with workers(project, tmp_path / "logs", 2, f"--run-dir={tmp_path / 'run'}", "--epochs=3") as started:
-        assert [each.wait(120) for each in started] == [2, 2], "\n".join(each.text for each in started)
-        for each in started:
-            assert "the workers no longer do the same" in each.last_line()
-            assert "run.on_any_worker" in each.last_line()
+        codes = [each.wait(120) for each in started]
+        lines = [each.last_line() for each in started]
+        # Where TensorFlow notices it, one worker gets its error, and the others that this one is gone.
+        assert sorted(codes) in ([1, 2], [2, 2]), lines
+        for each, code, line in zip(started, codes, lines, strict=True):
+            assert ("the workers no longer do the same" in line and "run.on_any_worker" in line) or code == 1, line
+            assert line.startswith("ERROR: ")
             assert "Traceback" not in each.text

@@ -81,9 +81,10 @@ class State:
         """
         if self.workers.count == 1:
             return
-        digests = np.array([_digest(values[name]) for name in self.mirrored], np.uint32)
+        mirrored = [name for name in self.mirrored if not is_seed(name)]  # Of the best weights, seeds are the chief's.
+        digests = np.array([_digest(values[name]) for name in mirrored], np.uint32)
         rows = self.workers.gather({"digests": digests}, "the check of the weights")["digests"]  # [workers, variables]
-        differing = [name for name, column in zip(self.mirrored, rows.T, strict=True) if (column != column[0]).any()]
+        differing = [name for name, column in zip(mirrored, rows.T, strict=True) if (column != column[0]).any()]
         if not differing:
             return
         chiefs = self.workers.from_chief(lambda: {name: values[name] for name in differing})
@@ -93,7 +94,7 @@ class State:
             names = [name for name, column in zip(differing, are_far.T, strict=True) if column.any()]
             workers = [name for name, row in zip(self.workers.names, are_far, strict=True) if row.any()]
             raise BadInput(
-                f"{', '.join(workers)}: {len(names)} of {len(self.mirrored)} variables ({', '.join(names[:3])}"
+                f"{', '.join(workers)}: {len(names)} of {len(mirrored)} variables ({', '.join(names[:3])}"
                 f"{', ...' if names[3:] else ''}) differ from those of {self.workers.names[0]}: {cause} depends on the "
                 "process (an unseeded generator, another file, the environment, the order of a set); make it equal"
             )
