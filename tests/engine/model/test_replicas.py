@@ -1,6 +1,7 @@
 """What replicas hold that differs is made to differ, or to agree, on purpose."""
 
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -130,8 +131,7 @@ def test_each_replica_averages_its_statistics_and_the_evaluation_their_mean(monk
     # What each step has measured itself, which moves the moving mean halfway, as its momentum is 0.5.
     before = np.concatenate([np.zeros_like(measured[:1]), measured[:-1]])
     of_steps = (np.array(measured, np.float64) - 0.5 * before) / 0.5
-    # The first step's stands for the initial weights too.
-    expected = np.average(of_steps, axis=0, weights=[0.81, 0.09, 0.1])
+    expected = np.average(of_steps, axis=0, weights=[0.81, 0.9, 1.0])
     assert not np.array_equal(*expected[0])
     with train.run.evaluation_weights():
         for mean, averages in zip(means, expected, strict=True):
@@ -147,6 +147,52 @@ def test_each_replica_averages_its_statistics_and_the_evaluation_their_mean(monk
     assert names <= train.run.checkpoints.state.per_replica.keys()
     averages = {*train.run.checkpoints.state.mirrored, *train.run.checkpoints.state.per_replica}
     assert not any("seed" in name for name in averages if name.startswith("average/"))
+
+
+def layer_called(times: int, **options: Any) -> keras.Model:
+    inputs = keras.Input((8, 8, 1))
+    features, normalize = keras.layers.Flatten()(inputs), keras.layers.BatchNormalization(**options)
+    called = [normalize(number * features) for number in range(1, times + 1)]
+    return keras.Model(inputs, keras.layers.Dense(10)(keras.layers.Add()([*called, features])))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("times", [1, 2])
+def test_average_of_a_layer_that_is_called_again_is_of_what_it_measured(
+    times: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As the shared encoder of two inputs is, or a discriminator.
+    monkeypatch.setattr(task, "create_model", lambda: layer_called(times, momentum=0.5))
+    train.build(Config(global_batch_size=36, ema_decay=0.9, micro_batches=micro_batches))
+    stack, first, _ = next(train.batches["train"].iterator().take(1))
+    for _ in range(3):  # The same batch, so that each step measures the same.
+        train.run_steps["train"](stack, first, 1)
+    features = tf.nest.flatten(stack)[0].numpy()[first].reshape(36, 64).astype(np.float64)
+    mean, weight = np.zeros(64), 0.0
+    for batch in (features[number::micro_batches] for number in range(micro_batches)):
+        for number in range(1, times + 1):
+            mean, weight = 0.5 * mean + 0.5 * number * batch.mean(axis=0), 0.5 * weight + 0.5
+    layer = next(each for each in task.model.layers if isinstance(each, keras.layers.BatchNormalization))
+    with train.run.objects.average.in_place():
+        np.testing.assert_allclose(layer.moving_mean.numpy(), mean / weight, rtol=1e-5, atol=1e-6)
+        assert layer.moving_variance.numpy().min() >= 0.0
+
+
+@pytest.mark.parametrize("options", [{"renorm": True}, {"momentum": 1.0}])
+def test_average_of_statistics_that_move_in_another_way_can_be_used(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "create_model", lambda: layer_called(1, **options))
+    train.build(Config(global_batch_size=36, ema_decay=0.9))
+    for stack, first, count in train.batches["train"].iterator().take(5):
+        train.run_steps["train"](stack, first, count)
+    layer = next(each for each in task.model.layers if isinstance(each, keras.layers.BatchNormalization))
+    trained = layer.moving_variance.numpy()
+    with train.run.objects.average.in_place():
+        averaged = layer.moving_variance.numpy()
+    assert averaged.min() >= 0.0
+    if options == {"momentum": 1.0}:
+        np.testing.assert_array_equal(averaged, trained)
 
 
 def test_resumed_average_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ metrics         builds and reads the metrics, and names their results
 sums            adds up in float64 what metrics count
 gradients       micro-batches, the sum over replicas, clipping, the update
 averages        the moving average of the weights and statistics
-masked_moments  synchronizes BatchNormalization that is called with a mask
+moments         the moments of BatchNormalization, over all replicas also with a mask
 hidden_state    the variables that Keras does not list
 """
 

@@ -3,16 +3,19 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 
+import keras
 import tensorflow as tf
+
+from engine.model.moments import kept_by, moves_by_momentum
 
 
 class MovingAverage:
     """average <- decay * average + (1 - decay) * variable, for some variables.
 
-    Statistics are moving averages themselves, of each step's own statistic: of these the average is taken, so that it
-    counts the same steps as the averages of the weights, and no initial value. Of a variable that differs between
-    replicas each replica averages its own value. All is kept in float64: in float32 an average stops where a step is
-    rounded to nothing, with a decay of 0.9999 up to 6e-4 of a weight away.
+    Statistics are moving averages themselves, of what each step has measured. Of these the average is taken, with the
+    same decay, so that it counts the same steps as the averages of the weights, and no initial value. Of a variable
+    that differs between replicas each replica averages its own value. All is kept in float64: in float32 an average
+    stops where a step is rounded to nothing, with a decay of 0.9999 up to 6e-4 of a weight away.
 
     Attributes:
         averages: variable -> its average.
@@ -20,22 +23,26 @@ class MovingAverage:
     """
 
     def __init__(
-        self, variables: Mapping[str, tf.Variable], momentum: Mapping[str, float], decay: float | None
+        self,
+        weights: Mapping[str, tf.Variable],
+        statistics: Mapping[str, tuple[tf.Variable, keras.layers.Layer]],
+        decay: float | None,
     ) -> None:
         """Starts with the variables' values; averages nothing without a decay. Make it inside the strategy's scope.
 
-        `momentum` has the variables that are statistics: a step changes them by
-        statistic <- momentum * statistic + (1 - momentum) * statistic of the step.
+        `statistics` are variables that layers change, with their layers.
         """
         self._strategy = tf.distribute.get_strategy()
+        layers = {name: layer for name, (_, layer) in statistics.items()} if decay else {}
+        variables = {**weights, **{name: variable for name, (variable, _) in statistics.items()}}
         self._variables, self._decay = (variables, decay) if decay else ({}, 0.0)
-        self._momentum = {name: value for name, value in momentum.items() if name in self._variables}
         self.averages = {name: _copy(variable) for name, variable in self._variables.items()}
-        self._before = {name: _copy(self._variables[name]) for name in self._momentum}  # Before the next step.
-        self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self.state = {**self.averages, **{f"{name}/before": each for name, each in self._before.items()}}
-        if self._momentum:
-            self.state["updates"] = self._updates
+        self._before = {name: _copy(self._variables[name]) for name in layers}  # Before the next step.
+        self._weight = {name: tf.Variable(0.0, dtype=tf.float64, trainable=False) for name in layers}
+        self._kept = {name: kept_by(layer) for name, layer in layers.items() if moves_by_momentum(layer)}
+        self.state = {**self.averages}
+        for part, by_name in (("before", self._before), ("weight", self._weight), ("kept", self._kept)):
+            self.state |= {f"{name}/{part}": variable for name, variable in by_name.items()}
 
     def start_over(self) -> None:
         """Sets the averages to the variables' values."""
@@ -43,23 +50,19 @@ class MovingAverage:
             self.averages[name].assign(tf.cast(variable, tf.float64))
         for name, before in self._before.items():
             before.assign(tf.cast(self._variables[name], tf.float64))
-        self._updates.assign(0)
+            self._weight[name].assign(0.0)
 
     @tf.autograph.experimental.do_not_convert
     def update(self) -> None:
         """Moves the averages by one step; outside the replicas, in the graph."""
         rate = tf.constant(1.0 - self._decay, tf.float64)
-        update = self._strategy.extended.update
-        if self._momentum:
-            # The first step's statistic stands for the initial weights, too.
-            rate_of_statistics = tf.where(tf.equal(self._updates, 0), tf.ones_like(rate), rate)
-            self._updates.assign_add(1)
         for name, average in self.averages.items():
-            if name in self._momentum:
-                arguments = self._variables[name], self._before[name], self._momentum[name], rate_of_statistics
-                update(average, _move_statistic, args=arguments)
+            variable, update = self._variables[name], self._strategy.extended.update
+            if name in self._before:
+                parts = self._before[name], self._weight[name], self._kept.get(name)
+                update(average, _move_statistic, args=(variable, rate, *parts))
             else:
-                update(average, _move, args=(self._variables[name], rate))
+                update(average, _move, args=(variable, rate))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -84,15 +87,26 @@ def _copy(variable: tf.Variable) -> tf.Variable:
     return tf.Variable(tf.cast(variable, tf.float64), trainable=False)
 
 
-def _move(average: tf.Variable, value: tf.Variable | tf.Tensor, rate: tf.Tensor) -> tf.Operation:
-    return average.assign_sub(rate * (average - tf.cast(value, tf.float64)))
+def _move(average: tf.Variable, value: tf.Variable, rate: tf.Tensor) -> None:
+    average.assign_sub(rate * (average - tf.cast(value, tf.float64)))
 
 
 def _move_statistic(
-    average: tf.Variable, variable: tf.Variable, before: tf.Variable, momentum: float, rate: tf.Tensor
-) -> tf.Operation:
-    now = tf.cast(variable, tf.float64)
-    of_this_step = (now - momentum * before) / (1.0 - momentum)
-    with tf.control_dependencies([of_this_step]):
-        before.assign(now)
-    return _move(average, of_this_step, rate)
+    average: tf.Variable,
+    variable: tf.Variable,
+    rate: tf.Tensor,
+    before: tf.Variable,
+    weight: tf.Variable,
+    kept: tf.Variable | None,
+) -> None:
+    """Averages what the step has measured, which is the statistic without what is kept of the one before.
+
+    Both have a part in the statistic. The average is divided by the sum of these parts.
+    """
+    now, part_kept = tf.cast(variable, tf.float64), tf.constant(0.0, tf.float64) if kept is None else kept.read_value()
+    part, measured = 1.0 - part_kept, now - part_kept * before
+    weight.assign(weight - rate * (weight - part))
+    average.assign_add(tf.math.divide_no_nan(rate * (measured - part * average), weight.read_value()))
+    before.assign(now)
+    if kept is not None:
+        kept.assign(1.0)

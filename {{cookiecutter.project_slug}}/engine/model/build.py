@@ -16,8 +16,8 @@ from engine.errors import BadInput, Diverged
 from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
 from engine.model.gradients import inner_optimizers, prepare_optimizer
-from engine.model.masked_moments import synchronize_masked_moments
 from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
+from engine.model.moments import replace_moments
 from engine.model.sums import sum_in_float64
 from engine.model.variables import by_name
 from engine.protocols import Metrics, Task
@@ -43,7 +43,7 @@ def set_up(task: Task, settings: Settings) -> None:
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(settings.seed)
     keras.config.set_dtype_policy(settings.precision)
-    synchronize_masked_moments()
+    replace_moments()
     sum_in_float64()
 
 
@@ -184,10 +184,11 @@ def finish_objects(
     direction = rejections.monitor_direction(names, settings.monitor, settings.monitor_direction)
     weights = variables.model_variables(task.model)
     variables.spread_seeds(strategy, [variable for name, variable in weights.items() if variables.is_seed(name)])
-    # Each micro-batch moves a statistic.
-    momentum = {name: each**settings.micro_batches for name, each in variables.statistics(task.model).items()}
-    averaged = variables.trainable_variables(task.model) | {name: weights[name] for name in momentum}
-    average = MovingAverage(averaged, momentum, settings.ema_decay)
+    average = MovingAverage(
+        variables.trainable_variables(task.model),
+        {name: (weights[name], layer) for name, layer in variables.statistics(task.model).items()},
+        settings.ema_decay,
+    )
     statistics = variables.per_replica_variables(task.model)
     statistics |= {
         f"average/{name}": each for name, each in average.state.items() if name.removesuffix("/before") in statistics

@@ -39,16 +39,16 @@ def per_replica_variables(model: Any) -> dict[str, tf.Variable]:
     return _chosen(model, [*seeds, *(each for one in models for each in _statistics(one))])
 
 
-def statistics(model: Any) -> dict[str, float]:
-    """Returns the floating `model_variables` that layers change themselves, with their momentum: moving means, say."""
+def statistics(model: Any) -> dict[str, keras.layers.Layer]:
+    """Returns the layers of the floating `model_variables` that layers change themselves, such as moving means."""
     layers = [layer for one in by_name(model, "model").values() for layer in layers_of(one)]
-    momentum = {
-        id(each.value): layer.momentum if isinstance(layer, keras.layers.BatchNormalization) else 0.0
+    owner = {
+        id(each.value): layer
         for layer in layers
         for each in layer._non_trainable_variables
         if tf.as_dtype(each.dtype).is_floating
     }
-    return {name: momentum[id(each)] for name, each in model_variables(model).items() if id(each) in momentum}
+    return {name: owner[id(each)] for name, each in model_variables(model).items() if id(each) in owner}
 
 
 def inner_variable(variable: keras.Variable | tf.Variable) -> tf.Variable:

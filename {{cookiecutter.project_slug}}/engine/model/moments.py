@@ -1,0 +1,53 @@
+"""Moments of BatchNormalization: over all replicas, also with a mask, which Keras does not do.
+
+They also count, for `averages`, by how much a step has moved a layer's statistics.
+"""
+
+import weakref
+
+import keras
+import tensorflow as tf
+
+KERAS_MOMENTS = keras.layers.BatchNormalization._moments
+_kept: weakref.WeakKeyDictionary[keras.layers.BatchNormalization, list[tf.Variable]] = weakref.WeakKeyDictionary()
+
+
+def replace_moments() -> None:
+    """Makes BatchNormalization(synchronized=True) count all replicas' examples also when it is called with a mask."""
+    keras.layers.BatchNormalization._moments = _moments
+
+
+def moves_by_momentum(layer: keras.layers.Layer) -> bool:
+    """Returns whether each call changes a layer's statistics by statistic <- momentum * statistic + ... alone."""
+    return isinstance(layer, keras.layers.BatchNormalization) and not layer.renorm
+
+
+def kept_by(layer: keras.layers.BatchNormalization) -> tf.Variable:
+    """Returns a new variable (float64, scalar), 1 at first, that each call of the layer multiplies by its momentum.
+
+    Each replica has its own. Since it was last 1, the calls have left that part of the layer's statistics.
+    """
+    on_read, first = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.ONLY_FIRST_REPLICA
+    kept = tf.Variable(1.0, dtype=tf.float64, trainable=False, synchronization=on_read, aggregation=first)
+    _kept.setdefault(layer, []).append(kept)
+    return kept
+
+
+def _moments(
+    layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the mean and the variance of the inputs where the mask is true, as Keras squeezes them."""
+    for kept in _kept.get(layer, ()):  # Keras calls this before each update of the statistics.
+        kept.assign(kept * layer.momentum)
+    replica = tf.distribute.get_replica_context()
+    if mask is None or not layer.synchronized or replica is None:
+        return KERAS_MOMENTS(layer, inputs, mask)
+    is_counted = tf.cast(mask, tf.bool)[..., None]
+
+    def total(values: tf.Tensor) -> tf.Tensor:
+        counted = tf.where(is_counted, values, tf.zeros_like(values))
+        return replica.all_reduce("SUM", tf.reduce_sum(counted, layer._reduction_axes, keepdims=True))
+
+    count = total(tf.ones_like(inputs)) + keras.config.epsilon()
+    mean = total(inputs) / count
+    return tf.squeeze(mean), tf.squeeze(total(tf.square(inputs - mean)) / count)
