@@ -105,6 +105,7 @@ def _move_statistic(
     """
     now, part_kept = tf.cast(variable, tf.float64), tf.constant(0.0, tf.float64) if kept is None else kept.read_value()
     part, measured = 1.0 - part_kept, now - part_kept * before
+    rate = tf.where(weight > 0.0, rate, 1.0)  # What the first step measures stands for the initial weights, too.
     weight.assign(weight - rate * (weight - part))
     average.assign_add(tf.math.divide_no_nan(rate * (measured - part * average), weight.read_value()))
     before.assign(now)
