@@ -18,8 +18,8 @@ from engine.cluster import rendezvous
 from engine.run import run
 from engine.run.checkpoints import Checkpoints
 
-STEPS = {"first step": 1, "mid-epoch": 18}  # Of 12 in an epoch.
-EVALUATION_STEPS = {"validation": 6, "test": 2}  # Of 4 in an evaluation.
+STEPS = {"first step": 1, "mid-epoch": 18}  # An epoch has 12.
+EVALUATION_STEPS = {"validation": 6, "test": 2}  # An evaluation has 4.
 CHECKPOINT = 2  # The one at the end of the second epoch, the last one.
 
 
@@ -80,7 +80,7 @@ def plant(task: dict[str, Any], phase: str, event: str, victim: int, marker: Pat
     def start() -> None:
         happens("before TensorFlow's start")
         if phase == "TensorFlow's start" and not marker.exists():
-            if is_victim:  # Which waits for the other one, and runs no Python meanwhile.
+            if is_victim:  # It waits for the other one, and runs no Python meanwhile.
                 command = 'sleep 1; date +%s.%N >"$0.part"; mv "$0.part" "$0"; kill -"$1" "$2"'
                 subprocess.Popen(["sh", "-c", command, marker, event.removeprefix("SIG"), str(os.getpid())])
             else:

@@ -46,7 +46,7 @@ class Cell:
         return f"{self.event} to the {('chief', 'worker')[self.victim]} in {self.phase}"
 
     def why_impossible(self) -> str:
-        """Returns why there is no such cell; "" if there is."""
+        """Returns why a cell cannot exist; "" if it can."""
         if self.event == "exception" and self.phase in NO_HOOK:
             return "no hook runs"
         if self.event == "full disk" and self.victim:

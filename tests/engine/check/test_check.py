@@ -849,6 +849,12 @@ def normalized_model():
 
 RIGHT = {
     "weighted mean": {"compute_loss": loss_of_weighted_mean, "load_examples": weighted_examples},
+    "weighted mean of equal losses": {
+        "compute_loss": loss_of_weighted_mean,
+        "create_model": lambda: keras.Sequential(
+            [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10, kernel_initializer="zeros")]
+        ),
+    },
     "learning rate of the step": {"train_step": rate_from_the_step, "create_optimizer": plain_rate},
     "regularizers of weights and of activities": {
         "create_model": lambda: linear_model(keras.layers.ActivityRegularization(l2=0.1), regularizer=L2)

@@ -57,7 +57,7 @@ def test_start_that_takes_too_long_ends_the_process_and_names_who_is_gone() -> N
 def test_start_that_takes_too_long_says_so_if_nobody_is_gone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         process = starting(60, 0.5, other=server.getsockname()[1])
-        server.accept()[0].send(b"\0")  # As a process that hangs, too.
+        server.accept()[0].send(b"\0")  # A process that hangs answers, too.
         _, err = process.communicate(timeout=50)
     assert "within 0.5 s (one of them hangs or is too slow): check its log" in err
 

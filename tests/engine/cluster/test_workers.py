@@ -12,6 +12,7 @@ import tensorflow as tf
 from engine.cluster import workers as module
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, Damaged
+from engine.run.state import State
 
 
 class Threads:
@@ -107,6 +108,24 @@ def test_rejection_by_the_chief_is_raised_by_all(kind: type[Exception]) -> None:
     for problem in Threads(2).call(lambda worker: worker.from_chief(reject)):
         assert isinstance(problem, kind)
         assert str(problem) == "the reason"
+
+
+def compared(worker: Workers, factor: float) -> list[float]:
+    """Returns a worker's weights after the comparison with the chief's, which they were multiples of."""
+    weights = tf.Variable(np.linspace(1.0, 2.0, 5, dtype=np.float32) * (factor if worker.index else 1.0))
+    seed = tf.Variable([worker.index, 0])  # Of dropout, which differs between workers.
+    state = State(tf.distribute.get_strategy(), worker, {"weights": weights, "dropout/seed_generator_state": seed})
+    state.check_workers(state.mirrored_values())
+    assert seed.numpy()[0] == worker.index
+    return weights.numpy().tolist()
+
+
+def test_weights_of_all_become_the_chiefs_if_only_rounding_differs() -> None:
+    chiefs, others = Threads(2).call(lambda worker: compared(worker, 1.0 + 1e-5))
+    assert others == chiefs
+    for problem in Threads(2).call(lambda worker: compared(worker, 1.01)):
+        assert isinstance(problem, BadInput)
+        assert "worker 1: 1 of 1 variables (weights) differ from those of worker 0" in str(problem)
 
 
 def one_thing() -> None: ...

@@ -39,6 +39,29 @@ def take_steps(count: int) -> None:
         train.run_steps["train"](stack, first, taken)
 
 
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_variable_that_the_loss_does_not_use_stays_with_several_optimizers(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WithUnusedScale(keras.layers.Dense):
+        def build(self, shape: tuple[int, ...]) -> None:
+            super().build(shape)
+            self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
+        others = {".*kernel": keras.optimizers.SGD(0.1)}
+        return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.2), others))
+
+    layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), WithUnusedScale(10, dtype="float32")]
+    monkeypatch.setattr(task, "create_model", lambda: keras.Sequential(layers))
+    monkeypatch.setattr(task, "create_optimizer", create_optimizer)
+    train.build(Config(simulated_devices=2, global_batch_size=32, precision=precision))
+    before = {variable.path: variable.numpy() for variable in task.model.trainable_variables}
+    take_steps(2)
+    after = {variable.path: variable.numpy() for variable in task.model.trainable_variables}
+    assert [path.rsplit("/")[-1] for path in after if (after[path] == before[path]).all()] == ["scale"]
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_overflow_on_the_last_replica_skips_the_step_on_all(replicas: int, overflow_on_the_last: tf.Variable) -> None:

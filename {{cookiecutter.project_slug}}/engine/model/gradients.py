@@ -178,7 +178,7 @@ def _update(
     scale: tf.Tensor | None,
 ) -> tf.Tensor:
     """Updates with the sum over the replicas, and returns its norm; `scale` is the loss scale, if any."""
-    variables = [variable for variable, each in zip(variables, gradients, strict=True) if each is not None]
+    used = [variable for variable, each in zip(variables, gradients, strict=True) if each is not None]
     # An embedding's gradient becomes a dense tensor: Adam would square the slices of a repeated token one by one.
     dense = [tf.convert_to_tensor(each) for each in gradients if each is not None]
     # TensorFlow packs gradients to sum them, and their norms too. Keras casts each to its variable's dtype.
@@ -195,7 +195,10 @@ def _update(
             gradients, _ = tf.clip_by_global_norm(gradients, limit, use_norm=norm)
         # Keras sums over the replicas once more, now equal values.
         gradients = [each / replica.num_replicas_in_sync for each in gradients]
-    optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    by_variable = dict(zip(map(id, used), gradients, strict=True))
+    # A MultiOptimizer needs all its variables, also those without a gradient, which its optimizers leave out.
+    variables = variables if inner_optimizers(optimizer) else used
+    optimizer.apply_gradients([(by_variable.get(id(variable)), variable) for variable in variables])
     return tf.cast(norm if scale is None else norm / tf.cast(scale, dtype), tf.float32)
 
 

@@ -1,7 +1,4 @@
-"""One run: which steps come next, what is due between them, which weights are best, and when it ends.
-
-It builds no graph and takes no steps, so tests give it made-up batches and losses.
-"""
+"""One run: which steps come next, what is due between them, which weights are best, and when it ends."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
