@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="cells with one of these texts in their name")
     parser.add_argument("--folder", type=Path, required=True, help="gets the logs, and found.jsonl")
     options = parser.parse_args()
+    options.folder = options.folder.absolute()
     options.folder.mkdir(parents=True)
     expected = undisturbed(options.folder / "undisturbed") if options.again else ""
 
