@@ -14,7 +14,7 @@ _kept: weakref.WeakKeyDictionary[keras.layers.BatchNormalization, list[tf.Variab
 
 def replace_moments() -> None:
     """Makes BatchNormalization(synchronized=True) count all replicas' examples also when it is called with a mask."""
-    keras.layers.BatchNormalization._moments = _moments
+    keras.layers.BatchNormalization._moments = _moments_of_all
 
 
 def moves_by_momentum(layer: keras.layers.Layer) -> bool:
@@ -33,7 +33,7 @@ def kept_by(layer: keras.layers.BatchNormalization) -> tf.Variable:
     return kept
 
 
-def _moments(
+def _moments_of_all(
     layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the mean and the variance of the inputs where the mask is true, as Keras squeezes them."""
