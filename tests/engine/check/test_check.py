@@ -435,6 +435,15 @@ def loss_weighted_twice(labels, predictions, weights):
     return average(per_example_loss, weights), per_example_loss
 
 
+def loss_with_a_term_without_weights(labels, predictions, weights):
+    """The second term depends on no label, as the divergence of a variational autoencoder."""
+    per_example_loss = label_losses(labels, predictions)
+    squares = tf.nn.compute_average_loss(
+        tf.reduce_mean(predictions**2, axis=-1), global_batch_size=task.config.global_batch_size
+    )
+    return average(per_example_loss, weights) + squares, per_example_loss
+
+
 def loss_without_regularization(labels, predictions, weights):
     per_example_loss = label_losses(labels, predictions)
     return average(per_example_loss, weights), per_example_loss
@@ -513,14 +522,6 @@ def frozen_model():
     model = linear_model()
     model.trainable = False
     return model
-
-
-def far_from_zero(features, labels, *, training):
-    return features + 1e4, labels
-
-
-def synchronized_model():
-    return linear_model(keras.layers.BatchNormalization(synchronized=True, name="bn"))
 
 
 def absolute_error(labels, predictions, weights):
@@ -643,6 +644,11 @@ FAULTS = {
         "task.py compute_loss",
         "the same with sample weights of 1 and of 0.5",
     ),
+    "term without weights": (
+        {"compute_loss": loss_with_a_term_without_weights},
+        "task.py compute_loss",
+        "the loss depends on examples of weight 0",
+    ),
     "loss weighted twice": (
         {"compute_loss": loss_weighted_twice},
         "task.py compute_loss",
@@ -697,11 +703,6 @@ FAULTS = {
         "assigns a value of one replica to optimizer/learning_rate",
     ),
     "frozen model": ({"create_model": frozen_model}, "task.py create_model", "trainable"),
-    "variance that cancels": (
-        {"prepare_example": far_from_zero, "create_model": synchronized_model},
-        "task.py create_model",
-        "the features of 'bn' are far from 0",
-    ),
     "texts as labels": ({"prepare_example": labels_as_texts}, "task.py prepare_example", "map them to numbers"),
     "prediction of a batch": (
         {"predict_step": lambda features: {"mean": tf.reduce_mean(task.model(features))}},
@@ -730,6 +731,7 @@ LONG = [
     ("NumPy in the step",),
     ("loss that only masks",),
     ("loss weighted twice",),
+    ("term without weights",),
     ("activity regularizer that is not added",),
     ("metrics of another split",),
     ("metric that is never reset",),
@@ -843,6 +845,10 @@ def weighted_examples(split):
     return few_examples(split).map(lambda features, label: (features, label, 0.5 * tf.cast(label % 3, tf.float32)))
 
 
+def examples_that_hardly_count(split):
+    return few_examples(split).enumerate().map(lambda index, example: (*example, tf.cast(index == 5, tf.float32)))
+
+
 def normalized_model():
     return linear_model(keras.layers.BatchNormalization(synchronized=True), keras.layers.Activation("relu"))
 
@@ -860,6 +866,7 @@ RIGHT = {
         "create_model": lambda: linear_model(keras.layers.ActivityRegularization(l2=0.1), regularizer=L2)
     },
     "normalized features": {"create_model": normalized_model},
+    "weights that are 0 in the second half of each batch": {"load_examples": examples_that_hardly_count},
 }
 
 
@@ -868,6 +875,22 @@ RIGHT = {
 def test_right_form_is_no_false_alarm(hooks: dict[str, Any], check: Check) -> None:
     lines = assert_sound(check(hooks, keep_last_batch=True))
     assert not any("its gradient jumps" in line for line in lines)
+
+
+@pytest.mark.long
+def test_regularization_that_cannot_be_checked_is_said(check: Check) -> None:
+    lines = assert_sound(
+        check(
+            {
+                "compute_loss": lambda *arguments: (
+                    tf.nn.scale_regularization_loss(task.model.losses) + loss_of_weighted_mean(*arguments)[0],
+                    label_losses(*arguments[:2]),
+                ),
+                "create_model": lambda: linear_model(regularizer=L2),
+            }
+        )
+    )
+    assert any("not checked that the loss contains the regularization" in line for line in lines)
 
 
 def hinge(labels, predictions, weights):

@@ -26,7 +26,6 @@ LEARNING_RATE = 2.0**14  # So large that a step shows the gradient: the weight i
 ROUNDED_BY = 2.0**-20  # Changes every weight by eight roundings of float32, as they add up over the layers.
 DRAWS = 3  # Several, because rounding shows only where a ReLU, or a maximum, is about to turn.
 NEARBY = 2.0**-7  # Changes every weight enough that another ReLU, or maximum, is about to turn.
-CANCELS = 1e4  # Above this ratio of mean² to variance, E[x²] - E[x]² in float32 is more than a hundredth off.
 LOSS = "loss"  # Beside the names of the variables.
 
 
@@ -76,7 +75,7 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     _check_finite(batches)
     with _moved_weights(program, task, NEARBY):
         nearby = losses_and_gradients(program, task, stacks)
-    assigned = _assigned(program, task, stacks[0], settings.micro_batches)
+    assigned = _assigned(program, task, stacks[0])
     optimizers = by_name(task.optimizer, "optimizer").values()
     updated = {path for optimizer in optimizers for path in optimizer.updated}
     trainable = [each.path for model in by_name(task.model, "model").values() for each in model.trainable_variables]
@@ -112,23 +111,13 @@ def state_restored(program: Program) -> Iterator[Values]:
     state.assign(initial)
 
 
-def _assigned(program: Program, task: Task, batches: Any, micro_batches: int) -> Arrays:
-    """Takes a step; returns `Measured.assigned`. Raises BadInput if the variance of a normalization cancels."""
+def _assigned(program: Program, task: Task, batches: Any) -> Arrays:
+    """Takes a step; returns `Measured.assigned`."""
     state = program.run.checkpoints.state
-    layers = [each for each in _layers(task) if isinstance(each, keras.layers.BatchNormalization)]
-    before = [(np.array(each.moving_mean), np.array(each.moving_variance)) for each in layers]
     others = state.mirrored.keys() - trainable_variables(task.model).keys()
     stack, first, _ = batches
     with state_restored(program):
         program.run_steps["train"](stack, first, 1)
-        for layer, (mean, variance) in zip(layers, before, strict=True):
-            share = max(1.0 - layer.momentum**micro_batches, 1e-6)  # How much of a statistic is of this step.
-            mean = mean + (layer.moving_mean - mean) / share
-            variance = variance + (layer.moving_variance - variance) / share
-            if layer.trainable and np.any(mean**2 > CANCELS * (np.maximum(variance, 0.0) + layer.epsilon)):
-                problem = f"the features of {layer.name!r} are far from 0 for how much they vary"
-                cause = "its variance is their mean square minus the square of their mean"
-                raise BadInput(f"task.create_model: {problem}, and {cause}: scale the features first")
         # Averages follow the weights, and a text has no rounding.
         return {
             name: np.asarray(value)

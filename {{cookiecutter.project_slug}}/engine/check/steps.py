@@ -52,15 +52,25 @@ def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
     halves, others, nothing = results(_first_half(size)), results(_first_half(size), *replaced), results(0.0)
     uneven, even = results(0.5 ** (np.arange(size) % 4)), losses(results(0.5))
     rest = np.nan_to_num(losses(nothing))  # Not finite if the loss is divided by the sum of the weights.
+    of_others = nothing if _loss_layers(task) else results(0.0, FEATURES, LABELS)
+    has_weights = any(tf.reduce_any(stack[SAMPLE_WEIGHTS][:, size // 2 :] > 0.0) for stack, _, _ in stacks)
     text = ""
-    if not are_same(halves, others, TOLERANCE) or are_same(one.batches, halves, PROMISE):
+    if (
+        not are_same(halves, others, TOLERANCE)
+        or not are_same(nothing, of_others, TOLERANCE)
+        or (has_weights and are_same(one.batches, halves, PROMISE))
+    ):
         text = "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights"
     elif are_same(one.batches, uneven, PROMISE):
         text = "the loss is the same with sample weights of 1 and of 0.5: multiply each example's loss by its own"
     elif close(even - rest, (one.losses - rest) / 4):
         text = "a quarter of the loss is left with half the sample weights: multiply by them once, not twice"
     yield Check(not text, where, text or "examples of weight 0 do not count in the loss, others by their weights")
-    if names := _not_added(task, nothing):
+    if not np.isfinite(losses(nothing)).all():
+        if any(each.regularizer for model in _models(task) for each in model.trainable_variables):
+            text = "not checked that the loss contains the regularization, because without weights it is not finite: "
+            yield Check(True, where, text + "divide by the sum of the weights with tf.math.divide_no_nan")
+    elif names := _not_added(task, nothing):
         text = f"the loss does not contain the regularization of {', '.join(names)}: add "
         yield Check(False, where, text + "tf.nn.scale_regularization_loss(model.losses)")
 
@@ -68,17 +78,25 @@ def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
 def _not_added(task: Task, batches: list[Arrays]) -> list[str]:
     """Returns weights and layers whose regularization is not in the results of examples that all have weight 0."""
     names = {id(variable): name for name, variable in trainable_variables(task.model).items()}
-    models = by_name(task.model, "model").values()
     missing = [
         each.path
-        for model in models
+        for model in _models(task)
         for each in model.trainable_variables
         if each.regularizer and float(each.regularizer(each))
         if not any(results[names[id(each.value)]].any() for results in batches)
     ]
     if missing or any(results[LOSS] for results in batches):
         return missing
-    return [layer.name for model in models for layer in layers_of(model) if layer._losses]
+    return _loss_layers(task)
+
+
+def _loss_layers(task: Task) -> list[str]:
+    """Returns the layers that add losses of their own, such as regularizers of activities."""
+    return [layer.name for model in _models(task) for layer in layers_of(model) if layer._losses]
+
+
+def _models(task: Task) -> list[keras.Model]:
+    return list(by_name(task.model, "model").values())
 
 
 def check_metrics(program: Program, task: Task, batches: Batches) -> Iterator[Check]:

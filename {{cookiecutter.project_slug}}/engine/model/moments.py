@@ -1,4 +1,4 @@
-"""Moments of BatchNormalization: over all replicas, also with a mask, which Keras does not do.
+"""Moments of BatchNormalization over all replicas: also with a mask, and without rounding the variance away.
 
 They also count, for `averages`, by how much a step has moved a layer's statistics.
 """
@@ -13,7 +13,7 @@ _kept: weakref.WeakKeyDictionary[keras.layers.BatchNormalization, list[tf.Variab
 
 
 def replace_moments() -> None:
-    """Makes BatchNormalization(synchronized=True) count all replicas' examples also when it is called with a mask."""
+    """Makes BatchNormalization use `_moments_of_all`."""
     keras.layers.BatchNormalization._moments = _moments_of_all
 
 
@@ -36,18 +36,23 @@ def kept_by(layer: keras.layers.BatchNormalization) -> tf.Variable:
 def _moments_of_all(
     layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the mean and the variance of the inputs where the mask is true, as Keras squeezes them."""
+    """Returns the mean and the variance ([channels]) of the inputs, of all replicas if the layer is synchronized.
+
+    `inputs` are float32 or float64; `mask` ([batch, ...], without the channels) chooses what counts.
+    """
     for kept in _kept.get(layer, ()):  # Keras calls this before each update of the statistics.
         kept.assign(kept * layer.momentum)
     replica = tf.distribute.get_replica_context()
-    if mask is None or not layer.synchronized or replica is None:
+    if not layer.synchronized or replica is None:
         return KERAS_MOMENTS(layer, inputs, mask)
-    is_counted = tf.cast(mask, tf.bool)[..., None]
 
     def total(values: tf.Tensor) -> tf.Tensor:
-        counted = tf.where(is_counted, values, tf.zeros_like(values))
-        return replica.all_reduce("SUM", tf.reduce_sum(counted, layer._reduction_axes, keepdims=True))
+        if mask is not None:
+            values = tf.where(tf.cast(mask, tf.bool)[..., None], values, tf.zeros_like(values))
+        return tf.reduce_sum(values, layer._reduction_axes, keepdims=True)
 
-    count = total(tf.ones_like(inputs)) + keras.config.epsilon()
-    mean = total(inputs) / count
-    return tf.squeeze(mean), tf.squeeze(total(tf.square(inputs - mean)) / count)
+    # Keras computes E[x²] - E[x]², which is rounding alone where the mean is large.
+    sums = replica.all_reduce("SUM", tf.stack([total(inputs), total(tf.ones_like(inputs))]))
+    mean = tf.math.divide_no_nan(sums[0], sums[1])
+    variance = tf.math.divide_no_nan(replica.all_reduce("SUM", total(tf.square(inputs - mean))), sums[1])
+    return tf.squeeze(mean, layer._reduction_axes), tf.squeeze(variance, layer._reduction_axes)
