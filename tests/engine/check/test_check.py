@@ -846,7 +846,7 @@ def weighted_examples(split):
 
 
 def examples_that_hardly_count(split):
-    return few_examples(split).enumerate().map(lambda index, example: (*example, tf.cast(index == 5, tf.float32)))
+    return few_examples(split).enumerate().map(lambda index, example: (*example, tf.cast(index == 21, tf.float32)))
 
 
 def normalized_model():

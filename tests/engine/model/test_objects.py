@@ -212,29 +212,28 @@ def test_synchronized_normalization_with_a_mask_counts_the_rows_of_all_replicas(
             np.testing.assert_allclose(weight, found[0][1][name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_synchronized_variance_is_right_far_from_0() -> None:
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_synchronized_variance_is_right_far_from_0(replicas: int) -> None:
     rows = np.random.default_rng(0).normal(1e4, 10.0, (20, 3, 5)).astype(np.float32)
     mask = rows[..., 0] > 1e4
-    for replicas in (1, 2, 4):
-        train.build(Config(simulated_devices=replicas, global_batch_size=20))
-        with train.strategy.scope():
-            plain, masked = (keras.layers.BatchNormalization(synchronized=True, momentum=0.0) for _ in range(2))
-            plain.build(rows.shape)
-            masked.build(rows.shape)
+    train.build(Config(simulated_devices=replicas, global_batch_size=20))
+    with train.strategy.scope():
+        plain, masked = (keras.layers.BatchNormalization(synchronized=True, momentum=0.0) for _ in range(2))
+        plain.build(rows.shape)
+        masked.build(rows.shape)
 
-        @tf.function
-        def normalize() -> None:
-            share = 20 // train.strategy.num_replicas_in_sync
-            index = tf.distribute.get_replica_context().replica_id_in_sync_group
-            mine = slice(index * share, (index + 1) * share)
-            plain(tf.constant(rows)[mine], training=True)
-            masked(tf.constant(rows)[mine], training=True, mask=tf.constant(mask)[mine])
+    @tf.function
+    def normalize() -> None:
+        index = tf.distribute.get_replica_context().replica_id_in_sync_group
+        own = slice(index * 20 // replicas, (index + 1) * 20 // replicas)
+        plain(tf.constant(rows)[own], training=True)
+        masked(tf.constant(rows)[own], training=True, mask=tf.constant(mask)[own])
 
-        train.strategy.run(normalize)
-        exact = rows.astype(np.float64)
-        for layer, counted in ((plain, exact.reshape(-1, 5)), (masked, exact[mask])):
-            np.testing.assert_allclose(layer.moving_mean.numpy(), counted.mean(0), rtol=1e-6)
-            np.testing.assert_allclose(layer.moving_variance.numpy(), counted.var(0), rtol=1e-5)
+    train.strategy.run(normalize)
+    exact = rows.astype(np.float64)
+    for layer, counted in ((plain, exact.reshape(-1, 5)), (masked, exact[mask])):
+        np.testing.assert_allclose(layer.moving_mean.numpy(), counted.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(layer.moving_variance.numpy(), counted.var(0), rtol=1e-5)
 
 
 # --- Optimizers -------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from engine.check.results import (
     differing_metrics,
     hook_of_step,
 )
-from engine.check.steps import check_loss, check_metrics, check_updated_metrics, draws, jumps
+from engine.check.steps import SAMPLE_WEIGHTS, check_loss, check_metrics, check_updated_metrics, draws, jumps
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model.variables import by_name, is_seed, model_variables
@@ -223,8 +223,9 @@ def _check_training(program: Program, task: Task, settings: Settings, *, compare
         yield Check(False, "task.py create_optimizer", text)
     stack, first, _ = measure.first_stacks(program)[0]
     losses = [float(program.run_steps["train"](stack, first, 1)[0]) for _ in range(REPEATED_STEPS)]
-    # Opposing losses, as in a GAN, need not decrease.
-    falls = len(by_name(task.optimizer, "optimizer")) > 1 or bool(np.mean(losses[-5:]) < losses[0])
+    # Opposing losses, as in a GAN, need not decrease; that of a batch whose weights are all 0 cannot.
+    cannot_fall = len(by_name(task.optimizer, "optimizer")) > 1 or not np.any(stack[SAMPLE_WEIGHTS][first])
+    falls = cannot_fall or bool(np.mean(losses[-5:]) < losses[0])
     text = f"the loss goes from {losses[0]:.4g} to {losses[-1]:.4g} in {REPEATED_STEPS} steps on one batch"
     rule = ": it must fall; check --learning-rate, and how task.create_optimizer uses it"
     yield Check(falls, "task.py create_optimizer", text if falls else text + rule)

@@ -51,8 +51,13 @@ def _moments_of_all(
             values = tf.where(tf.cast(mask, tf.bool)[..., None], values, tf.zeros_like(values))
         return tf.reduce_sum(values, layer._reduction_axes, keepdims=True)
 
-    # Keras computes E[x²] - E[x]², which is rounding alone where the mean is large.
-    sums = replica.all_reduce("SUM", tf.stack([total(inputs), total(tf.ones_like(inputs))]))
-    mean = tf.math.divide_no_nan(sums[0], sums[1])
-    variance = tf.math.divide_no_nan(replica.all_reduce("SUM", total(tf.square(inputs - mean))), sums[1])
+    local = total(inputs)
+    rows = tf.ones_like(local) * tf.cast(tf.size(inputs) / tf.size(local), inputs.dtype)
+    count = rows if mask is None else total(tf.ones_like(inputs))
+    sums, count = tf.unstack(replica.all_reduce("SUM", tf.stack([local, count])))
+    mean = tf.math.divide_no_nan(sums, count)
+    # Keras computes E[x²] - E[x]², which is rounding alone where the mean is large. The sum of squares has its minimum
+    # at the mean, so the gradient by the mean is 0.
+    squares = replica.all_reduce("SUM", total(tf.math.squared_difference(inputs, tf.stop_gradient(mean))))
+    variance = tf.math.divide_no_nan(squares, count)
     return tf.squeeze(mean, layer._reduction_axes), tf.squeeze(variance, layer._reduction_axes)
