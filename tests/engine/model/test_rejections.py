@@ -145,6 +145,12 @@ def inserting_step(batch):
     return loss
 
 
+def model_in_float8() -> keras.Model:
+    model = CREATE_MODEL()
+    model.quantize("float8")
+    return model
+
+
 def frozen_model(*, learns: bool = False):
     model = CREATE_MODEL()
     model.trainable = learns
@@ -200,6 +206,10 @@ FAULTY_HOOKS = {
     "one loss": ({"compute_loss": one_value}, "train_step: "),
     "loss of many numbers": ({"compute_loss": summed_over_nothing}, "task.train_step returned <tf.Tensor"),
     "no model": ({"create_model": lambda: None}, "task.create_model returned None as 'model'"),
+    "model in float8": (
+        {"create_model": model_in_float8},
+        "which training in float8 makes, and which is wrong on several replicas: train in 16 or 32 bits",
+    ),
     "frozen model": (
         {"create_model": frozen_model},
         "task.create_model returned 'model' without trainable variables, so there is nothing to train: unfreeze",

@@ -60,8 +60,12 @@ def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
 
 
 def check_trainable(optimizer: Any, model: Any) -> None:
-    """Raises BadInput if an optimizer has nothing to train."""
+    """Raises BadInput if an optimizer has nothing to train, or a variable takes its gradient as its value."""
     models = by_name(model, "model")
+    for variable in (each for one in models.values() for each in one.trainable_variables):
+        if getattr(variable, "overwrite_with_gradient", False):  # Such gradients are maxima, which nothing may sum.
+            problem = f"{variable.path}, which training in float8 makes, and which is wrong on several replicas"
+            raise BadInput(f"task.create_model returned {problem}: train in 16 or 32 bits, and quantize afterwards")
     for trained in [{name: models[name]} for name in optimizer] if isinstance(optimizer, Mapping) else [models]:
         if not any(each.trainable_variables for each in trained.values()):
             problem = f"{', '.join(map(repr, trained))} without trainable variables, so there is nothing to train"
