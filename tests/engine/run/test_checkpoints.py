@@ -5,7 +5,9 @@ import errno
 import hashlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ import tensorflow as tf
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
-from engine.errors import BadInput, CannotWrite, Diverged
+from engine.data import retries
+from engine.errors import BadInput, CannotWrite, Diverged, Unavailable
 from engine.run import checkpoints, progress
 from engine.run.checkpoints import Checkpoints, Damaged, read_newest, weights_sha256
 from engine.run.progress import Progress
@@ -363,6 +366,43 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(file: str, how: str, 
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("times", [2, 100])
+@pytest.mark.parametrize("of", ["the tensors", "the record"])
+def test_fault_that_passes_is_no_damage(
+    of: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # If it were, an older checkpoint would be used, and the next save would remove this one.
+    state = variables(a=(2,))
+    states, best = (make_checkpoints(tmp_path / name, state, keep=2) for name in ("states", "best"))
+    for step in (1, 2):
+        states.save(step, Progress(step=step).record())
+    left = [times]
+
+    def failing(read: Callable, problem: Exception) -> Callable:
+        def read_or_fail(*arguments: Any) -> Any:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise problem
+            return read(*arguments)
+
+        return read_or_fail
+
+    if of == "the tensors":
+        problem: Exception = tf.errors.UnknownError(None, None, "state.index; Input/output error")
+        monkeypatch.setattr(tf.train, "load_checkpoint", failing(tf.train.load_checkpoint, problem))
+    else:
+        problem = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        monkeypatch.setattr(checkpoints, "file_sha256", failing(checkpoints.file_sha256, problem))
+    monkeypatch.setattr(retries, "SECONDS_TO_WAIT", (0.001,) * 3)
+    if times == 2:
+        path, _, progress = read_newest(states, best)
+        assert (path.name, progress.step) == ("step-00000002", 2)
+        assert capsys.readouterr().out.count("step-00000002 cannot be read") == 2
+    else:
+        with pytest.raises(Unavailable, match="step-00000002 still cannot be read"):
+            read_newest(states, best)
+
+
 @pytest.mark.parametrize("newer", [{"colour": "red"}, {"format": 2}])
 def test_checkpoint_of_another_version_is_rejected_and_stays(newer: dict, tmp_path: Path) -> None:
     # If it counted as damaged, an older checkpoint would be used, and the next save would remove it.
@@ -370,6 +410,8 @@ def test_checkpoint_of_another_version_is_rejected_and_stays(newer: dict, tmp_pa
     checkpoints = make_checkpoints(tmp_path, state, keep=2)
     checkpoints.save(1, Progress(step=1).record())
     checkpoints.save(2, Progress(step=2).record() | newer)
+    # Its variables may differ, too, which alone would mean another model.
+    checkpoints = make_checkpoints(tmp_path, variables(b=(3,)), keep=2)
     with pytest.raises(BadInput, match=r"step-00000002 was written by another version of engine/ .*(colour|format 2)"):
         read_newest(checkpoints, make_checkpoints(tmp_path / "best", state))
 

@@ -9,6 +9,7 @@ variable is changed.
 
 import contextlib
 import hashlib
+import json
 import re
 import shutil
 import tempfile
@@ -21,8 +22,9 @@ import numpy as np
 import tensorflow as tf
 
 from engine.console import console
+from engine.data.retries import until_read
 from engine.errors import BadInput, Damaged, Diverged
-from engine.files import as_text, file_sha256, read_json, sync, writing
+from engine.files import as_text, file_sha256, sync, writing
 from engine.run.progress import Progress
 from engine.run.state import State, Values, as_array
 from engine.run.writer import Writer
@@ -158,8 +160,8 @@ def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Valu
     intact = None
     for path in reversed(checkpoints.paths()):
         try:
-            values, record = checkpoints.read(path)
-            progress, intact = Progress.read(record, path), intact or path
+            progress = Progress.read(read_record(path), path)  # First, because of another version all may differ.
+            values, intact = checkpoints.read(path)[0], intact or path
             if progress.best_step is not None:
                 best.read(best.path(progress.best_step))
         except Damaged as problem:
@@ -204,23 +206,38 @@ def _place(path: Path) -> tuple[int, int]:
 
 
 def read_checkpoint(path: Path) -> tuple[Values, dict[str, Any]]:
-    """Returns the values and the record of the checkpoint at `path`. Raises Damaged unless they are as written."""
+    """Returns the values and the record of the checkpoint at `path`. Raises as `read_record` does."""
     record = read_record(path)
-    try:
+
+    def read() -> Values:
         with plain_name(path / "state") as prefix:
             reader = tf.train.load_checkpoint(prefix)
-            return {name: as_array(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}, record
-    except (OSError, tf.errors.OpError, LookupError, ValueError, RuntimeError) as problem:
-        raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
+            return {name: as_array(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}
+
+    with _damage_named(path):
+        return until_read(read, str(path)), record
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Returns the record of the checkpoint at `path`. Raises Damaged unless its small files are as written."""
-    try:
+    """Returns the record of the checkpoint at `path`.
+
+    Raises Damaged unless its files are as written, and Unavailable if they cannot be read for minutes.
+    """
+
+    def read() -> dict[str, Any]:
         if (path / CHECKSUMS).read_text(encoding="utf-8") != _checksums(path):
             raise Damaged(f"{path} is damaged ({PROGRESS} or {INDEX} has changed)")
-        return read_json(path / PROGRESS) or {}
-    except (BadInput, OSError, ValueError) as problem:
+        return json.loads((path / PROGRESS).read_text(encoding="utf-8"))
+
+    with _damage_named(path):
+        return until_read(read, str(path))
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, tf.errors.OpError, LookupError, ValueError, RuntimeError) as problem:
         raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
 
 

@@ -9,7 +9,8 @@ from typing import Self
 import filelock
 
 from engine.console import console
-from engine.errors import BadInput
+from engine.data.retries import may_pass
+from engine.errors import BadInput, Unavailable
 from engine.files import read_json
 from engine.settings import CONFIG, Settings, recorded_settings
 from engine.versions import changes_since
@@ -69,6 +70,8 @@ class RunDirectory:
         try:
             yield
         except OSError as problem:
+            if may_pass(problem):
+                raise Unavailable(f"--run-dir {self.path} cannot be used now ({problem.strerror}): try again") from None
             raise BadInput(f"--run-dir {self.path} cannot be used ({problem.strerror}): use another one") from None
 
     def _exists(self) -> bool:
@@ -90,7 +93,7 @@ class RunDirectory:
             except filelock.Timeout:
                 raise BadInput(f"--run-dir {self.path} is in use by another run: wait, or use another one") from None
             except OSError as problem:
-                if problem.errno != errno.ENOSYS:
+                if problem.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                     raise
                 console.print(f"{self.path} is on a file system without locks: let only one run use it")
 

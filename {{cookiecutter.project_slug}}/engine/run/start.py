@@ -12,7 +12,7 @@ from engine.console import console, print_result
 from engine.data.batches import Batches
 from engine.data.examples import hook_of
 from engine.errors import BadInput
-from engine.files import read_json, write_json
+from engine.files import read_json, write_json, writing
 from engine.model.variables import is_seed
 from engine.report.report import Report
 from engine.run.checkpoints import read_newest
@@ -278,4 +278,5 @@ def _write_files(run: Run, directory: RunDirectory, batches: dict[str, Batches],
         "starts": starts,
     }
     write_json(settings.run_dir / CONFIG, config)
-    (settings.run_dir / RESULT).unlink(missing_ok=True)
+    with writing(settings.run_dir / RESULT):
+        (settings.run_dir / RESULT).unlink(missing_ok=True)
