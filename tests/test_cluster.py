@@ -244,6 +244,36 @@ def test_mistake_that_one_worker_meets_ends_it_with_its_line_and_the_other_as_fo
         assert "Traceback" not in failed.text + other.text
 
 
+# The second worker meets an error of its file system, which passes, in the middle of an epoch.
+FAILING_ONCE = """
+
+_prepare_example, _calls = prepare_example, []
+
+
+def _read(features):
+    import os
+
+    _calls.append(None)
+    if len(_calls) == 900 and '"index": 1' in os.environ["TF_CONFIG"]:
+        raise OSError(5, "Input/output error")
+    return features
+
+
+def prepare_example(features, labels, *, training, seed):
+    features = tf.ensure_shape(tf.numpy_function(_read, [features], features.dtype), features.shape)
+    return _prepare_example(features, labels, training=training, seed=seed)
+"""
+
+
+@pytest.mark.long
+def test_worker_that_reads_again_takes_the_same_steps_as_the_other(two_workers: Path, tmp_path: Path) -> None:
+    project, run_dir = project_with(tmp_path, NORMALIZED + FAILING_ONCE), tmp_path / "run"
+    with workers(project, tmp_path / "logs", 2, f"--run-dir={run_dir}", *NUMBERS) as started:
+        assert [each.wait(120) for each in started] == [0, 0]
+        assert "trying again in 1 s" in started[1].text
+    assert outcome(run_dir)[1]["weights_sha256"] == outcome(two_workers)[1]["weights_sha256"]
+
+
 @pytest.mark.long
 def test_loss_that_is_not_finite_ends_all_alike(tmp_path: Path) -> None:
     arguments = (f"--run-dir={tmp_path / 'run'}", "--epochs=5", "--learning-rate=1e30")

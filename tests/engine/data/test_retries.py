@@ -74,14 +74,18 @@ def generated(fails: Callable[[], None], count: int = 200) -> Callable[[str], tf
     return load_examples
 
 
-def labels(split: str, load_examples: Any, prepare_example: Any, *, replicas: int = 1, passes: int = 2) -> list[int]:
-    """Returns the labels of some passes, in the order in which steps take them."""
+def labels(split: str, load_examples: Any, prepare_example: Any, *, replicas: int = 1, passes: int = 2) -> list[Any]:
+    """Returns the labels of some passes, in the order in which steps take them, and which steps share an execution.
+
+    Workers whose executions differ wait for each other for ever.
+    """
     config = Config(strategy="mirrored", simulated_devices=replicas, global_batch_size=8)
     batches = batches_of(split, load_examples, prepare_example, config)
-    found: list[int] = []
+    found: list[Any] = []
     for epoch in range(passes):
         iterator = batches.iterator(epoch)
         for stack, first, count in iterator.take(batches.steps_per_epoch):
+            found.append((first, count))
             for index in range(count):
                 batch = batches.stacks.pick(stack, tf.constant(first + index))
                 found += np.concatenate(
@@ -174,6 +178,7 @@ def test_record_file_that_gives_io_errors_for_a_while(tmp_path: Path, monkeypatc
     found = []
     for epoch in range(2):
         for stack, first, count in batches.iterator(epoch).take(batches.steps_per_epoch):
+            found.append((first, count))
             for index in range(count):
                 found += batches.stacks.pick(stack, tf.constant(first + index))[1].numpy().tolist()
     assert found == expected

@@ -174,8 +174,9 @@ class Batches:
         return next(iter(self.examples.unshuffled()))[1]
 
     def _new_iterator(self, first_pass: int, first_step: int) -> StackIterator:
-        def start(number: int, step: int) -> tuple[Iterator[Any], Sizes]:
-            sizes = stack_sizes(self.steps_per_pass, step, self._bytes_of_batch)
+        def start(number: int, step: int, sizes_of_first: list[int]) -> tuple[Iterator[Any], Sizes]:
+            growing, whole = stack_sizes(self.steps_per_pass, step, self._bytes_of_batch)
+            sizes = sizes_of_first or growing, whole
             return on_replicas(self._strategy, iter(self._stacks_of_process(number, step, sizes))), sizes
 
         is_kept = self._training or self.bytes_ahead <= BYTES_KEPT

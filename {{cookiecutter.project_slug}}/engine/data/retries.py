@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -47,7 +48,10 @@ def until_read(read: Callable[[], Read], name: str) -> Read:
                 remedy = "check the file system or network behind it"
                 raise Unavailable(f"{name} still cannot be read, {attempts} ({text}): {remedy}") from problem
         # The exception is gone, and with it the iterator that failed.
-        console.print(f"{name} cannot be read ({text}): trying again in {seconds} s")
+        line = f"{name} cannot be read ({text}): trying again in {seconds} s"
+        console.print(line)
+        if console.quiet:  # In a worker that is not the chief.
+            print(line, file=sys.stderr, flush=True)
         if stopped_by := _signal_within(seconds):
             raise Unavailable(f"stopped by {stopped_by} while {name} could not be read ({text})")
     raise AssertionError  # The last attempt returns or raises.

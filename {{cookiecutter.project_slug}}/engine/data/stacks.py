@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import itertools
 import sys
 import time
 import weakref
@@ -29,8 +28,8 @@ GROWTH = 4
 
 # How many batches each stack has: in the first pass, from its first step on, and in each complete pass after it.
 Sizes = tuple[list[int], list[int]]
-# Returns stacks from a batch of a pass on, and their sizes.
-Start = Callable[[int, int], tuple[Iterator[Any], Sizes]]
+# Returns stacks from a batch of a pass on, and their sizes: in the first pass the given ones, or as it chooses for [].
+Start = Callable[[int, int, list[int]], tuple[Iterator[Any], Sizes]]
 # Returns the error for a stack that cannot be read, given the pass and the number of its first batch.
 Rejection = Callable[[tf.errors.OpError, int, int], BadInput]
 
@@ -104,6 +103,9 @@ class StackIterator:
         self._start, self._hook, self._rejection, self._is_kept = start, hook, rejection, is_kept
         self._pass, self._step = first_pass, first_step
         self._stacks: Iterator[Any] | None = None
+        # The sizes of the stacks of this pass to come. They stay the same after a fault: TensorFlow numbers the steps
+        # of a stack, and other workers would wait for ever for steps of their numbers.
+        self._sizes: list[int] = []
         self._open()
         self._rejected: BadInput | None = None
         self._stack: Any = None
@@ -112,9 +114,8 @@ class StackIterator:
         _iterators.add(self)
 
     def _open(self) -> Iterator[Any]:
-        self._stacks, sizes = self._start(self._pass, self._step)
-        self._sizes = itertools.chain(sizes[0], itertools.cycle(sizes[1]))
-        self._steps_of_pass = sum(sizes[1])
+        self._stacks, (of_first, self._sizes_of_others) = self._start(self._pass, self._step, self._sizes)
+        self._sizes = list(of_first)
         return self._stacks
 
     def is_at(self, number: int | None, step: int) -> bool:
@@ -133,10 +134,10 @@ class StackIterator:
             self._next += taken
             self._step += taken
             count -= taken
-            if self._step == self._steps_of_pass:
-                self._pass, self._step = self._pass + 1, 0
+            if self._next == self._end and not self._sizes:
+                self._pass, self._step, self._sizes = self._pass + 1, 0, list(self._sizes_of_others)
                 if not self._is_kept:
-                    self._stacks = self._stack = None
+                    self._stacks, self._stack, self._sizes = None, None, []
             yield stack, first, taken
 
     def _fetch(self) -> None:
@@ -152,7 +153,7 @@ class StackIterator:
             self._rejected = self._rejection(problem, self._pass, self._step)
             raise self._rejected from problem
         self.seconds_waited += time.monotonic() - started
-        self._next, self._end = 0, next(self._sizes)
+        self._next, self._end = 0, self._sizes.pop(0)
 
     def _next_stack(self) -> Any:
         try:

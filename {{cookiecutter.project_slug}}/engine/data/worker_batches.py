@@ -47,7 +47,7 @@ class WorkerBatches(Batches):
 
         iterators, steps = itertools.repeat(self._workers.iterate(dataset)), self.steps_per_pass
 
-        def start(_: int, step: int) -> tuple[Iterator[Any], Sizes]:
+        def start(_: int, step: int, __: list[int]) -> tuple[Iterator[Any], Sizes]:
             return iterators, ([steps - step], [steps])
 
         return StackIterator(start, hook_of(self.name), epoch, first_step, rejection=self._rejection)
