@@ -156,7 +156,7 @@ def test_what_is_prepared_ahead_is_bounded_by_its_bytes(takes_batches: bool, mon
 
 
 def test_large_batches_of_an_evaluation_do_not_stay_ready_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def evaluated() -> tuple[bool, list[list[int]]]:
+    def evaluated() -> tuple[bool, list[list[list[int]]]]:
         def load_examples(_: str) -> tf.data.Dataset:
             return tf.data.Dataset.range(40).map(lambda number: (number, number))
 
@@ -165,8 +165,7 @@ def test_large_batches_of_an_evaluation_do_not_stay_ready_after_it(monkeypatch: 
         for epoch in range(3):
             iterator = batches.iterator(epoch)
             assert iterator is batches.iterator(epoch)
-            taken = [stack[1].numpy().ravel().tolist() for stack, *_ in iterator.take(10)]
-            passes.append([label for stack in taken for label in stack])
+            passes.append([stack[1].numpy().ravel().tolist() for stack, *_ in iterator.take(10)])
         return iterator._stacks is None, passes
 
     is_released, kept = evaluated()
@@ -174,7 +173,9 @@ def test_large_batches_of_an_evaluation_do_not_stay_ready_after_it(monkeypatch: 
     monkeypatch.setattr(batches_module, "BYTES_KEPT", 0)
     is_released, released = evaluated()
     assert is_released
-    assert released == kept == [list(range(40))] * 3
+    # The stacks are the same, because another worker, with other cores, may keep them ready.
+    assert released == kept
+    assert [[label for stack in stacks for label in stack] for stacks in kept] == [list(range(40))] * 3
 
 
 def test_unreadable_first_example_is_named_before_the_run_begins() -> None:

@@ -103,8 +103,8 @@ class StackIterator:
         self._start, self._hook, self._rejection, self._is_kept = start, hook, rejection, is_kept
         self._pass, self._step = first_pass, first_step
         self._stacks: Iterator[Any] | None = None
-        # The sizes of the stacks of this pass to come. They stay the same after a fault: TensorFlow numbers the steps
-        # of a stack, and other workers would wait for ever for steps of their numbers.
+        # The sizes of the stacks of this pass to come, which do not depend on faults or on this machine: TensorFlow
+        # numbers the steps of a stack, and other workers would wait for ever for steps of their numbers.
         self._sizes: list[int] = []
         self._open()
         self._rejected: BadInput | None = None
@@ -137,7 +137,7 @@ class StackIterator:
             if self._next == self._end and not self._sizes:
                 self._pass, self._step, self._sizes = self._pass + 1, 0, list(self._sizes_of_others)
                 if not self._is_kept:
-                    self._stacks, self._stack, self._sizes = None, None, []
+                    self._stacks = self._stack = None
             yield stack, first, taken
 
     def _fetch(self) -> None:
