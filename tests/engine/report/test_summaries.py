@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from engine.model.metrics import ResultNames
+from engine.report import summaries as summaries_module
 from engine.report.report import Report
 from engine.report.summaries import Summaries
 
@@ -113,6 +114,25 @@ def test_a_file_in_which_nothing_is_cut_stays(tmp_path: Path) -> None:
     assert path.stat().st_ino == before
     summaries.cut(9)
     assert shown(tmp_path / "train") == {}
+
+
+def test_only_the_file_with_the_step_is_read_and_later_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summaries_module, "CALLS_PER_FILE", 3)
+    summaries = Summaries(tmp_path, NAMES)
+    for step in range(10, 120, 10):
+        summaries.add(step, {"train/loss": float(step)})
+    first, second, third, fourth = sorted((tmp_path / "train").iterdir(), key=summaries_module._first_step)
+    before = [path.stat().st_mtime_ns for path in (first, second)]
+    read: list[str] = []
+    loader = summaries_module.RawEventFileLoader
+    monkeypatch.setattr(summaries_module, "RawEventFileLoader", lambda path: (read.append(path), loader(path))[1])
+    Summaries(tmp_path, NAMES).cut(80)
+    assert read == [str(third)]
+    assert [path.stat().st_mtime_ns for path in (first, second)] == before
+    assert not fourth.exists()
+    resumed = Summaries(tmp_path, NAMES)
+    resumed.add(90, {"train/loss": 0.5})
+    assert shown(tmp_path / "train") == {"loss": [*((step, step) for step in range(10, 90, 10)), (90, 0.5)]}
 
 
 @pytest.mark.parametrize("folder", ["evaluation", "evaluation/validation"])

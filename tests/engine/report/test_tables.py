@@ -9,6 +9,7 @@ import pytest
 from config import Config
 from engine.errors import BadInput, CannotWrite
 from engine.model.metrics import ResultNames
+from engine.report import tables
 from engine.report.report import Report
 from engine.report.tables import append_row, cut_rows, read_rows, write_rows
 
@@ -51,6 +52,18 @@ def test_rows_after_the_step_that_a_run_continues_from_are_cut(tmp_path: Path) -
     assert [each["step"] for each in written(path)] == ["2", "4"]
     append_row(path, row(5, epoch=2), columns)
     assert [(each["step"], each["epoch"]) for each in written(path)] == [("2", "1"), ("4", "1"), ("5", "2")]
+
+
+def test_any_step_is_found_in_a_file_of_which_only_the_end_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "BYTES_AT_END", 64)
+    path, steps = tmp_path / "steps.csv", np.cumsum(np.random.default_rng(0).integers(1, 4000, 60)).tolist()
+    text = HEADER + "".join(f"{step},1,{1 / step},2.0,0.1\n" for step in steps)
+    for last in (0, *(step + more for step in steps for more in (-1, 0, 1))):
+        path.write_text(text, encoding="utf-8")
+        cut_rows(path, last)
+        assert [int(each["step"]) for each in written(path)] == [step for step in steps if step <= last]
 
 
 @pytest.mark.parametrize("rest", ["6,1,1.", "6,1,1.5,2.0,0.1", "6,1\n", "\0\0\0\n8,1,1.5,2.0,0.1\n", "1,1,1,1,1\n"])

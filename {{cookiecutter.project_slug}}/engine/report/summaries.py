@@ -1,11 +1,16 @@
 """TensorBoard's files. Each dataset has a folder of its own, so that a metric's curves share a chart."""
 
 import contextlib
+import math
+import re
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.hparams import api as hparams
 
@@ -13,6 +18,10 @@ from engine.files import write_atomically, writing
 from engine.model.metrics import ResultNames, split_of
 
 TENSORBOARD = "tensorboard"
+# TensorBoard shows the first hyperparameters that it finds, and follows the last file in the order of their names.
+HYPERPARAMETERS = "events.out.tfevents.0.hyperparameters"
+CALLS_PER_FILE = 10_000  # A resumed run reads one file, not all that a run of weeks has written.
+BYTES_AROUND_RECORD = 16
 
 
 class Summaries:
@@ -22,12 +31,19 @@ class Summaries:
         """Writes nothing yet, because the directory must stay empty until the run starts."""
         self._folder, self._names = folder, names
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
+        self._calls: Counter[str] = Counter()
 
     def cut(self, step: int) -> None:
         """Removes the summaries of later steps and of the result, so that a resumed run does not show them twice."""
         for name in ("", *self._names.datasets):
-            for path in sorted((self._folder / name).glob("events.out.tfevents.*")):
-                _cut(path, -1 if split_of(name) == "test" else step)
+            last = -1 if split_of(name) == "test" else step
+            paths = sorted((self._folder / name).glob("events.out.tfevents.*.v2"), key=_first_step)
+            for path, end in zip(paths, [*map(_first_step, paths), math.inf][1:], strict=True):
+                if _first_step(path) > last:
+                    with writing(path):
+                        path.unlink()
+                elif end > last:
+                    _cut(path, last)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Writes scalars; "<dataset>/<metric>" goes to the dataset's folder as "<metric>"."""
@@ -47,40 +63,45 @@ class Summaries:
         simple = {name: each if isinstance(each, bool | int | float) else str(each) for name, each in settings.items()}
         with self.at(step):
             tf.summary.text("settings", "\n".join(lines))
-            hparams.hparams(simple, trial_id=simple.get("run_dir"))
+        summary = hparams.hparams_pb(simple, trial_id=simple.get("run_dir"))
+        events = Event(file_version="brain.Event:2"), Event(wall_time=time.time(), step=step, summary=summary)
+        _write(self._folder / HYPERPARAMETERS, [event.SerializeToString() for event in events])
 
     @contextlib.contextmanager
     def at(self, step: int, name: str = "") -> Iterator[None]:
         """Writes the summaries of the code inside at a step, to the folder of a dataset."""
         with writing(self._folder):
             if name not in self._writers:
-                self._writers[name] = tf.summary.create_file_writer(str(self._folder / name))
+                folder, suffix = self._folder / name, f".from{step}.v2"
+                self._writers[name] = tf.summary.create_file_writer(str(folder), filename_suffix=suffix)
             with self._writers[name].as_default(step=step):
                 yield
             self._writers[name].flush()
+            self._calls[name] += 1
+            if self._calls[name] % CALLS_PER_FILE == 0:
+                self._writers.pop(name).close()
+
+
+def _first_step(path: Path) -> int:
+    """Returns the first step in a file, by its name."""
+    found = re.search(r"\.from(\d+)\.v2$", path.name)
+    return int(found[1]) if found else 0
 
 
 def _cut(path: Path, step: int) -> None:
-    """Removes the events after a step from a file, and an end that was damaged when the run was killed.
-
-    Hyperparameters are removed too, because TensorBoard shows the first ones, and the run's are the latest.
-    """
-    kept, is_intact = [], True
+    """Removes the events after a step from a file, and an end that was damaged when the run was killed."""
     with writing(path):
-        try:
-            for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
-                event = Event.FromString(record)
-                if event.step <= step and not any(value.tag.startswith("_hparams_/") for value in event.summary.value):
-                    kept.append(record)
-                else:
-                    is_intact = False
-        except tf.errors.DataLossError:
-            is_intact = False
+        records = list(RawEventFileLoader(str(path)).Load())
+        is_intact = sum(len(record) + BYTES_AROUND_RECORD for record in records) == path.stat().st_size
+    kept = [record for record in records if Event.FromString(record).step <= step]
+    if not is_intact or len(kept) < len(records):
+        _write(path, kept)
 
+
+def _write(path: Path, records: list[bytes]) -> None:
     def write(temporary: Path) -> None:
         with tf.io.TFRecordWriter(str(temporary)) as writer:
-            for record in kept:
+            for record in records:
                 writer.write(record)
 
-    if not is_intact:
-        write_atomically(path, write)
+    write_atomically(path, write)

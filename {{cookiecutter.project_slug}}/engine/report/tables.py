@@ -2,8 +2,9 @@
 
 import csv
 import io
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from engine.errors import BadInput
 from engine.files import write_atomically, writing
@@ -12,6 +13,7 @@ from engine.user_errors import first_line
 # The columns of metrics.csv before the metrics; with several optimizers, each has its "learning_rate/<name>".
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
 COUNTS = COLUMNS[:2]
+BYTES_AT_END = 2**16  # What a killed run may have damaged.
 
 Row = dict[str, Any]  # Column -> number; a blank cell has no entry.
 
@@ -62,20 +64,52 @@ def append_row(path: Path, row: Row, columns: list[str]) -> list[str]:
 
 
 def cut_rows(path: Path, step: int) -> list[str]:
-    """Removes the rows after a step, and all from the first damaged one; returns the columns. Raises CannotWrite.
+    """Removes the rows after a step, and a damaged end that a killed run has left; returns the columns.
 
-    A killed run may leave an incomplete row. Damage does not end a run, because a run resumes without these rows.
+    Damage does not end a run, because a run resumes without these rows. Raises CannotWrite.
     """
     if not path.exists():
         return []
-    with writing(path):
-        text = path.read_bytes().decode(errors="replace")
-    complete_lines = text[: text.rfind("\n") + 1]
-    rows, problem = _parse(complete_lines, "step")
-    kept = [row for row in rows if row["step"] <= step]
-    if problem or complete_lines != text or len(kept) < len(rows):
-        return write_rows(path, kept)
-    return next(csv.reader(io.StringIO(complete_lines)), [])
+    with writing(path), path.open("r+b") as file:
+        columns = next(csv.reader([file.readline().decode(errors="replace")]), [])
+        file.truncate(_end(file, columns, step))
+    return columns
+
+
+def _end(file: BinaryIO, columns: list[str], step: int) -> int:
+    """Returns where the rows after a step, or the damaged end, begin, after the header, which was read.
+
+    It reads the end and a few rows before it, because a run of weeks writes millions.
+    """
+    low, high = file.tell(), file.seek(0, io.SEEK_END)
+    file.seek(max(low, high - BYTES_AT_END) - 1)
+    file.readline()  # A row of which a part is before the end is complete.
+    last, place = -1.0, file.tell()
+    for row in file:
+        if not last < (last := _step(row, columns)) < math.inf:
+            high = place
+            break
+        place += len(row)
+    while low < high:  # What is before `low` stays; no row that begins at `high` or later does.
+        middle = (low + high) // 2
+        file.seek(middle - 1)
+        file.readline()
+        if file.tell() < high and _step(file.readline(), columns) <= step:
+            low = file.tell()
+        else:
+            high = middle
+    return low
+
+
+def _step(row: bytes, columns: list[str]) -> float:
+    """Returns the step of a row; infinity if it is damaged."""
+    cells = row.decode(errors="replace").split(",")
+    try:
+        numbers = [float(cell) for cell in cells if cell.strip()]
+        is_complete = row.endswith(b"\n") and len(cells) == len(columns) and len(numbers) > 0
+        return float(cells[columns.index("step")]) if is_complete else math.inf
+    except ValueError:
+        return math.inf
 
 
 def _parse(text: str, key: str) -> tuple[list[Row], str]:
