@@ -9,7 +9,7 @@ data/      from examples to batches on every replica
 model/     what a step uses and changes
 settings   the engine's settings and the command line     errors    how a run ends that does not finish
 console    output                                         user_errors  what the user's code raises, as one line
-protocols  what the engine uses of task.py
+protocols  what the engine uses of task.py                retries      reads again after faults that pass
 files      files that are written completely or not       versions  the code and the packages that a run depends on
 tracing    what a traced function does                   quiet_start  hides TensorFlow's lines about itself
 

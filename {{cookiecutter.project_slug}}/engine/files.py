@@ -54,10 +54,10 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path, flag: str = "") -> dict[str, Any] | None:
     """Returns the JSON object in `path`; None if there is no such file, unless it was given with a `flag`.
 
-    Raises BadInput, which names the flag, if the file contains something else.
+    Raises BadInput, which names the flag, if the file contains something else; Unavailable as `read_text` does.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
         if isinstance(value, dict):
             return value
         problem = f"it contains a {type(value).__name__}"
@@ -69,6 +69,18 @@ def read_json(path: Path, flag: str = "") -> dict[str, Any] | None:
     if flag:
         raise BadInput(f"{flag} {path} is not a JSON object ({problem}): pass the directory of a run, or such a file")
     raise BadInput(f"{path} is not the JSON that a run writes ({problem}): restore it, or start a new run")
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file, read again after faults that pass. Raises OSError, or Unavailable after minutes."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError:
+        from engine.retries import until_read  # Imported here, because it imports TensorFlow, which takes seconds.
+
+        return until_read(lambda: path.read_text(encoding="utf-8"), str(path))
 
 
 def as_text(value: Any) -> str:

@@ -24,6 +24,14 @@ def counting(split: str, count: int, *, replicas: int = 1, strategy: tf.distribu
     return batches_of(split, load_examples, lambda features, labels: (features, labels), config, strategy=strategy)
 
 
+def test_plan_is_what_is_taken() -> None:
+    batches = counting("train", 120)
+    feed = batches.iterator(0, 3)
+    for count in (1, 5, 2, 30, 31, 7):
+        plan = feed.plan(count)
+        assert plan == [(first, taken) for _, first, taken in feed.take(count)]
+
+
 def take(batches: Batches, feed: StackIterator, count: int) -> list[float]:
     """Returns the first example of each of the next `count` batches."""
     first = tf.function(

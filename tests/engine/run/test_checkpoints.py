@@ -14,14 +14,14 @@ import pytest
 import tensorflow as tf
 
 from config import Config
+from engine import retries
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
-from engine.data import retries
 from engine.errors import BadInput, CannotWrite, Diverged, Unavailable
 from engine.run import checkpoints, progress
 from engine.run.checkpoints import Checkpoints, Damaged, read_newest, weights_sha256
 from engine.run.progress import Progress
-from engine.run.state import State
+from engine.run.state import State, one_of_replicas
 from engine.run.writer import Writer
 
 
@@ -367,7 +367,7 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(file: str, how: str, 
 
 
 @pytest.mark.parametrize("times", [2, 100])
-@pytest.mark.parametrize("of", ["the tensors", "the record"])
+@pytest.mark.parametrize("of", ["the tensors", "the record", "the number of open files"])
 def test_fault_that_passes_is_no_damage(
     of: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -387,8 +387,14 @@ def test_fault_that_passes_is_no_damage(
 
         return read_or_fail
 
+    if of == "the number of open files":
+        problem: Exception = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        monkeypatch.setattr(checkpoints, "file_sha256", failing(checkpoints.file_sha256, problem))
+        with pytest.raises(Unavailable, match=r"step-00000002 cannot be read \(OSError: .*Too many open files\)"):
+            read_newest(states, best)
+        return
     if of == "the tensors":
-        problem: Exception = tf.errors.UnknownError(None, None, "state.index; Input/output error")
+        problem = tf.errors.UnknownError(None, None, "state.index; Input/output error")
         monkeypatch.setattr(tf.train, "load_checkpoint", failing(tf.train.load_checkpoint, problem))
     else:
         problem = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -492,3 +498,9 @@ def test_fingerprint_is_the_one_documented() -> None:
         {"b": tf.Variable([1.0, -2.0]), "a": tf.Variable([3])},
     ):
         assert weights_sha256(other) != expected
+
+
+def test_mean_over_many_replicas_is_right_in_16_bits() -> None:
+    for dtype, low, high in (("float16", 100, 110), (tf.bfloat16.as_numpy_dtype, 1.0, 1.1)):
+        rows = np.linspace(low, high, 1000).astype(dtype)
+        assert float(one_of_replicas(rows)) == pytest.approx((low + high) / 2, rel=0.01)

@@ -9,7 +9,6 @@ records          TFRecord files, for task.load_examples to return, and their rec
 record_index     where the records of a file are, cached beside it
 preparation      calls task.prepare_example, for complete batches where possible
 padding          pads sequences of different lengths, and cuts each batch to the length that it needs
-retries          reads again after faults that pass, such as those of a network
 pipelines        options and parallel calls of every pipeline
 hashes           hashes of examples
 element_spec     element specs as text and JSON, tensors by name, the memory of an example

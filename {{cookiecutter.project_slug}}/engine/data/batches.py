@@ -14,9 +14,9 @@ from engine.data.element_spec import as_text, batched, bytes_of, is_static, unba
 from engine.data.examples import Examples, Shard, hook_of
 from engine.data.pipelines import CORES, PARALLEL_CALLS, input_options, parallel_calls
 from engine.data.preparation import Preparation, evaluation_seed, pass_seed
-from engine.data.retries import until_read
 from engine.data.stacks import Sizes, StackIterator, Stacks, on_replicas, stack_sizes, stacked
 from engine.errors import BadInput
+from engine.retries import until_read
 from engine.settings import Settings
 
 # Several small batches are prepared in one call, because a call takes longer than the work itself.
@@ -134,6 +134,7 @@ class Batches:
             "element_spec": as_text(self.examples.element_spec),
             "sha256": self.examples.sha256,
             "steps_per_epoch": self.steps_per_epoch,
+            "steps_per_pass": self.steps_per_pass,
         }
 
     def examples_in(self, epoch: int, first_step: int = 0, steps: int | None = None) -> int:

@@ -20,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from engine.console import console
-from engine.data.retries import until_read
 from engine.errors import BadInput
+from engine.retries import until_read
 
 VERSION = 2
 HEADER, FOOTER = 12, 4  # Bytes of a record before and behind its data.

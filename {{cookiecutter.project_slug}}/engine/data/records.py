@@ -8,6 +8,7 @@ in memory. A record's place is its number in the sequence; all else follows from
 """
 
 import dataclasses
+import fnmatch
 import glob
 import hashlib
 import itertools
@@ -23,8 +24,8 @@ from engine.data.element_spec import megabytes
 from engine.data.examples import Examples, Shard
 from engine.data.pipelines import shuffled
 from engine.data.record_index import FileIndex, damaged, index_files, is_cache, is_remote
-from engine.data.retries import may_pass
 from engine.errors import BadInput
+from engine.retries import may_pass
 
 MOST_SEGMENTS = 64
 BYTES_OF_BLOCK = 2**18  # A block is consecutive records that are read at once.
@@ -76,7 +77,7 @@ class Records:
             if is_remote(pattern):
                 matches = tf.io.gfile.glob(pattern)
             else:  # A name may look like a pattern.
-                matches = [pattern] if _exists(pattern) else glob.glob(pattern, recursive=True)
+                matches = [pattern] if _exists(pattern) else _files(pattern)
             matches = [path for path in matches if not is_cache(path)]
             if not matches:
                 raise BadInput(f"{hook} returned Records({pattern!r}), which matches no file: give the path of some")
@@ -103,6 +104,15 @@ def _exists(path: str) -> bool:
             raise
         return False
     return True
+
+
+def _files(pattern: str) -> list[str]:
+    """Returns the files that match. Raises OSError if a folder cannot be listed, where glob returns a part of them."""
+    folder, name = os.path.split(pattern)
+    if re.search(r"[*?[]", folder) or "**" in name or not os.path.isdir(folder or "."):
+        return glob.glob(pattern, recursive=True)
+    names = (each for each in os.listdir(folder or ".") if not each.startswith(".") or name.startswith("."))
+    return [os.path.join(folder, each) for each in fnmatch.filter(names, name)]
 
 
 def segment_count(examples_per_batch: int) -> int:

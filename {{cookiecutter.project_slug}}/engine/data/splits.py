@@ -13,10 +13,10 @@ from engine.data.element_spec import as_text, unbatched
 from engine.data.examples import DatasetExamples, Examples, hook_of
 from engine.data.preparation import Preparation
 from engine.data.records import Records
-from engine.data.retries import until_read
 from engine.data.worker_batches import WorkerBatches, WorkerPool
 from engine.errors import BadInput
 from engine.protocols import Task
+from engine.retries import until_read
 from engine.settings import Settings
 
 

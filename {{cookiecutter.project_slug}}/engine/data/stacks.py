@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import sys
 import time
 import weakref
@@ -19,8 +20,8 @@ import tensorflow as tf
 
 from engine.data.element_spec import batched
 from engine.data.padding import Padding
-from engine.data.retries import until_read
 from engine.errors import BadInput, Unavailable
+from engine.retries import until_read
 
 BYTES_OF_STACK = 2**22  # The size of a stack at most, for all replicas together.
 # Each of the first stacks is this many times as large as the one before, so that the first one is ready soon.
@@ -121,6 +122,16 @@ class StackIterator:
     def is_at(self, number: int | None, step: int) -> bool:
         """Returns whether the next batch is number `step` of a pass; None means any."""
         return self._step == step and number in (None, self._pass)
+
+    def plan(self, count: int) -> list[tuple[int, int]]:
+        """Returns for the next `count` batches what `take` yields, without the stacks."""
+        first, end, found = self._next, self._end, []
+        sizes = itertools.chain(self._sizes, itertools.cycle(self._sizes_of_others))
+        while count:
+            first, end = (first, end) if first < end else (0, next(sizes))
+            found.append((first, min(count, end - first)))
+            first, count = first + found[-1][1], count - found[-1][1]
+        return found
 
     def take(self, count: int) -> Iterator[tuple[Any, int, int]]:
         """Yields the next `count` batches: a stack, the number of the first one in it, how many to take from there.

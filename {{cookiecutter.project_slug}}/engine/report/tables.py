@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.errors import BadInput
-from engine.files import write_atomically, writing
+from engine.files import read_text, write_atomically, writing
 from engine.user_errors import first_line
 
 # The columns of metrics.csv before the metrics; with several optimizers, each has its "learning_rate/<name>".
@@ -28,7 +28,7 @@ def read_rows(path: Path, key: str = "epoch") -> list[Row]:
     if not path.exists():
         return []
     try:
-        rows, problem = _parse(path.read_text(encoding="utf-8"), key)
+        rows, problem = _parse(read_text(path), key)
     except (OSError, ValueError) as error:
         problem = first_line(error)
     if problem:

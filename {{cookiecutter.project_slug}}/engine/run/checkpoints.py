@@ -10,6 +10,7 @@ variable is changed.
 import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -22,9 +23,9 @@ import numpy as np
 import tensorflow as tf
 
 from engine.console import console
-from engine.data.retries import until_read
-from engine.errors import BadInput, Damaged, Diverged
+from engine.errors import BadInput, Damaged, Diverged, Unavailable
 from engine.files import as_text, file_sha256, sync, writing
+from engine.retries import until_read
 from engine.run.progress import Progress
 from engine.run.state import State, Values, as_array
 from engine.run.writer import Writer
@@ -192,7 +193,11 @@ def find_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
 
 def checkpoint_paths(directory: Path) -> list[Path]:
     """Returns the checkpoints in a directory, oldest first."""
-    found = (path for path in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}(\.\d+)?", path.name))
+    try:
+        names = os.listdir(directory)  # A glob hides errors in Python 3.13, and a run without checkpoints starts over.
+    except FileNotFoundError:
+        names = []
+    found = (directory / name for name in names if re.fullmatch(r"step-\d{8,}(\.\d+)?", name))
     return sorted((path for path in found if path.is_dir()), key=_place)
 
 
@@ -237,7 +242,12 @@ def read_record(path: Path) -> dict[str, Any]:
 def _damage_named(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, tf.errors.OpError, LookupError, ValueError, RuntimeError) as problem:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as problem:
+        raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
+    except (OSError, tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError) as problem:
+        # If this counted as damage, the next save would remove the checkpoint.
+        raise Unavailable(f"{path} cannot be read ({first_line(problem)}): restore access to it") from problem
+    except (tf.errors.OpError, LookupError, ValueError, RuntimeError) as problem:
         raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
 
 

@@ -9,9 +9,9 @@ from typing import Self
 import filelock
 
 from engine.console import console
-from engine.data.retries import may_pass
 from engine.errors import BadInput, Unavailable
 from engine.files import read_json
+from engine.retries import may_pass
 from engine.settings import CONFIG, Settings, recorded_settings
 from engine.versions import changes_since
 

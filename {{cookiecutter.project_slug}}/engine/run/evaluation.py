@@ -13,7 +13,7 @@ from engine.cluster.workers import Workers
 from engine.console import console, digits, print_facts
 from engine.data.batches import Batches
 from engine.data.stacks import CompiledSteps
-from engine.errors import BadInput, Damaged
+from engine.errors import BadInput, Damaged, Unavailable
 from engine.model.metrics import split_of
 from engine.report.summaries import TENSORBOARD, Summaries
 from engine.report.tables import read_rows, write_rows
@@ -67,6 +67,8 @@ def _restore_best(run: Run) -> Path:
     try:
         weights = run.workers.from_chief(lambda: find_best(run.checkpoints, run.best))
         run.best.restore(weights)
+    except Unavailable:
+        raise
     except (BadInput, Damaged) as problem:
         raise BadInput(f"--evaluate-only: {problem}; pass --init-from to evaluate other weights") from problem
     return weights

@@ -109,7 +109,9 @@ class Pass:
             self.waits = False
             return
         self._count = self._executions.length(self.split, left=self.steps_left, step=self._progress.step)
-        self._executions.workers.check_all_do(str(self))
+        if self._executions.workers.count > 1:
+            # Workers whose steps are in other stacks wait for each other for ever.
+            self._executions.workers.check_all_do(f"{self}, in stacks {self._iterator.plan(self._count)}")
         self._started, self._waited = time.monotonic(), self._iterator.seconds_waited
         self.watch.enter_context(self._executions.watched(self.split))
         try:

@@ -119,7 +119,9 @@ class Run:
     def end_pass(self, one_pass: Pass) -> dict[str, float]:
         """Returns the metrics of a pass whose steps are all taken, as "<dataset>/<metric>", and resets them."""
         if not one_pass.has_ended:
-            self.progress.end_pass(one_pass.name, self.objects.results(one_pass.name))
+            results = self.objects.results(one_pass.name)
+            # Machines of several kinds may round the last steps of a metric differently, and the results decide.
+            self.progress.end_pass(one_pass.name, self.workers.from_chief(lambda: results))
             one_pass.has_ended = True
             self._passes.remove(one_pass)
             if one_pass.split == "train":  # Afterwards train.py may change them for the next epoch.

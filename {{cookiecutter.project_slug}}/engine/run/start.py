@@ -11,7 +11,7 @@ from engine.cluster.workers import Workers
 from engine.console import console, print_result
 from engine.data.batches import Batches
 from engine.data.examples import hook_of
-from engine.errors import BadInput
+from engine.errors import BadInput, Unavailable
 from engine.files import read_json, write_json, writing
 from engine.model.variables import is_seed
 from engine.report.report import Report
@@ -69,6 +69,7 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
         message = initialize(run) if settings.init_from else "with new weights"
         start = Progress(learning_rates=_created_rates(run)), message
     state = run.checkpoints.state
+    _check_order(run)
     state.check_workers(state.mirrored_values(), "something in task.create_model or create_optimizer")
     progress, message = start
     progress.workers, progress.data = run.workers.count, data
@@ -81,9 +82,12 @@ def _is_fresh(settings: Settings) -> bool:
     """Returns whether --fresh moves the run aside: not if a restart finds the run that this launch has made."""
     if not settings.fresh or not os.environ.get(START_ID):
         return settings.fresh
-    with contextlib.suppress(BadInput):
+    try:
         return (read_json(settings.run_dir / CONFIG) or {}).get("start_id") != os.environ[START_ID]
-    return True
+    except Unavailable:  # It may be the run that this launch has made.
+        raise
+    except BadInput:
+        return True
 
 
 # --- Checks -----------------------------------------------------------------------------------------------------------
@@ -92,13 +96,14 @@ def _is_fresh(settings: Settings) -> bool:
 def _same_data(workers: Workers, batches: dict[str, Batches]) -> dict[str, dict[str, Any]]:
     """Returns the fingerprint of each dataset.
 
-    Raises BadInput in every process if their examples differ: each would take its shard of another order.
+    Raises BadInput in every process if their examples differ, or the order of their datasets: each would take its shard
+    of another order.
     """
     own = {name: each.fingerprint() for name, each in batches.items()}
     data = workers.from_chief(lambda: own)
     if batches["train"].shards_by_file:  # Each process loads files of its own.
         own = {name: {**each, "sha256": data.get(name, each)["sha256"]} for name, each in own.items()}
-    if others := workers.names_where(own != data):
+    if others := workers.names_where(list(own.items()) != list(data.items())):
         counts = ", ".join(f"{each['examples']:,} for {name!r}" for name, each in own.items())
         raise BadInput(
             f"{', '.join(others)}: task.load_examples returned other examples than in the first process (here "
@@ -136,6 +141,17 @@ def _check_optimizers(run: Run) -> None:
         raise BadInput(
             f"{', '.join(others)}: task.create_optimizer returned another optimizer than in the first process{found}: "
             "give all processes the same values, as settings in config.py"
+        )
+
+
+def _check_order(run: Run) -> None:
+    """Raises BadInput, in every process, if the variables have another order than in the first one: sums pair them."""
+    names = [*run.checkpoints.state.mirrored, *run.checkpoints.state.per_replica]
+    first = run.workers.from_chief(lambda: names)
+    if others := run.workers.names_where(names != first):
+        raise BadInput(
+            f"{', '.join(others)}: the models, optimizers or metrics have other names or another order than in the "
+            "first process: return them in an order that does not depend on the process, as that of a set does"
         )
 
 

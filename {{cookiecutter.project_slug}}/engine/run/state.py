@@ -161,7 +161,7 @@ def one_of_replicas(rows: np.ndarray) -> np.ndarray:
     # The mean of equal numbers may be rounded to another number. Seeds, other integers and texts have no mean.
     if not tf.as_dtype(rows.dtype).is_floating or (rows == rows[0]).all():
         return rows[0]
-    return rows.mean(axis=0, dtype=rows.dtype)
+    return rows.mean(axis=0, dtype=np.float64).astype(rows.dtype)  # In 16 bits the sum would be infinite.
 
 
 def _for_replicas(rows: np.ndarray, variable: tf.Variable, replicas: int) -> np.ndarray:
@@ -169,7 +169,7 @@ def _for_replicas(rows: np.ndarray, variable: tf.Variable, replicas: int) -> np.
     on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
     if on_read and variable.aggregation == tf.VariableAggregation.SUM:
         summed = np.zeros((replicas, *rows.shape[1:]), rows.dtype)
-        summed[0] = rows.sum(axis=0, dtype=rows.dtype)
+        summed[0] = rows.sum(axis=0, dtype=np.float64 if tf.as_dtype(rows.dtype).is_floating else rows.dtype)
         return summed
     return np.stack([one_of_replicas(rows)] * replicas)
 

@@ -1,4 +1,4 @@
-"""Reads examples again after faults that pass, such as those of a network or of a file system behind it."""
+"""Reads again after faults that pass, such as those of a network or of a file system behind it."""
 
 import errno
 import os

@@ -21,9 +21,12 @@ from streaming import stream
 import task
 import train
 from config import Config
-from engine.data import record_index, records, retries
+from engine import retries
+from engine.cluster.launcher import START_ID
+from engine.data import record_index, records
 from engine.data.records import Records
 from engine.errors import BadInput, Unavailable
+from engine.run import start
 
 FLAGS = ("--epochs=2", "--global-batch-size=64", "--steps-per-execution=3", "--checkpoint-every-steps=7")
 LOAD_EXAMPLES = task.load_examples
@@ -183,6 +186,36 @@ def test_record_file_that_gives_io_errors_for_a_while(tmp_path: Path, monkeypatc
                 found += batches.stacks.pick(stack, tf.constant(first + index))[1].numpy().tolist()
     assert found == expected
     assert waited == [1, 2, 4]
+
+
+def test_fault_while_a_folder_is_listed_leaves_out_no_file(
+    tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # glob.glob returns what it has found so far.
+    write_records(tmp_path, [5, 3])
+    fails, listdir = Faults(OSError(errno.EIO, os.strerror(errno.EIO)), 1, 2), os.listdir
+    monkeypatch.setattr(records.os, "listdir", lambda folder: (fails(), listdir(folder))[1])
+    load = lambda _: Records(str(tmp_path / "train-*.tfrecord"))  # noqa: E731
+    assert batches_of("train", load, number_of, Config(global_batch_size=8)).number_of_examples == 8
+    assert waits == [1, 2]
+
+
+def test_files_of_a_run_are_read_again(tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"start_id": "this launch"}', encoding="utf-8")
+    settings = Config(run_dir=tmp_path, fresh=True)
+    monkeypatch.setenv(START_ID, "this launch")
+    read = Path.read_text
+
+    def failing(*moments: int) -> None:
+        fails = Faults(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), *moments)
+        monkeypatch.setattr(Path, "read_text", lambda path, **options: (fails(), read(path, **options))[1])
+
+    failing(1, 2)
+    assert not start._is_fresh(settings)  # Otherwise the run would be moved aside.
+    assert waits == [1]
+    failing(*range(1, 100))
+    with pytest.raises(Unavailable, match=r"config\.json still cannot be read"):
+        start._is_fresh(settings)
 
 
 def test_index_of_a_file_is_made_again_and_a_folder_looked_at_again(
