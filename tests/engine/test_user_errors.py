@@ -56,6 +56,17 @@ def ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., s
     return end
 
 
+def test_fault_of_a_network_in_a_hook_may_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    def create_model() -> keras.Model:
+        raise ConnectionResetError("by the server of the weights")
+
+    monkeypatch.setattr(task, "create_model", create_model)
+    with pytest.raises(SystemExit) as ending:
+        train.main([f"--run-dir={tmp_path / 'run'}", *FLAGS])
+    assert ending.value.code == 1  # Launchers start it again.
+    assert "ConnectionResetError: by the server of the weights" in capsys.readouterr().err
+
+
 def saved_steps(run_dir: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in run_dir.glob("checkpoints/step-*"))
 

@@ -1,8 +1,5 @@
 """Reads again after faults that pass, such as those of a network or of a file system behind it."""
 
-import errno
-import os
-import re
 import signal
 import sys
 import threading
@@ -14,20 +11,9 @@ import tensorflow as tf
 
 from engine.console import console
 from engine.errors import Unavailable
-from engine.user_errors import first_line
+from engine.user_errors import first_line, may_pass
 
 SECONDS_TO_WAIT = (1, 2, 4, 8, 16, 32, 60, 60, 60)  # Before each further attempt: about four minutes.
-PASSING = [
-    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, errno.ENOTCONN, errno.ESHUTDOWN),
-    *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET),
-    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH),
-]
-# TensorFlow keeps only the text of an exception in a generator or py_function, and of most errors of a file system.
-_PASSING_TEXT = re.compile(
-    rf"\[Errno ({'|'.join(map(str, PASSING))})\]|{'|'.join(map(re.escape, map(os.strerror, PASSING)))}"
-    r"|\b\w*(Connection|Timeout|BrokenPipe|Unavailable|DeadlineExceeded)\w*Error\b"
-)
-
 Read = TypeVar("Read")
 
 
@@ -79,11 +65,3 @@ def _signal_within(seconds: float) -> str:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return ""
-
-
-def may_pass(problem: BaseException) -> bool:
-    """Returns whether reading again may help: a fault of a network, a server or a disk, and not of the data."""
-    if isinstance(problem, OSError) and problem.errno in PASSING:
-        return True
-    kinds = (ConnectionError, TimeoutError, tf.errors.UnavailableError, tf.errors.DeadlineExceededError)
-    return isinstance(problem, kinds) or bool(_PASSING_TEXT.search(str(problem)))

@@ -4,6 +4,8 @@ An exception of the engine itself is a bug, and keeps its traceback.
 """
 
 import contextlib
+import errno
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from engine.errors import BadInput, Damaged, InterruptedStep, ProgramExit
+from engine.errors import BadInput, Damaged, InterruptedStep, ProgramExit, Unavailable
 from engine.versions import PROJECT
 
 # TensorFlow raises these when a connection breaks.
@@ -26,6 +28,18 @@ CONNECTION_ERRORS = (
 DIFFERENT_CALLS = re.compile(
     "in the collective instance|Collective instance .* expected|Collective ops is aborted by: .*mismatch"
 )
+# Of a network or a file system.
+PASSING = [
+    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, errno.ENOTCONN, errno.ESHUTDOWN),
+    *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH),
+]
+# TensorFlow keeps only the text of an exception in a generator or py_function, and of most errors of a file system.
+_PASSING_TEXT = re.compile(
+    rf"\[Errno ({'|'.join(map(str, PASSING))})\]|{'|'.join(map(re.escape, map(os.strerror, PASSING)))}"
+    r"|\b\w*(Connection|Timeout|BrokenPipe|Unavailable|DeadlineExceeded)\w*Error\b"
+)
+
 LONGEST_SENTENCE = 300
 # Parts of a message that say nothing, or that `where_raised` says in fewer words.
 _NOISE = re.compile(
@@ -47,7 +61,8 @@ _SAYS_LITTLE = re.compile(
 def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Turns an exception of the user's code into BadInput: where it was raised, its text, and the text of `during`.
 
-    If a part of a step may have run, and not only traced a hook, it raises InterruptedStep.
+    If a part of a step may have run, and not only traced a hook, it raises InterruptedStep; for a fault of a network or
+    a file system, which may pass, Unavailable.
     """
     try:
         yield
@@ -56,7 +71,7 @@ def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
             raise
         # An operation failed, or hooks run in Python.
         has_run = isinstance(problem, tf.errors.OpError) or tf.config.functions_run_eagerly()
-        kind = InterruptedStep if has_run else BadInput
+        kind = InterruptedStep if has_run else Unavailable if may_pass(problem) else BadInput
         steps = f" ({text})" if (text := during()) else ""
         raise kind(f"{where_raised(problem)}: {first_line(problem)}{steps}") from problem
 
@@ -78,6 +93,14 @@ def is_users(problem: BaseException) -> bool:
     if callers[-1:] == ["train.py"]:  # Its epochs are the user's to change; memory may run out in its steps.
         return not isinstance(problem, tf.errors.OpError)
     return callers[-1:] == ["user"] and owners[-1] != "engine/model"
+
+
+def may_pass(problem: BaseException) -> bool:
+    """Returns whether reading again may help: a fault of a network, a server or a disk, and not of the data."""
+    if isinstance(problem, OSError) and problem.errno in PASSING:
+        return True
+    kinds = (ConnectionError, TimeoutError, tf.errors.UnavailableError, tf.errors.DeadlineExceededError)
+    return isinstance(problem, kinds) or bool(_PASSING_TEXT.search(_text(problem)))
 
 
 def _text(problem: BaseException) -> str:

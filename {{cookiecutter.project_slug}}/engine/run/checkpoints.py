@@ -195,7 +195,7 @@ def checkpoint_paths(directory: Path) -> list[Path]:
     """Returns the checkpoints in a directory, oldest first."""
     try:
         names = os.listdir(directory)  # A glob hides errors in Python 3.13, and a run without checkpoints starts over.
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         names = []
     found = (directory / name for name in names if re.fullmatch(r"step-\d{8,}(\.\d+)?", name))
     return sorted((path for path in found if path.is_dir()), key=_place)

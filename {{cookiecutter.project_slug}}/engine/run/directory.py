@@ -11,8 +11,8 @@ import filelock
 from engine.console import console
 from engine.errors import BadInput, Unavailable
 from engine.files import read_json
-from engine.retries import may_pass
 from engine.settings import CONFIG, Settings, recorded_settings
+from engine.user_errors import may_pass
 from engine.versions import changes_since
 
 RESULT = "result.json"

@@ -15,12 +15,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.errors import BadInput, Damaged
+from engine.errors import BadInput, Damaged, Unavailable
 from engine.model.variables import by_name, is_seed, model_variables
 from engine.run.checkpoints import PROGRESS, checkpoint_paths, plain_name, read_checkpoint
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import Variables, one_of_replicas
-from engine.user_errors import first_line
+from engine.user_errors import first_line, may_pass
 
 FORMS = "a run directory, a checkpoint in one, a .weights.h5 or .keras file, or the prefix of a tf.train.Checkpoint"
 NOT_WEIGHTS = {"optimizer", "_optimizer", "_seed_generators", "seed_generator"}  # Groups in a Keras file.
@@ -47,6 +47,8 @@ def load_initial_weights(path: Path, model: Any, *, partial: bool) -> str:
     except Damaged as problem:
         raise BadInput(f"--init-from {path}: {problem}; pass another checkpoint of its run") from problem
     except (OSError, EOFError, IndexError, zlib.error, zipfile.BadZipFile, tf.errors.OpError) as problem:
+        if may_pass(problem):
+            raise Unavailable(f"--init-from {path} cannot be read now ({first_line(problem)}): try again") from problem
         remedy = "restore it from a backup, or pass other weights"
         raise BadInput(f"--init-from {path}: the file is damaged ({first_line(problem)}): {remedy}") from problem
     except Exception as problem:
