@@ -275,7 +275,7 @@ def test_images_go_to_tensorboard(apply: Apply, tmp_path: Path, capsys: pytest.C
     apply("Images in TensorBoard after every epoch")
     run(tmp_path / "run")
     assert "task.on_report failed" not in capsys.readouterr().out
-    (events,) = (tmp_path / "run/tensorboard").glob("events*")
+    (events,) = (tmp_path / "run/tensorboard").glob("events*.v2")
     written = [
         (event.step, value.tag, len(value.tensor.string_val))
         for event in tf.compat.v1.train.summary_iterator(str(events))

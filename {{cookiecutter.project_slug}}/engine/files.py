@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.errors import BadInput, CannotWrite
+from engine.errors import PASSING, BadInput, CannotWrite, Unavailable
 
+SECONDS_TO_WAIT = (1, 2, 4, 8, 16, 32)
 RESUME = "run the same command again, without --fresh; everything saved before is intact"
 
 
@@ -72,15 +74,18 @@ def read_json(path: Path, flag: str = "") -> dict[str, Any] | None:
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file, read again after faults that pass. Raises OSError, or Unavailable after minutes."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except OSError:
-        from engine.retries import until_read  # Imported here, because it imports TensorFlow, which takes seconds.
-
-        return until_read(lambda: path.read_text(encoding="utf-8"), str(path))
+    """Returns the text of a file, read again for a minute after faults that pass. Raises OSError, then Unavailable."""
+    for seconds in (*SECONDS_TO_WAIT, None):
+        try:
+            return path.read_text(encoding="utf-8")
+        except OSError as problem:
+            if problem.errno not in PASSING:
+                raise
+            if seconds is None:
+                remedy = "check the file system, then start the same command again"
+                raise Unavailable(f"{path} still cannot be read ({problem.strerror}): {remedy}") from problem
+            time.sleep(seconds)
+    raise AssertionError  # The last attempt returns or raises.
 
 
 def as_text(value: Any) -> str:

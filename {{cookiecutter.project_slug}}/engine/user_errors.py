@@ -4,7 +4,6 @@ An exception of the engine itself is a bug, and keeps its traceback.
 """
 
 import contextlib
-import errno
 import os
 import re
 import traceback
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from engine.errors import BadInput, Damaged, InterruptedStep, ProgramExit, Unavailable
+from engine.errors import PASSING, BadInput, Damaged, InterruptedStep, ProgramExit, Unavailable
 from engine.versions import PROJECT
 
 # TensorFlow raises these when a connection breaks.
@@ -28,12 +27,6 @@ CONNECTION_ERRORS = (
 DIFFERENT_CALLS = re.compile(
     "in the collective instance|Collective instance .* expected|Collective ops is aborted by: .*mismatch"
 )
-# Of a network or a file system.
-PASSING = [
-    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, errno.ENOTCONN, errno.ESHUTDOWN),
-    *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET),
-    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH),
-]
 # TensorFlow keeps only the text of an exception in a generator or py_function, and of most errors of a file system.
 _PASSING_TEXT = re.compile(
     rf"\[Errno ({'|'.join(map(str, PASSING))})\]|{'|'.join(map(re.escape, map(os.strerror, PASSING)))}"

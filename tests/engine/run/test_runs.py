@@ -108,7 +108,7 @@ def test_on_report_sees_the_rows_and_the_averaged_weights_and_ends_nothing(
     (kernel,) = [value for name, value in best.items() if value.shape == (64, 10)]
     np.testing.assert_array_equal(seen[-1][-1], kernel)
 
-    (events,) = (tmp_path / "with/tensorboard").glob("events*")
+    (events,) = (tmp_path / "with/tensorboard").glob("events*.v2")
     images = [
         event.step
         for event in tf.compat.v1.train.summary_iterator(str(events))
