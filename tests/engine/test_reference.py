@@ -14,7 +14,7 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data import Batches, load_splits
 from engine.model.variables import model_variables
-from engine.run.checkpoints import weights_sha256
+from engine.run.state import weights_sha256
 
 EPOCHS = 3
 LEARNING_RATE = 0.2

@@ -13,7 +13,7 @@ import train
 from config import Config
 from engine.command_line import read_settings
 from engine.model.variables import model_variables
-from engine.run.checkpoints import weights_sha256
+from engine.run.state import weights_sha256
 
 train.build(read_settings(Config, ["--simulated-devices=2"]))
 state, batches = train.run.checkpoints.state, train.batches["train"]

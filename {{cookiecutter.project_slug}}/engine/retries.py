@@ -36,7 +36,7 @@ def until_read(read: Callable[[], Read], name: str) -> Read:
         # The exception is gone, and with it the iterator that failed.
         line = f"{name} cannot be read ({text}): trying again in {seconds} s"
         console.print(line)
-        if console.quiet:  # In a worker that is not the chief.
+        if console.quiet:  # This is a worker that is not the chief.
             print(line, file=sys.stderr, flush=True)
         if stopped_by := _signal_within(seconds):
             raise Unavailable(f"stopped by {stopped_by} while {name} could not be read ({text})")

@@ -113,7 +113,7 @@ def test_rejection_by_the_chief_is_raised_by_all(kind: type[Exception]) -> None:
 def compared(worker: Workers, factor: float) -> list[float]:
     """Returns a worker's weights after the comparison with the chief's, which they were multiples of."""
     weights = tf.Variable(np.linspace(1.0, 2.0, 5, dtype=np.float32) * (factor if worker.index else 1.0))
-    seed = tf.Variable([worker.index, 0])  # Of dropout, which differs between workers.
+    seed = tf.Variable([worker.index, 0])  # The seeds of dropout differ between workers.
     state = State(tf.distribute.get_strategy(), worker, {"weights": weights, "dropout/seed_generator_state": seed})
     state.check_workers(state.mirrored_values())
     assert seed.numpy()[0] == worker.index

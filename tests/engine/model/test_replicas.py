@@ -13,7 +13,7 @@ import train
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.model.averages import MovingAverage
-from engine.run.checkpoints import weights_sha256
+from engine.run.state import weights_sha256
 
 
 def dropout_model() -> keras.Model:
@@ -162,7 +162,7 @@ def layer_called(times: int, **options: Any) -> keras.Model:
 def test_average_of_a_layer_that_is_called_again_is_of_what_it_measured(
     times: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As the shared encoder of two inputs is, or a discriminator.
+    # A step calls an encoder of two inputs twice, and a discriminator, too.
     monkeypatch.setattr(task, "create_model", lambda: layer_called(times, momentum=0.5))
     train.build(Config(global_batch_size=36, ema_decay=0.9, micro_batches=micro_batches))
     stack, first, _ = next(train.batches["train"].iterator().take(1))

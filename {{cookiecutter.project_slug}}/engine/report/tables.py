@@ -13,7 +13,7 @@ from engine.user_errors import first_line
 # The columns of metrics.csv before the metrics; with several optimizers, each has its "learning_rate/<name>".
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
 COUNTS = COLUMNS[:2]
-BYTES_AT_END = 2**16  # What a killed run may have damaged.
+BYTES_AT_END = 2**16  # A killed run may have damaged this much.
 
 Row = dict[str, Any]  # Column -> number; a blank cell has no entry.
 
@@ -77,19 +77,20 @@ def cut_rows(path: Path, step: int) -> list[str]:
 
 
 def _end(file: BinaryIO, columns: list[str], step: int) -> int:
-    """Returns where the rows after a step, or the damaged end, begin, after the header, which was read.
+    """Returns where the rows after a step begin, or a damaged end. `file` is at the first row, after the header.
 
     It reads the end and a few rows before it, because a run of weeks writes millions.
     """
     low, high = file.tell(), file.seek(0, io.SEEK_END)
     file.seek(max(low, high - BYTES_AT_END) - 1)
     file.readline()  # A row of which a part is before the end is complete.
-    last, place = -1.0, file.tell()
+    before, place = -1.0, file.tell()
     for row in file:
-        if not last < (last := _step(row, columns)) < math.inf:
+        number = _step(row, columns)
+        if not before < number < math.inf:
             high = place
             break
-        place += len(row)
+        before, place = number, place + len(row)
     while low < high:  # What is before `low` stays; no row that begins at `high` or later does.
         middle = (low + high) // 2
         file.seek(middle - 1)
@@ -105,9 +106,9 @@ def _step(row: bytes, columns: list[str]) -> float:
     """Returns the step of a row; infinity if it is damaged."""
     cells = row.decode(errors="replace").split(",")
     try:
-        numbers = [float(cell) for cell in cells if cell.strip()]
-        is_complete = row.endswith(b"\n") and len(cells) == len(columns) and len(numbers) > 0
-        return float(cells[columns.index("step")]) if is_complete else math.inf
+        numbers = [float(cell.strip() or math.nan) for cell in cells]  # A blank cell has no number.
+        is_complete = row.endswith(b"\n") and len(cells) == len(columns)
+        return numbers[columns.index("step")] if is_complete else math.inf
     except ValueError:
         return math.inf
 

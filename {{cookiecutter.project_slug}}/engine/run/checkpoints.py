@@ -8,7 +8,6 @@ variable is changed.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -161,7 +160,7 @@ def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Valu
     intact = None
     for path in reversed(checkpoints.paths()):
         try:
-            progress = Progress.read(read_record(path), path)  # First, because of another version all may differ.
+            progress = Progress.read(read_record(path), path)  # Another version may have other variables, too.
             values, intact = checkpoints.read(path)[0], intact or path
             if progress.best_step is not None:
                 best.read(best.path(progress.best_step))
@@ -224,10 +223,7 @@ def read_checkpoint(path: Path) -> tuple[Values, dict[str, Any]]:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Returns the record of the checkpoint at `path`.
-
-    Raises Damaged unless its files are as written, and Unavailable if they cannot be read for minutes.
-    """
+    """Returns a checkpoint's record. Raises Damaged unless it is as written, Unavailable if it cannot be read."""
 
     def read() -> dict[str, Any]:
         if (path / CHECKSUMS).read_text(encoding="utf-8") != _checksums(path):
@@ -270,17 +266,6 @@ def plain_name(prefix: Path) -> Iterator[str]:
 def _checksums(path: Path) -> str:
     """Returns checksums of the small files, as sha256sum writes them; the index contains the tensors' checksums."""
     return "".join(f"{file_sha256(path / name)}  {name}\n" for name in (PROGRESS, INDEX))
-
-
-def weights_sha256(variables: dict[str, tf.Variable]) -> str:
-    """Returns the SHA-256, in hex, over each variable's name, dtype, shape and bytes, in the order given."""
-    digest = hashlib.sha256()
-    for name, variable in variables.items():
-        value = as_array(variable.numpy())
-        digest.update(f"{name} {value.dtype} {value.shape}\n".encode())
-        # An array of texts contains their addresses.
-        digest.update(repr(value.tolist()).encode() if value.dtype == object else value.tobytes())
-    return digest.hexdigest()
 
 
 def _all_finite(value: np.ndarray | tf.Tensor) -> bool:

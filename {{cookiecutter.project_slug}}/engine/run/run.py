@@ -17,12 +17,12 @@ from engine.model.build import TaskObjects
 from engine.model.hidden_state import HiddenState
 from engine.model.metrics import split_of
 from engine.report.report import Report
-from engine.run.checkpoints import Checkpoints, weights_sha256
+from engine.run.checkpoints import Checkpoints
 from engine.run.directory import BEST, CHECKPOINTS, RESULT
 from engine.run.passes import Executions, Pass
 from engine.run.progress import Progress
 from engine.run.signals import signals
-from engine.run.state import State
+from engine.run.state import State, weights_sha256
 from engine.run.writer import Writer
 from engine.settings import Settings
 from engine.user_errors import user_errors_named

@@ -6,6 +6,7 @@ saved, because otherwise a resumed run would differ slightly.
 """
 
 import functools
+import hashlib
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -138,6 +139,17 @@ class State:
 def as_array(value: Any) -> np.ndarray:
     """Returns a value as TensorFlow gives it to NumPy, a single text too, as an array; texts are objects there."""
     return np.array(value, object) if isinstance(value, bytes) else np.asarray(value)
+
+
+def weights_sha256(variables: dict[str, tf.Variable]) -> str:
+    """Returns the SHA-256, in hex, over each variable's name, dtype, shape and bytes, in the order given."""
+    digest = hashlib.sha256()
+    for name, variable in variables.items():
+        value = as_array(variable.numpy())
+        digest.update(f"{name} {value.dtype} {value.shape}\n".encode())
+        # An array of texts contains their addresses.
+        digest.update(repr(value.tolist()).encode() if value.dtype == object else value.tobytes())
+    return digest.hexdigest()
 
 
 def _digest(value: np.ndarray | tf.Tensor) -> int:
