@@ -70,7 +70,7 @@ def test_fashion_mnist_is_taken_from_where_keras_keeps_it(
     # Processes of their own, because Keras looks at KERAS_HOME when it is imported.
     command = (sys.executable, "train.py", "--data=fashion_mnist", "--epochs=1", f"--run-dir={tmp_path / 'run'}")
     failed = run(*command, folder=default_bake.folder)
-    assert failed.returncode == 2
+    assert failed.returncode == 1  # A network may be back at the next start.
     error = failed.stderr.splitlines()[-1]
     assert error.startswith("ERROR: task.py:")
     assert "load_examples: Exception: URL fetch failure on https://" in error
