@@ -1,14 +1,17 @@
 """Faults of a network or a disk: the examples are read again from the same place, and only long faults end a run."""
 
+import csv
 import errno
 import json
 import os
+import re
+import resource
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import pytest
@@ -17,15 +20,19 @@ from loading import batches_of
 from record_files import shuffle_in, write_records
 from small import small_model
 from streaming import stream
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import task
 import train
 from config import Config
-from engine import files, retries
+from engine import exceptions, files, retries
 from engine.cluster.launcher import START_ID
 from engine.data import record_index, records
 from engine.data.records import Records
-from engine.errors import BadInput, Unavailable
+from engine.errors import BadInput, CannotWrite, Unavailable
+from engine.model.metrics import ResultNames
+from engine.report import tables
+from engine.report.summaries import Summaries
 from engine.run import start
 
 FLAGS = ("--epochs=2", "--global-batch-size=64", "--steps-per-execution=3", "--checkpoint-every-steps=7")
@@ -119,7 +126,7 @@ def test_streamed_examples_are_neither_lost_nor_doubled_by_faults(
     assert labels(split, generated(faults), plain, replicas=replicas) == expected
     assert faults.raised == 4
     assert len(waits) >= 3  # The last one may hit examples that are read ahead, and never used.
-    lines = [line for line in capsys.readouterr().out.splitlines() if "trying again" in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "trying again" in line]
     assert (
         lines[0]
         == f"task.load_examples('{split}') cannot be read ({type(problem).__name__}: {problem}): trying again in 1 s"
@@ -200,12 +207,11 @@ def test_fault_while_a_folder_is_listed_leaves_out_no_file(
     assert waits == [1, 2]
 
 
-def test_files_of_a_run_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_run_are_read_again(tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"start_id": "this launch"}', encoding="utf-8")
     settings = Config(run_dir=tmp_path, fresh=True)
     monkeypatch.setenv(START_ID, "this launch")
-    read, waited = Path.read_text, []
-    monkeypatch.setattr(files.time, "sleep", waited.append)
+    read = Path.read_text
 
     def failing(*moments: int) -> None:
         fails = Faults(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), *moments)
@@ -213,10 +219,80 @@ def test_files_of_a_run_are_read_again(tmp_path: Path, monkeypatch: pytest.Monke
 
     failing(1, 2)
     assert not start._is_fresh(settings)  # Otherwise the run would be moved aside.
-    assert waited == [1, 2]
+    assert waits == [1, 2]
     failing(*range(1, 100))
     with pytest.raises(Unavailable, match=r"config\.json still cannot be read"):
         start._is_fresh(settings)
+
+
+# --- Files of a run ---------------------------------------------------------------------------------------------------
+
+
+def test_files_are_written_again(tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    fails, replace = Faults(OSError(errno.EIO, os.strerror(errno.EIO)), 1, 2), Path.replace
+    monkeypatch.setattr(Path, "replace", lambda path, target: (fails(), replace(path, target))[1])
+    files.write_json(tmp_path / "result.json", {"loss": 0.5})
+    assert json.loads((tmp_path / "result.json").read_text()) == {"loss": 0.5}
+    assert waits == [1, 2]
+    assert f"{tmp_path / 'result.json'} cannot be written (OSError: [Errno 5]" in capsys.readouterr().err
+    always = Faults(OSError(errno.EIO, os.strerror(errno.EIO)), *range(1, 100))
+    monkeypatch.setattr(Path, "replace", lambda *_: always())
+    with pytest.raises(CannotWrite, match=r"result\.json cannot be written \(Input/output error\)"):
+        files.write_json(tmp_path / "result.json", {"loss": 0.25})
+    assert always.raised == len(retries.SECONDS_TO_WAIT) + 1
+    assert os.listdir(tmp_path) == ["result.json"]
+    assert json.loads((tmp_path / "result.json").read_text()) == {"loss": 0.5}
+
+
+def test_row_of_which_a_part_was_written_is_written_again(
+    tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = tables.append_row(tmp_path / "steps.csv", {"step": 1, "loss": 0.5}, [])
+    fails = Faults(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), 1)
+
+    class Failing(csv.DictWriter):
+        def __init__(self, lines: TextIO, *arguments: Any, **options: Any) -> None:
+            super().__init__(lines, *arguments, **options)
+            if fails.calls == 0:
+                lines.write("2,0.")
+                lines.flush()
+            fails()
+
+    monkeypatch.setattr(tables.csv, "DictWriter", Failing)
+    tables.append_row(tmp_path / "steps.csv", {"step": 2, "loss": 0.25}, columns)
+    assert (tmp_path / "steps.csv").read_text() == "step,loss\n1,0.5\n2,0.25\n"
+    assert waits == [1]
+
+
+def test_summaries_of_which_a_part_was_written_go_to_another_file(
+    tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """A limit on the size of files cuts an event in two."""
+    monkeypatch.setattr(exceptions, "_PASSING_TEXT", re.compile("File too large"))
+    summaries = Summaries(tmp_path, ResultNames({"train": {}}, ["train"]))
+    summaries.add(1, {"train/loss": 0.5})
+    (file,) = tmp_path.glob("train/*")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def wait(seconds: float) -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        waits.append(seconds)
+        return ""
+
+    monkeypatch.setattr(retries, "_signal_within", wait)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, hard))
+    try:
+        summaries.add(2, {"train/loss": 0.25})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    summaries.add(3, {"train/loss": 0.125})
+    assert waits == [1]
+    events = EventAccumulator(str(tmp_path / "train")).Reload()
+    assert [(event.step, tf.make_ndarray(event.tensor_proto).item()) for event in events.Tensors("loss")] == [
+        (1, 0.5),
+        (2, 0.25),
+        (3, 0.125),
+    ]
 
 
 def test_index_of_a_file_is_made_again_and_a_folder_looked_at_again(
@@ -337,4 +413,4 @@ def test_signal_ends_a_wait() -> None:
     ],
 )
 def test_faults_that_may_pass(problem: Exception, passes: bool) -> None:
-    assert retries.may_pass(problem) is passes
+    assert exceptions.may_pass(problem) is passes

@@ -23,8 +23,9 @@ from engine import user_errors
 from engine.cluster.strategy import create_strategy
 from engine.data import load_splits
 from engine.errors import BadInput
+from engine.exceptions import first_line
 from engine.model.build import TaskObjects
-from engine.user_errors import first_line, where_raised
+from engine.user_errors import where_raised
 
 TIMES = ("seconds", "examples_per_second")
 FLAGS = ("--epochs=2", "--global-batch-size=60", "--simulated-devices=1")

@@ -1,7 +1,6 @@
 """How a program ends before its work is done: one line and an exit code. Imports no TensorFlow."""
 
 import contextlib
-import errno
 import os
 import signal
 import sys
@@ -9,12 +8,6 @@ import traceback
 from collections.abc import Iterator
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Errors of a network or a file system that may pass.
-PASSING = [
-    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, errno.ENOTCONN, errno.ESHUTDOWN),
-    *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET),
-    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH),
-]
 
 
 class ProgramExit(Exception):

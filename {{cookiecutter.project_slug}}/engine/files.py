@@ -6,14 +6,13 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.errors import PASSING, BadInput, CannotWrite, Unavailable
+from engine.errors import BadInput, CannotWrite
+from engine.retries import until_read, until_written
 
-SECONDS_TO_WAIT = (1, 2, 4, 8, 16, 32)
 RESUME = "run the same command again, without --fresh; everything saved before is intact"
 
 
@@ -38,7 +37,8 @@ def write_atomically(path: Path, write: Callable[[Path], object], then: str = RE
     """
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.part")
-    with writing(path, then):
+
+    def attempt() -> None:
         try:
             write(temporary)
             sync(temporary)
@@ -46,6 +46,9 @@ def write_atomically(path: Path, write: Callable[[Path], object], then: str = RE
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+    with writing(path, then):
+        until_written(attempt, path)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -74,18 +77,8 @@ def read_json(path: Path, flag: str = "") -> dict[str, Any] | None:
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file, read again for a minute after faults that pass. Raises OSError, then Unavailable."""
-    for seconds in (*SECONDS_TO_WAIT, None):
-        try:
-            return path.read_text(encoding="utf-8")
-        except OSError as problem:
-            if problem.errno not in PASSING:
-                raise
-            if seconds is None:
-                remedy = "check the file system, then start the same command again"
-                raise Unavailable(f"{path} still cannot be read ({problem.strerror}): {remedy}") from problem
-            time.sleep(seconds)
-    raise AssertionError  # The last attempt returns or raises.
+    """Returns the text of a file. Raises OSError, or Unavailable after minutes of faults that might have passed."""
+    return until_read(lambda: path.read_text(encoding="utf-8"), path)
 
 
 def as_text(value: Any) -> str:

@@ -1,4 +1,7 @@
-"""Reads again after faults that pass, such as those of a network or of a file system behind it."""
+"""Reads and writes again after faults that pass, such as those of a network or of a file system behind it.
+
+Imports no TensorFlow.
+"""
 
 import signal
 import sys
@@ -7,40 +10,49 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import tensorflow as tf
-
-from engine.console import console
-from engine.errors import Unavailable
-from engine.user_errors import first_line, may_pass
+from engine.errors import ProgramExit, Unavailable
+from engine.exceptions import first_line, may_pass
 
 SECONDS_TO_WAIT = (1, 2, 4, 8, 16, 32, 60, 60, 60)  # Before each further attempt: about four minutes.
-Read = TypeVar("Read")
+Result = TypeVar("Result")
 
 
-def until_read(read: Callable[[], Read], name: str) -> Read:
+def until_read(read: Callable[[], Result], name: object) -> Result:
     """Returns what `read` returns; calls it again, after growing waits, while it raises errors that may pass.
 
     `name` is what it reads, for messages. Raises other errors as they are; Unavailable if it fails for minutes.
     """
-    for seconds in (*SECONDS_TO_WAIT, None):
+    try:
+        return _again(read, name, "read")
+    except Exception as problem:
+        if isinstance(problem, ProgramExit) or not may_pass(problem):
+            raise
+        attempts = f"after {len(SECONDS_TO_WAIT)} more attempts in {sum(SECONDS_TO_WAIT) / 60:.0f} minutes"
+        remedy = "check the file system or network behind it"
+        raise Unavailable(f"{name} still cannot be read, {attempts} ({first_line(problem)}): {remedy}") from problem
+
+
+def until_written(write: Callable[[], Result], name: object) -> Result:
+    """Returns what `write` returns; calls it again as `until_read` does. Raises its last error if it fails for minutes.
+
+    `write` must start from the beginning each time.
+    """
+    return _again(write, name, "written")
+
+
+def _again(call: Callable[[], Result], name: object, done: str) -> Result:
+    for seconds in SECONDS_TO_WAIT:
         try:
-            return read()
-        except (OSError, tf.errors.OpError) as problem:
-            if not may_pass(problem):
+            return call()
+        except Exception as problem:
+            if isinstance(problem, ProgramExit) or not may_pass(problem):
                 raise
             text = first_line(problem)
-            if seconds is None:
-                attempts = f"after {len(SECONDS_TO_WAIT)} more attempts in {sum(SECONDS_TO_WAIT) / 60:.0f} minutes"
-                remedy = "check the file system or network behind it"
-                raise Unavailable(f"{name} still cannot be read, {attempts} ({text}): {remedy}") from problem
         # The exception is gone, and with it the iterator that failed.
-        line = f"{name} cannot be read ({text}): trying again in {seconds} s"
-        console.print(line)
-        if console.quiet:  # This is a worker that is not the chief.
-            print(line, file=sys.stderr, flush=True)
+        print(f"{name} cannot be {done} ({text}): trying again in {seconds} s", file=sys.stderr, flush=True)
         if stopped_by := _signal_within(seconds):
-            raise Unavailable(f"stopped by {stopped_by} while {name} could not be read ({text})")
-    raise AssertionError  # The last attempt returns or raises.
+            raise Unavailable(f"stopped by {stopped_by} while {name} could not be {done} ({text})")
+    return call()
 
 
 def _signal_within(seconds: float) -> str:

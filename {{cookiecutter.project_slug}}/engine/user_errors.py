@@ -4,7 +4,6 @@ An exception of the engine itself is a bug, and keeps its traceback.
 """
 
 import contextlib
-import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from engine.errors import PASSING, BadInput, Damaged, InterruptedStep, ProgramExit, Unavailable
+from engine.errors import BadInput, Damaged, InterruptedStep, ProgramExit, Unavailable
+from engine.exceptions import first_line, may_pass, text_of
 from engine.versions import PROJECT
 
 # TensorFlow raises these when a connection breaks.
@@ -26,27 +26,6 @@ CONNECTION_ERRORS = (
 # TensorFlow's text if workers that sum together call different operations.
 DIFFERENT_CALLS = re.compile(
     "in the collective instance|Collective instance .* expected|Collective ops is aborted by: .*mismatch"
-)
-# TensorFlow keeps only the text of an exception in a generator or py_function, and of most errors of a file system.
-_PASSING_TEXT = re.compile(
-    rf"\[Errno ({'|'.join(map(str, PASSING))})\]|{'|'.join(map(re.escape, map(os.strerror, PASSING)))}"
-    r"|\b\w*(Connection|Timeout|BrokenPipe|Unavailable|DeadlineExceeded)\w*Error\b"
-)
-
-LONGEST_SENTENCE = 300
-# Parts of a message that say nothing, or that `where_raised` says in fewer words.
-_NOISE = re.compile(
-    r'\x1b\[[\d;]*m|^( *)File ".*\n(?:\1 +\S.*\n)*|^ *\(\d+\) [A-Z_]+: +'
-    r"|\[\[.*?\]\](?=\s|$)|\{\{.*?\}\}|\[Op:\w+\](?: name: *)?|, node name: \S+"
-    r"|\w+\.<locals>\.|\btf__(?=\w+\()"  # AutoGraph's names of functions.
-    r"|Error in user-defined function passed to \S+ transformation with iterator: \S+: ",
-    re.MULTILINE,
-)
-_SAYS_LITTLE = re.compile(
-    r"Graph execution error:|Detected at node |in user code:|Traceback |Stack trace for op|\^+$|• "
-    r"|\d+ (root error|successful operations|derived errors)"
-    # Keras puts these lines around an exception of a layer.
-    r"|(\w+: )?Exception encountered when calling |.*Error encountered:$|Arguments received by "
 )
 
 
@@ -72,12 +51,12 @@ def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
 def is_users(problem: BaseException) -> bool:
     """Returns whether an exception comes from the user's code or a package that it calls, and not from the engine."""
     # When a step fails on one worker, the others get an exception that says only this.
-    text = _text(problem)
+    text = text_of(problem)
     if isinstance(problem, (ProgramExit, Damaged)) or "Collective ops is aborted" in text:
         return False
     if isinstance(problem, tf.errors.OpError) and DIFFERENT_CALLS.search(text):
         return False
-    if isinstance(problem, CONNECTION_ERRORS) and not _text(problem).startswith("in user code:"):
+    if isinstance(problem, CONNECTION_ERRORS) and not text_of(problem).startswith("in user code:"):
         # An operation raises it, or else the last line that ran is the user's.
         return _owner(Path(traceback.extract_tb(problem.__traceback__)[-1].filename)) == "user"
     owners = [_owner(file) for file, *_ in _places(problem)]
@@ -88,22 +67,6 @@ def is_users(problem: BaseException) -> bool:
     return callers[-1:] == ["user"] and owners[-1] != "engine/model"
 
 
-def may_pass(problem: BaseException) -> bool:
-    """Returns whether reading again may help: a fault of a network, a server or a disk, and not of the data."""
-    if isinstance(problem, OSError) and problem.errno in PASSING:
-        return True
-    kinds = (ConnectionError, TimeoutError, tf.errors.UnavailableError, tf.errors.DeadlineExceededError)
-    return isinstance(problem, kinds) or bool(_PASSING_TEXT.search(_text(problem)))
-
-
-def _text(problem: BaseException) -> str:
-    """Returns an exception's text, or "" if that cannot be made."""
-    try:
-        return str(problem)
-    except Exception:  # noqa: BLE001 - Its class may be the user's.
-        return ""
-
-
 def where_raised(problem: BaseException) -> str:
     """Returns file, line and function of the innermost place in the user's code, or else in train.py."""
     for owner in ("user", "train.py"):
@@ -111,18 +74,6 @@ def where_raised(problem: BaseException) -> str:
             if _owner(file) == owner:
                 return f"{file.relative_to(PROJECT)}{f':{line}' if line else ''} {function}"
     return "task.py"
-
-
-def first_line(problem: BaseException) -> str:
-    """Returns an exception's kind and the most telling line of its text, without TensorFlow's names of nodes."""
-    lines = [line.strip() for line in _NOISE.sub("", _text(problem)).splitlines()]
-    lines = [line for line in lines if line and not _SAYS_LITTLE.match(line)]
-    kind = type(problem).__name__
-    with_kind = [line for line in lines if re.match(rf"({kind}|\w*(Error|Exception))(:|$)", line)]
-    sentence = (with_kind or [f"{kind}: {line}" for line in lines] or [kind])[0].rstrip(" .:")
-    if isinstance(problem, ModuleNotFoundError):
-        sentence += ": install the package that has it, and add it to pyproject.toml"
-    return sentence if len(sentence) <= LONGEST_SENTENCE else f"{sentence[:LONGEST_SENTENCE]} ..."
 
 
 def _places(problem: BaseException) -> list[tuple[Path, int, str]]:
@@ -135,7 +86,7 @@ def _places(problem: BaseException) -> list[tuple[Path, int, str]]:
     if isinstance(problem, SyntaxError) and problem.filename:  # The file was read, and did not run.
         places.append((problem.filename, str(problem.lineno or 0), "<module>"))
     # When a graph fails, the text says where the operation was defined.
-    places += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', _text(problem))
+    places += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text_of(problem))
     return [(Path(file), int(line), function) for file, line, function in places]
 
 

@@ -397,10 +397,33 @@ def test_fault_that_passes_is_no_damage(
     if times == 2:
         path, _, progress = read_newest(states, best)
         assert (path.name, progress.step) == ("step-00000002", 2)
-        assert capsys.readouterr().out.count("step-00000002 cannot be read") == 2
+        assert capsys.readouterr().err.count("step-00000002 cannot be read") == 2
     else:
         with pytest.raises(Unavailable, match="step-00000002 still cannot be read"):
             read_newest(states, best)
+
+
+@pytest.mark.parametrize("of", ["the tensors", "the sync"])
+def test_checkpoint_is_written_again_after_a_fault_that_passes(
+    of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "SECONDS_TO_WAIT", (0.001,) * 3)
+    states = make_checkpoints(tmp_path / "states", variables(a=(2,)), keep=2)
+    problems: list[Exception] = [OSError(errno.EIO, os.strerror(errno.EIO))] * 2
+    if of == "the tensors":
+        problems = [tf.errors.UnknownError(None, None, "state.data; Input/output error")] * 2
+    holder, name = (tf.raw_ops, "SaveV2") if of == "the tensors" else (checkpoints, "sync")
+    call = getattr(holder, name)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if problems:
+            raise problems.pop()
+        return call(*arguments, **options)
+
+    monkeypatch.setattr(holder, name, failing)
+    states.save(1, Progress(step=1).record())
+    assert os.listdir(tmp_path / "states") == ["step-00000001"]
+    assert states.read(states.path(1))[1]["step"] == 1
 
 
 def test_too_many_open_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

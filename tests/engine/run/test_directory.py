@@ -15,8 +15,9 @@ import tensorflow as tf
 from config import Config
 from engine import versions
 from engine.cluster.workers import Workers
-from engine.errors import BadInput, CannotWrite
+from engine.errors import BadInput, CannotWrite, Unavailable
 from engine.files import write_atomically, write_json, writing
+from engine.run import directory as directory_module
 from engine.run.checkpoints import Checkpoints
 from engine.run.directory import RunDirectory
 from engine.run.state import State
@@ -95,6 +96,26 @@ os.kill(os.getpid(), signal.SIGKILL)
         killed = subprocess.run([sys.executable, "-c", program, host], capture_output=True, text=True, check=False)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert "is on a file system without locks: let only one run use it" in killed.stdout
+
+
+def test_lock_of_another_machine_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    path = started(tmp_path / "run", starts=[{"host": "node7", "machine": "another"}])
+    program = """
+import fcntl, sys, time
+with open(sys.argv[1], "w") as lock:  # As a server of NFS keeps the lock of a machine that is dead.
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    print("locked", flush=True)
+    time.sleep(1.5)
+"""
+    command = [sys.executable, "-c", program, str(path / ".lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server, RunDirectory(path) as directory:
+        assert server.stdout is not None
+        server.stdout.readline()
+        directory.lock()
+        assert "is in use by another run, last started on node7; if" in capsys.readouterr().out
+        monkeypatch.setattr(directory_module, "SECONDS_OF_LEASE", 0.1)
+        with pytest.raises(Unavailable, match="last started on node7: end that run"), RunDirectory(path) as third:
+            third.lock()
 
 
 def test_run_with_other_settings_is_rejected(tmp_path: Path) -> None:

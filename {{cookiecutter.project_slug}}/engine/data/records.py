@@ -25,7 +25,7 @@ from engine.data.examples import Examples, Shard
 from engine.data.pipelines import shuffled
 from engine.data.record_index import FileIndex, damaged, index_files, is_cache, is_remote
 from engine.errors import BadInput
-from engine.user_errors import may_pass
+from engine.exceptions import may_pass
 
 MOST_SEGMENTS = 64
 BYTES_OF_BLOCK = 2**18  # A block is consecutive records that are read at once.

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import engine
 from engine.errors import BadInput, Diverged
+from engine.exceptions import first_line
 from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
 from engine.model.gradients import inner_optimizers, prepare_optimizer
@@ -22,7 +23,6 @@ from engine.model.sums import sum_in_float64
 from engine.model.variables import by_name
 from engine.protocols import Metrics, Task
 from engine.settings import Settings
-from engine.user_errors import first_line
 
 LOWEST_LOSS_SCALE = 2.0**-10  # Gradients that still overflow float16 here are too large for any scale.
 

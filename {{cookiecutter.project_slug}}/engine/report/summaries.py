@@ -1,6 +1,7 @@
 """TensorBoard's files. Each dataset has a folder of its own, so that a metric's curves share a chart."""
 
 import contextlib
+import functools
 import math
 import re
 import time
@@ -16,6 +17,7 @@ from tensorboard.plugins.hparams import api as hparams
 
 from engine.files import write_atomically, writing
 from engine.model.metrics import ResultNames, split_of
+from engine.retries import until_written
 
 TENSORBOARD = "tensorboard"
 # TensorBoard shows the first hyperparameters that it finds, and follows the last file in the order of their names.
@@ -52,9 +54,13 @@ class Summaries:
             name = self._names.dataset(column)
             folders.setdefault(name, {})[column.removeprefix(f"{name}/")] = value
         for name, scalars in folders.items():
-            with self.at(step, name):
-                for tag, value in scalars.items():
-                    tf.summary.scalar(tag, value)
+            with writing(self._folder):
+                until_written(functools.partial(self._add, step, name, scalars), self._folder / name)
+
+    def _add(self, step: int, name: str, scalars: dict[str, float]) -> None:
+        with self._at(step, name):
+            for tag, value in scalars.items():
+                tf.summary.scalar(tag, value)
 
     def settings(self, step: int, settings: Mapping[str, Any]) -> None:
         """Writes the settings as a table, and as the hyperparameters of the run, which can be numbers and texts."""
@@ -68,18 +74,26 @@ class Summaries:
         _write(self._folder / HYPERPARAMETERS, [event.SerializeToString() for event in events])
 
     @contextlib.contextmanager
-    def at(self, step: int, name: str = "") -> Iterator[None]:
-        """Writes the summaries of the code inside at a step, to the folder of a dataset."""
-        with writing(self._folder):
-            if name not in self._writers:
-                folder, suffix = self._folder / name, f".from{step}.v2"
-                self._writers[name] = tf.summary.create_file_writer(str(folder), filename_suffix=suffix)
+    def at(self, step: int) -> Iterator[None]:
+        """Writes the summaries of the code inside at a step."""
+        with writing(self._folder), self._at(step):
+            yield
+
+    @contextlib.contextmanager
+    def _at(self, step: int, name: str = "") -> Iterator[None]:
+        if name not in self._writers:
+            folder, suffix = self._folder / name, f".from{step}.v2"
+            self._writers[name] = tf.summary.create_file_writer(str(folder), filename_suffix=suffix)
+        try:
             with self._writers[name].as_default(step=step):
                 yield
             self._writers[name].flush()
-            self._calls[name] += 1
-            if self._calls[name] % CALLS_PER_FILE == 0:
-                self._writers.pop(name).close()
+        except tf.errors.OpError:
+            del self._writers[name]  # What is behind half an event in a file cannot be read.
+            raise
+        self._calls[name] += 1
+        if self._calls[name] % CALLS_PER_FILE == 0:
+            self._writers.pop(name).close()
 
 
 def _first_step(path: Path) -> int:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.errors import BadInput
+from engine.exceptions import first_line
 from engine.files import read_text, write_atomically, writing
-from engine.user_errors import first_line
+from engine.retries import until_written
 
 # The columns of metrics.csv before the metrics; with several optimizers, each has its "learning_rate/<name>".
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
@@ -58,8 +59,16 @@ def append_row(path: Path, row: Row, columns: list[str]) -> list[str]:
     """
     if not row.keys() <= set(columns):
         return write_rows(path, [*read_rows(path, "step"), row])
-    with writing(path), path.open("a", encoding="utf-8", newline="") as lines:
-        csv.DictWriter(lines, columns, lineterminator="\n").writerow(row)
+    size = path.stat().st_size if path.exists() else 0
+
+    def append() -> None:
+        with path.open("a", encoding="utf-8", newline="") as lines:
+            if lines.tell() > size:  # An attempt that failed has left a part of the row.
+                lines.truncate(size)
+            csv.DictWriter(lines, columns, lineterminator="\n").writerow(row)
+
+    with writing(path):
+        until_written(append, path)
     return columns
 
 

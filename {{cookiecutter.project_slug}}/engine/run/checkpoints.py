@@ -23,12 +23,12 @@ import tensorflow as tf
 
 from engine.console import console
 from engine.errors import BadInput, Damaged, Diverged, Unavailable
+from engine.exceptions import first_line
 from engine.files import as_text, file_sha256, sync, writing
-from engine.retries import until_read
+from engine.retries import until_read, until_written
 from engine.run.progress import Progress
 from engine.run.state import State, Values, as_array
 from engine.run.writer import Writer
-from engine.user_errors import first_line
 
 PROGRESS = "progress.json"
 INDEX = "state.index"
@@ -109,11 +109,11 @@ class Checkpoints:
         return self.directory / f"step-{step:08d}.{_place(newest)[1] + 1}"
 
     def _write(self, path: Path, values: Values, record: dict[str, Any]) -> None:
-        temporary = _hidden(path, "part")
-        with writing(path):
+        def attempt() -> None:
             # Its parents are not made: if the run directory is gone, somebody deleted it.
             self.directory.mkdir(exist_ok=True)
             self.clear()
+            temporary = _hidden(path, "part")
             temporary.mkdir()
             try:
                 tf.raw_ops.SaveV2(
@@ -130,6 +130,9 @@ class Checkpoints:
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)  # A full disk needs the space.
                 raise
+
+        with writing(path):
+            until_written(attempt, path)
         with contextlib.suppress(OSError):  # The checkpoint is complete. The next save tries again.
             paths = self.paths()  # This one is missing if somebody moved the directory; the next write fails.
             later = [each for each in paths if _place(each) > _place(path)]
@@ -219,7 +222,7 @@ def read_checkpoint(path: Path) -> tuple[Values, dict[str, Any]]:
             return {name: as_array(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}
 
     with _damage_named(path):
-        return until_read(read, str(path)), record
+        return until_read(read, path), record
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -231,7 +234,7 @@ def read_record(path: Path) -> dict[str, Any]:
         return json.loads((path / PROGRESS).read_text(encoding="utf-8"))
 
     with _damage_named(path):
-        return until_read(read, str(path))
+        return until_read(read, path)
 
 
 @contextlib.contextmanager

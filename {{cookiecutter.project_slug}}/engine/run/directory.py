@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -10,14 +12,16 @@ import filelock
 
 from engine.console import console
 from engine.errors import BadInput, Unavailable
+from engine.exceptions import may_pass
 from engine.files import read_json
+from engine.run.signals import signals
 from engine.settings import CONFIG, Settings, recorded_settings
-from engine.user_errors import may_pass
 from engine.versions import changes_since
 
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
 BEST = "best"
+SECONDS_OF_LEASE = 120.0  # A server of NFS keeps the locks of a dead machine for about 90 s.
 
 
 class RunDirectory:
@@ -91,11 +95,26 @@ class RunDirectory:
             try:
                 self._lock.acquire(timeout=0)
             except filelock.Timeout:
-                raise BadInput(f"--run-dir {self.path} is in use by another run: wait, or use another one") from None
+                self._wait_for_lock()
             except OSError as problem:
                 if problem.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                     raise
                 console.print(f"{self.path} is on a file system without locks: let only one run use it")
+
+    def _wait_for_lock(self) -> None:
+        """Waits for the lock if the run was last started on another machine, which may be dead."""
+        in_use = f"--run-dir {self.path} is in use by another run"
+        start = ((read_json(self.path / CONFIG) or {}).get("starts") or [{}])[-1]
+        if start.get("machine", machine()) == machine():
+            raise BadInput(f"{in_use}: wait, or use another one") from None
+        in_use += f", last started on {start.get('host')}"
+        console.print(f"{in_use}; if that machine is dead, the lock goes: waiting for {SECONDS_OF_LEASE:g} s")
+        end = time.monotonic() + SECONDS_OF_LEASE
+        while time.monotonic() < end and not signals.signal:
+            with contextlib.suppress(filelock.Timeout):
+                self._lock.acquire(timeout=1)
+                return
+        raise Unavailable(f"{in_use}: end that run, or use another directory") from None
 
     def _move_aside(self) -> None:
         if Path.cwd().is_relative_to(self.path.resolve()):
@@ -108,3 +127,10 @@ class RunDirectory:
         path.rename(aside)
         (aside / ".lock").unlink(missing_ok=True)
         console.print(f"Moved the run in {self.path} to {aside.name}")
+
+
+def machine() -> str:
+    """Returns a name of this machine, which it has until it is started again; containers may share a host name."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return platform.node()

@@ -16,11 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from engine.errors import BadInput, Damaged, Unavailable
+from engine.exceptions import first_line, may_pass
 from engine.model.variables import by_name, is_seed, model_variables
 from engine.run.checkpoints import PROGRESS, checkpoint_paths, plain_name, read_checkpoint
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import Variables, one_of_replicas
-from engine.user_errors import first_line, may_pass
 
 FORMS = "a run directory, a checkpoint in one, a .weights.h5 or .keras file, or the prefix of a tf.train.Checkpoint"
 NOT_WEIGHTS = {"optimizer", "_optimizer", "_seed_generators", "seed_generator"}  # Groups in a Keras file.

@@ -18,6 +18,7 @@ from engine.data.batches import BYTES_KEPT, Batches
 from engine.data.element_spec import megabytes
 from engine.model.metrics import drifting
 from engine.model.variables import by_name
+from engine.run.directory import machine
 from engine.run.run import Run
 from engine.settings import Settings
 from engine.versions import PROJECT, code_sha256, versions
@@ -52,6 +53,7 @@ def describe_start(step: int, settings: Settings) -> dict[str, Any]:
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "host": platform.node(),
+        "machine": machine(),
         "git": _git_commit(),
     }
 
