@@ -493,28 +493,6 @@ def test_sets_that_are_gone_are_forgotten_at_a_resume(
     assert run.results("validation") == {"validation/kept/loss": 2.0}
 
 
-def test_other_examples_than_the_first_process_has_are_refused_in_every_process() -> None:
-    def batches(count: int, sha256: str) -> dict[str, Any]:
-        made = {"examples": count, "sha256": sha256}
-        return {"train": SimpleNamespace(shards_by_file=by_file, fingerprint=lambda: made)}
-
-    def check(chiefs: dict[str, Any], own: dict[str, Any], others: list[str]) -> None:
-        of_chief: list[Any] = []
-        chief = SimpleNamespace(from_chief=lambda own: of_chief.append(own()) or own(), names_where=lambda _: others)
-        with contextlib.suppress(BadInput):
-            start._same_data(chief, chiefs)
-        worker = SimpleNamespace(from_chief=lambda _: of_chief[0], names_where=lambda flag: others if flag else [])
-        assert start._same_data(worker, own) == of_chief[0]
-
-    by_file = True
-    check(batches(9, "a"), batches(9, "b"), ["worker 1"])
-    by_file = False
-    check(batches(9, "a"), batches(9, "a"), ["worker 1"])
-    for count, sha256 in ((9, "b"), (8, "a")):
-        with pytest.raises(BadInput, match=rf"worker 1: .* than in the first process \(here {count} for 'train'\)"):
-            check(batches(9, "a"), batches(count, sha256), ["worker 1"])
-
-
 def test_run_without_a_best_says_what_is_missing(begin: Callable[..., Run]) -> None:
     with pytest.raises(BadInput, match=r"--monitor validation/loss was never measured: call run\.save_if_best"):
         begin().finish(dict)

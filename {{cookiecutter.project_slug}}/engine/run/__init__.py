@@ -3,6 +3,7 @@
 run              which steps come next, what is due between them, which weights are best, when and how it ends
 passes           the steps of a pass, cut into executions
 start            resumes a run, or starts one with other weights or with new ones
+agreement        what must be the same in all processes before they train
 summary          the lines at the start, and config.json
 progress         counts and scores
 state            the variables by name, and their values

@@ -1,7 +1,5 @@
 """How a run starts: from its newest checkpoint, from other weights, or from new ones."""
 
-import contextlib
-import json
 import os
 from collections.abc import Collection
 from typing import Any
@@ -15,6 +13,7 @@ from engine.errors import BadInput, Unavailable
 from engine.files import read_json, write_json, writing
 from engine.model.variables import is_seed
 from engine.report.report import Report
+from engine.run.agreement import check_objects, same_data
 from engine.run.checkpoints import read_newest
 from engine.run.directory import RESULT, RunDirectory
 from engine.run.initial_weights import load_initial_weights
@@ -60,16 +59,15 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
     settings, from_chief = run.settings, run.workers.from_chief
     for each in batches.values():
         each.examples.cache()  # Examples that cannot be read are rejected before anything is written.
-    data = _same_data(run.workers, batches)
+    data = same_data(run.workers, batches)
     _check_steps(run, batches)
-    _check_optimizers(run)
     fresh = from_chief(lambda: _is_fresh(settings))
     start = None if fresh else _resume(run, batches, data)
     if start is None:
         message = initialize(run) if settings.init_from else "with new weights"
         start = Progress(learning_rates=_created_rates(run)), message
     state = run.checkpoints.state
-    _check_order(run)
+    check_objects(run.workers, run.checkpoints.state, run.objects)
     state.check_workers(state.mirrored_values(), "something in task.create_model or create_optimizer")
     progress, message = start
     progress.workers, progress.data = run.workers.count, data
@@ -93,25 +91,6 @@ def _is_fresh(settings: Settings) -> bool:
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def _same_data(workers: Workers, batches: dict[str, Batches]) -> dict[str, dict[str, Any]]:
-    """Returns the fingerprint of each dataset.
-
-    Raises BadInput in every process if their examples differ, or the order of their datasets: each would take its shard
-    of another order.
-    """
-    own = {name: each.fingerprint() for name, each in batches.items()}
-    data = workers.from_chief(lambda: own)
-    if batches["train"].shards_by_file:  # Each process loads files of its own.
-        own = {name: {**each, "sha256": data.get(name, each)["sha256"]} for name, each in own.items()}
-    if others := workers.names_where(list(own.items()) != list(data.items())):
-        counts = ", ".join(f"{each['examples']:,} for {name!r}" for name, each in own.items())
-        raise BadInput(
-            f"{', '.join(others)}: task.load_examples returned other examples than in the first process (here "
-            f"{counts}): give all processes the same files"
-        )
-    return data
-
-
 def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
     """Warns of operations in the hooks that a resumed run may not repeat.
 
@@ -125,34 +104,6 @@ def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
         found += [f"task.prepare_example: {text}" for texts in unrepeatable_in_preparation(traced) for text in texts]
     for text in dict.fromkeys(found):
         console.print(text)
-
-
-def _check_optimizers(run: Run) -> None:
-    """Raises BadInput, in every process, if task.create_optimizer returned others than in the first one."""
-    own: dict[str, Any] = {}
-    for name, optimizer in run.objects.optimizers.items():
-        with contextlib.suppress(Exception):  # A task's own optimizer or schedule may raise anything.
-            config = json.loads(json.dumps(optimizer.get_config(), default=lambda value: type(value).__name__))
-            own |= {f"{name}/{key}": value for key, value in config.items() if key != "name"}
-    first = run.workers.from_chief(lambda: own)
-    if others := run.workers.names_where(own != first):
-        keys = sorted(key for key in {*own, *first} if own.get(key) != first.get(key))
-        found = "".join(f" (here {key} is {own.get(key)}, there {first.get(key)})" for key in keys[:1])
-        raise BadInput(
-            f"{', '.join(others)}: task.create_optimizer returned another optimizer than in the first process{found}: "
-            "give all processes the same values, as settings in config.py"
-        )
-
-
-def _check_order(run: Run) -> None:
-    """Raises BadInput, in every process, if the variables have another order than in the first one: sums pair them."""
-    names = [*run.checkpoints.state.mirrored, *run.checkpoints.state.per_replica]
-    first = run.workers.from_chief(lambda: names)
-    if others := run.workers.names_where(names != first):
-        raise BadInput(
-            f"{', '.join(others)}: the models, optimizers or metrics have other names or another order than in the "
-            "first process: return them in an order that does not depend on the process, as that of a set does"
-        )
 
 
 def _changed_data(settings: Settings, before: dict[str, Any], data: dict[str, Any]) -> dict[str, str]:

@@ -1,0 +1,127 @@
+"""Processes that train together: what each of them makes is compared at the start."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from engine.errors import BadInput
+from engine.run.agreement import check_objects, same_data
+
+
+class Together:
+    """Two processes, in threads: what they share is collected until both have called."""
+
+    names = ("worker 0", "worker 1")
+
+    def __init__(self) -> None:
+        self._barrier, self._values = threading.Barrier(2, timeout=10), [None, None]
+
+    def _all(self, index: int, value: Any) -> list[Any]:
+        self._values[index] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+    def worker(self, index: int) -> SimpleNamespace:
+        def gather(values: dict[str, np.ndarray], _: str) -> dict[str, np.ndarray]:
+            rows = self._all(index, values)
+            return {name: np.stack([row[name] for row in rows]) for name in values}
+
+        def names_where(flag: bool) -> list[str]:
+            return [name for name, each in zip(self.names, self._all(index, flag), strict=True) if each]
+
+        from_chief = lambda make: self._all(index, make() if index == 0 else None)[0]  # noqa: E731
+        return SimpleNamespace(names=self.names, count=2, gather=gather, names_where=names_where, from_chief=from_chief)
+
+
+def outcomes(call: Any, *of_each: Any) -> list[Any]:
+    """Returns what `call` returns in each of two processes, or the text of its BadInput."""
+    together, found = Together(), [None, None]
+
+    def run(index: int) -> None:
+        try:
+            found[index] = call(together.worker(index), *of_each[index])
+        except BadInput as problem:
+            found[index] = str(problem)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def batches(*, by_file: bool = False, **different: Any) -> tuple[dict[str, Any]]:
+    fingerprint = {"examples": 9, "sha256": "a" * 64, "steps_per_epoch": 3, "steps_per_pass": 3, **different}
+    return ({"train": SimpleNamespace(shards_by_file=by_file, fingerprint=lambda: fingerprint)},)
+
+
+@pytest.mark.parametrize("different", [{"sha256": "b" * 64}, {"examples": 8}, {"steps_per_pass": 4}])
+def test_other_examples_than_in_the_first_process_are_rejected_in_every_process(different: dict[str, Any]) -> None:
+    first, second = outcomes(same_data, batches(), batches(**different))
+    counts = [f"here {each} for 'train'" for each in (9, different.get("examples", 9))]
+    assert f"worker 1: task.load_examples returned other examples than in the first process ({counts[0]})" in first
+    assert counts[1] in second
+
+
+def test_order_of_the_datasets_is_compared() -> None:
+    one, other = (batches()[0]["train"] for _ in range(2))
+    shown = {"train": one, "validation/a": one, "validation/b": other}
+    reordered = {"train": one, "validation/b": other, "validation/a": one}
+    for found in outcomes(same_data, (shown,), (reordered,)):
+        assert "worker 1: task.load_examples returned other examples" in found
+
+
+def test_examples_are_recorded_alike_in_every_process() -> None:
+    assert outcomes(same_data, batches(), batches()) == [{"train": batches()[0]["train"].fingerprint()}] * 2
+
+
+def test_examples_of_each_process_count_and_must_differ() -> None:
+    first, second = outcomes(same_data, batches(by_file=True), batches(by_file=True, sha256="b" * 64))
+    _, with_another = outcomes(same_data, batches(by_file=True), batches(by_file=True, sha256="c" * 64))
+    assert first == second != with_another  # A resumed run notices that the second one's have changed.
+    for found in outcomes(same_data, batches(by_file=True), batches(by_file=True)):
+        assert found.startswith("task.load_examples('train') returned the same examples for worker 0, worker 1: with")
+
+
+def made(names: tuple[str, ...] = ("model/a", "model/b"), rate: float = 0.1) -> tuple[Any, Any]:
+    state = SimpleNamespace(mirrored=dict.fromkeys(names), per_replica={})
+    return state, SimpleNamespace(optimizers={"optimizer": keras.optimizers.SGD(rate)})
+
+
+@pytest.mark.parametrize(
+    ("others", "told", "found"),
+    [
+        (
+            made(("model/b", "model/a")),
+            "the models, optimizers or metrics have other names, or another order, than in the first process",
+            "(here variable 0 is model/b, there model/a)",
+        ),
+        (
+            made(rate=0.2),
+            "task.create_optimizer returned another optimizer than in the first process",
+            "(here optimizer/learning_rate is 0.2",
+        ),
+    ],
+)
+def test_other_objects_than_in_the_first_process_are_rejected(others: Any, told: str, found: str) -> None:
+    first, second = outcomes(check_objects, made(), others)
+    assert first.startswith(f"worker 1: {told}")
+    assert second.startswith(f"worker 1: {told} {found}")
+
+
+def test_other_defaults_of_keras_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_threads = {"worker": iter(["float32", "float64"])}
+    monkeypatch.setattr(keras.config, "floatx", lambda: next(of_threads["worker"]))
+    for found in outcomes(check_objects, made(), made()):
+        assert found.startswith("worker 1: Keras has other defaults than in the first process")
+
+
+def test_equal_objects_pass() -> None:
+    assert outcomes(check_objects, made(), made()) == [None, None]

@@ -1,0 +1,72 @@
+"""What must be the same in all processes before they train: the examples, the objects of task.py, Keras's defaults."""
+
+import contextlib
+import hashlib
+import json
+from typing import Any
+
+import keras
+import numpy as np
+
+from engine.cluster.workers import Workers
+from engine.data.batches import Batches
+from engine.data.examples import hook_of
+from engine.errors import BadInput
+from engine.model.build import TaskObjects
+from engine.run.state import State
+
+
+def same_data(workers: Workers, batches: dict[str, Batches]) -> dict[str, dict[str, Any]]:
+    """Returns the fingerprint of each dataset.
+
+    Raises BadInput in every process if their examples differ, or the order of their datasets: each would take its shard
+    of another order.
+    """
+    own = {name: each.fingerprint() for name, each in batches.items()}
+    if batches["train"].shards_by_file and workers.count > 1:
+        own = {name: {**each, "sha256": _hash_of_all(workers, name, each["sha256"])} for name, each in own.items()}
+    data = workers.from_chief(lambda: own)
+    if others := workers.names_where(list(own.items()) != list(data.items())):
+        counts = ", ".join(f"{each['examples']:,} for {name!r}" for name, each in own.items())
+        raise BadInput(
+            f"{', '.join(others)}: task.load_examples returned other examples than in the first process (here "
+            f"{counts}): give all processes the same files"
+        )
+    return data
+
+
+def _hash_of_all(workers: Workers, name: str, sha256: str) -> str:
+    """Returns a hash of all workers' hashes. Raises BadInput if several workers have loaded the same examples."""
+    rows = workers.gather({"sha256": np.frombuffer(sha256.encode(), np.uint8)}, f"the check of {name!r}")["sha256"]
+    hashes = [row.tobytes().decode() for row in rows]
+    if same := [each for each, found in zip(workers.names, hashes, strict=True) if hashes.count(found) > 1]:
+        remedy = "with input_context, load the files of that worker only"
+        raise BadInput(f"{hook_of(name)} returned the same examples for {', '.join(same)}: {remedy}")
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def check_objects(workers: Workers, state: State, objects: TaskObjects) -> None:
+    """Raises BadInput, in every process, if the hooks made others than in the first one: sums pair their variables."""
+    defaults = {name: getattr(keras.config, name)() for name in ("floatx", "epsilon", "image_data_format")}
+    _check_same(workers, defaults, "Keras has other defaults", "give all processes the same ~/.keras/keras.json")
+    names = {f"variable {number}": name for number, name in enumerate([*state.mirrored, *state.per_replica])}
+    what = "the models, optimizers or metrics have other names, or another order,"
+    _check_same(workers, names, what, "their order must not depend on the process, as that of a set does")
+    configs: dict[str, Any] = {}
+    for name, optimizer in objects.optimizers.items():
+        with contextlib.suppress(Exception):  # A task's own optimizer or schedule may raise anything.
+            config = json.loads(json.dumps(optimizer.get_config(), default=lambda value: type(value).__name__))
+            configs |= {f"{name}/{key}": value for key, value in config.items() if key != "name"}
+    what, remedy = (
+        "task.create_optimizer returned another optimizer",
+        "give all the same values, as settings in config.py",
+    )
+    _check_same(workers, configs, what, remedy)
+
+
+def _check_same(workers: Workers, own: dict[str, Any], what: str, remedy: str) -> None:
+    first = workers.from_chief(lambda: own)
+    if others := workers.names_where(own != first):
+        keys = [key for key in {**first, **own} if own.get(key) != first.get(key)]
+        found = "".join(f" (here {key} is {own.get(key)}, there {first.get(key)})" for key in keys[:1])
+        raise BadInput(f"{', '.join(others)}: {what} than in the first process{found}: {remedy}")
