@@ -1,7 +1,6 @@
 """GPU machines, by stand-ins: what the driver describes, and lists of devices. Nothing here runs on a GPU."""
 
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from engine.cluster.environment import Cluster
 from engine.cluster.nvidia import gpus_of_machine, identify_gpus, visible_gpus
 from engine.cluster.strategy import strategy_info
 from engine.errors import BadInput
-from engine.run.run import Run
 from engine.run.summary import describe_run, print_summary
 
 A100 = {"device_name": "NVIDIA A100", "compute_capability": (8, 0)}
@@ -345,27 +343,6 @@ def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machin
         assert strategy_info(strategy).all_reduce == all_reduce
         assert strategy_info(strategy).size == "2 workers, 2 replica(s)"
         assert strategy_info(strategy).devices == by_worker
-
-
-def test_steps_that_do_not_end_are_reported_where_nccl_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    printed: list[str] = []
-    spoken = threading.Event()
-    monkeypatch.setattr(devices, "SECONDS_WITHOUT_AN_END", 0.01)
-    monkeypatch.setattr(devices.console, "print", lambda text: printed.append(text) or spoken.set())
-    train.build(Config(simulated_devices=2))
-    record_losses = Run.record_losses
-
-    def record_late(*arguments: Any) -> None:
-        spoken.wait(60 if "nccl" in train.run._executions._all_reduce else 0.2)
-        record_losses(*arguments)
-
-    monkeypatch.setattr(Run, "record_losses", record_late)
-    train.validate()
-    assert not printed
-    monkeypatch.setattr(train.run._executions, "_all_reduce", "nccl")
-    train.validate()
-    assert "No step has ended for 0.01 s" in printed[0]
-    assert "--all-reduce one_device" in printed[0]
 
 
 def test_gpu_that_two_workers_use_is_refused(driver: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 from config import Config
 from engine.data.batches import Batches
 from engine.data.stacks import BYTES_OF_STACK, StackIterator, stack_sizes
+from engine.errors import BadInput
 from rendering import PROJECT
 
 
@@ -30,6 +32,20 @@ def test_plan_is_what_is_taken() -> None:
     for count in (1, 5, 2, 30, 31, 7):
         plan = feed.plan(count)
         assert plan == [(first, taken) for _, first, taken in feed.take(count)]
+
+
+def test_iterator_says_whether_the_program_waits_for_a_batch() -> None:
+    seen: list[bool] = []
+
+    def stacks() -> Iterator[str]:
+        while True:
+            seen.append(iterator.is_waiting)
+            yield "a stack"
+
+    iterator = StackIterator(lambda *_: (stacks(), ([1], [1])), "the hook", 0, 0, rejection=lambda *_: BadInput())
+    for _ in iterator.take(2):
+        seen.append(iterator.is_waiting)
+    assert seen == [True, False, True, False]
 
 
 def take(batches: Batches, feed: StackIterator, count: int) -> list[float]:

@@ -1,5 +1,6 @@
 """How many steps one execution runs."""
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from config import Config
+from engine.run import passes
 from engine.run.passes import Executions, Pass
 from engine.run.progress import Progress
 
@@ -14,6 +16,28 @@ from engine.run.progress import Progress
 def executions(from_chief: Callable[[Callable[[], int]], int] = lambda length: length(), **settings: Any) -> Executions:
     """Returns those of a process whose own numbers are the chief's, unless `from_chief` says otherwise."""
     return Executions(Config(**settings), SimpleNamespace(from_chief=from_chief, is_chief=True, check_all_do=str))
+
+
+@pytest.mark.parametrize(
+    ("workers", "all_reduce", "waits", "told"),
+    [
+        (1, "", True, ""),
+        (2, "", True, "worker 1 has waited 0.01 s for examples of 'train', and the other processes wait for it"),
+        (2, "", False, "No step has ended for 0.01 s on worker 1. Another process may wait for its examples"),
+        (1, "nccl", False, "If NCCL hangs, set NCCL_DEBUG=INFO to see where; on one machine --all-reduce one_device"),
+    ],
+)
+def test_steps_that_wait_for_long_are_reported(
+    workers: int, all_reduce: str, waits: bool, told: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(passes, "SECONDS_WITHOUT_AN_END", 0.01)
+    names = ["worker 0", "worker 1"][:workers]
+    cluster = SimpleNamespace(names=names, count=workers, index=workers - 1, is_chief=True)
+    with Executions(Config(), cluster, all_reduce).watched("train", SimpleNamespace(is_waiting=waits)):
+        time.sleep(0.3)
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == bool(told)
 
 
 def lengths(ran: Executions, split: str, calls: int, seconds_of_step: float) -> list[int]:

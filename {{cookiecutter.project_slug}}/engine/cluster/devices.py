@@ -1,16 +1,11 @@
 """GPUs and simulated devices, as TensorFlow lists them. Untested on GPUs."""
 
 import collections
-import contextlib
 import os
-import threading
-from collections.abc import Iterator
 
 import tensorflow as tf
 
 from engine.console import console
-
-SECONDS_WITHOUT_AN_END = 600.0  # The first steps are compiled, which takes minutes for large models.
 
 
 def let_gpu_memory_grow() -> None:
@@ -46,18 +41,3 @@ def describe_arithmetic(precision: str, simulated_devices: int) -> str:
     capable = any(tuple(each.get("compute_capability", ())) >= (8, 0) for each in details)
     enabled = tf.config.experimental.tensor_float_32_execution_enabled()
     return f"{precision} (TF32)" if precision == "float32" and capable and enabled else precision
-
-
-@contextlib.contextmanager
-def long_sums_reported(all_reduce: str) -> Iterator[None]:
-    """Warns if the steps inside take over ten minutes and NCCL, which may hang, sums in them."""
-    remedy = "set NCCL_DEBUG=INFO to see where; on one machine --all-reduce one_device does without it"
-    message = f"No step has ended for {SECONDS_WITHOUT_AN_END:g} s. If NCCL hangs, {remedy}"
-    timer = threading.Timer(SECONDS_WITHOUT_AN_END, console.print, [message])
-    timer.daemon = True
-    if all_reduce.startswith("nccl"):
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

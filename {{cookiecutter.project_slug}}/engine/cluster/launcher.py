@@ -22,7 +22,9 @@ PROGRAM = Path(__file__).parents[2] / "train.py"
 # An environment variable that whatever restarts a stopped program sets to the same value for all restarts.
 START_ID = "TRAINING_START_ID"
 FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)  # Exit codes of train.py that a restart does not fix.
-SECONDS_TO_FOLLOW = 60.0  # When one process ends by decision, the others make the same one. When it dies, they do not.
+# When one process ends by decision, the others do so too, but the first may have to write gigabytes before. When one
+# dies, they do not.
+SECONDS_TO_FOLLOW = 300.0
 SECONDS_BETWEEN_CHECKS = 0.2
 
 

@@ -111,7 +111,7 @@ class StackIterator:
         self._rejected: BadInput | None = None
         self._stack: Any = None
         self._next = self._end = 0  # The next batch of the stack to take, and how many there are.
-        self.seconds_waited = 0.0  # How long the program has waited for batches so far.
+        self.is_waiting, self.seconds_waited = False, 0.0  # Whether the program waits for batches; how long so far.
         _iterators.add(self)
 
     def _open(self) -> Iterator[Any]:
@@ -154,7 +154,7 @@ class StackIterator:
     def _fetch(self) -> None:
         if self._rejected:
             raise self._rejected
-        started = time.monotonic()
+        started, self.is_waiting = time.monotonic(), True
         try:
             self._stack = until_read(self._next_stack, self._hook)
         except Unavailable as problem:
@@ -163,6 +163,8 @@ class StackIterator:
         except tf.errors.OpError as problem:
             self._rejected = self._rejection(problem, self._pass, self._step)
             raise self._rejected from problem
+        finally:
+            self.is_waiting = False
         self.seconds_waited += time.monotonic() - started
         self._next, self._end = 0, self._sizes.pop(0)
 

@@ -1,6 +1,8 @@
 """The steps of a pass over a dataset, and how they are cut into executions: --steps-per-execution, --profile."""
 
 import contextlib
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,10 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from engine.cluster.devices import long_sums_reported
 from engine.cluster.workers import Workers
 from engine.console import console
 from engine.data.batches import Batches
+from engine.data.stacks import StackIterator
 from engine.errors import BadInput, Diverged
 from engine.report.summaries import TENSORBOARD
 from engine.run.progress import Progress
@@ -19,6 +21,7 @@ from engine.settings import Settings
 
 # The fourth execution of training steps is profiled, because the first ones compile or are short.
 PROFILED, PROFILED_STEPS = 3, 30
+SECONDS_WITHOUT_AN_END = 600.0  # The first steps are compiled, which takes minutes for large models.
 
 
 class Executions:
@@ -43,9 +46,9 @@ class Executions:
         return count
 
     @contextlib.contextmanager
-    def watched(self, split: str) -> Iterator[None]:
-        """Warns if an execution that sums over devices takes very long; profiles it if it is the one to profile."""
-        with long_sums_reported(self._all_reduce), contextlib.ExitStack() as profile:
+    def watched(self, split: str, stacks: StackIterator) -> Iterator[None]:
+        """Prints a line if an execution takes very long; profiles it if it is the one to profile."""
+        with self._reported_if_long(split, stacks), contextlib.ExitStack() as profile:
             if split == "train" and self._profiles_next and self.workers.is_chief:
                 folder = self._settings.run_dir / TENSORBOARD
                 profile.callback(console.print, f"Profiled: pip install xprof, then xprof --logdir {folder}")
@@ -53,6 +56,28 @@ class Executions:
                 profile.callback(tf.profiler.experimental.stop)
             yield
         self._trained += split == "train"
+
+    @contextlib.contextmanager
+    def _reported_if_long(self, split: str, stacks: StackIterator) -> Iterator[None]:
+        def report() -> None:
+            name, seconds = self.workers.names[self.workers.index], f"{SECONDS_WITHOUT_AN_END:g} s"
+            line = f"{name} has waited {seconds} for examples of {split!r}, and the other processes wait for it"
+            if not stacks.is_waiting:
+                line = f"No step has ended for {seconds} on {name}. Another process may wait for its examples"
+                if self._all_reduce.startswith("nccl"):
+                    line += ". If NCCL hangs, set NCCL_DEBUG=INFO to see where"
+                    line += "; on one machine --all-reduce one_device does without it"
+            print(line, file=sys.stderr, flush=True)  # Every process prints its own.
+
+        timer = threading.Timer(SECONDS_WITHOUT_AN_END, report)
+        timer.daemon = True
+        # Where steps wait for others, they may do so for ever.
+        if self.workers.count > 1 or self._all_reduce.startswith("nccl"):
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @property
     def _profiles_next(self) -> bool:
@@ -113,7 +138,7 @@ class Pass:
             # Workers whose steps are in other stacks wait for each other for ever.
             self._executions.workers.check_all_do(f"{self}, in stacks {self._iterator.plan(self._count)}")
         self._started, self._waited = time.monotonic(), self._iterator.seconds_waited
-        self.watch.enter_context(self._executions.watched(self.split))
+        self.watch.enter_context(self._executions.watched(self.split, self._iterator))
         try:
             for stack, first, count in self._iterator.take(self._count):
                 yield stack, first, count
