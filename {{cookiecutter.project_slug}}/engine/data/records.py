@@ -70,7 +70,7 @@ class Records:
 
     def paths(self, hook: str) -> list[str]:
         """Returns the files, in the same order on every machine. Raises BadInput if a pattern matches none."""
-        found: dict[str, str] = {}
+        found: list[str] = []
         for pattern in self.patterns:
             if is_cache(pattern):  # A glob that finds hidden files returns the caches, too.
                 continue
@@ -81,9 +81,10 @@ class Records:
             matches = [path for path in matches if not is_cache(path)]
             if not matches:
                 raise BadInput(f"{hook} returned Records({pattern!r}), which matches no file: give the path of some")
-            # One file may have several names.
-            found.update((path if is_remote(path) else os.path.realpath(path), path) for path in matches)
-        return sorted(found.values())
+            found += matches
+        # One file may have several names: its first one is used.
+        names = {path if is_remote(path) else os.path.realpath(path): path for path in sorted(found, reverse=True)}
+        return sorted(names.values())
 
     def examples(self, hook: str, shuffle_bytes: int | None) -> "RecordExamples":
         """Returns the examples; with None they are not shuffled. Raises BadInput if they cannot be read."""
