@@ -1,7 +1,8 @@
-"""Parameter servers: which settings are refused, and the end of a chief that has no workers left."""
+"""Parameter servers: which settings are refused, and ports in use, and the end of a chief that has no workers left."""
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from config import Config
 from engine.cluster import parameter_servers
+from engine.cluster.environment import Cluster
 from engine.cluster.parameter_servers import WorkerPool
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput, PeerLost
@@ -57,23 +59,61 @@ class Coordinator:
 
 
 @contextlib.contextmanager
-def pool_of_one(monkeypatch: pytest.MonkeyPatch, *, done_after: float) -> Iterator[tuple[WorkerPool, socket.socket]]:
+def pool_of_two(monkeypatch: pytest.MonkeyPatch, *, done_after: float, speaks: bool = True) -> Iterator[WorkerPool]:
+    """Yields the chief's view of two workers, one of which is gone. The other one answers, if it `speaks`."""
     monkeypatch.setattr(parameter_servers, "SECONDS_BETWEEN_LOOKS", 0.01)
     monkeypatch.setattr(parameter_servers, "SECONDS_WITHOUT_WORKERS", 0.2)
     pool = object.__new__(WorkerPool)
     pool._coordinator = Coordinator(time.monotonic() + done_after)
     with socket.create_server(("127.0.0.1", 0)) as worker:
-        pool._addresses = ["127.0.0.1:1", f"127.0.0.1:{worker.getsockname()[1]}"]  # Nothing listens at the first.
-        yield pool, worker
+        address = f"127.0.0.1:{worker.getsockname()[1]}"
+        pool._cluster = Cluster("TF_CONFIG", {"chief": ["c:1"], "worker": ["127.0.0.1:1", address]}, "chief", 0)
+        pool.count = 2
+        over = threading.Event()
+
+        def answer() -> None:
+            while not over.is_set():
+                with contextlib.suppress(OSError):
+                    worker.accept()[0].sendall(b"SETTINGS")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        if speaks:
+            thread.start()
+        pool.worker = worker
+        try:
+            yield pool
+        finally:
+            over.set()
+            worker.close()
 
 
 def test_chief_waits_as_long_as_one_worker_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pool_of_one(monkeypatch, done_after=1) as (pool, _):
+    with pool_of_two(monkeypatch, done_after=1) as pool:
         pool._wait()
 
 
 def test_chief_ends_when_no_worker_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pool_of_one(monkeypatch, done_after=60) as (pool, worker):
-        worker.close()
+    with pool_of_two(monkeypatch, done_after=60, speaks=False) as pool:
+        pool.worker.close()
         with pytest.raises(PeerLost, match="all workers are gone: check their logs, then restart the cluster"):
             pool._wait()
+
+
+def test_chief_ends_when_a_process_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system accepts connections for a stopped process, which says nothing."""
+    with (
+        pool_of_two(monkeypatch, done_after=60, speaks=False) as pool,
+        pytest.raises(PeerLost, match=r"^worker 1 .* does not answer, perhaps because it is frozen: end it, then"),
+    ):
+        pool._wait()
+
+
+@pytest.mark.parametrize("job", ["chief", "worker", "ps"])
+def test_port_in_use_is_waited_for_and_named(job: str, capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        addresses = {name: [address] if name == job else ["127.0.0.1:1"] for name in ("chief", "worker", "ps")}
+        start = parameter_servers.coordinate if job == "chief" else parameter_servers.serve
+        with pytest.raises(PeerLost, match=f"TF_CONFIG puts {job}.* at {address}, where another program listens: end"):
+            start(Cluster("TF_CONFIG", addresses, job, 0), timeout=0.3)
+    assert "waits up to 0.3 s for the port" in capsys.readouterr().err

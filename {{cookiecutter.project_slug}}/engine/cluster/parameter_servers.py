@@ -15,8 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.cluster.environment import Cluster
-from engine.cluster.rendezvous import did_not_join, is_listening, wait_for
+from engine.cluster.environment import Cluster, find_cluster
+from engine.cluster.rendezvous import FROZEN, SECONDS_UNTIL_FREE, did_not_join, is_listening, lost, wait_for
 from engine.cluster.tensorflow_start import start_tensorflow
 from engine.console import console
 from engine.errors import BadInput, PeerLost
@@ -24,12 +24,13 @@ from engine.settings import Settings
 
 PIECES_PER_WORKER = 4  # The pieces of an execution for each worker, so that a fast worker can take more of them.
 SECONDS_WITHOUT_CHIEF = 5.0  # A chief that does not answer for this long has ended.
-SECONDS_WITHOUT_WORKERS = 30.0  # A chief waits this long for workers that may be restarted.
-SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_WITHOUT_WORKERS = 30.0  # A chief waits this long for workers that may be restarted, or are frozen.
+SECONDS_BETWEEN_LOOKS = 5.0
 
 
 def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
     """Does what the chief sends, then ends the process; raises PeerLost if no chief joins within `timeout` seconds."""
+    _wait_until_free(cluster, timeout)
     # A server does not read tf.config.
     config = tf.compat.v1.ConfigProto(gpu_options=tf.compat.v1.GPUOptions(allow_growth=True))
     spec = tf.train.ClusterSpec(cluster.addresses)
@@ -45,6 +46,7 @@ def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
 
 def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
     """Returns the chief's strategy when all others have joined. Raises PeerLost if some do not within `timeout` s."""
+    _wait_until_free(cluster, timeout)
     _wait_until_listening(cluster, cluster.others(), timeout)
 
     def start() -> tf.distribute.Strategy:
@@ -54,6 +56,17 @@ def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
     strategy.extended._allow_run_without_coordinator = True  # The chief evaluates by itself.
     keras.Variable.assign_add = _add_atomically
     return strategy
+
+
+def _wait_until_free(cluster: Cluster, timeout: float) -> None:
+    """Waits until no other process uses this one's port; TensorFlow would end with a traceback."""
+    address, seconds = cluster.processes()[cluster.name], min(timeout, SECONDS_UNTIL_FREE)
+    # It does not try to listen, because the others would take that for the start of TensorFlow.
+    fact = f"{cluster.source} puts {cluster.name} at {address}, where another program listens"
+    if is_listening(address):
+        print(f"{fact}: waits up to {seconds:g} s for the port", file=sys.stderr, flush=True)
+        if not wait_for(lambda: not is_listening(address), seconds):
+            raise PeerLost(f"{fact}: end the program that uses the port, or choose another port")
 
 
 def _wait_until_listening(cluster: Cluster, names: Iterable[str], timeout: float) -> None:
@@ -87,10 +100,9 @@ class WorkerPool:
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy) -> None:
         # A strategy has one coordinator: the constructor returns it again.
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        # The strategy's own cluster_resolver is None; `coordinate` made the strategy from TF_CONFIG.
-        cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver().cluster_spec()
-        self._addresses = cluster.job_tasks("worker")
-        self.count = len(self._addresses)
+        cluster = find_cluster(os.environ)
+        assert cluster  # Otherwise there would be no such strategy.
+        self._cluster, self.count = cluster, len(cluster.addresses["worker"])
 
     def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any:
         """Returns the workers' iterators, as one value; each worker calls `dataset` for its own."""
@@ -105,15 +117,22 @@ class WorkerPool:
         return np.concatenate([each.fetch() for each in losses])
 
     def _wait(self) -> None:
-        """Returns when all that was scheduled is done. Raises PeerLost if no worker is left to do it."""
-        alive = time.monotonic()
+        """Returns when all that was scheduled is done. Raises PeerLost if no worker is left, or a process is frozen."""
+        looked = alive = answered = time.monotonic()
         while not self._coordinator.done():
             time.sleep(0.01)
-            if time.monotonic() > alive + SECONDS_BETWEEN_LOOKS:
-                if any(map(is_listening, self._addresses)):
-                    alive = time.monotonic()
-                elif time.monotonic() > alive + SECONDS_WITHOUT_WORKERS:
-                    raise PeerLost("all workers are gone: check their logs, then restart the cluster")
+            if time.monotonic() < looked + SECONDS_BETWEEN_LOOKS:
+                continue
+            looked, missing = time.monotonic(), lost(self._cluster)
+            frozen = [text for text in missing if text.endswith(FROZEN)]
+            if sum(text.startswith("worker") for text in missing) < self.count:
+                alive = looked
+            if not frozen:
+                answered = looked
+            if looked > answered + SECONDS_WITHOUT_WORKERS:
+                raise PeerLost(f"{', '.join(frozen)}: end it, then restart the cluster")
+            if looked > alive + SECONDS_WITHOUT_WORKERS:
+                raise PeerLost("all workers are gone: check their logs, then restart the cluster")
         self._coordinator.join()  # Raises what a worker has raised.
 
 

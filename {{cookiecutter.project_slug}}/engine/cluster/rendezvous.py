@@ -29,6 +29,7 @@ SECONDS_BETWEEN_QUESTIONS = 0.2
 SECONDS_PER_CONNECTION = 3.0
 SECONDS_UNTIL_FREE = 90.0  # A process that an earlier start left behind ends within this time.
 SECONDS_FOR_REJECTION = 10.0  # The others usually ask for it within a moment.
+FROZEN = "does not answer, perhaps because it is frozen"
 LONGEST_HELLO = 2**24  # Limits a reply, because another program may own the port. A hello has a few thousand bytes.
 
 
@@ -230,7 +231,7 @@ def _connect(address: str) -> socket.socket:
 
 
 def lost(cluster: Cluster) -> list[str]:
-    """Returns "NAME (ADDRESS) does not answer" and "... is gone" for the other processes that are lost."""
+    """Returns "NAME (ADDRESS) does not answer, ..." and "... is gone" for the other processes that are lost."""
     silent, ended = [], []
     for name, address in cluster.others().items():
         try:
@@ -239,7 +240,7 @@ def lost(cluster: Cluster) -> list[str]:
                 if not connection.recv(1):
                     raise ConnectionResetError
         except TimeoutError:
-            silent.append(f"{name} ({address}) does not answer, perhaps because it is frozen")
+            silent.append(f"{name} ({address}) {FROZEN}")
         except OSError:
             ended.append(f"{name} ({address}) is gone")
     return silent + ended  # In this order, because processes end when another one is silent.

@@ -1,8 +1,8 @@
 """From the tape to the changed weights: micro-batches, the sum over replicas, clipping, the update.
 
 On several replicas Keras clips each replica's gradients before the sum (tensorflow#33929), counts an accumulated
-gradient once per replica, and looks for an overflow on the first replica only, all without an error. Therefore an
-optimizer that clips gets its sum first, and one that would do the rest by itself is rejected.
+gradient once per replica, and looks for an overflow on the first replica only, all without an error. Therefore the
+sum comes first, once, and an optimizer that would do the rest by itself is rejected.
 """
 
 import contextlib
@@ -26,6 +26,9 @@ REJECTED_ARGUMENTS = {
     "loss_scale_factor": "--precision mixed_float16",
 }
 
+# Packed into one tensor, the gradients of a model would be in memory twice, and sums would wait for the last of them.
+BYTES_PER_PACK = 50 * 2**20
+
 Gradients = list[tf.Tensor | tf.IndexedSlices | None]
 
 
@@ -43,6 +46,8 @@ class _Step(threading.local):
 
 
 _step = _Step()
+# Set while Keras gets gradients that are summed already, in any thread: a loss scale calls the optimizer in new ones.
+_is_summed = threading.Event()
 
 
 @tf.autograph.experimental.do_not_convert
@@ -185,21 +190,27 @@ def _update(
     dtype = keras.backend.result_type("float32", *(each.dtype.name for each in dense))
     gradients = [tf.cast(each, dtype) for each in dense]
     norm = tf.constant(math.nan, dtype)
+    # Summed here, so that every replica clips, or finds an overflow in, the same gradients.
+    gradients = _sum_over_replicas(gradients)
     if scale is not None or _step.global_clipnorm is not None:
-        replica = tf.distribute.get_replica_context()
-        # Summed here, so that every replica clips, or finds an overflow in, the same gradients.
-        gradients = replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
         norm = tf.linalg.global_norm(gradients)
-        if _step.global_clipnorm is not None:
-            limit = _step.global_clipnorm if scale is None else _step.global_clipnorm * tf.cast(scale, dtype)
-            gradients, _ = tf.clip_by_global_norm(gradients, limit, use_norm=norm)
-        # Keras sums over the replicas once more, now equal values.
-        gradients = [each / replica.num_replicas_in_sync for each in gradients]
+    if _step.global_clipnorm is not None:
+        limit = _step.global_clipnorm if scale is None else _step.global_clipnorm * tf.cast(scale, dtype)
+        gradients, _ = tf.clip_by_global_norm(gradients, limit, use_norm=norm)
     by_variable = dict(zip(map(id, used), gradients, strict=True))
     # A MultiOptimizer needs all its variables, also those without a gradient, which its optimizers leave out.
     variables = variables if inner_optimizers(optimizer) else used
-    optimizer.apply_gradients([(by_variable.get(id(variable)), variable) for variable in variables])
+    _is_summed.set()
+    try:
+        optimizer.apply_gradients([(by_variable.get(id(variable)), variable) for variable in variables])
+    finally:
+        _is_summed.clear()
     return tf.cast(norm if scale is None else norm / tf.cast(scale, dtype), tf.float32)
+
+
+def _sum_over_replicas(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=BYTES_PER_PACK)
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, gradients, options)
 
 
 def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> keras.optimizers.Optimizer:
@@ -213,18 +224,16 @@ def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> 
         if value := getattr(optimizer, argument, None):
             problem = f"an optimizer with {argument}={value}, which is wrong on several replicas"
             raise BadInput(f"task.create_optimizer returned {problem}: remove it and use {setting}")
-    if any(getattr(optimizer, argument, None) for argument in ("clipnorm", "global_clipnorm", "clipvalue")):
-        _sum_before_clipping(optimizer)
+    _sum_once(optimizer)
     return keras.optimizers.LossScaleOptimizer(optimizer) if precision == "mixed_float16" else optimizer
 
 
-def _sum_before_clipping(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes Keras sum the gradients over the replicas where it clips them, instead of later."""
+def _sum_once(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes Keras sum the gradients over the replicas where it clips them, unless `_update` has summed them."""
     clip = type(optimizer)._clip_gradients
 
     def clip_sum(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        replica = tf.distribute.get_replica_context()
-        return clip(optimizer, replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients))
+        return clip(optimizer, gradients if _is_summed.is_set() else _sum_over_replicas(gradients))
 
     optimizer._clip_gradients = clip_sum
     optimizer._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
