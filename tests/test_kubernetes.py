@@ -49,6 +49,7 @@ def test_manifest_is_valid_and_its_parts_fit_together() -> None:
     job, pod = described["Job"]["spec"], described["Job"]["spec"]["template"]
     environment = environment_given()
     assert job["completions"] == job["parallelism"] == int(environment["WORKERS"])
+    assert job["backoffLimit"] == 20 * job["completions"]  # All workers fail when one does.
     assert environment["JOB_NAME"] == described["Job"]["metadata"]["name"]
     assert environment["SERVICE_NAME"] == described["Service"]["metadata"]["name"] == pod["spec"]["subdomain"]
     labels = pod["metadata"]["labels"]

@@ -161,6 +161,25 @@ def test_others_continue_without_a_dead_worker_beside_a_chief(launched: Callable
     assert "worker 1 was ended by SIGKILL: the others continue" in done.stdout
 
 
+@pytest.mark.parametrize("code", [0, 1, 2, 42])
+def test_others_continue_without_a_worker_that_ended_beside_a_chief(
+    code: int, launched: Callable, project: Path
+) -> None:
+    program = PROGRAM.replace("time.sleep(60)", "time.sleep(3)")
+    (project / "train.py").write_text(program, encoding="utf-8")
+    others = ("chief0=wait", "worker0=wait", "ps0=wait")
+    done = launched("--workers=2", "--parameter-servers=1", "--", f"worker1={code}", *others)
+    assert done.returncode == 0, done.stdout
+    assert f"worker 1 ended with exit code {code}: the others continue" in done.stdout
+
+
+def test_signal_before_the_processes_handle_it_is_a_stop_too(launching: Callable, project: Path) -> None:
+    launcher = launching("--workers=1", "--", "worker0=wait")  # It has no handler.
+    launcher.stdout.readline()
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=20) == 42
+
+
 def test_bad_numbers_are_refused(launched: Callable) -> None:
     for arguments, reason in (
         (("--workers=0",), "--workers 0 must be 1 or more"),

@@ -74,7 +74,7 @@ def build(settings: Config) -> None:
     workers = Workers(strategy)
     context = tf.distribute.InputContext(workers.count, workers.index)
     # With --strategy parameter_server, each worker trains on batches of its own.
-    batches = load_splits(SPLITS, task, config, strategy, context, worker_pool(strategy))
+    batches = load_splits(SPLITS, task, config, strategy, context, workers.gather, worker_pool(strategy))
 
     # KEEP: All variables are made inside the scope, and before anything is compiled.
     with strategy.scope(), recorded_variables() as recorded:

@@ -1,5 +1,6 @@
 """Faults of a network or a disk: the examples are read again from the same place, and only long faults end a run."""
 
+import contextlib
 import csv
 import errno
 import json
@@ -29,11 +30,13 @@ from engine import exceptions, files, retries
 from engine.cluster.launcher import START_ID
 from engine.data import record_index, records
 from engine.data.records import Records
-from engine.errors import BadInput, CannotWrite, Unavailable
+from engine.data.stacks import StackIterator
+from engine.errors import BadInput, CannotWrite, Unavailable, asked_to_stop
 from engine.model.metrics import ResultNames
 from engine.report import tables
 from engine.report.summaries import Summaries
 from engine.run import start
+from engine.run.signals import signals
 
 FLAGS = ("--epochs=2", "--global-batch-size=64", "--steps-per-execution=3", "--checkpoint-every-steps=7")
 LOAD_EXAMPLES = task.load_examples
@@ -60,11 +63,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds of all waits, which take no time."""
     found: list[float] = []
 
-    def wait(seconds: float) -> str:
-        found.append(seconds)
-        return ""
-
-    monkeypatch.setattr(retries, "_signal_within", wait)
+    monkeypatch.setattr(retries, "wait", found.append)
     return found
 
 
@@ -177,14 +176,13 @@ def test_record_file_that_gives_io_errors_for_a_while(tmp_path: Path, monkeypatc
     file.rename(intact)
     file.symlink_to("/proc/self/mem")
 
-    def wait(seconds: float) -> str:
+    def wait(seconds: float) -> None:
         waited.append(seconds)
         if len(waited) == 3:
             file.unlink()
             intact.rename(file)
-        return ""
 
-    monkeypatch.setattr(retries, "_signal_within", wait)
+    monkeypatch.setattr(retries, "wait", wait)
     found = []
     for epoch in range(2):
         for stack, first, count in batches.iterator(epoch).take(batches.steps_per_epoch):
@@ -274,12 +272,11 @@ def test_summaries_of_which_a_part_was_written_go_to_another_file(
     (file,) = tmp_path.glob("train/*")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def wait(seconds: float) -> str:
+    def wait(seconds: float) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         waits.append(seconds)
-        return ""
 
-    monkeypatch.setattr(retries, "_signal_within", wait)
+    monkeypatch.setattr(retries, "wait", wait)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, hard))
     try:
         summaries.add(2, {"train/loss": 0.25})
@@ -383,17 +380,74 @@ def test_long_fault_ends_the_run_with_code_1_and_the_next_start_gives_the_same_b
     assert run("gone")["weights_sha256"] == expected["weights_sha256"]
 
 
-def test_signal_ends_a_wait() -> None:
-    earlier = signal.signal(signal.SIGTERM, lambda *_: None)
+class Gone:
+    """A call that fails a number of times."""
+
+    def __init__(self, times: int) -> None:
+        self.calls, self._times = 0, times
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.calls <= self._times:
+            raise OSError(errno.EIO, "gone")
+        return "there"
+
+
+def test_signal_ends_a_wait_for_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "SECONDS_TO_WAIT", (60,) * 9)
+    gone, started = Gone(100), time.monotonic()
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    started = time.monotonic()
-    try:
-        with pytest.raises(Unavailable, match="stopped by SIGTERM while the file") as ended:
-            retries.until_read(lambda: (_ for _ in ()).throw(OSError(errno.EIO, "gone")), "the file")
-        assert ended.value.exit_code == 1
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
-    assert time.monotonic() - started < retries.SECONDS_TO_WAIT[0] + 5
+    with signals.listening(), pytest.raises(Unavailable, match="stopped by a signal while the file could not be read"):
+        retries.until_read(gone, "the file")
+    assert gone.calls == 1
+    assert time.monotonic() - started < 20
+
+
+def test_signal_does_not_end_the_attempts_to_write_or_of_several_workers_to_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retries, "SECONDS_AFTER_SIGNAL", 0.01)
+    with signals.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked_to_stop.wait(10)
+        assert retries.until_written(Gone(5), "the file") == "there"
+        assert retries.until_read(Gone(5), "the file", obeys_signals=False) == "there"
+    assert not asked_to_stop.is_set()
+
+
+def test_log_on_the_disk_that_fails_does_not_end_the_attempts(
+    waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(retries.sys, "stderr", full)
+        assert retries.until_written(Gone(2), "the file") == "there"
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert waits == [1, 2]
+
+
+def test_run_that_is_stopped_while_it_waits_for_data_ends_with_its_state_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(task, "create_model", small_model)
+    stream(monkeypatch, buffer_size=100)
+    reads, next_stack = [0], StackIterator._next_stack
+
+    def failing(iterator: StackIterator) -> Any:
+        reads[0] += 1
+        if reads[0] > 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise OSError(errno.EIO, "gone")
+        return next_stack(iterator)
+
+    with monkeypatch.context() as broken, pytest.raises(SystemExit) as ended:
+        broken.setattr(StackIterator, "_next_stack", failing)
+        train.main([f"--run-dir={tmp_path / 'run'}", *FLAGS])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 42, line
+    assert "the same command, without --fresh, resumes from" in line
+    assert list((tmp_path / "run/checkpoints").glob("step-*"))
 
 
 @pytest.mark.parametrize(

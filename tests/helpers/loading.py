@@ -1,5 +1,6 @@
 """The batches of one dataset, made from hooks."""
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,15 @@ def batches_of(
     pipelines: tuple[int, int] = (1, 0),
 ) -> Batches:
     """Returns the batches of one process; `pipelines` is the number of processes, and which of them it is."""
-    context = tf.distribute.InputContext(*pipelines)
-    (examples,) = load_datasets(split, load_examples, config, context).values()
+    count, index = pipelines
+    contexts = [tf.distribute.InputContext(count, number) for number in range(count)]
+    (examples,) = load_datasets(split, load_examples, config, contexts[index]).values()
+    lengths = [examples.length]
+    if "input_context" in inspect.signature(load_examples).parameters:
+        lengths = [load_datasets(split, load_examples, config, each)[split].length for each in contexts]
     preparation = Preparation(prepare_example, training=split == "train", pad_to=config.pad_to or ())
-    return Batches(split, examples, preparation, strategy or create_strategy(config), config, context)
+    strategy = strategy or create_strategy(config)
+    return Batches(split, examples, lengths, preparation, strategy, config, contexts[index])
 
 
 def batches_of_two_workers(

@@ -44,10 +44,11 @@ srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --distributi
 code=$?
 
 # 42: stopped by a signal with the state saved. 0, 2 (bad input) and 3 (a loss that is not finite) are final; after
-# anything else, as a process that was killed, the job is tried again, up to 20 times.
+# anything else, as a process that was killed, the job is tried again, up to 20 times. Signals count among these times,
+# so a job that has run for ten minutes is always tried again.
 case $code in
 0 | 2 | 3) ;;
 42) scontrol requeue "$job" ;;
-*) [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] || scontrol requeue "$job" ;;
+*) [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] && [ "$SECONDS" -lt 600 ] || scontrol requeue "$job" ;;
 esac
 exit "$code"

@@ -4,10 +4,12 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+asked_to_stop = threading.Event()  # Set as soon as a signal asks a run to stop, until its end.
 
 
 class ProgramExit(Exception):
@@ -91,8 +93,10 @@ def exit_codes() -> Iterator[None]:
         line = " ".join(str(problem).split())  # A value may contain line breaks.
         again = f"{line}; to continue, start the same command again, without --fresh"
         line = again if isinstance(problem, Stopped) else f"ERROR: {line}"
-        with contextlib.suppress(OSError):  # Perhaps nobody reads it.
+        try:
             if os.environ.get("TRAINING_TRACEBACK"):
                 traceback.print_exception(problem)
             print(line, file=sys.stderr, flush=True)
+        except OSError:  # Nobody reads it, or its disk is full. Python would try again at its end, and exit with 120.
+            sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         sys.exit(problem.exit_code)

@@ -81,6 +81,11 @@ def read_text(path: Path) -> str:
     return until_read(lambda: path.read_text(encoding="utf-8"), path)
 
 
+def exists(path: Path) -> bool:
+    """Returns whether there is such a file. Raises Unavailable after minutes of faults that might have passed."""
+    return until_read(path.exists, path)
+
+
 def as_text(value: Any) -> str:
     return json.dumps(value, indent=2) + "\n"
 

@@ -3,27 +3,28 @@
 Imports no TensorFlow.
 """
 
-import signal
+import contextlib
 import sys
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from engine.errors import ProgramExit, Unavailable
+from engine.errors import ProgramExit, Unavailable, asked_to_stop
 from engine.exceptions import first_line, may_pass
 
 SECONDS_TO_WAIT = (1, 2, 4, 8, 16, 32, 60, 60, 60)  # Before each further attempt: about four minutes.
+SECONDS_AFTER_SIGNAL = 4  # At most, because whoever sent it may soon end the process.
 Result = TypeVar("Result")
 
 
-def until_read(read: Callable[[], Result], name: object) -> Result:
+def until_read(read: Callable[[], Result], name: object, *, obeys_signals: bool = True) -> Result:
     """Returns what `read` returns; calls it again, after growing waits, while it raises errors that may pass.
 
-    `name` is what it reads, for messages. Raises other errors as they are; Unavailable if it fails for minutes.
+    `name` is what it reads, for messages. Raises other errors as they are; Unavailable if it fails for minutes, or if
+    it `obeys_signals` and one has come.
     """
     try:
-        return _again(read, name, "read")
+        return _again(read, name, "read", obeys_signals=obeys_signals)
     except Exception as problem:
         if isinstance(problem, ProgramExit) or not may_pass(problem):
             raise
@@ -35,12 +36,13 @@ def until_read(read: Callable[[], Result], name: object) -> Result:
 def until_written(write: Callable[[], Result], name: object) -> Result:
     """Returns what `write` returns; calls it again as `until_read` does. Raises its last error if it fails for minutes.
 
-    `write` must start from the beginning each time.
+    `write` must start from the beginning each time. A signal does not end the attempts: what is written is needed for
+    the state that is saved then.
     """
-    return _again(write, name, "written")
+    return _again(write, name, "written", obeys_signals=False)
 
 
-def _again(call: Callable[[], Result], name: object, done: str) -> Result:
+def _again(call: Callable[[], Result], name: object, done: str, *, obeys_signals: bool) -> Result:
     for seconds in SECONDS_TO_WAIT:
         try:
             return call()
@@ -49,31 +51,17 @@ def _again(call: Callable[[], Result], name: object, done: str) -> Result:
                 raise
             text = first_line(problem)
         # The exception is gone, and with it the iterator that failed.
-        print(f"{name} cannot be {done} ({text}): trying again in {seconds} s", file=sys.stderr, flush=True)
-        if stopped_by := _signal_within(seconds):
-            raise Unavailable(f"stopped by {stopped_by} while {name} could not be {done} ({text})")
+        with contextlib.suppress(OSError, ValueError):  # The log may be on the same file system.
+            print(f"{name} cannot be {done} ({text}): trying again in {seconds} s", file=sys.stderr, flush=True)
+        wait(seconds)
+        if asked_to_stop.is_set() and obeys_signals:
+            raise Unavailable(f"stopped by a signal while {name} could not be {done} ({text})")
     return call()
 
 
-def _signal_within(seconds: float) -> str:
-    """Waits; returns the name of the signal that ends the wait, or ""."""
-    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread.
-        time.sleep(seconds)
-        return ""
-    found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    handlers = {number: handler for number, handler in found.items() if callable(handler)}
-
-    def interrupt(number: int, frame: Any) -> None:
-        handlers[signal.Signals(number)](number, frame)
-        raise InterruptedError(signal.Signals(number).name)  # Otherwise Python would sleep again.
-
-    try:
-        for number in handlers:
-            signal.signal(number, interrupt)
-        time.sleep(seconds)
-    except InterruptedError as problem:
-        return str(problem)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return ""
+def wait(seconds: float) -> None:
+    """Waits; only until a signal comes, and for a few seconds if one has come."""
+    if asked_to_stop.is_set():
+        time.sleep(min(seconds, SECONDS_AFTER_SIGNAL))
+    else:
+        asked_to_stop.wait(seconds)

@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -59,53 +58,44 @@ class Coordinator:
 
 
 @contextlib.contextmanager
-def pool_of_two(monkeypatch: pytest.MonkeyPatch, *, done_after: float, speaks: bool = True) -> Iterator[WorkerPool]:
-    """Yields the chief's view of two workers, one of which is gone. The other one answers, if it `speaks`."""
+def pool_of_one(monkeypatch: pytest.MonkeyPatch, *, done_after: float) -> Iterator[tuple[WorkerPool, socket.socket]]:
     monkeypatch.setattr(parameter_servers, "SECONDS_BETWEEN_LOOKS", 0.01)
     monkeypatch.setattr(parameter_servers, "SECONDS_WITHOUT_WORKERS", 0.2)
     pool = object.__new__(WorkerPool)
     pool._coordinator = Coordinator(time.monotonic() + done_after)
     with socket.create_server(("127.0.0.1", 0)) as worker:
-        address = f"127.0.0.1:{worker.getsockname()[1]}"
-        pool._cluster = Cluster("TF_CONFIG", {"chief": ["c:1"], "worker": ["127.0.0.1:1", address]}, "chief", 0)
-        pool.count = 2
-        over = threading.Event()
-
-        def answer() -> None:
-            while not over.is_set():
-                with contextlib.suppress(OSError):
-                    worker.accept()[0].sendall(b"SETTINGS")
-
-        thread = threading.Thread(target=answer, daemon=True)
-        if speaks:
-            thread.start()
-        pool.worker = worker
-        try:
-            yield pool
-        finally:
-            over.set()
-            worker.close()
+        pool._addresses = ["127.0.0.1:1", f"127.0.0.1:{worker.getsockname()[1]}"]  # Nothing listens at the first.
+        yield pool, worker
 
 
 def test_chief_waits_as_long_as_one_worker_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pool_of_two(monkeypatch, done_after=1) as pool:
+    with pool_of_one(monkeypatch, done_after=1) as (pool, _):
         pool._wait()
 
 
 def test_chief_ends_when_no_worker_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pool_of_two(monkeypatch, done_after=60, speaks=False) as pool:
-        pool.worker.close()
+    with pool_of_one(monkeypatch, done_after=60) as (pool, worker):
+        worker.close()
         with pytest.raises(PeerLost, match="all workers are gone: check their logs, then restart the cluster"):
             pool._wait()
 
 
-def test_chief_ends_when_a_process_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chief_ends_when_a_process_is_frozen(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """The system accepts connections for a stopped process, which says nothing."""
-    with (
-        pool_of_two(monkeypatch, done_after=60, speaks=False) as pool,
-        pytest.raises(PeerLost, match=r"^worker 1 .* does not answer, perhaps because it is frozen: end it, then"),
-    ):
-        pool._wait()
+    monkeypatch.setattr(parameter_servers, "SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(parameter_servers, "SECONDS_WITHOUT_WORKERS", 1.0)
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(parameter_servers.os, "_exit", end)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        addresses = {"chief": ["c:1"], "worker": ["127.0.0.1:1"], "ps": [address]}  # The worker is gone.
+        with pytest.raises(SystemExit, match="1"):
+            parameter_servers._end_if_frozen(Cluster("TF_CONFIG", addresses, "chief", 0))
+    line = f"ERROR: ps 0 ({address}) does not answer, perhaps because it is frozen: end it, then restart the cluster"
+    assert capsys.readouterr().err.splitlines() == [line]
 
 
 @pytest.mark.parametrize("job", ["chief", "worker", "ps"])

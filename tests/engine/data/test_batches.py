@@ -348,7 +348,7 @@ def test_worker_without_a_file_is_refused() -> None:
         return numbers(0 if input_context and input_context.input_pipeline_id else 10)
 
     with pytest.raises(BadInput, match="for worker 1 of 2 returned no examples"):
-        batches(load_examples=load, replicas=2, pipelines=(2, 0))
+        batches(load_examples=load, replicas=2, pipelines=(2, 1))
 
 
 def test_set_that_holds_fewer_examples_than_it_says_is_refused(tmp_path) -> None:

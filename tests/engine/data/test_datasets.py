@@ -98,27 +98,46 @@ def test_validation_in_an_epoch_needs_a_validation() -> None:
     load({**examples, "validation": {"one": numbers(0, 9)}}, validate_every_steps=2)
 
 
-def test_hook_is_called_once_for_all_datasets_and_with_files_once_for_each_worker() -> None:
+def test_hook_is_called_once_for_all_datasets_and_by_each_worker_for_its_own() -> None:
     calls = []
 
     def hook(split: str, input_context: tf.distribute.InputContext | None = None) -> Any:
         worker = input_context.input_pipeline_id if input_context else None
         calls.append(worker)
-        return {name: numbers(0, 9 + (worker or 0)) for name in "abc"[: 2 if worker == 2 else 3]}
+        return {name: numbers(0, 9 + (worker or 0)) for name in "abc"}
 
-    def lengths(processes: int) -> dict[str, list[int]]:
-        found = load_datasets("test", hook, Config(), tf.distribute.InputContext(processes, 0))
-        return {name: [each.length for each in examples] for name, examples in found.items()}
+    def lengths(*pipelines: int) -> dict[str, int]:
+        found = load_datasets("test", hook, Config(), tf.distribute.InputContext(*pipelines))
+        return {name: examples.length for name, examples in found.items()}
 
-    assert lengths(1) == {"test/a": [9], "test/b": [9], "test/c": [9]}
+    assert lengths() == {"test/a": 9, "test/b": 9, "test/c": 9}
     assert calls == [None]
     calls.clear()
-    assert lengths(2) == {"test/a": [9, 10], "test/b": [9, 10], "test/c": [9, 10]}
-    assert calls == [0, 1]
-    with pytest.raises(BadInput, match=r"task.load_examples\('test'\)\['c'\] is missing for worker 2"):
-        lengths(3)
+    assert lengths(1000, 1) == {"test/a": 10, "test/b": 10, "test/c": 10}
+    assert calls == [1]
     assert each_dataset({"a": 1, "b": 2}, str) == {"a": "1", "b": "2"}
     assert (each_dataset(None, str), each_dataset(3, str)) == (None, "3")
+
+
+def test_steps_are_those_that_all_workers_can_take() -> None:
+    calls = []
+
+    def gather(own: dict[str, np.ndarray], doing: str) -> dict[str, np.ndarray]:
+        calls.append(doing)
+        return {name: np.stack([length, np.array(25)]) for name, length in own.items()}
+
+    def hook(split: str, input_context: tf.distribute.InputContext | None = None) -> Any:
+        return numbers(0, 41)
+
+    task = SimpleNamespace(load_examples=hook, prepare_example=lambda features, label: (features, label))
+    config = Config(global_batch_size=8)
+    made = load_splits(
+        ("train", "test"), task, config, tf.distribute.get_strategy(), tf.distribute.InputContext(2, 0), gather
+    )
+    assert calls == ["task.load_examples('train')", "task.load_examples('test')"]
+    # Of each batch, 4 examples are of each worker: the one with 25 has 6 times 4.
+    assert (made["train"].steps_per_pass, made["train"].dropped, made["train"].number_of_examples) == (6, 18, 66)
+    assert made["test"].steps_per_pass == 11
 
 
 def test_evaluation_batches_have_a_size_of_their_own() -> None:

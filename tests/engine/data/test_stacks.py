@@ -13,7 +13,7 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from config import Config
 from engine.data.batches import Batches
-from engine.data.stacks import BYTES_OF_STACK, StackIterator, stack_sizes
+from engine.data.stacks import BYTES_OF_STACK, Sizes, StackIterator, stack_sizes
 from engine.errors import BadInput
 from rendering import PROJECT
 
@@ -42,7 +42,8 @@ def test_iterator_says_whether_the_program_waits_for_a_batch() -> None:
             seen.append(iterator.is_waiting)
             yield "a stack"
 
-    iterator = StackIterator(lambda *_: (stacks(), ([1], [1])), "the hook", 0, 0, rejection=lambda *_: BadInput())
+    start = lambda *_: (stacks(), Sizes((1,), 1), Sizes((1,), 1))  # noqa: E731
+    iterator = StackIterator(start, "the hook", 0, 0, rejection=lambda *_: BadInput())
     for _ in iterator.take(2):
         seen.append(iterator.is_waiting)
     assert seen == [True, False, True, False]
@@ -111,7 +112,7 @@ def test_stack_of_one_gpu_stays_in_the_memory_of_the_host() -> None:
 @pytest.mark.parametrize("bytes_of_batch", [1, BYTES_OF_STACK // 10, 3 * BYTES_OF_STACK])
 def test_stacks_hold_each_step_once_and_fit_their_size(steps: int, first_step: int, bytes_of_batch: int) -> None:
     first_step = min(first_step, steps - 1)
-    growing, whole = stack_sizes(steps, first_step, bytes_of_batch)
+    growing, whole = (list(sizes) for sizes in stack_sizes(steps, first_step, bytes_of_batch))
     assert (sum(growing), sum(whole)) == (steps - first_step, steps)
     assert all(size >= 1 for size in (*growing, *whole))
     assert growing[0] == 1  # So that the first step can be taken soon.
@@ -119,9 +120,26 @@ def test_stacks_hold_each_step_once_and_fit_their_size(steps: int, first_step: i
         assert size == 1 or size * bytes_of_batch <= BYTES_OF_STACK
 
 
+def test_sizes_of_the_rest_are_those_of_the_pass_without_the_first_ones() -> None:
+    sizes, _ = stack_sizes(5000, 17, BYTES_OF_STACK // 3)
+    expected = list(sizes)
+    assert len(expected) > 1600  # More than the pattern has, which starts over.
+    rest = sizes
+    for number in range(len(expected)):
+        assert next(iter(rest)) == expected[number]
+        rest = rest.without_first()
+    assert not list(rest)
+
+
+def test_sizes_of_a_billion_examples_take_no_time_and_no_memory() -> None:
+    first, _ = stack_sizes(10**9 // 32, 5, BYTES_OF_STACK)
+    assert len(first.pattern) < 1100
+    assert first.without_first().steps == 10**9 // 32 - 6
+
+
 def test_pass_with_nothing_left_is_followed_by_whole_ones() -> None:
     """As after a resume with fewer examples than there were."""
-    assert stack_sizes(10, 10, 1) == stack_sizes(10, 12, 1) == ([10], [10])
+    assert stack_sizes(10, 10, 1) == stack_sizes(10, 12, 1) == (Sizes((64,), 10), Sizes((64,), 10))
 
 
 ENDLESS_GENERATOR = """

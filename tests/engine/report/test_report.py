@@ -2,6 +2,7 @@
 
 import asyncio
 import csv
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,21 @@ def test_on_report_ends_nothing(hook: Callable[..., None], tmp_path: Path, capsy
     assert line.endswith("); the run continues")
     with pytest.raises(KeyboardInterrupt):
         report.call_hook(raises(KeyboardInterrupt()), row(3), tf.distribute.get_strategy())
+
+
+def test_summary_of_on_report_that_cannot_be_written_ends_nothing(tmp_path: Path, capsys) -> None:
+    report = opened(tmp_path, epochs=2, epochs_done=0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_report(*_: Any) -> None:
+        tf.summary.text("a text", "long" * 1000)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+
+    try:
+        report.call_hook(on_report, row(1), tf.distribute.get_strategy())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "task.on_report failed (task.py: CannotWrite: " in capsys.readouterr().out
 
 
 def test_much_waiting_is_reported_once_with_what_to_do_but_not_in_the_first_epoch(tmp_path: Path, capsys) -> None:

@@ -105,6 +105,18 @@ def test_a_resumed_run_shows_no_step_twice_and_its_latest_settings(tmp_path: Pat
     assert sum(records) == 5 + 2  # A file begins with its version. The half record is gone.
 
 
+def test_no_number_of_python_becomes_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow keeps each of these tensors for ever: gigabytes in a run of a month."""
+    kinds = set()
+
+    def scalar(tag: str, value: Any) -> None:
+        kinds.update((type(value), type(tf.summary.experimental.get_step())))
+
+    monkeypatch.setattr(tf.summary, "scalar", scalar)
+    Summaries(tmp_path, ResultNames({"train": {}}, ["train"])).add(3, {"train/loss": 0.5, "waited": 1})
+    assert kinds == {np.float32, np.int64}
+
+
 def test_a_file_in_which_nothing_is_cut_stays(tmp_path: Path) -> None:
     summaries = Summaries(tmp_path, NAMES)
     summaries.add(10, {"train/loss": 1.0})

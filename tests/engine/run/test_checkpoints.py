@@ -18,7 +18,7 @@ from engine import retries
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, CannotWrite, Diverged, Unavailable
-from engine.run import checkpoints, progress
+from engine.run import checkpoint_files, checkpoints, progress
 from engine.run.checkpoints import Checkpoints, Damaged, read_newest
 from engine.run.progress import Progress
 from engine.run.state import State, one_of_replicas, weights_sha256
@@ -367,7 +367,7 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(file: str, how: str, 
 
 
 @pytest.mark.parametrize("times", [2, 100])
-@pytest.mark.parametrize("of", ["the tensors", "the record"])
+@pytest.mark.parametrize("of", ["the tensors", "access", "the record"])
 def test_fault_that_passes_is_no_damage(
     of: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -387,12 +387,14 @@ def test_fault_that_passes_is_no_damage(
 
         return read_or_fail
 
-    if of == "the tensors":
+    if of != "the record":
         problem: Exception = tf.errors.UnknownError(None, None, "state.index; Input/output error")
+        if of == "access":  # TensorFlow takes any error of it for an absent file.
+            problem = tf.errors.NotFoundError(None, None, "Failed to find any matching files for state")
         monkeypatch.setattr(tf.train, "load_checkpoint", failing(tf.train.load_checkpoint, problem))
     else:
         problem = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        monkeypatch.setattr(checkpoints, "file_sha256", failing(checkpoints.file_sha256, problem))
+        monkeypatch.setattr(checkpoint_files, "file_sha256", failing(checkpoint_files.file_sha256, problem))
     monkeypatch.setattr(retries, "SECONDS_TO_WAIT", (0.001,) * 3)
     if times == 2:
         path, _, progress = read_newest(states, best)
@@ -403,7 +405,7 @@ def test_fault_that_passes_is_no_damage(
             read_newest(states, best)
 
 
-@pytest.mark.parametrize("of", ["the tensors", "the sync"])
+@pytest.mark.parametrize("of", ["the tensors", "the sync", "the rename"])
 def test_checkpoint_is_written_again_after_a_fault_that_passes(
     of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,10 +414,13 @@ def test_checkpoint_is_written_again_after_a_fault_that_passes(
     problems: list[Exception] = [OSError(errno.EIO, os.strerror(errno.EIO))] * 2
     if of == "the tensors":
         problems = [tf.errors.UnknownError(None, None, "state.data; Input/output error")] * 2
-    holder, name = (tf.raw_ops, "SaveV2") if of == "the tensors" else (checkpoints, "sync")
+    holders: dict[str, Any] = {"the tensors": (tf.raw_ops, "SaveV2"), "the sync": (checkpoints, "sync")}
+    holder, name = holders.get(of, (Path, "rename"))
     call = getattr(holder, name)
 
     def failing(*arguments: Any, **options: Any) -> Any:
+        if of == "the rename" and problems:
+            call(*arguments, **options)  # It happens, and the answer of the server is lost.
         if problems:
             raise problems.pop()
         return call(*arguments, **options)
@@ -434,7 +439,7 @@ def test_too_many_open_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.M
     def fail(path: Path) -> str:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(checkpoints, "file_sha256", fail)
+    monkeypatch.setattr(checkpoint_files, "file_sha256", fail)
     with pytest.raises(Unavailable, match=r"step-00000002 cannot be read \(OSError: .*Too many open files\)"):
         read_newest(states, states)
 

@@ -22,12 +22,13 @@ from small import linear_model, small_model
 import task
 import train
 from config import Config
-from engine.errors import Stopped, end_at_signals
+from engine.errors import CannotWrite, Stopped, end_at_signals
 from engine.files import read_json, write_json
 from engine.model.metrics import ResultNames
 from engine.report.report import Report
 from engine.report.tables import COLUMNS
-from engine.run.checkpoints import _checksums, read_checkpoint
+from engine.run import start
+from engine.run.checkpoint_files import checksums, read_checkpoint
 from engine.run.directory import RunDirectory
 from engine.run.run import Run
 from engine.run.signals import Signals, signals
@@ -589,7 +590,7 @@ def test_position_in_an_epoch_by_files_is_of_its_number_of_workers_only(
     record = json.loads((newest / "progress.json").read_text(encoding="utf-8"))
     assert record["workers"] == 1
     (newest / "progress.json").write_text(json.dumps({**record, "workers": 2}), encoding="utf-8")
-    (newest / "SHA256SUMS").write_text(_checksums(newest), encoding="utf-8")
+    (newest / "SHA256SUMS").write_text(checksums(newest), encoding="utf-8")
     with monkeypatch.context() as shards_by_file:
         shards_by_file.setattr(task, "load_examples", lambda split, input_context=None: load_examples(split))
         code, line = ended(tmp_path, *flags)
@@ -873,6 +874,20 @@ def test_files_broken_by_hand_are_one_line(tmp_path: Path, ended: Callable[..., 
     for content in ('{"epochs": "1"}', "{}"):
         (tmp_path / "run" / "result.json").write_text(content)
         assert run(tmp_path / "run", "--epochs=1") == expected
+
+
+def test_start_that_failed_before_its_reports_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    class Failing(Report):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            raise CannotWrite("the disk is full")
+
+    with monkeypatch.context() as full:
+        full.setattr(start, "Report", Failing)
+        assert ended(tmp_path / "run") == (1, "ERROR: the disk is full")
+    assert run(tmp_path / "run")["epochs"] == run(tmp_path / "other")["epochs"]
 
 
 def test_fewer_epochs_than_were_begun_are_refused(

@@ -1,4 +1,7 @@
-"""A signal to a peer."""
+"""Signals to a peer, and to the processes that a hook forks."""
+
+import subprocess
+import sys
 
 from rendering import PROJECT, run
 
@@ -27,3 +30,23 @@ os.kill(os.getpid(), signal.SIGTERM)
     done = run("python", "-c", program, folder=PROJECT)
     assert done.returncode == 0, done.stderr
     assert "stopped by a signal to worker 1" in done.stdout
+
+
+POOL = """
+import multiprocessing
+from engine.run.signals import signals
+
+with signals.listening():
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # Its end sends SIGTERM to its processes.
+        assert pool.map(abs, [-1, 2]) == [1, 2]
+    left = multiprocessing.get_context("fork").Pool(1)
+    assert signals.signal is None
+print("ended")
+left.terminate()
+"""
+
+
+def test_processes_that_a_hook_forks_do_not_listen() -> None:
+    command = [sys.executable, "-c", POOL]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr

@@ -110,7 +110,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
         place = f"runs on {host} instead of {host_by_rank[rank]}"
         raise BadInput(f"SLURM_PROCID {rank} {place}: use srun --distribution=block")
     # Each job gets its own ports, so that jobs can share a node, below those that systems use for outgoing connections.
-    first = 12000 + _number(environment, "SLURM_JOB_ID", 0) * 37 % 20000
+    first = 12000 + _number(environment, "SLURM_JOB_ID", 0) * 37 % (20000 - len(host_by_rank))
     addresses = [f"{host}:{first + number}" for number, host in enumerate(host_by_rank)]
     return Cluster("Slurm", {"worker": addresses}, "worker", rank)
 

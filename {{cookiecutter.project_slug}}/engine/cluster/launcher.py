@@ -162,16 +162,19 @@ class Launcher:
                 if (code := process.popen.poll()) is None:
                     continue
                 running.remove(process)
+                death = f"{process.name} ended with exit code {code}"
                 if code < 0:
                     death = f"{process.name} was ended by {signal.Signals(-code).name}"
-                    if self._replaces(process, death, running):
-                        continue
+                if self._replaces(process, death, running):
+                    continue
+                if code < 0:
                     print_line("launcher", death)
-                    return ending or 128 - code
+                    # A signal that it got while Python started.
+                    return ending or (Stopped.exit_code if self._signal == -code else 128 - code)
                 if process.job == "chief":
                     return code
                 if code not in (0, Stopped.exit_code, *FINAL_CODES):
-                    print_line("launcher", f"{process.name} ended with exit code {code}")
+                    print_line("launcher", death)
                     return ending or code
                 if not ending:
                     ending, deadline = code, time.monotonic() + SECONDS_TO_FOLLOW

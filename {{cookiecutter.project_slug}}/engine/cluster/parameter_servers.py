@@ -7,6 +7,7 @@ on the chief, which sends training steps to the workers and evaluates by itself.
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from engine.settings import Settings
 PIECES_PER_WORKER = 4  # The pieces of an execution for each worker, so that a fast worker can take more of them.
 SECONDS_WITHOUT_CHIEF = 5.0  # A chief that does not answer for this long has ended.
 SECONDS_WITHOUT_WORKERS = 30.0  # A chief waits this long for workers that may be restarted, or are frozen.
-SECONDS_BETWEEN_LOOKS = 5.0
+SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
@@ -55,7 +56,21 @@ def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
     strategy = start_tensorflow(cluster, timeout, start)
     strategy.extended._allow_run_without_coordinator = True  # The chief evaluates by itself.
     keras.Variable.assign_add = _add_atomically
+    threading.Thread(target=_end_if_frozen, args=(cluster,), daemon=True).start()
     return strategy
+
+
+def _end_if_frozen(cluster: Cluster) -> None:
+    """Ends this process when another one is frozen; TensorFlow would wait for it for ever, where nothing can raise."""
+    answered = time.monotonic()
+    while True:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+        frozen = ", ".join(text for text in lost(cluster) if text.endswith(FROZEN))
+        if not frozen:
+            answered = time.monotonic()
+        elif time.monotonic() > answered + SECONDS_WITHOUT_WORKERS:
+            print(f"ERROR: {frozen}: end it, then restart the cluster", file=sys.stderr, flush=True)
+            os._exit(PeerLost.exit_code)
 
 
 def _wait_until_free(cluster: Cluster, timeout: float) -> None:
@@ -102,7 +117,8 @@ class WorkerPool:
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         cluster = find_cluster(os.environ)
         assert cluster  # Otherwise there would be no such strategy.
-        self._cluster, self.count = cluster, len(cluster.addresses["worker"])
+        self._addresses = cluster.addresses["worker"]
+        self.count = len(self._addresses)
 
     def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any:
         """Returns the workers' iterators, as one value; each worker calls `dataset` for its own."""
@@ -117,22 +133,15 @@ class WorkerPool:
         return np.concatenate([each.fetch() for each in losses])
 
     def _wait(self) -> None:
-        """Returns when all that was scheduled is done. Raises PeerLost if no worker is left, or a process is frozen."""
-        looked = alive = answered = time.monotonic()
+        """Returns when all that was scheduled is done. Raises PeerLost if no worker is left to do it."""
+        alive = time.monotonic()
         while not self._coordinator.done():
             time.sleep(0.01)
-            if time.monotonic() < looked + SECONDS_BETWEEN_LOOKS:
-                continue
-            looked, missing = time.monotonic(), lost(self._cluster)
-            frozen = [text for text in missing if text.endswith(FROZEN)]
-            if sum(text.startswith("worker") for text in missing) < self.count:
-                alive = looked
-            if not frozen:
-                answered = looked
-            if looked > answered + SECONDS_WITHOUT_WORKERS:
-                raise PeerLost(f"{', '.join(frozen)}: end it, then restart the cluster")
-            if looked > alive + SECONDS_WITHOUT_WORKERS:
-                raise PeerLost("all workers are gone: check their logs, then restart the cluster")
+            if time.monotonic() > alive + SECONDS_BETWEEN_LOOKS:
+                if any(map(is_listening, self._addresses)):
+                    alive = time.monotonic()
+                elif time.monotonic() > alive + SECONDS_WITHOUT_WORKERS:
+                    raise PeerLost("all workers are gone: check their logs, then restart the cluster")
         self._coordinator.join()  # Raises what a worker has raised.
 
 

@@ -53,7 +53,8 @@ class Batches:
     def __init__(
         self,
         name: str,
-        examples: Sequence[Examples],
+        examples: Examples,
+        lengths: Sequence[int],
         preparation: Preparation,
         strategy: tf.distribute.Strategy,
         settings: Settings,
@@ -63,7 +64,8 @@ class Batches:
     ) -> None:
         """Traces task.prepare_example. Raises BadInput, naming the hook, for examples that cannot be batched.
 
-        `examples` are all of the dataset; or, if each process of `context` loads files of its own, those of each.
+        `examples` are those that this process loads. `lengths` has their number; or, if each process of `context` loads
+        files of its own, the numbers of all processes.
         """
         self.name, self.split, self.shards_by_file = name, name.partition("/")[0], shards_by_file
         self._training, self._strategy, self._seed = self.split == "train", strategy, settings.seed
@@ -71,11 +73,12 @@ class Batches:
         self.global_batch_size = size = evaluation_size or settings.global_batch_size
         flag = "--evaluation-batch-size" if evaluation_size else "--global-batch-size"
         self.per_replica_batch_size = per_replica_batch_size(size, strategy.num_replicas_in_sync, flag)
-        self._lengths = [each.length for each in examples]
+        self._lengths = list(lengths)
         self._count_steps(settings)
-        loaders = len(examples)  # The processes, if each loads files of its own; else 1.
+        loaders = len(lengths)  # The processes, if each loads files of its own; else 1.
+        self._is_alone = context.num_input_pipelines == 1
         self._loader = context.input_pipeline_id % loaders
-        self.examples, self._preparation = examples[self._loader], preparation
+        self.examples, self._preparation = examples, preparation
         example_spec = self.examples.element_spec
         self._prepared = preparation.trace(
             example_spec, hook_of(name), first_example=lambda: until_read(self._first_example, hook_of(name))
@@ -175,19 +178,20 @@ class Batches:
         return next(iter(self.examples.unshuffled()))[1]
 
     def _new_iterator(self, first_pass: int, first_step: int) -> StackIterator:
-        def start(number: int, step: int, sizes_of_first: list[int]) -> tuple[Iterator[Any], Sizes]:
+        def start(number: int, step: int, given: Sizes | None) -> tuple[Iterator[Any], Sizes, Sizes]:
             growing, whole = stack_sizes(self.steps_per_pass, step, self._bytes_of_batch)
-            sizes = sizes_of_first or growing, whole
-            return on_replicas(self._strategy, iter(self._stacks_of_process(number, step, sizes))), sizes
+            sizes = given or growing, whole
+            return on_replicas(self._strategy, iter(self._stacks_of_process(number, step, sizes))), *sizes
 
         is_kept = self._training or self.bytes_ahead <= BYTES_KEPT
         hook, rejection = hook_of(self.name), self._rejection
-        return StackIterator(start, hook, first_pass, first_step, rejection=rejection, is_kept=is_kept)
+        options = {"is_kept": is_kept, "is_alone": self._is_alone}
+        return StackIterator(start, hook, first_pass, first_step, rejection=rejection, **options)
 
-    def _stacks_of_process(self, first_pass: int, first_step: int, sizes: Sizes) -> tf.data.Dataset:
+    def _stacks_of_process(self, first_pass: int, first_step: int, sizes: tuple[Sizes, Sizes]) -> tf.data.Dataset:
         """Returns stacks of these `sizes` from a step of a pass on: tuples of one for each replica of this process."""
         self.examples.cache()
-        sizes_of_first, sizes_of_others = (tf.constant(each, tf.int64) for each in sizes)
+        sizes_of_first, sizes_of_others = (tf.constant(each.pattern, tf.int64) for each in sizes)
         replicas = self._shard.size // self.per_replica_batch_size
 
         @tf.autograph.experimental.do_not_convert

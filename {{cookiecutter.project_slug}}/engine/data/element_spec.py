@@ -124,5 +124,5 @@ def megabytes(size: int) -> str:
 
 def _bytes_of_tensor(tensor: tf.Tensor) -> int:
     if tensor.dtype == tf.string:
-        return int(tf.reduce_sum(tf.strings.length(tensor))) + BYTES_OF_STRING * int(tf.size(tensor))
+        return int(tf.reduce_sum(tf.cast(tf.strings.length(tensor), tf.int64))) + BYTES_OF_STRING * int(tf.size(tensor))
     return int(tf.size(tensor)) * tensor.dtype.size

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from engine.data.batches import Batches
@@ -19,6 +20,9 @@ from engine.protocols import Task
 from engine.retries import until_read
 from engine.settings import Settings
 
+# Returns arrays of all processes, [processes, ...], given this one's and the name of the call.
+Gather = Callable[[dict[str, np.ndarray], str], dict[str, np.ndarray]]
+
 
 def load_splits(
     splits: Sequence[str],
@@ -26,13 +30,14 @@ def load_splits(
     settings: Settings,
     strategy: tf.distribute.Strategy,
     context: tf.distribute.InputContext | None = None,
+    gather: Gather | None = None,
     workers: WorkerPool | None = None,
 ) -> dict[str, Batches]:
     """Returns the batches of every dataset: "train", "validation" or "validation/<dataset>", "test" or the like.
 
-    A split without examples is skipped. By default this process, `context`, is the only one. With parameter servers,
-    each of the `workers` takes training steps on batches of its own. Raises BadInput if hooks, settings and replicas do
-    not fit together.
+    A split without examples is skipped. By default this process, `context`, is the only one; of several, `gather`
+    returns what all have. With parameter servers, each of the `workers` takes training steps on batches of its own.
+    Raises BadInput if hooks, settings and replicas do not fit together.
     """
     context = context or tf.distribute.InputContext()
     evaluating, training = (
@@ -45,8 +50,13 @@ def load_splits(
     batches: dict[str, Batches] = {}
     for split in splits:
         preparation = training if split == "train" else evaluating
-        for name, examples in load_datasets(split, task.load_examples, settings, context).items():
-            arguments = name, examples, preparation, strategy, settings, context
+        loaded = load_datasets(split, task.load_examples, settings, context)
+        lengths = {name: [examples.length] for name, examples in loaded.items()}
+        if by_file and gather:
+            own = {name: np.array(length) for name, (length,) in lengths.items()}
+            lengths = {name: all_of_it.tolist() for name, all_of_it in gather(own, hook_of(split)).items()}
+        for name, examples in loaded.items():
+            arguments = name, examples, lengths[name], preparation, strategy, settings, context
             if workers and split == "train":
                 batches[name] = WorkerBatches(*arguments, load=lambda: task.load_examples("train"), workers=workers)
             else:
@@ -65,29 +75,23 @@ def load_splits(
 
 def load_datasets(
     split: str, load_examples: Callable[..., Any], settings: Settings, context: tf.distribute.InputContext
-) -> dict[str, list[Examples]]:
+) -> dict[str, Examples]:
     """Calls task.load_examples for a split; returns the examples of each of its datasets, by name.
 
-    A dataset has one element in its list; or, if the hook takes an `input_context`, one for each process of `context`.
-    Raises BadInput if they cannot be used.
+    If the hook takes an `input_context`, they are those of this process only. Raises BadInput if they cannot be used.
     """
     shuffle_bytes = settings.shuffle_megabytes * 2**20 if split == "train" else None
-    count = context.num_input_pipelines if _takes_context(load_examples) else 1
-    datasets: dict[str, list[Examples]] = {}
-    for number in range(count):
-        of_process = {"input_context": tf.distribute.InputContext(count, number)} if count > 1 else {}
-        load = functools.partial(load_examples, split, **of_process)
-        loaded = named(split, until_read(load, hook_of(split)))
-        for name in datasets or loaded:
-            hook, found = hook_of(name), loaded.get(name)
-            if name not in loaded:
-                raise BadInput(f"{hook} is missing for worker {number}: return the same datasets for all workers")
-            if count > 1 and isinstance(found, Records):
-                problem = f"{hook} takes an input_context and returned Records"
-                raise BadInput(f"{problem}: remove it from load_examples; each worker reads its own shard anyway")
-            hook += f" for worker {number} of {count}" if count > 1 else ""
-            read = found.examples if isinstance(found, Records) else functools.partial(DatasetExamples, found)
-            datasets.setdefault(name, []).append(until_read(functools.partial(read, hook, shuffle_bytes), hook))
+    is_own = _takes_context(load_examples) and context.num_input_pipelines > 1
+    load = functools.partial(load_examples, split, **({"input_context": context} if is_own else {}))
+    datasets: dict[str, Examples] = {}
+    for name, found in named(split, until_read(load, hook_of(split))).items():
+        hook = hook_of(name)
+        if is_own and isinstance(found, Records):
+            problem = f"{hook} takes an input_context and returned Records"
+            raise BadInput(f"{problem}: remove it from load_examples; each worker reads its own shard anyway")
+        hook += f" for worker {context.input_pipeline_id} of {context.num_input_pipelines}" if is_own else ""
+        read = found.examples if isinstance(found, Records) else functools.partial(DatasetExamples, found)
+        datasets[name] = until_read(functools.partial(read, hook, shuffle_bytes), hook)
     return datasets
 
 

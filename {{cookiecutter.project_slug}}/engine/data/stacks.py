@@ -26,11 +26,33 @@ from engine.retries import until_read
 BYTES_OF_STACK = 2**22  # The size of a stack at most, for all replicas together.
 # Each of the first stacks is this many times as large as the one before, so that the first one is ready soon.
 GROWTH = 4
+STACKS_UNTIL_SMALL = 1000  # After so many large stacks the sizes start over, because the list of them must end.
 
-# How many batches each stack has: in the first pass, from its first step on, and in each complete pass after it.
-Sizes = tuple[list[int], list[int]]
-# Returns stacks from a batch of a pass on, and their sizes: in the first pass the given ones, or as it chooses for [].
-Start = Callable[[int, int, list[int]], tuple[Iterator[Any], Sizes]]
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How many batches each stack of a pass has: as in `pattern`, again and again, until `steps` batches are in stacks.
+
+    A pass of 10^9 examples has too many stacks for a list of them all.
+    """
+
+    pattern: tuple[int, ...]
+    steps: int
+
+    def __iter__(self) -> Iterator[int]:
+        left, sizes = self.steps, itertools.cycle(self.pattern)
+        while left > 0:
+            yield (size := min(next(sizes), left))
+            left -= size
+
+    def without_first(self) -> "Sizes":
+        """Returns those of the rest of the pass."""
+        first, *others = self.pattern
+        return Sizes((*others, first), self.steps - first)
+
+
+# Returns stacks from a batch of a pass on, and their sizes in that pass (the given ones, if any) and in each later one.
+Start = Callable[[int, int, Sizes | None], tuple[Iterator[Any], Sizes, Sizes]]
 # Returns the error for a stack that cannot be read, given the pass and the number of its first batch.
 Rejection = Callable[[tf.errors.OpError, int, int], BadInput]
 
@@ -95,29 +117,33 @@ class StackIterator:
     """The stacks of a dataset from a batch of a pass on, pass after pass."""
 
     def __init__(
-        self, start: Start, hook: str, first_pass: int, first_step: int, *, rejection: Rejection, is_kept: bool = True
+        self,
+        start: Start,
+        hook: str,
+        first_pass: int,
+        first_step: int,
+        *,
+        rejection: Rejection,
+        is_kept: bool = True,
+        is_alone: bool = True,
     ) -> None:
         """Starts at batch `first_step` of pass `first_pass`; `hook` is the call that loads the examples.
 
-        Unless `is_kept`, the stacks that are ready are given back after each pass.
+        Unless `is_kept`, the stacks that are ready are given back after each pass. Unless it `is_alone`, other
+        processes wait for its stacks, and all end together at a signal.
         """
         self._start, self._hook, self._rejection, self._is_kept = start, hook, rejection, is_kept
+        self._is_alone = is_alone
+        self._stacks: Iterator[Any] | None
         self._pass, self._step = first_pass, first_step
-        self._stacks: Iterator[Any] | None = None
         # The sizes of the stacks of this pass to come, which do not depend on faults or on this machine: TensorFlow
         # numbers the steps of a stack, and other workers would wait for ever for steps of their numbers.
-        self._sizes: list[int] = []
-        self._open()
+        self._stacks, self._sizes, self._sizes_of_others = start(first_pass, first_step, None)
         self._rejected: BadInput | None = None
         self._stack: Any = None
         self._next = self._end = 0  # The next batch of the stack to take, and how many there are.
         self.is_waiting, self.seconds_waited = False, 0.0  # Whether the program waits for batches; how long so far.
         _iterators.add(self)
-
-    def _open(self) -> Iterator[Any]:
-        self._stacks, (of_first, self._sizes_of_others) = self._start(self._pass, self._step, self._sizes)
-        self._sizes = list(of_first)
-        return self._stacks
 
     def is_at(self, number: int | None, step: int) -> bool:
         """Returns whether the next batch is number `step` of a pass; None means any."""
@@ -145,8 +171,8 @@ class StackIterator:
             self._next += taken
             self._step += taken
             count -= taken
-            if self._next == self._end and not self._sizes:
-                self._pass, self._step, self._sizes = self._pass + 1, 0, list(self._sizes_of_others)
+            if self._next == self._end and self._sizes.steps <= 0:
+                self._pass, self._step, self._sizes = self._pass + 1, 0, self._sizes_of_others
                 if not self._is_kept:
                     self._stacks = self._stack = None
             yield stack, first, taken
@@ -156,7 +182,7 @@ class StackIterator:
             raise self._rejected
         started, self.is_waiting = time.monotonic(), True
         try:
-            self._stack = until_read(self._next_stack, self._hook)
+            self._stack = until_read(self._next_stack, self._hook, obeys_signals=self._is_alone)
         except Unavailable as problem:
             self._rejected = problem
             raise
@@ -166,11 +192,14 @@ class StackIterator:
         finally:
             self.is_waiting = False
         self.seconds_waited += time.monotonic() - started
-        self._next, self._end = 0, self._sizes.pop(0)
+        self._next, self._end = 0, next(iter(self._sizes))
+        self._sizes = self._sizes.without_first()
 
     def _next_stack(self) -> Any:
         try:
-            return next(self._stacks or self._open())
+            if self._stacks is None:
+                self._stacks, *_ = self._start(self._pass, self._step, self._sizes)
+            return next(self._stacks)
         except tf.errors.OpError:
             self._stacks = None  # The next ones start at the same batch.
             raise
@@ -192,25 +221,28 @@ def _close_all() -> None:
     gc.collect()
 
 
-def stack_sizes(steps: int, first_step: int, bytes_of_batch: int) -> Sizes:
-    """Returns the sizes of the stacks of passes of `steps` batches, of `bytes_of_batch` on all replicas together."""
+def stack_sizes(steps: int, first_step: int, bytes_of_batch: int) -> tuple[Sizes, Sizes]:
+    """Returns the sizes of the stacks in a pass of `steps` batches from its first step on, and in complete ones.
+
+    `bytes_of_batch` is the size of a batch on all replicas together.
+    """
     # A stack can be used only when all of it is prepared, so a long pass has several.
     largest = max(1, min(BYTES_OF_STACK // bytes_of_batch, max(64, steps // 4)))
-    growing, size, left = [], 1, steps - first_step
-    while left > 0:
-        growing.append(min(size, largest, left))
-        left -= growing[-1]
+    growing, size = [], 1
+    while size < largest:
+        growing.append(size)
         size *= GROWTH
-    whole, rest = divmod(steps, largest)
-    sizes = [largest] * whole + [rest] * (rest > 0)
-    return growing or sizes, sizes
+    whole = Sizes((largest,), steps)
+    if first_step >= steps:
+        return whole, whole
+    return Sizes((*growing, *[largest] * STACKS_UNTIL_SMALL), steps - first_step), whole
 
 
 def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, per_replica_batch_size: int) -> tf.data.Dataset:
     """Returns stacks, [batches, per-replica batch, ...] each, in tuples of one for each replica.
 
     Elements of `prepared` are any number of examples, [n, ...]; the per-replica batches of a batch follow each other.
-    `sizes` (int64) says how many batches go into each stack.
+    `sizes` (int64) says how many batches go into each stack, again and again.
     """
     size = per_replica_batch_size
 

@@ -47,8 +47,8 @@ class WorkerBatches(Batches):
 
         iterators, steps = itertools.repeat(self._workers.iterate(dataset)), self.steps_per_pass
 
-        def start(_: int, step: int, __: list[int]) -> tuple[Iterator[Any], Sizes]:
-            return iterators, ([steps - step], [steps])
+        def start(_: int, step: int, __: Sizes | None) -> tuple[Iterator[Any], Sizes, Sizes]:
+            return iterators, Sizes((steps,), steps - step), Sizes((steps,), steps)
 
         return StackIterator(start, hook_of(self.name), epoch, first_step, rejection=self._rejection)
 

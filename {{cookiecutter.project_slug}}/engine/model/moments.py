@@ -52,7 +52,7 @@ def _moments_of_all(
         return tf.reduce_sum(values, layer._reduction_axes, keepdims=True)
 
     local = total(inputs)
-    rows = tf.ones_like(local) * tf.cast(tf.size(inputs) / tf.size(local), inputs.dtype)
+    rows = tf.ones_like(local) * tf.cast(tf.size(inputs, tf.int64) / tf.size(local, tf.int64), inputs.dtype)
     count = rows if mask is None else total(tf.ones_like(inputs))
     sums, count = tf.unstack(replica.all_reduce("SUM", tf.stack([local, count])))
     mean = tf.math.divide_no_nan(sums, count)

@@ -125,18 +125,16 @@ class Report:
         """Calls task.on_report, whose summaries go to TensorBoard. Its first exception is printed and ends nothing."""
         # Only the chief calls it. In a replica's context it reads variables without the other processes.
         replica = tf.distribute.ReplicaContext(strategy, replica_id_in_sync_group=0)
-        with self._summaries.at(row["step"]):
-            try:
-                with replica:
-                    on_report(dict(row), self.run_dir, self.settings)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as problem:  # noqa: BLE001 - A picture is not worth the run, nor is sys.exit() in it.
-                if not self._on_report_failed:
-                    console.print(
-                        f"task.on_report failed ({where_raised(problem)}: {first_line(problem)}); the run continues"
-                    )
-                self._on_report_failed = True
+        try:
+            with self._summaries.at(row["step"]), replica:
+                on_report(dict(row), self.run_dir, self.settings)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as problem:  # noqa: BLE001 - A picture is not worth the run, nor is sys.exit() in it.
+            if not self._on_report_failed:
+                place, text = where_raised(problem), first_line(problem)
+                console.print(f"task.on_report failed ({place}: {text}); the run continues")
+            self._on_report_failed = True
 
     def validation(self, step: int, metrics: dict[str, float], *, is_best: bool) -> None:
         """Reports a validation within an epoch: `metrics` as "<dataset>/<metric>"."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
@@ -17,7 +18,7 @@ from tensorboard.plugins.hparams import api as hparams
 
 from engine.files import write_atomically, writing
 from engine.model.metrics import ResultNames, split_of
-from engine.retries import until_written
+from engine.retries import until_read, until_written
 
 TENSORBOARD = "tensorboard"
 # TensorBoard shows the first hyperparameters that it finds, and follows the last file in the order of their names.
@@ -43,7 +44,7 @@ class Summaries:
             for path, end in zip(paths, [*map(_first_step, paths), math.inf][1:], strict=True):
                 if _first_step(path) > last:
                     with writing(path):
-                        path.unlink()
+                        until_written(functools.partial(path.unlink, missing_ok=True), path)
                 elif end > last:
                     _cut(path, last)
 
@@ -60,7 +61,7 @@ class Summaries:
     def _add(self, step: int, name: str, scalars: dict[str, float]) -> None:
         with self._at(step, name):
             for tag, value in scalars.items():
-                tf.summary.scalar(tag, value)
+                tf.summary.scalar(tag, np.float32(value))
 
     def settings(self, step: int, settings: Mapping[str, Any]) -> None:
         """Writes the settings as a table, and as the hyperparameters of the run, which can be numbers and texts."""
@@ -85,7 +86,8 @@ class Summaries:
             folder, suffix = self._folder / name, f".from{step}.v2"
             self._writers[name] = tf.summary.create_file_writer(str(folder), filename_suffix=suffix)
         try:
-            with self._writers[name].as_default(step=step):
+            # TensorFlow keeps every number of Python that it has made a tensor of, for ever.
+            with self._writers[name].as_default(step=np.int64(step)):
                 yield
             self._writers[name].flush()
         except tf.errors.OpError:
@@ -104,9 +106,9 @@ def _first_step(path: Path) -> int:
 
 def _cut(path: Path, step: int) -> None:
     """Removes the events after a step from a file, and an end that was damaged when the run was killed."""
-    with writing(path):
-        records = list(RawEventFileLoader(str(path)).Load())
-        is_intact = sum(len(record) + BYTES_AROUND_RECORD for record in records) == path.stat().st_size
+    records = list(RawEventFileLoader(str(path)).Load())
+    size = until_read(path.stat, path).st_size
+    is_intact = sum(len(record) + BYTES_AROUND_RECORD for record in records) == size
     kept = [record for record in records if Event.FromString(record).step <= step]
     if not is_intact or len(kept) < len(records):
         _write(path, kept)

@@ -8,8 +8,8 @@ from typing import Any, BinaryIO
 
 from engine.errors import BadInput
 from engine.exceptions import first_line
-from engine.files import read_text, write_atomically, writing
-from engine.retries import until_written
+from engine.files import exists, read_text, write_atomically, writing
+from engine.retries import until_read, until_written
 
 # The columns of metrics.csv before the metrics; with several optimizers, each has its "learning_rate/<name>".
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
@@ -26,7 +26,7 @@ def is_metric(column: str) -> bool:
 
 def read_rows(path: Path, key: str = "epoch") -> list[Row]:
     """Returns the rows of a file, none if it does not exist. Raises BadInput unless their `key`s increase."""
-    if not path.exists():
+    if not exists(path):
         return []
     try:
         rows, problem = _parse(read_text(path), key)
@@ -59,7 +59,7 @@ def append_row(path: Path, row: Row, columns: list[str]) -> list[str]:
     """
     if not row.keys() <= set(columns):
         return write_rows(path, [*read_rows(path, "step"), row])
-    size = path.stat().st_size if path.exists() else 0
+    size = until_read(path.stat, path).st_size if exists(path) else 0
 
     def append() -> None:
         with path.open("a", encoding="utf-8", newline="") as lines:
@@ -77,12 +77,17 @@ def cut_rows(path: Path, step: int) -> list[str]:
 
     Damage does not end a run, because a run resumes without these rows. Raises CannotWrite.
     """
-    if not path.exists():
+    if not exists(path):
         return []
-    with writing(path), path.open("r+b") as file:
-        columns = next(csv.reader([file.readline().decode(errors="replace")]), [])
-        file.truncate(_end(file, columns, step))
-    return columns
+
+    def cut() -> list[str]:
+        with path.open("r+b") as file:
+            columns = next(csv.reader([file.readline().decode(errors="replace")]), [])
+            file.truncate(_end(file, columns, step))
+        return columns
+
+    with writing(path):
+        return until_written(cut, path)
 
 
 def _end(file: BinaryIO, columns: list[str], step: int) -> int:

@@ -8,13 +8,8 @@ variable is changed.
 """
 
 import contextlib
-import json
-import os
-import re
 import shutil
-import tempfile
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +17,22 @@ import numpy as np
 import tensorflow as tf
 
 from engine.console import console
-from engine.errors import BadInput, Damaged, Diverged, Unavailable
-from engine.exceptions import first_line
-from engine.files import as_text, file_sha256, sync, writing
-from engine.retries import until_read, until_written
+from engine.errors import BadInput, Damaged, Diverged
+from engine.files import as_text, sync, writing
+from engine.retries import until_written
+from engine.run.checkpoint_files import (
+    CHECKSUMS,
+    PROGRESS,
+    checkpoint_paths,
+    checksums,
+    place,
+    read_checkpoint,
+    read_record,
+    step_of,
+)
 from engine.run.progress import Progress
 from engine.run.state import State, Values, as_array
 from engine.run.writer import Writer
-
-PROGRESS = "progress.json"
-INDEX = "state.index"
-CHECKSUMS = "SHA256SUMS"
 
 
 class Checkpoints:
@@ -53,7 +53,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Returns the newest checkpoint of `step`, or where it would be."""
-        return max(self._same_step(step), key=_place, default=self.directory / f"step-{step:08d}")
+        return max(self._same_step(step), key=place, default=self.directory / f"step-{step:08d}")
 
     def _same_step(self, step: int) -> list[Path]:
         saved = [*self.paths(), *([self._newest] if self._newest else [])]
@@ -106,10 +106,12 @@ class Checkpoints:
         newest = self.path(step)
         if newest not in self._same_step(step):
             return newest
-        return self.directory / f"step-{step:08d}.{_place(newest)[1] + 1}"
+        return self.directory / f"step-{step:08d}.{place(newest)[1] + 1}"
 
     def _write(self, path: Path, values: Values, record: dict[str, Any]) -> None:
         def attempt() -> None:
+            if path.exists():  # A rename had succeeded, and its answer was lost.
+                return
             # Its parents are not made: if the run directory is gone, somebody deleted it.
             self.directory.mkdir(exist_ok=True)
             self.clear()
@@ -123,7 +125,7 @@ class Checkpoints:
                     tensors=list(values.values()),
                 )
                 (temporary / PROGRESS).write_text(as_text(record), encoding="utf-8")
-                (temporary / CHECKSUMS).write_text(_checksums(temporary), encoding="utf-8")
+                (temporary / CHECKSUMS).write_text(checksums(temporary), encoding="utf-8")
                 sync(*temporary.iterdir(), temporary)
                 temporary.rename(path)
                 sync(self.directory)
@@ -135,7 +137,7 @@ class Checkpoints:
             until_written(attempt, path)
         with contextlib.suppress(OSError):  # The checkpoint is complete. The next save tries again.
             paths = self.paths()  # This one is missing if somebody moved the directory; the next write fails.
-            later = [each for each in paths if _place(each) > _place(path)]
+            later = [each for each in paths if place(each) > place(path)]
             earlier = paths[: len(paths) - len(later)]
             for each in [*later, *earlier[: max(0, len(earlier) - self.keep)]]:
                 _remove(each)
@@ -191,84 +193,6 @@ def find_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
     if (step := Progress.read(read_record(paths[-1]), paths[-1]).best_step) is None:
         raise BadInput(f"{paths[-1]} was saved before the first validation: continue the training first")
     return best.path(step)
-
-
-def checkpoint_paths(directory: Path) -> list[Path]:
-    """Returns the checkpoints in a directory, oldest first."""
-    try:
-        names = os.listdir(directory)  # A glob hides errors in Python 3.13, and a run without checkpoints starts over.
-    except (FileNotFoundError, NotADirectoryError):
-        names = []
-    found = (directory / name for name in names if re.fullmatch(r"step-\d{8,}(\.\d+)?", name))
-    return sorted((path for path in found if path.is_dir()), key=_place)
-
-
-def step_of(path: Path) -> int:
-    return _place(path)[0]
-
-
-def _place(path: Path) -> tuple[int, int]:
-    step, _, number = path.name.removeprefix("step-").partition(".")
-    return int(step), int(number or 0)
-
-
-def read_checkpoint(path: Path) -> tuple[Values, dict[str, Any]]:
-    """Returns the values and the record of the checkpoint at `path`. Raises as `read_record` does."""
-    record = read_record(path)
-
-    def read() -> Values:
-        with plain_name(path / "state") as prefix:
-            reader = tf.train.load_checkpoint(prefix)
-            return {name: as_array(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}
-
-    with _damage_named(path):
-        return until_read(read, path), record
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Returns a checkpoint's record. Raises Damaged unless it is as written, Unavailable if it cannot be read."""
-
-    def read() -> dict[str, Any]:
-        if (path / CHECKSUMS).read_text(encoding="utf-8") != _checksums(path):
-            raise Damaged(f"{path} is damaged ({PROGRESS} or {INDEX} has changed)")
-        return json.loads((path / PROGRESS).read_text(encoding="utf-8"))
-
-    with _damage_named(path):
-        return until_read(read, path)
-
-
-@contextlib.contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as problem:
-        raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
-    except (OSError, tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError) as problem:
-        # If this counted as damage, the next save would remove the checkpoint.
-        raise Unavailable(f"{path} cannot be read ({first_line(problem)}): restore access to it") from problem
-    except (tf.errors.OpError, LookupError, ValueError, RuntimeError) as problem:
-        raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
-
-
-@contextlib.contextmanager
-def plain_name(prefix: Path) -> Iterator[str]:
-    """Yields a prefix under which TensorFlow can read the same files.
-
-    It reads a name as a pattern, and finds nothing in "exp[1]" or "a\\b" (tensorflow#34290).
-    """
-    if not re.search(r"[][\\*?]", str(prefix)):
-        yield str(prefix)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        for file in prefix.parent.iterdir():
-            if file.name.startswith(f"{prefix.name}."):
-                Path(folder, f"state{file.name.removeprefix(prefix.name)}").symlink_to(file.absolute())
-        yield str(Path(folder, "state"))
-
-
-def _checksums(path: Path) -> str:
-    """Returns checksums of the small files, as sha256sum writes them; the index contains the tensors' checksums."""
-    return "".join(f"{file_sha256(path / name)}  {name}\n" for name in (PROGRESS, INDEX))
 
 
 def _all_finite(value: np.ndarray | tf.Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Self
 import filelock
 
 from engine.console import console
-from engine.errors import BadInput, Unavailable
+from engine.errors import BadInput, Stopped, Unavailable
 from engine.exceptions import may_pass
 from engine.files import read_json
 from engine.run.signals import signals
@@ -37,7 +37,8 @@ class RunDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release(force=True)
+        with contextlib.suppress(OSError):  # The system releases it in any case.
+            self._lock.release(force=True)
 
     def check_same_run(self, settings: Settings) -> None:
         """Raises BadInput if the directory contains a run with other settings. Changes nothing.
@@ -114,6 +115,8 @@ class RunDirectory:
             with contextlib.suppress(filelock.Timeout):
                 self._lock.acquire(timeout=1)
                 return
+        if signals.signal:
+            raise Stopped(f"stopped by {signals.signal}") from None
         raise Unavailable(f"{in_use}: end that run, or use another directory") from None
 
     def _move_aside(self) -> None:

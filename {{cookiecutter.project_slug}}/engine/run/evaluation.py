@@ -14,10 +14,12 @@ from engine.console import console, digits, print_facts
 from engine.data.batches import Batches
 from engine.data.stacks import CompiledSteps
 from engine.errors import BadInput, Damaged, Unavailable
+from engine.files import exists
 from engine.model.metrics import split_of
 from engine.report.summaries import TENSORBOARD, Summaries
 from engine.report.tables import read_rows, write_rows
-from engine.run.checkpoints import find_best, step_of
+from engine.run.checkpoint_files import step_of
+from engine.run.checkpoints import find_best
 from engine.run.directory import RESULT, RunDirectory
 from engine.run.run import Run
 from engine.run.signals import signals
@@ -85,7 +87,7 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
     reject_cluster("--evaluate-continuously")
     settings = read_settings()
     console.print(f"Validating the checkpoints of {settings.run_dir} as they appear")
-    if not _wait_for((settings.run_dir / CONFIG).exists, settings):
+    if not _wait_for(lambda: exists(settings.run_dir / CONFIG), settings):
         return
     settings = read_settings()
     RunDirectory(settings.run_dir).check_same_run(settings)
@@ -104,7 +106,7 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
 
     def new() -> Path | str | None:
         # It looks for the result first, because a run writes its last checkpoint before that.
-        has_ended = result.exists()
+        has_ended = exists(result)
         path = next((path for path in run.checkpoints.paths() if seen.isdisjoint((path, step_of(path)))), None)
         return path or ("ended" if has_ended else None)
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 from engine.errors import BadInput, Damaged, Unavailable
 from engine.exceptions import first_line, may_pass
 from engine.model.variables import by_name, is_seed, model_variables
-from engine.run.checkpoints import PROGRESS, checkpoint_paths, plain_name, read_checkpoint
+from engine.run.checkpoint_files import PROGRESS, checkpoint_paths, plain_name, read_checkpoint
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import Variables, one_of_replicas
 

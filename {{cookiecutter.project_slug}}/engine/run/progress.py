@@ -95,6 +95,10 @@ class Progress:
             self.best_epoch, self.best_step, self.best_score = self.epochs_started(), self.step, score
         return improved
 
+    def is_best(self) -> bool:
+        """Returns whether the weights of this step are the best so far."""
+        return self.best_step == self.step
+
     def epochs_without_improvement(self) -> int:
         """Returns how many epochs have ended since the one with the best score."""
         return self.epoch - (self.best_epoch or 0)

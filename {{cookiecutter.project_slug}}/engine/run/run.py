@@ -11,7 +11,7 @@ from engine.cluster.strategy import strategy_info
 from engine.cluster.workers import Workers
 from engine.console import LiveLine, console, print_result
 from engine.data.batches import Batches
-from engine.errors import BadInput, Damaged, Diverged, InterruptedStep, Stopped
+from engine.errors import BadInput, Damaged, Diverged, InterruptedStep, Stopped, Unavailable
 from engine.files import write_json
 from engine.model.build import TaskObjects
 from engine.model.hidden_state import HiddenState
@@ -34,7 +34,7 @@ class Run:
     Attributes:
         objects: the task's objects, which the steps use and change.
         hidden: the variables of the steps that Keras does not list.
-        checkpoints: the complete state, at the end of each epoch and every --checkpoint-every-steps.
+        checkpoints: the complete state, after each epoch and every --checkpoint-every-steps.
         best: the weights with the best --monitor.
         report: lines, tables and curves; the chief has one once the run has started.
     """
@@ -169,15 +169,11 @@ class Run:
         if score is not None and self.progress.consider(score, self.objects.monitor_direction):
             self.best.save(self.progress.step, self.progress.record())
 
-    @property
-    def _is_best(self) -> bool:
-        return self.progress.best_step == self.progress.step
-
     def end_validation(self, metrics: dict[str, float]) -> None:
         """Reports a validation within an epoch."""
         self.progress.validated_step = self.progress.step
-        self._report(lambda report: report.validation(self.progress.step, metrics, is_best=self._is_best))
-        if self._is_best:  # In best/ there is room for only one set of weights that no checkpoint names.
+        self._report(lambda report: report.validation(self.progress.step, metrics, is_best=self.progress.is_best()))
+        if self.progress.is_best():  # In best/ there is room for only one set of weights that no checkpoint names.
             self.save()
         for training in self._passes[-1:]:
             self.live.begin(training.name, training.epoch, training.done, training.steps)
@@ -193,7 +189,7 @@ class Run:
             **self.progress.rates_of_epoch,
             **metrics,
         }
-        self._report(lambda report: report.epoch(row, is_best=self._is_best, waited=waited / train_seconds))
+        self._report(lambda report: report.epoch(row, is_best=self.progress.is_best(), waited=waited / train_seconds))
         self.progress.report_changes(self.objects.learning_rates())
         if on_report := self.objects.on_report:
             with self.objects.average.in_place():
@@ -237,13 +233,15 @@ class Run:
         except BadInput as problem:
             # A step that failed may be half done, and uncounted steps cannot be saved. Other workers may not know of
             # the failure, and a save would wait for them.
-            is_complete = not (isinstance(problem, InterruptedStep) or any(each.uncounted for each in self._passes))
-            if is_complete and self.workers.count == 1 and self.progress.position() != started:
+            is_partial = isinstance(problem, InterruptedStep) or any(each.uncounted for each in self._passes)
+            may_save = self.workers.count == 1 and not is_partial
+            if may_save and self.progress.position() != started:
                 self.save()
             checkpoints.writer.wait()
             paths = checkpoints.paths()
             kept = f"the same command, without --fresh, resumes from {paths[-1]}" if paths else "nothing was saved yet"
-            raise type(problem)(f"{problem}; {kept}") from problem
+            stopped = may_save and isinstance(problem, Unavailable) and signals.signal
+            raise (Stopped if stopped else type(problem))(f"{problem}; {kept}") from problem
         except BaseException:
             checkpoints.writer.wait()  # The other workers may not know of it.
             raise

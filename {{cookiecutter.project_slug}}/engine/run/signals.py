@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from engine.cluster.workers import Workers
 from engine.console import console
-from engine.errors import SIGNALS, Stopped
+from engine.errors import SIGNALS, Stopped, asked_to_stop
 
 SECONDS_AS_ONE = 1.0  # A terminal, or a program that ends a group of processes, may send the same signal twice.
 
@@ -22,6 +22,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.signal: str | None = None
+        self._pipe: tuple[int, ...] = ()  # Its ends for reading and for writing, while this listens.
 
     def check(self, workers: Workers) -> None:
         """Raises Stopped, on every worker, if any of them got a signal. Call it between executions."""
@@ -32,13 +33,13 @@ class Signals:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Handles the signals inside it. Python allows that only in the main thread; in another, nothing happens."""
-        self.signal = None
+        self._forget()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         # Python runs a handler only between two operations of the main thread, which may be in a long execution. But it
         # writes the signal's number to a pipe at once, and a thread reads that.
-        reading, writing = os.pipe()
+        self._pipe = reading, writing = os.pipe()
         os.set_blocking(writing, False)
         handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         earlier = signal.set_wakeup_fd(writing)
@@ -55,7 +56,22 @@ class Signals:
             os.close(writing)
             thread.join()
             os.close(reading)
-            self.signal = None
+            self._pipe = ()
+            self._forget()
+
+    def _forget(self) -> None:
+        self.signal = None
+        asked_to_stop.clear()
+
+    def leave(self) -> None:
+        """Stops listening in a process that was forked, such as one of a multiprocessing.Pool in a hook."""
+        if self._pipe:
+            signal.set_wakeup_fd(-1)
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            for end in self._pipe:  # The thread of the first process waits until all have closed it.
+                os.close(end)
+            self._pipe = ()
 
     def _wait(self, reading: int) -> None:
         first = None
@@ -65,6 +81,7 @@ class Signals:
             if first is None:
                 first, name = time.monotonic(), signal.Signals(numbers[0]).name
                 self.signal = self.signal or name
+                asked_to_stop.set()
                 console.print(f"{name}: the running steps end, then the program; a second signal ends it at once")
             elif time.monotonic() > first + SECONDS_AS_ONE:
                 # The files that are being written still have temporary names.
@@ -72,3 +89,5 @@ class Signals:
 
 
 signals = Signals()  # The signals of this process.
+if hasattr(os, "register_at_fork"):  # Not on Windows.
+    os.register_at_fork(after_in_child=signals.leave)

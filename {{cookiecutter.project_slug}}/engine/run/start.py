@@ -10,9 +10,10 @@ from engine.console import console, print_result
 from engine.data.batches import Batches
 from engine.data.examples import hook_of
 from engine.errors import BadInput, Unavailable
-from engine.files import read_json, write_json, writing
+from engine.files import exists, read_json, write_json, writing
 from engine.model.variables import is_seed
 from engine.report.report import Report
+from engine.retries import until_written
 from engine.run.agreement import check_objects, same_data
 from engine.run.checkpoints import read_newest
 from engine.run.directory import RESULT, RunDirectory
@@ -135,7 +136,7 @@ def _resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tupl
     settings, from_chief, workers = run.settings, run.workers.from_chief, run.workers.count
     newest = from_chief(lambda: read_newest(run.checkpoints, run.best))
     if newest is None:
-        if from_chief(lambda: (settings.run_dir / RESULT).exists() or len(run.best.paths()) > 1):
+        if from_chief(lambda: exists(settings.run_dir / RESULT) or len(run.best.paths()) > 1):
             raise BadInput(
                 f"{run.checkpoints.directory} is empty although the run has gone far: restore the checkpoints, start a "
                 "new --run-dir with --init-from this one, or use --fresh, which moves the run aside"
@@ -176,7 +177,7 @@ def initialize(run: Run) -> str:
     def load() -> tuple[str, Values]:
         assert settings.init_from is not None  # The callers check that.
         report = load_initial_weights(settings.init_from, objects.model, partial=settings.init_partial)
-        return report, state.values()
+        return report, state.mirrored_values()  # The other workers make no call meanwhile.
 
     report, values = run.workers.from_chief(load)
     state.assign(values)
@@ -237,13 +238,14 @@ def _write_files(run: Run, directory: RunDirectory, batches: dict[str, Batches],
     starts = [*earlier.get("starts", []), describe_start(progress.step, settings)][-100:]  # There may be many.
     resumed = [start["step"] for start in starts if 0 < start["step"] <= progress.step]
     done = {"epochs_done": progress.epoch, "validated_step": progress.validated_step or 0, "step": progress.step}
-    run.report = Report(settings, run.objects.names, direction, resumed=resumed, **done)
     config = {
         **describe_run(run, batches, earlier),
         "start_id": earlier.get("start_id"),
         "monitor_direction": direction,
         "starts": starts,
     }
+    # First of all, because a directory with other files and without it counts as foreign.
     write_json(settings.run_dir / CONFIG, config)
+    run.report = Report(settings, run.objects.names, direction, resumed=resumed, **done)
     with writing(settings.run_dir / RESULT):
-        (settings.run_dir / RESULT).unlink(missing_ok=True)
+        until_written(lambda: (settings.run_dir / RESULT).unlink(missing_ok=True), settings.run_dir / RESULT)

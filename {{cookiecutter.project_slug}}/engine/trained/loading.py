@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from engine.cluster.workers import Workers
@@ -19,7 +20,8 @@ from engine.model.build import build_models, set_up
 from engine.model.hidden_state import HiddenState, recorded_variables
 from engine.model.variables import by_name, model_variables
 from engine.protocols import Task
-from engine.run.checkpoints import Checkpoints, find_best, read_checkpoint
+from engine.run.checkpoint_files import read_checkpoint
+from engine.run.checkpoints import Checkpoints, find_best
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
 from engine.settings import CONFIG, ON_EVALUATION, ON_RESUME, UNLESS_GIVEN, Settings, marked
@@ -110,7 +112,7 @@ def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_s
     signature = [spec, tf.TensorSpec([], tf.int64)]
     function = tf.function(predict_examples, input_signature=signature, autograph=False)
     function.get_concrete_function()  # Traced now, because loading another run replaces task.config.
-    return Endpoint(lambda features, first=0: function(features, tf.constant(first, tf.int64)), spec)
+    return Endpoint(lambda features, first=0: function(features, tf.constant(np.int64(first))), spec)
 
 
 def _recorded_specs(run_dir: Path) -> tuple[Any, Any]:

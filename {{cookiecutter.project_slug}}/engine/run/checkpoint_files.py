@@ -1,0 +1,107 @@
+"""The files of one checkpoint: their names, and how they are read without being changed."""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from engine.errors import Damaged, Unavailable
+from engine.exceptions import first_line
+from engine.files import file_sha256
+from engine.retries import until_read
+from engine.run.state import Values, as_array
+
+PROGRESS = "progress.json"
+INDEX = "state.index"
+CHECKSUMS = "SHA256SUMS"
+
+
+def checkpoint_paths(directory: Path) -> list[Path]:
+    """Returns the checkpoints in a directory, oldest first."""
+    try:
+        # A glob hides errors in Python 3.13, and a run without checkpoints starts over.
+        names = until_read(lambda: os.listdir(directory), directory)
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    found = (directory / name for name in names if re.fullmatch(r"step-\d{8,}(\.\d+)?", name))
+    return sorted((path for path in found if until_read(path.is_dir, path)), key=place)
+
+
+def step_of(path: Path) -> int:
+    return place(path)[0]
+
+
+def place(path: Path) -> tuple[int, int]:
+    step, _, number = path.name.removeprefix("step-").partition(".")
+    return int(step), int(number or 0)
+
+
+def read_checkpoint(path: Path) -> tuple[Values, dict[str, Any]]:
+    """Returns the values and the record of the checkpoint at `path`. Raises as `read_record` does."""
+    record = read_record(path)
+
+    def read() -> Values:
+        with plain_name(path / "state") as prefix:
+            try:
+                reader = tf.train.load_checkpoint(prefix)
+            except tf.errors.NotFoundError as problem:
+                # TensorFlow takes any error for a file that is absent; this raises it, or tries again.
+                if (path / INDEX).stat():
+                    raise OSError(errno.EIO, first_line(problem)) from problem
+            return {name: as_array(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}
+
+    with _damage_named(path):
+        return until_read(read, path), record
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Returns a checkpoint's record. Raises Damaged unless it is as written, Unavailable if it cannot be read."""
+
+    def read() -> dict[str, Any]:
+        if (path / CHECKSUMS).read_text(encoding="utf-8") != checksums(path):
+            raise Damaged(f"{path} is damaged ({PROGRESS} or {INDEX} has changed)")
+        return json.loads((path / PROGRESS).read_text(encoding="utf-8"))
+
+    with _damage_named(path):
+        return until_read(read, path)
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as problem:
+        raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
+    except (OSError, tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError) as problem:
+        # If this counted as damage, the next save would remove the checkpoint.
+        raise Unavailable(f"{path} cannot be read ({first_line(problem)}): restore access to it") from problem
+    except (tf.errors.OpError, LookupError, ValueError, RuntimeError) as problem:
+        raise Damaged(f"{path} is damaged ({first_line(problem)})") from problem
+
+
+@contextlib.contextmanager
+def plain_name(prefix: Path) -> Iterator[str]:
+    """Yields a prefix under which TensorFlow can read the same files.
+
+    It reads a name as a pattern, and finds nothing in "exp[1]" or "a\\b" (tensorflow#34290).
+    """
+    if not re.search(r"[][\\*?]", str(prefix)):
+        yield str(prefix)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for file in prefix.parent.iterdir():
+            if file.name.startswith(f"{prefix.name}."):
+                Path(folder, f"state{file.name.removeprefix(prefix.name)}").symlink_to(file.absolute())
+        yield str(Path(folder, "state"))
+
+
+def checksums(path: Path) -> str:
+    """Returns checksums of the small files, as sha256sum writes them; the index contains the tensors' checksums."""
+    return "".join(f"{file_sha256(path / name)}  {name}\n" for name in (PROGRESS, INDEX))
