@@ -104,6 +104,6 @@ def test_port_in_use_is_waited_for_and_named(job: str, capsys) -> None:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         addresses = {name: [address] if name == job else ["127.0.0.1:1"] for name in ("chief", "worker", "ps")}
         start = parameter_servers.coordinate if job == "chief" else parameter_servers.serve
-        with pytest.raises(PeerLost, match=f"TF_CONFIG puts {job}.* at {address}, where another program listens: end"):
+        with pytest.raises(PeerLost, match=f"TF_CONFIG puts {job}.* at {address}, which another program uses: end"):
             start(Cluster("TF_CONFIG", addresses, job, 0), timeout=0.3)
     assert "waits up to 0.3 s for the port" in capsys.readouterr().err

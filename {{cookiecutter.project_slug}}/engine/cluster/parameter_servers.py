@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster, find_cluster
-from engine.cluster.rendezvous import FROZEN, SECONDS_UNTIL_FREE, did_not_join, is_listening, lost, wait_for
+from engine.cluster.rendezvous import FROZEN, SECONDS_UNTIL_FREE, did_not_join, is_free, is_listening, lost, wait_for
 from engine.cluster.tensorflow_start import start_tensorflow
 from engine.console import console
 from engine.errors import BadInput, PeerLost
@@ -76,11 +76,11 @@ def _end_if_frozen(cluster: Cluster) -> None:
 def _wait_until_free(cluster: Cluster, timeout: float) -> None:
     """Waits until no other process uses this one's port; TensorFlow would end with a traceback."""
     address, seconds = cluster.processes()[cluster.name], min(timeout, SECONDS_UNTIL_FREE)
-    # It does not try to listen, because the others would take that for the start of TensorFlow.
-    fact = f"{cluster.source} puts {cluster.name} at {address}, where another program listens"
-    if is_listening(address):
+    # It does not listen, because the others would take that for the start of TensorFlow.
+    fact = f"{cluster.source} puts {cluster.name} at {address}, which another program uses"
+    if not is_free(address):
         print(f"{fact}: waits up to {seconds:g} s for the port", file=sys.stderr, flush=True)
-        if not wait_for(lambda: not is_listening(address), seconds):
+        if not wait_for(lambda: is_free(address), seconds):
             raise PeerLost(f"{fact}: end the program that uses the port, or choose another port")
 
 

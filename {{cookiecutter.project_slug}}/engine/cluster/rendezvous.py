@@ -211,6 +211,18 @@ def _listen(address: str) -> socket.socket:
     return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
 
 
+def is_free(address: str) -> bool:
+    """Returns whether no program on this machine uses the port of one of its addresses. Listens nowhere."""
+    host, port = _host_and_port(address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # An ended process may have left connections.
+        try:
+            own.bind((host if is_loopback(host) else "", port))
+        except OSError as problem:
+            return problem.errno != errno.EADDRINUSE
+    return True
+
+
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
