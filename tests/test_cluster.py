@@ -50,6 +50,16 @@ def test_two_workers_and_two_replicas_agree(one_process: tuple[Path, Path], two_
 
 
 @pytest.mark.long
+def test_two_workers_start_with_the_weights_of_another_run(one_process: tuple[Path, Path], tmp_path: Path) -> None:
+    project, run_dir = one_process
+    arguments = ("--evaluate-only", f"--init-from={run_dir}", f"--run-dir={tmp_path / 'run'}")
+    with workers(project, tmp_path / "logs", 2, *arguments) as started:
+        assert [each.wait(180) for each in started] == [0, 0], started[0].text
+        found = re.search(r"test/loss +(\S+)", started[0].text)
+    assert float(found[1]) == pytest.approx(outcome(run_dir)[1]["test/loss"], rel=1e-5)
+
+
+@pytest.mark.long
 def test_two_workers_cut_sequences_of_several_lengths_alike(tmp_path: Path) -> None:
     project = project_with(tmp_path, "")
     shutil.copy(TASKS / "tagging.py", project / "task.py")

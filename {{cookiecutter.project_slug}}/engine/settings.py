@@ -137,7 +137,8 @@ class Settings:
     all_reduce: PerLaunch[Literal["auto", "nccl", "hierarchical_copy", "one_device"]] = "auto"
     """How gradients are summed over the GPUs of one machine. auto: NCCL; if it hangs, try the others (untested)."""
     steps_per_execution: PerLaunch[Literal["auto"] | int] = "auto"
-    """Steps per call of the compiled function. auto: about one second. Does not affect results."""
+    """Steps per call of the compiled function. auto: about one second, five in a cluster. Does not affect
+    results."""
     cluster_timeout: PerLaunch[float] = 300.0
     """Seconds to wait for the other processes of a cluster at start-up."""
 

@@ -13,9 +13,12 @@ from engine.run.passes import Executions, Pass
 from engine.run.progress import Progress
 
 
-def executions(from_chief: Callable[[Callable[[], int]], int] = lambda length: length(), **settings: Any) -> Executions:
+def executions(
+    from_chief: Callable[[Callable[[], int]], int] = lambda length: length(), count: int = 1, **settings: Any
+) -> Executions:
     """Returns those of a process whose own numbers are the chief's, unless `from_chief` says otherwise."""
-    return Executions(Config(**settings), SimpleNamespace(from_chief=from_chief, is_chief=True, check_all_do=str))
+    workers = SimpleNamespace(from_chief=from_chief, is_chief=True, check_all_do=str, count=count)
+    return Executions(Config(**settings), workers)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +62,11 @@ def test_automatic_length_doubles_to_a_second_s_worth(seconds_of_step: float, ex
     assert lengths(ran, "train", 8, seconds_of_step) == expected
     # Each split has its own.
     assert lengths(ran, "validation", 8, 0.1) == [1, 1, 2, 4, 8, 10, 10, 10]
+
+
+def test_automatic_length_of_several_workers_is_of_five_seconds() -> None:
+    ran = executions(count=2, steps_per_execution="auto")
+    assert lengths(ran, "train", 7, 0.25) == [1, 1, 2, 4, 8, 16, 20]
 
 
 def test_given_length_stays() -> None:

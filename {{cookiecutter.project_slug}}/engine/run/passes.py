@@ -21,11 +21,14 @@ from engine.settings import Settings
 
 # The fourth execution of training steps is profiled, because the first ones compile or are short.
 PROFILED, PROFILED_STEPS = 3, 30
+# How long an execution takes with --steps-per-execution auto. Several workers agree before and after each one, for which
+# TensorFlow keeps some KB for ever.
+SECONDS_ALONE, SECONDS_TOGETHER = 1.0, 5.0
 SECONDS_WITHOUT_AN_END = 600.0  # The first steps are compiled, which takes minutes for large models.
 
 
 class Executions:
-    """How many steps each split's next call of a compiled function runs: with "auto", about one second of steps."""
+    """How many steps each split's next call of a compiled function runs: with "auto", some seconds of steps."""
 
     def __init__(self, settings: Settings, workers: Workers, all_reduce: str = "") -> None:
         """`all_reduce` names how the strategy sums over its devices; "" if it does not."""
@@ -87,7 +90,8 @@ class Executions:
         """Adjusts the length to the time that an execution took; every worker must call it."""
         if self._is_measured and count == self._lengths[split]:
             # The first call compiles and so looks slow; from its one step the length at most doubles each time.
-            self._lengths[split] = self.workers.from_chief(lambda: max(1, min(2 * count, int(count / seconds))))
+            fitting = int(count / seconds * (SECONDS_ALONE if self.workers.count == 1 else SECONDS_TOGETHER))
+            self._lengths[split] = self.workers.from_chief(lambda: max(1, min(2 * count, fitting)))
 
     def report_missing_profile(self) -> None:
         if self._settings.profile and self._trained <= PROFILED:
