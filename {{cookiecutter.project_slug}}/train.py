@@ -152,8 +152,8 @@ def train_epoch(epoch: int = 0) -> dict[str, float]:
     """Trains on the remaining batches of an epoch, counted from 0; returns the metrics of the complete epoch."""
     training = run.start_pass(batches["train"], epoch)
     while training.steps_left:
-        # Some seconds of steps, at most up to the next checkpoint or validation. The first list is empty if a resumed run
-        # still owes a validation.
+        # Some seconds of steps, at most up to the next checkpoint or validation. The first list is empty if a resumed
+        # run still owes a validation.
         losses = [run_steps["train"](stack, first, count) for stack, first, count in training.next_execution()]
         run.record_losses(training, losses)
         if run.save_is_due(training):  # With --checkpoint-every-steps.
