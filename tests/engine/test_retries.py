@@ -393,17 +393,17 @@ class Gone:
         return "there"
 
 
-def test_signal_ends_a_wait_for_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_ends_a_wait_for_the_data_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "SECONDS_TO_WAIT", (60,) * 9)
     gone, started = Gone(100), time.monotonic()
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with signals.listening(), pytest.raises(Unavailable, match="stopped by a signal while the file could not be read"):
-        retries.until_read(gone, "the file")
+        retries.until_read(gone, "the file", obeys_signals=True)
     assert gone.calls == 1
     assert time.monotonic() - started < 20
 
 
-def test_signal_does_not_end_the_attempts_to_write_or_of_several_workers_to_read(
+def test_signal_does_not_end_other_attempts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retries, "SECONDS_AFTER_SIGNAL", 0.01)
@@ -411,7 +411,7 @@ def test_signal_does_not_end_the_attempts_to_write_or_of_several_workers_to_read
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked_to_stop.wait(10)
         assert retries.until_written(Gone(5), "the file") == "there"
-        assert retries.until_read(Gone(5), "the file", obeys_signals=False) == "there"
+        assert retries.until_read(Gone(5), "the file") == "there"
     assert not asked_to_stop.is_set()
 
 

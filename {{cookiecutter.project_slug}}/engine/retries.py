@@ -17,11 +17,12 @@ SECONDS_AFTER_SIGNAL = 4  # At most, because whoever sent it may soon end the pr
 Result = TypeVar("Result")
 
 
-def until_read(read: Callable[[], Result], name: object, *, obeys_signals: bool = True) -> Result:
+def until_read(read: Callable[[], Result], name: object, *, obeys_signals: bool = False) -> Result:
     """Returns what `read` returns; calls it again, after growing waits, while it raises errors that may pass.
 
     `name` is what it reads, for messages. Raises other errors as they are; Unavailable if it fails for minutes, or if
-    it `obeys_signals` and one has come.
+    it `obeys_signals` and one has come. Otherwise it goes on after a signal, for half a minute at most: what it reads
+    may be needed to save the state.
     """
     try:
         return _again(read, name, "read", obeys_signals=obeys_signals)
@@ -36,8 +37,7 @@ def until_read(read: Callable[[], Result], name: object, *, obeys_signals: bool 
 def until_written(write: Callable[[], Result], name: object) -> Result:
     """Returns what `write` returns; calls it again as `until_read` does. Raises its last error if it fails for minutes.
 
-    `write` must start from the beginning each time. A signal does not end the attempts: what is written is needed for
-    the state that is saved then.
+    `write` must start from the beginning each time.
     """
     return _again(write, name, "written", obeys_signals=False)
 

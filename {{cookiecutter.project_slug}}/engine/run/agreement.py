@@ -57,11 +57,8 @@ def check_objects(workers: Workers, state: State, objects: TaskObjects) -> None:
         with contextlib.suppress(Exception):  # A task's own optimizer or schedule may raise anything.
             config = json.loads(json.dumps(optimizer.get_config(), default=lambda value: type(value).__name__))
             configs |= {f"{name}/{key}": value for key, value in config.items() if key != "name"}
-    what, remedy = (
-        "task.create_optimizer returned another optimizer",
-        "give all the same values, as settings in config.py",
-    )
-    _check_same(workers, configs, what, remedy)
+    remedy = "give all processes the same values, as settings in config.py"
+    _check_same(workers, configs, "task.create_optimizer returned another optimizer", remedy)
 
 
 def _check_same(workers: Workers, own: dict[str, Any], what: str, remedy: str) -> None:
