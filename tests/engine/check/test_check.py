@@ -355,11 +355,23 @@ def rising_loss(total_steps):
 
 
 class ClippingOptimizer(keras.optimizers.SGD):
-    """Clips in its own apply, so before the sum over the replicas."""
+    """Clips in its own apply, which gets the sum over the replicas from apply_gradients."""
 
     def apply(self, grads, trainable_variables=None):
         clipped, _ = tf.clip_by_global_norm(grads, 1e-3)
         return super().apply(clipped, trainable_variables)
+
+
+class AveragingOptimizer(keras.optimizers.SGD):
+    """Divides by the number of replicas in its own apply."""
+
+    def apply(self, grads, trainable_variables=None):
+        return super().apply(averaged(grads), trainable_variables)
+
+
+def averaged(gradients):
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    return [gradient / replicas for gradient in gradients]
 
 
 class CountingSchedule(keras.optimizers.schedules.LearningRateSchedule):
@@ -587,8 +599,8 @@ FAULTS = {
     "endless": ({"load_examples": endless_examples}, "task.py load_examples", "endless examples"),
     "unknown length": ({"load_examples": examples_of_unknown_length}, "task.py load_examples", "unknown number"),
     "unordered": ({"load_examples": reshuffled_examples}, "task.py load_examples", "the second time"),
-    "clipping in apply": (
-        {"create_optimizer": lambda total_steps: ClippingOptimizer(0.1)},
+    "averaging in apply": (
+        {"create_optimizer": lambda total_steps: AveragingOptimizer(0.1)},
         "task.py create_optimizer",
         "the gradients agree",
     ),
@@ -866,6 +878,7 @@ RIGHT = {
         "create_model": lambda: linear_model(keras.layers.ActivityRegularization(l2=0.1), regularizer=L2)
     },
     "normalized features": {"create_model": normalized_model},
+    "clipping in apply": {"create_optimizer": lambda total_steps: ClippingOptimizer(0.1)},
     "weights that are 0 in the second half of each batch": {"load_examples": examples_that_hardly_count},
 }
 
@@ -932,7 +945,7 @@ def test_small_epsilon_is_named_where_updates_differ(check: Check) -> None:
     class Clipping(keras.optimizers.Adam):
         def apply(self, grads, trainable_variables=None):
             clipped, _ = tf.clip_by_global_norm(grads, 1e-6)
-            return super().apply(clipped, trainable_variables)
+            return super().apply(averaged(clipped), trainable_variables)
 
     for options, is_named in (({}, True), ({"epsilon": 1e-5}, False)):
         passed, lines = check({"create_optimizer": lambda total_steps, options=options: Clipping(0.01, **options)})

@@ -206,7 +206,8 @@ def test_counts_of_several_workers_are_added_in_one_operation(monkeypatch: pytes
     # For the optimizer's count, Keras reads, adds and writes: between the two, another worker's count is lost.
     assert assignments() == {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
     monkeypatch.setattr(keras.Variable, "assign_add", keras.Variable.assign_add)  # So that it is restored.
-    monkeypatch.setattr(parameter_servers, "_wait_until_listening", lambda *_, **__: None)
+    for name in ("_wait_until_free", "_wait_until_listening", "_end_if_frozen"):
+        monkeypatch.setattr(parameter_servers, name, lambda *_: None)
     monkeypatch.setattr(parameter_servers, "start_tensorflow", lambda _, timeout, start: start())
     monkeypatch.setattr(tf.distribute, "ParameterServerStrategy", lambda _: SimpleNamespace(extended=SimpleNamespace()))
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}}')
