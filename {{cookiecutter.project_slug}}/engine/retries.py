@@ -21,8 +21,8 @@ def until_read(read: Callable[[], Result], name: object, *, obeys_signals: bool 
     """Returns what `read` returns; calls it again, after growing waits, while it raises errors that may pass.
 
     `name` is what it reads, for messages. Raises other errors as they are; Unavailable if it fails for minutes, or if
-    it `obeys_signals` and one has come. Otherwise it goes on after a signal, for half a minute at most: what it reads
-    may be needed to save the state.
+    it `obeys_signals` and one has come. Otherwise, because what it reads may be needed to save the state, it goes on
+    after a signal, for half a minute at most.
     """
     try:
         return _again(read, name, "read", obeys_signals=obeys_signals)

@@ -185,7 +185,7 @@ class DatasetExamples(Examples):
         if self.sha256:
             return
         try:
-            self.sha256 = until_read(self._hash, self._hook)
+            self.sha256 = until_read(self._hash, self._hook, obeys_signals=True)
         except tf.errors.OpError as problem:
             raise self.rejection(problem, self._dataset, "while it was read") from problem
 

@@ -51,7 +51,7 @@ def index_files(paths: list[str]) -> list[FileIndex]:
     indexes, not_cached = [], []
     for path in paths:
         try:
-            key, index, is_cached = until_read(functools.partial(_index, path), path)
+            key, index, is_cached = until_read(functools.partial(_index, path), path, obeys_signals=True)
         except (OSError, tf.errors.OpError) as problem:
             reason = getattr(problem, "strerror", None) or getattr(problem, "message", None) or problem
             raise BadInput(f"{path} cannot be read ({reason}): restore it, or exclude it") from None

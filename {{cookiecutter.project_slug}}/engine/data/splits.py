@@ -84,14 +84,14 @@ def load_datasets(
     is_own = _takes_context(load_examples) and context.num_input_pipelines > 1
     load = functools.partial(load_examples, split, **({"input_context": context} if is_own else {}))
     datasets: dict[str, Examples] = {}
-    for name, found in named(split, until_read(load, hook_of(split))).items():
+    for name, found in named(split, until_read(load, hook_of(split), obeys_signals=True)).items():
         hook = hook_of(name)
         if is_own and isinstance(found, Records):
             problem = f"{hook} takes an input_context and returned Records"
             raise BadInput(f"{problem}: remove it from load_examples; each worker reads its own shard anyway")
         hook += f" for worker {context.input_pipeline_id} of {context.num_input_pipelines}" if is_own else ""
         read = found.examples if isinstance(found, Records) else functools.partial(DatasetExamples, found)
-        datasets[name] = until_read(functools.partial(read, hook, shuffle_bytes), hook)
+        datasets[name] = until_read(functools.partial(read, hook, shuffle_bytes), hook, obeys_signals=True)
     return datasets
 
 
