@@ -435,6 +435,17 @@ def test_cluster_that_is_disturbed_often_ends_bit_equal(
     assert outcome(run_dir) == outcome(tmp_path / "whole")
 
 
+def test_worker_that_is_stopped_before_it_joins_ends_the_others(
+    launched: Callable[..., Launched], tmp_path: Path
+) -> None:
+    project = project_with(tmp_path, "")
+    stop = 'import os\nif \'"index": 1\' in os.environ["TF_CONFIG"]:\n    os.kill(os.getpid(), 15)\n'
+    (project / "config.py").write_text((project / "config.py").read_text() + stop)
+    launcher = launched("--workers=2", "--", f"--run-dir={tmp_path / 'run'}", project=project)
+    assert launcher.wait(60) == 42  # Not after --cluster-timeout.
+    assert launcher.text.count("] stopped by SIGTERM") == 2
+
+
 @pytest.mark.long
 def test_no_worker_outlives_a_killed_launcher(launched: Callable[..., Launched], tmp_path: Path) -> None:
     launcher = launched("--workers=2", "--", "--epochs=500", f"--run-dir={tmp_path / 'run'}")

@@ -178,6 +178,10 @@ class Launcher:
                     return ending or code
                 if not ending:
                     ending, deadline = code, time.monotonic() + SECONDS_TO_FOLLOW
+                    # Stopped by a signal of its own before the rendezvous, where the others would wait for it.
+                    if code == Stopped.exit_code and not self._signal:
+                        for other in running:
+                            other.popen.terminate()
             if time.monotonic() > deadline:
                 names = ", ".join(process.name for process in running)
                 print_line("launcher", f"{names} did not end within {SECONDS_TO_FOLLOW:g} s of the others")
