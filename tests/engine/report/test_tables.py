@@ -1,4 +1,4 @@
-"""steps.csv: a row a second, appended, and cut where a resumed run continues."""
+"""Tables are appended to, and cut where a resumed run continues."""
 
 import csv
 from pathlib import Path
@@ -11,7 +11,7 @@ from engine.errors import BadInput, CannotWrite
 from engine.model.metrics import ResultNames
 from engine.report import tables
 from engine.report.report import Report
-from engine.report.tables import append_row, cut_rows, read_rows, write_rows
+from engine.report.tables import append_row, cut_rows, keep_rows, read_rows, write_rows
 
 HEADER = "step,epoch,loss,steps_per_second,learning_rate\n"
 
@@ -82,6 +82,63 @@ def test_a_row_is_appended_and_the_file_is_not_replaced(tmp_path: Path) -> None:
     assert path.stat().st_ino == before
     assert cut_rows(path, 4) == HEADER.strip().split(",")
     assert path.stat().st_ino == before
+
+
+def test_epochs_and_validations_are_appended_after_those_that_a_resumed_run_keeps(tmp_path: Path) -> None:
+    def report(epochs: int, validated_step: int) -> Report:
+        start = {"epochs_done": epochs, "validated_step": validated_step, "step": 10 * epochs, "resumed": []}
+        return Report(Config(run_dir=tmp_path), ResultNames({"train": {}}, ["train"]), "min", **start)
+
+    def end_epoch(into: Report, epoch: int, **metrics: float) -> None:
+        row = {"epoch": epoch, "step": 10 * epoch, "seconds": 1.0, "examples_per_second": 2.0, "learning_rate": 0.1}
+        into.epoch({**row, **metrics}, is_best=False)
+        into.validation(10 * epoch + 5, metrics, is_best=False)
+
+    def inodes() -> list[int]:
+        return [(tmp_path / name).stat().st_ino for name in ("metrics.csv", "validations.csv")]
+
+    first = report(0, 0)
+    end_epoch(first, 1, **{"train/loss": 1.5})
+    before = inodes()
+    end_epoch(first, 2, **{"train/loss": 1.25})
+    end_epoch(first, 3, **{"train/loss": 1.0})
+    assert inodes() == before
+    with (tmp_path / "metrics.csv").open("a") as lines:
+        lines.write("4,40,1.0,2.")  # A kill.
+    second = report(2, 15)
+    end_epoch(second, 3, **{"train/loss": 0.75})
+    before = inodes()
+    end_epoch(second, 4, **{"train/loss": 0.5, "train/new": 7.0})
+    rows = read_rows(tmp_path / "metrics.csv")
+    assert [(row["epoch"], row["train/loss"]) for row in rows] == [(1, 1.5), (2, 1.25), (3, 0.75), (4, 0.5)]
+    assert second.rows == rows
+    assert [row.get("train/new") for row in rows] == [None, None, None, 7.0]
+    assert [row["step"] for row in read_rows(tmp_path / "validations.csv", "step")] == [15, 35, 45]
+
+
+def test_half_a_row_is_left_out_while_another_program_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("epoch,step,loss\n1,10,0.5\n2,20,0.2")
+    assert read_rows(path) == [{"epoch": 1, "step": 10, "loss": 0.5}]
+    assert keep_rows(path, 5) == (read_rows(path), ["epoch", "step", "loss"])
+    assert path.read_text() == "epoch,step,loss\n1,10,0.5\n"
+
+
+def test_run_of_which_no_epoch_is_kept_starts_a_new_table(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    append_row(path, {"epoch": 1, "step": 10, "old": 0.5}, [])
+    rows, columns = keep_rows(path, 0)
+    assert rows == columns == []
+    append_row(path, {"epoch": 1, "step": 10, "new": 0.25}, columns)
+    assert path.read_text() == "epoch,step,new\n1,10,0.25\n"
+
+
+def test_table_that_was_deleted_gets_its_header_again(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    columns = append(path, row(2))
+    path.unlink()
+    append_row(path, row(4), columns)
+    assert [each["step"] for each in written(path)] == ["4"]
 
 
 def test_another_optimizer_gets_its_column_and_the_first_one_keeps_its_own(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from engine.exceptions import first_line
 from engine.model.metrics import ResultNames
 from engine.report.curves import CURVES, figure_of_run, write_figure
 from engine.report.summaries import TENSORBOARD, Summaries
-from engine.report.tables import Row, append_row, cut_rows, is_metric, read_rows, write_rows
+from engine.report.tables import Row, append_row, cut_rows, is_metric, keep_rows
 from engine.settings import Settings
 from engine.user_errors import where_raised
 
@@ -48,11 +48,10 @@ class Report:
         """
         self.settings, self.run_dir, self.names = settings, settings.run_dir, names
         path = self.run_dir / METRICS
-        self.rows = [row for row in read_rows(path) if row["epoch"] <= epochs_done]
+        self.rows, self._columns = keep_rows(path, epochs_done)
         if missing := epochs_done - len(self.rows):
             console.print(f"{path} lacks {missing} of {epochs_done} epochs")
-        validations = read_rows(self.run_dir / VALIDATIONS, key="step")
-        self.validations = [row for row in validations if row["step"] <= validated_step]
+        self.validations, self._validation_columns = keep_rows(self.run_dir / VALIDATIONS, validated_step, key="step")
         self._step_columns = cut_rows(self.run_dir / STEPS, step)
         self._summaries = Summaries(self.run_dir / TENSORBOARD, names)
         self._summaries.cut(step)
@@ -117,7 +116,7 @@ class Report:
         self._waiting_is_reported = is_much
         shown = self.names.scalars(metrics)
         self._summaries.add(row["step"], {"waited": waited, **self._rates, "examples_per_second": speed, **shown})
-        write_rows(self.run_dir / METRICS, self.rows)
+        self._columns = append_row(self.run_dir / METRICS, row, self._columns, synced=True)
         if time.monotonic() - self._curves_drawn > SECONDS_BETWEEN_CURVES:
             self.draw_curves()
 
@@ -138,10 +137,12 @@ class Report:
 
     def validation(self, step: int, metrics: dict[str, float], *, is_best: bool) -> None:
         """Reports a validation within an epoch: `metrics` as "<dataset>/<metric>"."""
-        self.validations.append({"step": step, **metrics})
+        row = {"step": step, **metrics}
+        self.validations.append(row)
         self._lines.print(f"step {step}", metrics, is_best=is_best)
         self._summaries.add(step, self.names.scalars(metrics))
-        write_rows(self.run_dir / VALIDATIONS, self.validations)
+        path, columns = self.run_dir / VALIDATIONS, self._validation_columns
+        self._validation_columns = append_row(path, row, columns, synced=True)
 
     def draw_curves(self) -> None:
         """Draws curves.png, if an epoch has ended."""

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 from engine.errors import BadInput
 from engine.exceptions import first_line
-from engine.files import exists, read_text, write_atomically, writing
+from engine.files import exists, read_text, sync, write_atomically, writing
 from engine.retries import until_read, until_written
 
 # The columns of metrics.csv before the metrics; with several optimizers, each has its "learning_rate/<name>".
@@ -25,11 +25,15 @@ def is_metric(column: str) -> bool:
 
 
 def read_rows(path: Path, key: str = "epoch") -> list[Row]:
-    """Returns the rows of a file, none if it does not exist. Raises BadInput unless their `key`s increase."""
+    """Returns the rows of a file, none if it does not exist. Raises BadInput unless their `key`s increase.
+
+    A last row without the end of its line is left out: a run that was killed has left it, or one is writing it now.
+    """
     if not exists(path):
         return []
     try:
-        rows, problem = _parse(read_text(path), key)
+        text = read_text(path)
+        rows, problem = _parse(text[: text.rfind("\n") + 1], key)
     except (OSError, ValueError) as error:
         problem = first_line(error)
     if problem:
@@ -52,20 +56,32 @@ def write_rows(path: Path, rows: list[Row]) -> list[str]:
     return columns
 
 
-def append_row(path: Path, row: Row, columns: list[str]) -> list[str]:
+def keep_rows(path: Path, last: int, key: str = "epoch") -> tuple[list[Row], list[str]]:
+    """Removes the rows whose `key` is above `last`, and half a row that a killed run has left.
+
+    Returns the others, and the columns. Raises BadInput as `read_rows` does, CannotWrite as `write_rows` does.
+    """
+    rows = [row for row in read_rows(path, key) if row[key] <= last]
+    return rows, write_rows(path, rows) if exists(path) else []
+
+
+def append_row(path: Path, row: Row, columns: list[str], *, synced: bool = False) -> list[str]:
     """Appends a row to a file with these columns; returns its columns. Raises CannotWrite.
 
-    A long run has 100,000 rows and more, so the file is replaced only if the row, like the first one, has new columns.
+    With `synced` the row would survive a loss of power. A long run has 100,000 rows and more, so the file is replaced
+    only if the row, like the first one, has new columns.
     """
-    if not row.keys() <= set(columns):
+    if not exists(path) or not row.keys() <= set(columns):
         return write_rows(path, [*read_rows(path, "step"), row])
-    size = until_read(path.stat, path).st_size if exists(path) else 0
+    size = until_read(path.stat, path).st_size
 
     def append() -> None:
         with path.open("a", encoding="utf-8", newline="") as lines:
             if lines.tell() > size:  # An attempt that failed has left a part of the row.
                 lines.truncate(size)
             csv.DictWriter(lines, columns, lineterminator="\n").writerow(row)
+        if synced:
+            sync(path)
 
     with writing(path):
         until_written(append, path)
