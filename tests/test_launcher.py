@@ -119,9 +119,10 @@ def test_cluster_is_started_again_as_the_same_start(launched: Callable, project:
     assert starts(project, "worker-0")[-1].split()[-1] != first.split()[-1]
 
 
-def test_restarts_are_counted(launched: Callable, project: Path) -> None:
-    assert launched("--workers=2", "--max-restarts=2", "--", "all=42").returncode == 42
-    assert len(starts(project, "worker-1")) == 3
+def test_restarts_are_counted(launched: Callable) -> None:
+    done = launched("--workers=2", "--max-restarts=2", "--", "all=42")
+    assert done.returncode == 42
+    assert done.stdout.count(": restarting (") == 2
 
 
 def test_signal_to_the_launcher_is_passed_on_and_starts_nothing(launching: Callable, project: Path) -> None:
