@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import tensorflow as tf
 
 from engine.cluster import workers as module
 from engine.cluster.workers import Workers
-from engine.errors import BadInput, Damaged
+from engine.errors import BadInput, Damaged, Diverged
+from engine.run.checkpoints import Checkpoints
 from engine.run.state import State
 
 
@@ -98,6 +100,44 @@ def test_arrays_above_two_to_the_33_bytes_have_sizes_of_64_bits() -> None:
         received = each.from_chief(lambda: {"table": array})["table"]
         assert np.shares_memory(received, array)  # Nothing was copied.
     assert sizes[chief] == sizes[worker] == [0, array.size]
+
+
+@pytest.mark.parametrize("to_chief", [False, True])
+def test_values_of_all_workers_are_gathered_in_bounded_pieces(to_chief: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 5000)
+    threads = Threads(3)
+    sent = {name: value for name, value in VALUES.items() if value.dtype != object}
+
+    def gather(worker: Workers) -> dict[str, np.ndarray]:
+        own = {name: np.roll(value, worker.index) for name, value in sent.items()}
+        return worker.gather(own, to_chief=to_chief)
+
+    chiefs, *others = threads.call(gather)
+    assert threads.largest <= 5000
+    for name, value in sent.items():
+        expected = np.stack([np.roll(value, index) for index in range(3)])
+        assert chiefs[name].dtype == value.dtype
+        assert chiefs[name].tobytes() == expected.tobytes()
+    for each in others:
+        assert each.keys() == (set() if to_chief else chiefs.keys())
+        assert all(each[name].tobytes() == chiefs[name].tobytes() for name in each)
+
+
+def test_only_the_chief_reads_the_values_of_a_save_and_all_hear_of_its_finding(tmp_path: Path) -> None:
+    def save(worker: Workers, value: float) -> Any:
+        weights, count = tf.Variable([1.0, value]), tf.Variable([2.0 + worker.index])
+        state = State(tf.distribute.get_strategy(), worker, {"weights": weights}, {"metrics/count": count})
+        checkpoints = Checkpoints(tmp_path, state, keep=1)
+        weights.assign([value, value])
+        values = state.values()
+        return list(values), checkpoints.save(1, {}), values.get("metrics/count", np.zeros(0)).tolist()
+
+    chiefs, others = Threads(2).call(lambda worker: save(worker, 3.0))
+    assert chiefs == (["weights", "metrics/count"], tmp_path / "step-00000001", [[2.0], [3.0]])
+    assert others == ([], tmp_path / "step-00000001", [])
+    for problem in Threads(2).call(lambda worker: save(worker, np.nan)):
+        assert isinstance(problem, Diverged)
+        assert str(problem) == "after step 1 the variable weights is not finite"
 
 
 @pytest.mark.parametrize("kind", [BadInput, Damaged])

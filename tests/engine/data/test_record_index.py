@@ -3,10 +3,13 @@
 import glob
 import gzip
 import os
+import re
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,7 @@ import tensorflow as tf
 
 from engine.data import record_index
 from engine.data.record_index import index_files
-from engine.errors import BadInput
+from engine.errors import BadInput, Unavailable, asked_to_stop
 
 LENGTHS = [0, 1, 5, 300, 70_000, 12]
 
@@ -201,3 +204,59 @@ def test_folder_and_missing_file_are_refused(tmp_path: Path) -> None:
         index_files([str(tmp_path)])
     with pytest.raises(BadInput, match=r"missing cannot be read \(No such file or directory\)"):
         index_files([str(tmp_path / "missing")])
+
+
+# --- Many files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+    """Thirty files, each of which takes a moment, and those whose index was made."""
+    paths, made = [str(tmp_path / f"{number}.tfrecord") for number in range(30)], []
+    for path in paths:
+        write(path, [len(path)])
+    make = record_index._make
+
+    def make_slowly(path: str, size: int) -> record_index.FileIndex:
+        time.sleep(0.05)
+        made.append(path)
+        return make(path, size)
+
+    monkeypatch.setattr(record_index, "_make", make_slowly)
+    monkeypatch.setattr(record_index, "FILES_AT_ONCE", 1)  # In each of several processes.
+    return paths, made
+
+
+def test_processes_that_start_together_share_the_work(many: tuple[list[str], list[str]]) -> None:
+    paths, made = many
+    with ThreadPoolExecutor(3) as processes:
+        found = list(processes.map(index_files, [paths] * 3))
+    for indexes in found:
+        assert [index.path for index in indexes] == paths
+        assert [index.offsets[-1] for index in indexes] == [os.stat(path).st_size for path in paths]
+    assert set(made) == set(paths)
+    assert len(made) < 2 * len(paths)  # And not three times.
+
+
+def test_progress_is_printed_and_a_signal_is_obeyed(
+    many: tuple[list[str], list[str]], monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(record_index, "SECONDS_BETWEEN_LINES", 0.2)
+    index_files(many[0][:10])
+    assert re.search(
+        r"^[1-9] of 10 record files have an index, which is made once$", capsys.readouterr().out, re.MULTILINE
+    )
+    asked_to_stop.set()
+    try:
+        with pytest.raises(Unavailable, match=r"stopped by a signal when \d+ of 30 record files had an index"):
+            index_files(many[0])
+    finally:
+        asked_to_stop.clear()
+    assert len(many[1]) < 30
+
+
+def test_file_that_cannot_be_indexed_ends_the_others(many: tuple[list[str], list[str]]) -> None:
+    Path(many[0][7]).write_bytes(b"no records")
+    with pytest.raises(BadInput, match=r"7\.tfrecord is not a TFRecord file"):
+        index_files(many[0])
+    assert len(many[1]) <= 30

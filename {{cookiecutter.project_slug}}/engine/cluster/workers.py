@@ -55,23 +55,33 @@ class Workers:
         )
         return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None).numpy()
 
-    def gather(self, values: dict[str, np.ndarray], doing: str = "") -> dict[str, np.ndarray]:
+    def gather(
+        self, values: dict[str, np.ndarray], doing: str = "", *, to_chief: bool = False
+    ) -> dict[str, np.ndarray]:
         """Returns each of the `values` [...] as [workers, ...], of all workers in their order, bit for bit.
 
-        Every worker gets all values, so they should be small: 1,000 workers with 100 kB each need 100 MB in each.
-        Raises BadInput, on every worker, if not all of them call it with the same names, shapes and `doing`.
+        Every worker gets all values, so they should be small: 1,000 workers with 100 kB each need 100 MB in each. With
+        `to_chief`, all but the chief get {} and need 64 MiB. Raises BadInput, on every worker, if not all of them call
+        it with the same names, shapes and `doing`.
         """
         if self.count == 1:
             return {name: value[None] for name, value in values.items()}
         call = f"{doing} {[(name, str(value.dtype), value.shape) for name, value in values.items()]}"
         # Integers survive a sum with zeros unchanged; floats would lose the sign of zero.
         packed = _as_integers(b"".join([_tag(call).tobytes(), *(value.tobytes() for value in values.values())]))
-        rows = np.zeros((self.count, packed.size), np.int32)
-        rows[self.index] = packed
-        chunks = [self._sum(rows.ravel()[first : first + CHUNK]) for first in range(0, rows.size, CHUNK)]
-        rows = np.concatenate(chunks).reshape(rows.shape)
-        if others := [name for name, row in zip(self.names, rows, strict=True) if row[0] != packed[0]]:
-            raise BadInput(NOT_TOGETHER.format(f" (here {doing or 'another call'}, not in {', '.join(others)})"))
+        parts, size = [], max(1, CHUNK // self.count)
+        for first in range(0, packed.size, size):
+            own = packed[first : first + size]
+            rows = np.zeros((self.count, own.size), np.int32)
+            rows[self.index] = own
+            rows = self._sum(rows.ravel()).reshape(rows.shape)
+            if not first and (others := [name for name, row in zip(self.names, rows, strict=True) if row[0] != own[0]]):
+                raise BadInput(NOT_TOGETHER.format(f" (here {doing or 'another call'}, not in {', '.join(others)})"))
+            if self.is_chief or not to_chief:
+                parts.append(rows)
+        if not parts:
+            return {}
+        rows = np.concatenate(parts, axis=1)
         gathered, first = {}, packed.itemsize
         for name, value in values.items():
             arrays = [np.frombuffer(row.tobytes()[first : first + value.nbytes], value.dtype) for row in rows]

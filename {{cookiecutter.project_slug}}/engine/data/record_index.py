@@ -6,12 +6,13 @@ when the cache is damaged.
 """
 
 import array
+import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import os
+import random
 import re
 import uuid
 from typing import Any, BinaryIO
@@ -20,10 +21,12 @@ import numpy as np
 import tensorflow as tf
 
 from engine.console import console
-from engine.errors import BadInput
+from engine.errors import BadInput, Unavailable, asked_to_stop
 from engine.retries import until_read
 
 VERSION = 2
+FILES_AT_ONCE = 16  # Storage may answer late.
+SECONDS_BETWEEN_LINES = 10.0
 HEADER, FOOTER = 12, 4  # Bytes of a record before and behind its data.
 # The first bytes of files that gzip or zlib has compressed.
 COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
@@ -48,26 +51,47 @@ class FileIndex:
 
 def index_files(paths: list[str]) -> list[FileIndex]:
     """Returns the index of each file. Raises BadInput, naming the file, unless it contains complete records."""
-    indexes, not_cached = [], []
-    for path in paths:
+    # In any order, so that processes that start together make the indexes of other files, and find the rest cached.
+    order = random.SystemRandom().sample(paths, len(paths))
+    with concurrent.futures.ThreadPoolExecutor(FILES_AT_ONCE) as threads:
+        pending = {path: threads.submit(_index, path) for path in order}
         try:
-            key, index, is_cached = until_read(functools.partial(_index, path), path, obeys_signals=True)
-        except (OSError, tf.errors.OpError) as problem:
-            reason = getattr(problem, "strerror", None) or getattr(problem, "message", None) or problem
-            raise BadInput(f"{path} cannot be read ({reason}): restore it, or exclude it") from None
-        indexes.append(index)
-        if not is_cached and not _write_cache(index, key):
-            not_cached.append(path)
-    if not_cached:
+            _wait_for(list(pending.values()))
+            indexes = [pending[path].result() for path in paths]
+        finally:
+            threads.shutdown(cancel_futures=True)
+    if not_cached := [index.path for index, is_cached in indexes if not is_cached]:
         console.print(f"The index of {not_cached[0]} cannot be cached: it is made again at each start")
-    return indexes
+    return [index for index, _ in indexes]
 
 
-def _index(path: str) -> tuple[dict[str, Any], FileIndex, bool]:
-    """Returns the key of a file, its index, and whether that was cached."""
-    key = _key(path)
-    cached = _read_cache(path, key)
-    return key, cached or _make(path, key["size"]), cached is not None
+def _wait_for(pending: list[concurrent.futures.Future]) -> None:
+    """Returns when all indexes are made; prints how many are. Raises the exception of the first one that fails."""
+    while True:
+        done, others = concurrent.futures.wait(pending, SECONDS_BETWEEN_LINES, concurrent.futures.FIRST_EXCEPTION)
+        for each in done:
+            each.result()
+        if not others:
+            return
+        if asked_to_stop.is_set():
+            raise Unavailable(f"stopped by a signal when {len(done)} of {len(pending)} record files had an index")
+        console.print(f"{len(done)} of {len(pending)} record files have an index, which is made once")
+
+
+def _index(path: str) -> tuple[FileIndex, bool]:
+    """Returns the index of a file, and whether it is in a cache now."""
+
+    def read() -> tuple[dict[str, Any], FileIndex, bool]:
+        key = _key(path)
+        cached = _read_cache(path, key)
+        return key, cached or _make(path, key["size"]), cached is not None
+
+    try:
+        key, index, is_cached = until_read(read, path, obeys_signals=True)
+    except (OSError, tf.errors.OpError) as problem:
+        reason = getattr(problem, "strerror", None) or getattr(problem, "message", None) or problem
+        raise BadInput(f"{path} cannot be read ({reason}): restore it, or exclude it") from None
+    return index, is_cached or _write_cache(index, key)
 
 
 # --- Making -----------------------------------------------------------------------------------------------------------

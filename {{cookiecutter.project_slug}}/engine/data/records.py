@@ -9,6 +9,7 @@ in memory. A record's place is its number in the sequence; all else follows from
 
 import dataclasses
 import fnmatch
+import functools
 import glob
 import hashlib
 import itertools
@@ -27,7 +28,9 @@ from engine.data.record_index import FileIndex, damaged, index_files, is_cache, 
 from engine.errors import BadInput
 from engine.exceptions import may_pass
 
-MOST_SEGMENTS = 64
+SEGMENTS = 64  # At most; of large batches as many as give each segment this many records and bytes of a batch.
+RECORDS_OF_SEGMENT, BYTES_OF_SEGMENT = 32, 2**18
+BLOCKS_AT_ONCE = 256  # Blocks that a process reads at the same time, because storage may answer late.
 BYTES_OF_BLOCK = 2**18  # A block is consecutive records that are read at once.
 BLOCKS_OF_SMALL_DATASET = 1024  # The blocks of a small dataset are smaller, and there are about this many.
 BYTES_WITHOUT_SHUFFLE = 2**24  # Memory for the windows where nothing is shuffled, to read ahead.
@@ -116,9 +119,13 @@ def _files(pattern: str) -> list[str]:
     return [os.path.join(folder, each) for each in fnmatch.filter(names, name)]
 
 
-def segment_count(examples_per_batch: int) -> int:
-    """Returns the number of segments of a pass: the largest up to 64 that divides a batch, for any processes."""
-    return max(count for count in range(1, MOST_SEGMENTS + 1) if examples_per_batch % count == 0)
+def segment_count(examples_per_batch: int, bytes_of_batch: float) -> int:
+    """Returns the number of segments of a pass: the largest that divides a batch, the same for any processes.
+
+    A process that shares a segment with others reads all of it, so more than 64 processes need more segments.
+    """
+    large = min(examples_per_batch // RECORDS_OF_SEGMENT, int(bytes_of_batch) // BYTES_OF_SEGMENT)
+    return max(count for count in range(1, max(SEGMENTS, large) + 1) if examples_per_batch % count == 0)
 
 
 class RecordExamples(Examples):
@@ -135,6 +142,7 @@ class RecordExamples(Examples):
         block_files = np.repeat(np.arange(len(files)), [len(each) - 1 for each in blocks])
         block_firsts = np.concatenate([each[:-1] for each in blocks]) + self._file_first[block_files]
         block_sizes = np.concatenate(list(map(np.diff, blocks)))
+        self.most_in_block = int(block_sizes.max())
         with tf.init_scope(), tf.device("CPU:0"):  # Made once. As constants they would be in every graph.
             self.paths = tf.constant([each.path for each in files])
             self.blocks = [tf.constant(each, tf.int64) for each in (block_files, block_firsts, block_sizes)]
@@ -144,7 +152,8 @@ class RecordExamples(Examples):
         views = np.split(np.asarray(self.offsets), self._file_first[1:-1] + np.arange(1, len(files)))
         self._files = [dataclasses.replace(each, offsets=view) for each, view in zip(files, views, strict=True)]
         self._window_bytes = shuffle_bytes or BYTES_WITHOUT_SHUFFLE
-        self.records_in_memory = int(self._window_bytes / (self._bytes_of_files / self.length + BYTES_BESIDES))
+        self.bytes_of_record = self._bytes_of_files / self.length
+        self.records_in_memory = int(self._window_bytes / (self.bytes_of_record + BYTES_BESIDES))
 
     def cache(self) -> None:
         """Does nothing: the operating system caches files that are read often."""
@@ -159,14 +168,14 @@ class RecordExamples(Examples):
         first_segment, end_segment = places.start // per_batch, -(-places.stop // per_batch)
         count = end_segment - first_segment
         of_shard = tf.data.Dataset.range(first_segment, end_segment)
-        together = of_shard.interleave(segments.read, cycle_length=count, block_length=per_batch)
+        read = functools.partial(segments.read, at_once=max(1, BLOCKS_AT_ONCE // count))
+        together = of_shard.interleave(read, cycle_length=count, block_length=per_batch, num_parallel_calls=count)
         taken = count * per_batch
         if taken == shard.size:
             return together
         # The first or the last segment is shared with another process.
-        low, high = places.start - first_segment * per_batch, places.stop - first_segment * per_batch
-        numbered = together.enumerate().filter(lambda number, _: (number % taken >= low) & (number % taken < high))
-        return numbered.map(lambda _, example: example)
+        own = slice(places.start - first_segment * per_batch, places.stop - first_segment * per_batch)
+        return together.batch(taken).map(lambda places, records: (places[own], records[own])).unbatch()
 
     def unshuffled(self) -> tf.data.Dataset:
         return tf.data.TFRecordDataset([each.path for each in self._files]).take(self.length).enumerate()
@@ -203,7 +212,7 @@ class _Segments:
 
     def __init__(self, examples: RecordExamples, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> None:
         size, steps = shard.examples_per_batch, shard.end // shard.examples_per_batch
-        self._count = segment_count(size)
+        self._count = segment_count(size, size * examples.bytes_of_record)
         self.per_batch = per_batch = size // self._count  # Records of a segment in each batch.
         self._segment_length = tf.constant(steps * per_batch, tf.int64)
         self._skipped = tf.cast(first // size * per_batch, tf.int64)
@@ -217,8 +226,8 @@ class _Segments:
         self._records, self._seed = _in_block_order(examples, seed), seed
         self._number_of_records = tf.constant(examples.length, tf.int64)
 
-    def read(self, segment: tf.Tensor) -> tf.data.Dataset:
-        """Returns (place, record) of a segment, one by one."""
+    def read(self, segment: tf.Tensor, at_once: int) -> tf.data.Dataset:
+        """Returns (place, record) of a segment, one by one; it may read `at_once` blocks at the same time."""
         # The first windows differ in length, so that not all segments read at the same time.
         length, window = self._segment_length, self._window
         first_end = length if self._is_one_window else tf.minimum(length, (segment + 1) * window // self._count + 1)
@@ -229,12 +238,14 @@ class _Segments:
             return tf.clip_by_value(first_end + (number - 1) * window, 0, length) * tf.sign(number)
 
         def read_window(number: tf.Tensor) -> tf.data.Dataset:
-            return self._read_window(segment, number, begin_of(number), begin_of(number + 1))
+            return self._read_window(segment, number, begin_of(number), begin_of(number + 1), at_once)
 
         windows = tf.data.Dataset.range(first_window, end_window).flat_map(read_window)
         return windows.prefetch(max(self.per_batch, int(window * READ_AHEAD)))
 
-    def _read_window(self, segment: tf.Tensor, number: tf.Tensor, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
+    def _read_window(
+        self, segment: tf.Tensor, number: tf.Tensor, begin: tf.Tensor, end: tf.Tensor, at_once: int
+    ) -> tf.data.Dataset:
         """Returns (place, record) from `begin` to `end`, counted in the segment; the first ones may be skipped."""
         in_segments_before = tf.minimum(segment * self.per_batch, self._in_last_batch)
         first_place = segment * self._in_other_batches + in_segments_before
@@ -243,7 +254,7 @@ class _Segments:
         first_padding = self._number_of_records + segment * self.per_batch - in_segments_before
         end_of_records = tf.clip_by_value(end, begin, tf.maximum(begin, records))
         first = first_place + begin
-        examples = self._records(first, first_place + end_of_records).enumerate(first)
+        examples = self._records(first, first_place + end_of_records, at_once).enumerate(first)
         if self._seed is not None:
             seed = tf.stack([self._seed, 1])
             for each in (segment, number):
@@ -266,7 +277,7 @@ def _in_block_order(examples: RecordExamples, seed: tf.Tensor | None) -> Callabl
     files, firsts, sizes = (tf.gather(each, order) for each in (files, firsts, sizes))
     ends = tf.cumsum(sizes)
 
-    def records(begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
+    def records(begin: tf.Tensor, end: tf.Tensor, at_once: int = 1) -> tf.data.Dataset:
         first_block = tf.searchsorted(ends, [begin], side="right", out_type=tf.int64)[0]
         end_block = tf.searchsorted(ends, [end], side="left", out_type=tf.int64)[0] + 1
         read = slice(first_block, end_block)
@@ -277,7 +288,13 @@ def _in_block_order(examples: RecordExamples, seed: tf.Tensor | None) -> Callabl
         numbers = firsts[read] + skipped + files[read]
         starts, stops = tf.gather(examples.offsets, numbers), tf.gather(examples.offsets, numbers + counts)
         paths = tf.gather(examples.paths, files[read])
-        return tf.data.Dataset.from_tensor_slices((paths, starts, stops - starts, counts)).flat_map(_read_block)
+        blocks = tf.data.Dataset.from_tensor_slices((paths, starts, stops - starts, counts))
+        if at_once == 1:
+            return blocks.flat_map(_read_block)
+        # All of a block comes before the next one, so the order is the same. Twice this length is buffered, and filled
+        # with errors where a file is gone.
+        length = examples.most_in_block
+        return blocks.interleave(_read_block, cycle_length=at_once, block_length=length, num_parallel_calls=at_once)
 
     return records
 

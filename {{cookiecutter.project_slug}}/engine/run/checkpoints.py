@@ -44,8 +44,8 @@ class Checkpoints:
         self.writer = writer or Writer()
         self._newest: Path | None = None  # The last one that was saved. It may still be pending.
         # A mask may be infinite from the start, but a weight that becomes infinite has diverged.
-        mirrored = state.mirrored.items()
-        self._infinite = {name for name, variable in mirrored if not _all_finite(as_array(variable.numpy()))}
+        checked = state.mirrored if state.workers.is_chief else {}
+        self._infinite = {name for name, each in checked.items() if not _all_finite(as_array(each.numpy()))}
 
     def paths(self) -> list[Path]:
         """Returns the checkpoints, oldest first."""
@@ -72,10 +72,9 @@ class Checkpoints:
         from_chief(lambda: self.writer.wait(at_most=1))  # Memory is needed for each pending one.
         values, record = self.state.values(), {**record, "step": step}
         self.state.check_workers(values)
-        for name, value in values.items():
-            is_fine = name.startswith("metrics/") or _all_finite(value)
-            if not is_fine and (name not in self._infinite or np.isnan(value).any()):
-                raise Diverged(f"after step {step} the variable {name} is not finite")
+        diverged = (name for name, value in values.items() if self._has_diverged(name, value))
+        if name := from_chief(lambda: next(diverged, None)):
+            raise Diverged(f"after step {step} the variable {name} is not finite")
         self._newest = path = from_chief(lambda: self._free_path(step))
         from_chief(lambda: self.writer.submit(lambda: self._write(path, values, record)))
         return path
@@ -101,6 +100,11 @@ class Checkpoints:
             return self.read(path)[0]
 
         self.state.assign(self.state.workers.from_chief(read))
+
+    def _has_diverged(self, name: str, value: np.ndarray | tf.Tensor) -> bool:
+        if name.startswith("metrics/") or _all_finite(value):
+            return False
+        return name not in self._infinite or bool(np.isnan(value).any())
 
     def _free_path(self, step: int) -> Path:
         newest = self.path(step)

@@ -69,7 +69,7 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
         start = Progress(learning_rates=_created_rates(run)), message
     state = run.checkpoints.state
     check_objects(run.workers, run.checkpoints.state, run.objects)
-    state.check_workers(state.mirrored_values(), "something in task.create_model or create_optimizer")
+    state.check_workers({}, "something in task.create_model or create_optimizer")
     progress, message = start
     progress.workers, progress.data = run.workers.count, data
     run.start(progress)

@@ -52,44 +52,52 @@ class State:
         return [*self.mirrored.values(), *self.per_replica.values()]
 
     def values(self) -> Values:
-        """Returns the values as they are now: [...] of a mirrored variable, [replicas, ...] of a per-replica one.
+        """Returns, on the chief, the values as they are now; on other workers {}. All of them must call it.
 
-        They are in host memory. A mirrored value may share the memory of its variable until that is changed, so that
-        large models need no memory for a second copy while they are saved.
+        They are [...] of a mirrored variable, [replicas, ...] of a per-replica one, and in host memory. A mirrored
+        value may share the memory of its variable until that is changed, so that large models need no memory for a
+        second copy while they are saved.
         """
         local_results = self.strategy.experimental_local_results
-        values = self.mirrored_values()
         per_replica = {
             name: np.stack([as_array(_read(each).numpy()) for each in local_results(variable)])
             for name, variable in self.per_replica.items()
         }
-        gathered = self.workers.gather(per_replica)  # [workers, replicas of each, ...]
-        return values | {name: np.concatenate(list(value)) for name, value in gathered.items()}
+        gathered = self.workers.gather(per_replica, to_chief=True)  # [workers, replicas of each, ...]
+        if not self.workers.is_chief:
+            return {}
+        return self.mirrored_values() | {name: np.concatenate(list(value)) for name, value in gathered.items()}
 
-    def mirrored_values(self) -> Values:
+    def mirrored_values(self, *names: str) -> Values:
+        """Returns the values of these mirrored variables, or of all of them."""
         local_results = self.strategy.experimental_local_results
         # The first replica's variable is read, because reading the mirrored one takes five times as long.
-        values = {name: _read(local_results(variable)[0]) for name, variable in self.mirrored.items()}
+        values = {name: _read(local_results(self.mirrored[name])[0]) for name in names or self.mirrored}
         with tf.device("CPU:0"):
             # Copies values of GPUs and parameter servers to the host; the others are there already.
             host = tf.constant(0).device
             return {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
 
-    def check_workers(self, values: Values, cause: str = "something in the hooks or train.py") -> None:
-        """Raises BadInput, on every worker, if the mirrored `values` of one differ from the chief's.
+    def check_workers(self, read: Values, cause: str = "something in the hooks or train.py") -> None:
+        """Raises BadInput, on every worker, if the mirrored values of one differ from the chief's.
 
-        Values that differ by rounding only, on machines of several kinds, become the chief's.
+        Values that differ by rounding only, on machines of several kinds, become the chief's. Those that are not in
+        `read` are read one by one.
         """
         if self.workers.count == 1:
             return
+
+        def value(name: str) -> Any:
+            return read[name] if name in read else self.mirrored_values(name)[name]
+
         mirrored = [name for name in self.mirrored if not is_seed(name)]  # Of the best weights, seeds are the chief's.
-        digests = np.array([_digest(values[name]) for name in mirrored], np.uint32)
+        digests = np.array([_digest(value(name)) for name in mirrored], np.uint32)
         rows = self.workers.gather({"digests": digests}, "the check of the weights")["digests"]  # [workers, variables]
         differing = [name for name, column in zip(mirrored, rows.T, strict=True) if (column != column[0]).any()]
         if not differing:
             return
-        chiefs = self.workers.from_chief(lambda: {name: values[name] for name in differing})
-        far = np.array([not _differ_by_rounding(values[name], chiefs[name]) for name in differing])
+        chiefs = self.workers.from_chief(lambda: {name: value(name) for name in differing})
+        far = np.array([not _differ_by_rounding(value(name), chiefs[name]) for name in differing])
         are_far = self.workers.gather({"far": far})["far"]  # [workers, differing]
         if are_far.any():
             names = [name for name, column in zip(differing, are_far.T, strict=True) if column.any()]
