@@ -3,9 +3,10 @@
     python benchmarks/run.py [--rounds 3] [--workloads mlp cnn] [--replicas 1 2] [--orbit <python with Orbit>] [--costs]
 
 Each figure is the median of its rounds; a round runs every program once, each in a process of its own, one after the
-other. It writes results.json, results.md and overhead.png into --output, build/benchmarks by default; rows of the same
-machine and versions that are there already and are not measured again stay, with the command that gave them. What the
-documents speak of is in benchmarks/results.
+other. Before the first round, programs that take a number of steps per call try several, and keep the fastest. It
+writes results.json, results.md and overhead.png into --output, build/benchmarks by default; rows of the same machine
+and versions that are there already and are not measured again stay, with the command that gave them. What the documents
+speak of is in benchmarks/results.
 """
 
 import argparse
@@ -39,8 +40,9 @@ FIGURES = (
     "peak memory, MiB",
     "added by a checkpoint, ms",
 )
-# The loop without input, metrics and saves, to compare with.
+# The loop without input, metrics and saves, to compare with. It is measured last.
 REFERENCE = "compiled step alone"
+STEPS_PER_CALL = (20, 50, 200, 1000)
 OVERHEAD = {f"wide{variables}": variables for variables in (4, 40, 400)}
 # Programs of their own, whose output is kept as it is.
 COSTS = {
@@ -57,12 +59,12 @@ def programs(orbit: str | None) -> dict[str, dict[str, Any]]:
         "train.py, --async-checkpoints": {"script": "ours.py", "arguments": ["--async-checkpoints"]},
         "tutorial": {"script": "tutorial.py"},
         "Keras fit, 1 step": {"script": "keras_fit.py", "arguments": ["--steps-per-execution=1"]},
-        "Keras fit, K steps": {"script": "keras_fit.py"},
+        "Keras fit, K steps": {"script": "keras_fit.py", "takes steps": True},
     }
     if orbit:
         legacy = {"TF_USE_LEGACY_KERAS": "1"}
-        measured["Orbit, Keras 3"] = {"script": "orbit_trainer.py", "python": orbit}
-        measured["Orbit, tf-keras"] = {"script": "orbit_trainer.py", "python": orbit, "environment": legacy}
+        measured["Orbit, Keras 3"] = {"script": "orbit_trainer.py", "python": orbit, "takes steps": True}
+        measured["Orbit, tf-keras"] = {**measured["Orbit, Keras 3"], "environment": legacy}
     measured[REFERENCE] = {"script": "compiled_step.py"}
     return measured
 
@@ -77,25 +79,42 @@ def compiled_project() -> Iterator[Path]:
 
 
 def measure_in_turn(
-    chosen: dict[str, dict[str, Any]], project: Path, rounds: int, *, workload: str, replicas: int, workers: int
+    chosen: dict[str, dict[str, Any]], project: Path, rounds: int, layout: dict[str, Any]
 ) -> dict[str, list[dict[str, Any]]]:
     """Runs the chosen programs one after the other, and that again in each round; those that fail only once."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+    chosen = {name: with_best_steps(program, project, layout) for name, program in chosen.items()}
     for _ in range(rounds):
         for name, program in chosen.items():
             if not any("error" in one for one in found[name]):
-                found[name].append(measure(program, project, workload, replicas, workers))
-                print(f"{workload}, {replicas} x {workers}, {name}: {found[name][-1]}", flush=True)
+                found[name].append(measure(program, project, **layout))
+                print(f"{layout}, {name}: {found[name][-1]}", flush=True)
     return found
 
 
-def measure(program: dict[str, Any], project: Path, workload: str, replicas: int, workers: int = 1) -> dict[str, Any]:
+def with_best_steps(program: dict[str, Any], project: Path, layout: dict[str, Any]) -> dict[str, Any]:
+    """Returns the program with the number of steps per call that gives it the most steps per second, if it takes one.
+
+    Numbers above an epoch's steps give the same program as an epoch's.
+    """
+    if not program.get("takes steps"):
+        return program
+    longest = WORKLOADS[layout["workload"]].steps
+    numbers = sorted({min(number, longest) for number in STEPS_PER_CALL})
+    tried = [{**program, "arguments": [f"--steps-per-execution={number}"]} for number in numbers]
+    return max(tried, key=lambda one: measure(one, project, **layout).get("training steps/s", 0))
+
+
+def measure(
+    program: dict[str, Any], project: Path, workload: str, replicas: int, workers: int = 1, shuffle: str = "gather"
+) -> dict[str, Any]:
     """Runs a program once; returns its figures, those of the first process of several, or {"error": its last line}."""
     command = [
         program.get("python", sys.executable),
         str(HERE / "loops" / program["script"]),
         workload,
         f"--replicas={replicas}",
+        f"--shuffle={shuffle}",
         *program.get("arguments", []),
     ]
     environment = {
@@ -124,7 +143,7 @@ def measure(program: dict[str, Any], project: Path, workload: str, replicas: int
     if any(process.returncode for process in processes):
         said = [line for _, errors in outputs for line in errors.splitlines() if "Error" in line]
         return {"error": (said or ["ended with an error"])[-1][:200]}
-    return json.loads(outputs[0][0].splitlines()[-1])
+    return {**json.loads(outputs[0][0].splitlines()[-1]), "arguments": program.get("arguments", [])}
 
 
 def _free_port() -> int:
@@ -139,10 +158,11 @@ def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
         if "error" in one:
             return one
     values = {name: [one[name] for one in rounds] for name in FIGURES if all(name in one for one in rounds)}
-    return {
+    figures = {
         name: {"median": statistics.median(found), "low": min(found), "high": max(found)}
         for name, found in values.items()
     }
+    return {"arguments": rounds[0]["arguments"], **figures}
 
 
 def machine() -> dict[str, Any]:
@@ -155,6 +175,14 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def orbit_versions(python: str) -> str:
+    """Returns the versions of Orbit and of what it runs on, by its own interpreter."""
+    packages = ("tf-models-official", "tensorflow", "keras", "tf-keras")
+    listed = f"', '.join(f'{{each}} {{version(each)}}' for each in {packages})"
+    code = f"from importlib.metadata import version; print({listed})"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def date_and_commit() -> str:
@@ -170,6 +198,9 @@ def as_markdown(results: dict[str, Any]) -> str:
     lines = ["Medians of the rounds (lowest to highest), by", ""]
     lines += [f"- `{command}`" for command in dict.fromkeys(row["command"] for row in results["rows"])]
     lines += ["", *(f"{name}: {value}  " for name, value in results["machine"].items())]
+    lines += [
+        f"Orbit's rows: {versions}  " for versions in {row["orbit"]: 0 for row in results["rows"] if "orbit" in row}
+    ]
     for figure in FIGURES:
         lines += [
             "",
@@ -195,12 +226,14 @@ def as_markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _place(row: dict[str, Any]) -> tuple[int, int, int]:
-    return list(WORKLOADS).index(row["workload"]), row["workers"], row["replicas"]
+def _place(row: dict[str, Any]) -> tuple[int, int, int, str]:
+    return list(WORKLOADS).index(row["workload"]), row["workers"], row["replicas"], row.get("shuffle", "")
 
 
 def _layout(row: dict[str, Any]) -> str:
-    return f"{row['workers']} processes" if row["workers"] > 1 else f"{row['replicas']} replica(s)"
+    devices = f"{row['workers']} processes" if row["workers"] > 1 else f"{row['replicas']} replica(s)"
+    # Rows without the word are of a time when train.py gathered and the others shuffled example by example.
+    return f"{devices}, shuffled by {row['shuffle']}" if "shuffle" in row else devices
 
 
 def _cell(found: dict[str, Any] | None, figure: str) -> str:
@@ -239,6 +272,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="*", default=["mlp", "cnn", "transformer", "bert"])
     parser.add_argument("--replicas", nargs="+", type=int, help="numbers of replicas instead of each workload's own")
     parser.add_argument("--workers", nargs="*", type=int, default=[2], help="numbers of processes to try the first on")
+    parser.add_argument("--shuffle", nargs="+", choices=("gather", "examples"), default=["gather", "examples"])
     parser.add_argument("--overhead", action="store_true", help="models of 4, 40 and 400 variables too")
     parser.add_argument("--costs", action="store_true", help="of saves, positions and the parts of a step too")
     parser.add_argument("--orbit", help="a Python interpreter that has tf-models-official and tf-keras")
@@ -247,6 +281,12 @@ def main() -> None:
     workloads = [*options.workloads, *(OVERHEAD if options.overhead else ())]
     layouts = [(name, replicas, 1) for name in workloads for replicas in options.replicas or WORKLOADS[name].replicas]
     layouts += [(name, 1, workers) for name in options.workloads[:1] for workers in options.workers]
+    names = ("workload", "replicas", "workers", "shuffle")
+    layouts = [
+        dict(zip(names, (*each, way), strict=True))
+        for each in layouts
+        for way in (["gather"] if each[0] in OVERHEAD else options.shuffle)
+    ]
     everything, measured = programs(options.orbit), date_and_commit()
     options.output.mkdir(parents=True, exist_ok=True)
     written = options.output / "results.json"
@@ -262,17 +302,21 @@ def main() -> None:
     if options.orbit:
         command = command.replace(options.orbit, "<python with Orbit>")
     with compiled_project() as project:
-        for workload, replicas, workers in layouts:
+        for layout in layouts:
             chosen = {
                 name: program
                 for name, program in everything.items()
-                if workload not in OVERHEAD or name in ("train.py", REFERENCE)
+                if layout["workload"] not in OVERHEAD or name in ("train.py", REFERENCE)
             }
-            layout = {"workload": workload, "replicas": replicas, "workers": workers}
-            found = measure_in_turn(chosen, project, options.rounds, **layout)
-            rows = [row for row in results["rows"] if any(row[name] != value for name, value in layout.items())]
+            found = measure_in_turn(chosen, project, options.rounds, layout)
+            # One without a way of shuffling is older, and goes when its layout is measured again.
+            rows = [
+                row for row in results["rows"] if any(row.get(name, value) != value for name, value in layout.items())
+            ]
             by_program = {name: medians(rounds) for name, rounds in found.items()}
             described = {"measured": measured, "rounds": options.rounds, "command": command}
+            if options.orbit:
+                described["orbit"] = orbit_versions(options.orbit)
             rows.append({**layout, **described, "programs": by_program})
             results["rows"] = sorted(rows, key=_place)
             write()

@@ -82,6 +82,11 @@ def bert(keras: Any) -> Any:
     return encoder(keras, vocabulary=30522, length=64, depth=4, width=256, heads=4)
 
 
+def resnet(keras: Any) -> Any:
+    """ResNet-50 (He et al. 2015, arXiv:1512.03385) on images of 224 x 224: batches that take long to copy to a GPU."""
+    return keras.applications.ResNet50(weights=None, classes=CLASSES, classifier_activation=None)
+
+
 def _numbers(*shape: int) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
     def examples(count: int) -> tuple[np.ndarray, np.ndarray]:
         random = np.random.default_rng(0)
@@ -102,6 +107,10 @@ WORKLOADS = {
     "mlp": Workload(mlp, _numbers(8), steps=1200, evaluation_steps=200, replicas=(1, 2, 4, 8)),
     "cnn": Workload(cnn, _numbers(28, 28, 1), steps=150, evaluation_steps=50, steps_per_execution=20),
     "transformer": Workload(transformer, _tokens(1000, 32), steps=60, evaluation_steps=30, steps_per_execution=20),
+    # For GPUs.
+    "resnet": Workload(
+        resnet, _numbers(224, 224, 3), steps=6, evaluation_steps=2, batch_size=128, steps_per_execution=2, replicas=(1,)
+    ),
     "bert": Workload(bert, _tokens(30522, 64), steps=16, evaluation_steps=8, batch_size=32, steps_per_execution=4),
 }
 for _variables, _steps in ((4, 1200), (40, 600), (400, 100)):

@@ -62,6 +62,7 @@ def read_arguments() -> tuple[argparse.Namespace, Workload]:
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--steps-per-execution", type=int, help="of loops that take it")
+    parser.add_argument("--shuffle", choices=("gather", "examples"), default="gather", help="how examples are shuffled")
     parser.add_argument("--async-checkpoints", action="store_true", help="of ours")
     options = parser.parse_args()
     workload = WORKLOADS[options.workload]
@@ -82,16 +83,27 @@ def create_strategy(replicas: int) -> Any:
     return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(replicas)])
 
 
-def create_datasets(workload: Workload) -> tuple[Any, Any]:
-    """Returns the batches to train on and to evaluate, as the guides make them of arrays in memory."""
+def create_datasets(workload: Workload, shuffle: str) -> tuple[Any, Any]:
+    """Returns the batches to train on and to evaluate, of arrays in memory.
+
+    "examples" shuffles one by one, as the guides do; "gather" shuffles the numbers of the examples, and takes a batch
+    of them at once, as train.py does where the examples fit into memory.
+    """
     import tensorflow as tf
 
-    train, evaluation = (
-        tf.data.Dataset.from_tensor_slices(workload.data(steps))
-        for steps in (workload.steps, workload.evaluation_steps)
-    )
-    shuffled = train.shuffle(workload.steps * workload.batch_size)
-    return tuple(
-        each.batch(workload.batch_size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
-        for each in (shuffled, evaluation)
-    )
+    def batches(steps: int, shuffled: bool) -> Any:
+        features, labels = map(tf.constant, workload.data(steps))
+        count = steps * workload.batch_size
+        if shuffle == "examples":
+            examples = tf.data.Dataset.from_tensor_slices((features, labels))
+            examples = examples.shuffle(count) if shuffled else examples
+            batched = examples.batch(workload.batch_size, drop_remainder=True)
+        else:
+            numbers = tf.data.Dataset.from_tensors(tf.range(count))
+            numbers = numbers.map(tf.random.shuffle) if shuffled else numbers
+            batched = numbers.rebatch(workload.batch_size, drop_remainder=True).map(
+                lambda chosen: (tf.gather(features, chosen), tf.gather(labels, chosen))
+            )
+        return batched.prefetch(tf.data.AUTOTUNE)
+
+    return batches(workload.steps, True), batches(workload.evaluation_steps, False)

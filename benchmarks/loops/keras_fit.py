@@ -9,7 +9,7 @@ from workloads import EPOCHS
 options, workload = read_arguments()
 strategy = create_strategy(options.replicas)
 measured = Measured()
-train, evaluation = create_datasets(workload)
+train, evaluation = create_datasets(workload, options.shuffle)
 
 with strategy.scope():
     model = workload.model(keras)
@@ -23,6 +23,8 @@ with strategy.scope():
 
 
 class Timing(keras.callbacks.Callback):
+    async_safe = True  # It does not look at the logs, so that no batch waits for those of the one before.
+
     def on_train_batch_end(self, batch, logs=None):
         measured.first_step_is_done()
 

@@ -1,4 +1,4 @@
-"""Orbit's StandardTrainer and StandardEvaluator under a Controller, with their default options."""
+"""Orbit's StandardTrainer and StandardEvaluator under a Controller, both with loops in the graph."""
 
 import time
 
@@ -11,7 +11,7 @@ options, workload = read_arguments()
 keras = tf.keras  # Keras 3, or tf-keras with TF_USE_LEGACY_KERAS=1.
 strategy = create_strategy(options.replicas)
 measured = Measured()
-train, evaluation = create_datasets(workload)
+train, evaluation = create_datasets(workload, options.shuffle)
 
 with strategy.scope():
     model = workload.model(keras)
@@ -75,7 +75,11 @@ controller = orbit.Controller(
     strategy=strategy,
     global_step=global_step,
     trainer=Trainer(strategy.experimental_distribute_dataset(train.repeat())),
-    evaluator=Evaluator(strategy.experimental_distribute_dataset(evaluation)),
+    # Its default takes the steps of an evaluation one by one.
+    evaluator=Evaluator(
+        strategy.experimental_distribute_dataset(evaluation),
+        options=orbit.StandardEvaluatorOptions(use_tf_while_loop=True),
+    ),
     steps_per_loop=lambda step: 1 if step == 0 else options.steps_per_execution,
 )
 for epoch in range(EPOCHS):

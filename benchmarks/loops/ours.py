@@ -17,6 +17,7 @@ import tensorflow as tf
 from common import Measured, read_arguments
 from workloads import EPOCHS
 
+import engine.data.examples
 import task
 from engine.report.report import Report
 from engine.run.checkpoints import Checkpoints
@@ -24,6 +25,8 @@ from engine.run.run import Run
 
 options, workload = read_arguments()
 measured = Measured()
+if options.shuffle == "examples":
+    engine.data.examples.BYTES_IN_MEMORY = 0  # As a dataset that is too large for memory.
 
 
 def load_examples(split):
