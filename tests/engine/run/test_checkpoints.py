@@ -19,7 +19,7 @@ from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, CannotWrite, Diverged, Unavailable
 from engine.run import checkpoint_files, checkpoints, progress
-from engine.run.checkpoints import Checkpoints, Damaged, read_newest
+from engine.run.checkpoints import LARGE, Checkpoints, Damaged, read_newest
 from engine.run.progress import Progress
 from engine.run.state import State, one_of_replicas, weights_sha256
 from engine.run.writer import Writer
@@ -312,12 +312,13 @@ def test_what_was_infinite_from_the_start_is_saved(tmp_path: Path) -> None:
         checkpoints.save(2, {})
 
 
+@pytest.mark.parametrize("size", [2, LARGE])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_not_saved(value: float, tmp_path: Path) -> None:
-    state = {"model/a": tf.Variable([1.0, 2.0]), "metrics/train/ratio": tf.Variable(value)}
+def test_what_is_not_finite_is_not_saved(value: float, size: int, tmp_path: Path) -> None:
+    state = {"model/a": tf.Variable([1.0] * size), "metrics/train/ratio": tf.Variable(value)}
     checkpoints = make_checkpoints(tmp_path, state, keep=2)
     checkpoints.save(1, {})  # A metric may be anything.
-    state["model/a"].assign([1.0, value])
+    state["model/a"].assign([1.0] * (size - 1) + [value])
     with pytest.raises(Diverged, match="after step 2 the variable model/a is not finite"):
         checkpoints.save(2, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -8,6 +8,7 @@ variable is changed.
 """
 
 import contextlib
+import math
 import shutil
 import uuid
 from pathlib import Path
@@ -31,8 +32,10 @@ from engine.run.checkpoint_files import (
     step_of,
 )
 from engine.run.progress import Progress
-from engine.run.state import State, Values, as_array
+from engine.run.state import State, Values
 from engine.run.writer import Writer
+
+LARGE = 2**18  # Numbers in a variable from which on it is worth a call of TensorFlow to look at all of them.
 
 
 class Checkpoints:
@@ -45,7 +48,7 @@ class Checkpoints:
         self._newest: Path | None = None  # The last one that was saved. It may still be pending.
         # A mask may be infinite from the start, but a weight that becomes infinite has diverged.
         checked = state.mirrored if state.workers.is_chief else {}
-        self._infinite = {name for name, each in checked.items() if not _all_finite(as_array(each.numpy()))}
+        self._infinite = {name for name in checked if not self._is_finite(name, state.mirrored_values(name)[name])}
 
     def paths(self) -> list[Path]:
         """Returns the checkpoints, oldest first."""
@@ -102,9 +105,22 @@ class Checkpoints:
         self.state.assign(self.state.workers.from_chief(read))
 
     def _has_diverged(self, name: str, value: np.ndarray | tf.Tensor) -> bool:
-        if name.startswith("metrics/") or _all_finite(value):
+        if name.startswith("metrics/") or self._is_finite(name, value):
             return False
         return name not in self._infinite or bool(np.isnan(value).any())
+
+    def _is_finite(self, name: str, value: np.ndarray | tf.Tensor) -> bool:
+        """Returns whether no number is infinite or NaN; integers and texts are neither."""
+        dtype = tf.as_dtype(value.dtype)
+        if not dtype.is_floating:
+            return True
+        # TensorFlow cannot do this for numbers of one byte.
+        if name in self.state.mirrored and math.prod(value.shape) >= LARGE and dtype.size > 1:
+            # On a GPU this takes 2 ms for 2 GiB, and 400 ms on the host. For small values the calls take longer.
+            value = self.state.read(name)
+            with tf.device(value.device):
+                return bool(tf.reduce_all(tf.math.is_finite(value)))
+        return bool(np.isfinite(value).all())
 
     def _free_path(self, step: int) -> Path:
         newest = self.path(step)
@@ -197,11 +213,6 @@ def find_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
     if (step := Progress.read(read_record(paths[-1]), paths[-1]).best_step) is None:
         raise BadInput(f"{paths[-1]} was saved before the first validation: continue the training first")
     return best.path(step)
-
-
-def _all_finite(value: np.ndarray | tf.Tensor) -> bool:
-    """Returns whether no number is infinite or NaN; integers and texts are neither."""
-    return not tf.as_dtype(value.dtype).is_floating or bool(np.isfinite(value).all())
 
 
 def _remove(path: Path) -> None:

@@ -70,13 +70,16 @@ class State:
 
     def mirrored_values(self, *names: str) -> Values:
         """Returns the values of these mirrored variables, or of all of them."""
-        local_results = self.strategy.experimental_local_results
-        # The first replica's variable is read, because reading the mirrored one takes five times as long.
-        values = {name: _read(local_results(self.mirrored[name])[0]) for name in names or self.mirrored}
+        values = {name: self.read(name) for name in names or self.mirrored}
         with tf.device("CPU:0"):
             # Copies values of GPUs and parameter servers to the host; the others are there already.
             host = tf.constant(0).device
             return {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
+
+    def read(self, name: str) -> tf.Tensor:
+        """Returns the value of a mirrored variable, on the device of this process's first replica."""
+        # The first replica's variable is read, because reading the mirrored one takes five times as long.
+        return _read(self.strategy.experimental_local_results(self.mirrored[name])[0])
 
     def check_workers(self, read: Values, cause: str = "something in the hooks or train.py") -> None:
         """Raises BadInput, on every worker, if the mirrored values of one differ from the chief's.
