@@ -147,7 +147,7 @@ class Settings:
     jit: bool = False
     """Compile forward and backward pass with XLA."""
     deterministic: bool = False
-    """Use deterministic kernels, without TF32 (slower). Only GPUs should need it; untested there."""
+    """Use deterministic kernels, without TF32 (slower). Only GPUs need it."""
 
     def __post_init__(self) -> None:
         """Raises BadInput for the first value that breaks its rule."""

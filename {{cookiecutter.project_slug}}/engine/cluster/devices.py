@@ -1,4 +1,4 @@
-"""GPUs and simulated devices, as TensorFlow lists them. Untested on GPUs."""
+"""GPUs and simulated devices, as TensorFlow lists them. Untested on several GPUs."""
 
 import collections
 import os
