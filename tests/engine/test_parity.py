@@ -14,6 +14,7 @@ import ports
 import task
 import train
 from config import Config
+from engine.model import gradients
 from engine.model.variables import model_variables
 
 EPOCHS = 2
@@ -247,10 +248,41 @@ def test_replicas_agree_with_plain_tensorflow(name: str, install: Callable[[Case
     assert_same(on_replicas(replicas, global_batch_size, **case.settings), expected)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_micro_batches_in_a_loop_are_those_of_a_graph_without_one(
+    replicas: int, install: Callable[[Case], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def model() -> keras.Model:
+        layers = keras.layers
+        hidden = [layers.Dense(8), layers.BatchNormalization(), layers.Dropout(0.5)]
+        return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(3)])
+
+    install(Case(table, model, sgd, classes_loss))
+    take_in_loop, ended = gradients._take_in_loop, []
+
+    def counted(*arguments: Any) -> tf.Tensor:
+        loss = take_in_loop(*arguments)
+        ended.append(1)
+        return loss
+
+    def not_in_a_loop(*arguments: Any) -> tf.Tensor:
+        raise RuntimeError("merge_call")
+
+    monkeypatch.setattr(gradients, "_take_in_loop", counted)
+    looped = on_replicas(replicas, 48, micro_batches=6)
+    assert len(ended) == replicas
+    monkeypatch.setattr(gradients, "_take_in_loop", not_in_a_loop)
+    weights, metrics = on_replicas(replicas, 48, micro_batches=6)
+    assert looped[1] == metrics
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(looped[0][name], weight, err_msg=name)
+
+
 def test_synchronized_batchnorm_agrees_over_replicas_in_micro_batches(install: Callable[[Case], None]) -> None:
     # Each micro-batch has statistics of its own, so the numbers are not those of the whole batch.
     install(CASES["synchronized BatchNorm"])
-    assert_same(on_replicas(2, 48, micro_batches=3), on_replicas(1, 48, micro_batches=3))
+    # On two replicas they cannot be taken in a loop.
+    assert_same(on_replicas(2, 48, micro_batches=4), on_replicas(1, 48, micro_batches=4))
 
 
 @pytest.mark.long

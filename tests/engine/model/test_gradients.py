@@ -17,6 +17,7 @@ from engine.errors import BadInput
 from engine.model.build import build_optimizers
 from engine.model.gradients import apply_gradients, in_micro_batches, prepare_optimizer
 from engine.model.variables import model_variables
+from engine.tracing import operations_of
 from rendering import run
 
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -200,7 +201,7 @@ class Linear:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, 3, 6])  # Of 6 the graph takes all but the first and the last in a loop.
 def test_micro_batches_update_once_with_the_sum(count: int, jit: bool, compiled: bool) -> None:
     linear = Linear()
     step = in_micro_batches(linear.train_step, Config(micro_batches=count, jit=jit))
@@ -211,6 +212,16 @@ def test_micro_batches_update_once_with_the_sum(count: int, jit: bool, compiled:
     assert linear.optimizer.iterations.numpy() == 1
     if count == 3 and not compiled:
         assert linear.seen == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+
+
+def test_any_number_of_micro_batches_has_one_graph() -> None:
+    def operations(count: int) -> int:
+        step = in_micro_batches(Linear().train_step, Config(micro_batches=count))
+        features = tf.TensorSpec([32, 2])
+        graph = tf.function(step).get_concrete_function((features, features, features)).graph
+        return len(operations_of(graph))
+
+    assert operations(4) == operations(32)
 
 
 @pytest.mark.parametrize("order", ["losses, updates", "loss, update, loss, update"])

@@ -1,6 +1,6 @@
 """The tf.distribute strategy that the settings and the environment ask for.
 
-TensorFlow silently trains on the CPU where devices are missing, so that is rejected. Untested on several GPUs and on TPUs.
+TensorFlow silently trains on the CPU where devices are missing, so that is rejected. Untested on several GPUs and TPUs.
 """
 
 import dataclasses

@@ -7,6 +7,7 @@ sum comes first, once, and an optimizer that would do the rest by itself is reje
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -40,8 +41,8 @@ class _Step(threading.local):
     jit: bool = False
     is_last: bool = True  # Whether this micro-batch is the last one of the step.
     calls: int = 0  # How often this micro-batch has called apply_gradients.
-    # The sum of the gradients of the micro-batches so far, for each of these calls.
-    sums: list[Gradients] = dataclasses.field(default_factory=list)
+    # The sums of the gradients, without None, of the micro-batches so far, for each of these calls.
+    sums: list[list[tf.Tensor]] = dataclasses.field(default_factory=list)
     operations: int = 0  # The number of operations in the graph at the first call.
 
 
@@ -69,14 +70,18 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings)
 
     @tf.autograph.experimental.do_not_convert
     def complete_step(batch: Any) -> tf.Tensor:
+        def take(number: int | tf.Tensor, loss: tf.Tensor | None) -> tf.Tensor:
+            """Takes a micro-batch; returns the sum of the losses so far."""
+            _step.is_last, _step.calls = not tf.is_tensor(number) and number == count - 1, 0
+            micro_batch = batch if count == 1 else _micro_batch(batch, number, count, after=loss)
+            with _xla(True):
+                return step(micro_batch) if loss is None else loss + step(micro_batch)
+
         _step.global_clipnorm, _step.jit = settings.global_clipnorm, settings.jit
         try:
-            loss = None
-            for number in range(count):
-                _step.is_last, _step.calls = number == count - 1, 0
-                micro_batch = batch if count == 1 else _micro_batch(batch, number, count, after=loss)
-                with _xla(True):
-                    loss = step(micro_batch) if loss is None else loss + step(micro_batch)
+            loss = take(0, None)
+            if count > 1:
+                loss = take(count - 1, _take_until(count - 1, take, loss))
             if needed_by and not _step.calls:
                 raise BadInput(f"{needed_by[0]} needs task.train_step to update by engine.model.apply_gradients")
             return loss
@@ -87,11 +92,44 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings)
     return complete_step
 
 
-def _micro_batch(batch: Any, number: int, count: int, after: tf.Tensor | None) -> Any:
+def _take_until(end: int, take: Callable[..., tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
+    """Takes the micro-batches from the second one to before `end`, which neither start the sums nor update."""
+    sums = _step.sums
+    if end > 2 and not tf.executing_eagerly():
+        try:
+            return _take_in_loop(end, take, loss)
+        except RuntimeError as problem:
+            # From inside a loop a synchronized layer cannot reach the other replicas of a process.
+            if "merge_call" not in str(problem):
+                raise
+            _step.sums = sums
+    for number in range(1, end):
+        loss = take(number, loss)
+    return loss
+
+
+def _take_in_loop(end: int, take: Callable[..., tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
+    """Does the same in a loop in the graph, so that the step is traced once for all of them."""
+
+    def body(number: tf.Tensor, loss: tf.Tensor, sums: list[list[tf.Tensor]]) -> tuple[Any, ...]:
+        _step.sums = sums
+        return number + 1, take(number, loss), _step.sums
+
+    start = tf.constant(1), loss, _step.sums
+    _, loss, _step.sums = tf.while_loop(lambda number, *_: number < end, body, start, parallel_iterations=1)
+    return loss
+
+
+def _micro_batch(batch: Any, number: int | tf.Tensor, count: int, after: tf.Tensor | None) -> Any:
     """Returns every `count`-th example from `number` on, once the loss `after` is computed and its memory is free."""
-    before = [each for gradients in _step.sums for each in gradients if each is not None]
-    with tf.control_dependencies([*before, *([] if after is None else [after])]):
-        return tf.nest.map_structure(lambda tensor: tf.identity(tensor[number::count]), batch)
+
+    def part(tensor: tf.Tensor) -> tf.Tensor:
+        taken = tf.identity(tensor[number::count])
+        taken.set_shape([tensor.shape[0] // count, *tensor.shape[1:]])  # Unknown for a number that is a tensor.
+        return taken
+
+    with tf.control_dependencies([*itertools.chain(*_step.sums), *([] if after is None else [after])]):
+        return tf.nest.map_structure(part, batch)
 
 
 def _xla(compiles: bool) -> contextlib.AbstractContextManager[None]:
@@ -152,15 +190,13 @@ def _summed_over_micro_batches(gradients: Gradients, loss: tf.Tensor) -> Gradien
     if _step.is_last and not _step.sums:
         return gradients  # There is one micro-batch.
     _check_order(loss, call)
+    used = [tf.convert_to_tensor(each) for each in gradients if each is not None]
     if call == len(_step.sums):
-        _step.sums.append(gradients)
+        _step.sums.append(used)
     else:
-        _step.sums[call] = tf.nest.map_structure(_add, _step.sums[call], gradients)
-    return _step.sums[call]
-
-
-def _add(one: Any, other: Any) -> Any:
-    return None if one is None else tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
+        _step.sums[call] = list(map(tf.add, _step.sums[call], used))
+    in_turn = iter(_step.sums[call])
+    return [None if each is None else next(in_turn) for each in gradients]
 
 
 def _check_order(loss: tf.Tensor, call: int) -> None:
