@@ -46,10 +46,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_offsets_are_those_of_the_format_and_a_glob_does_not_find_the_cache(file: Path, made: list[str]) -> None:
-    expected = np.cumsum([0, *(8 + 4 + length + 4 for length in LENGTHS)])
+    expected = np.stack([range(7), np.cumsum([0, *(8 + 4 + length + 4 for length in LENGTHS)])], axis=1)[
+        [0, 3, 4, 5, 6]
+    ]
     for _ in range(2):
         (index,) = index_files([str(file)])
-        np.testing.assert_array_equal(index.offsets, expected)
+        np.testing.assert_array_equal(index.points, expected)
         assert index.length == len(LENGTHS)
     assert made == [str(file)]
     assert glob.glob(f"{file.parent}/*") == [str(path) for path in file.parent.glob("*.tfrecord")] == [str(file)]
@@ -95,7 +97,7 @@ def test_cache_that_does_not_fit_is_made_anew(case: str, file: Path, made: list[
     made.clear()
     for _ in range(2):
         (found,) = index_files([str(file)])
-        np.testing.assert_array_equal(found.offsets, expected.offsets)
+        np.testing.assert_array_equal(found.points, expected.points)
         assert found.sha256 == expected.sha256
     assert made == [str(file)]
 
@@ -114,7 +116,7 @@ def test_index_that_cannot_be_cached_is_kept_in_memory(
 
 def test_several_processes_may_write_at_once(file: Path) -> None:
     """Threads, which share more than processes do."""
-    expected, found = index_files([str(file)])[0].offsets, []
+    expected, found = index_files([str(file)])[0].points, []
     stop = threading.Event()
 
     def write_again() -> None:
@@ -132,7 +134,7 @@ def test_several_processes_may_write_at_once(file: Path) -> None:
         stop.set()
         for each in writers:
             each.join()
-    assert all(each is not None and np.array_equal(each.offsets, expected) for each in found)
+    assert all(each is not None and np.array_equal(each.points, expected) for each in found)
     assert {path.name for path in file.parent.iterdir()} == {"a.tfrecord", ".a.tfrecord.index"}
 
 
@@ -141,7 +143,7 @@ def test_files_that_only_tensorflow_can_open_are_indexed_and_cached(made: list[s
     write("ram://index/a.tfrecord")
     for _ in range(2):
         (index,) = index_files(["ram://index/a.tfrecord"])
-        np.testing.assert_array_equal(np.diff(index.offsets), np.array(LENGTHS) + 16)
+        assert (index.length, index.size) == (len(LENGTHS), sum(LENGTHS) + 16 * len(LENGTHS))
     assert made == ["ram://index/a.tfrecord"]
 
 
@@ -233,7 +235,7 @@ def test_processes_that_start_together_share_the_work(many: tuple[list[str], lis
         found = list(processes.map(index_files, [paths] * 3))
     for indexes in found:
         assert [index.path for index in indexes] == paths
-        assert [index.offsets[-1] for index in indexes] == [os.stat(path).st_size for path in paths]
+        assert [index.size for index in indexes] == [os.stat(path).st_size for path in paths]
     assert set(made) == set(paths)
     assert len(made) < 2 * len(paths)  # And not three times.
 

@@ -19,7 +19,7 @@ from engine.cluster.strategy import create_strategy
 from engine.data import Batches, Records, load_splits
 from engine.data.examples import Shard
 from engine.data.record_index import index_files
-from engine.data.records import segment_count
+from engine.data.segments import segment_count
 from engine.errors import BadInput
 
 SIZES = [123, 3, 251, 60]  # Records in each file.
