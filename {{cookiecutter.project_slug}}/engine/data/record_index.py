@@ -135,7 +135,7 @@ def _make(path: str, size: int) -> FileIndex:
                 raise damaged(path, first + wrong[0], offsets[wrong[0]], "the checksum of its length is wrong")
             if offsets[-1] > size:
                 raise damaged(path, first + len(offsets) - 2, offsets[-2], "it is cut short")
-            digest.update(headers)
+            digest.update(headers.tobytes())
             all_checksums += checksums
             places = _first_after_multiples(offsets, step)
             points.append(np.stack([first + places, offsets[places]], axis=1))
@@ -145,7 +145,7 @@ def _make(path: str, size: int) -> FileIndex:
     return FileIndex(path, np.unique(np.concatenate(points), axis=0), digest.hexdigest())
 
 
-def _walk(file: BinaryIO, size: int) -> Iterator[tuple[np.ndarray, np.ndarray, bytes]]:
+def _walk(file: BinaryIO, size: int) -> Iterator[tuple[np.ndarray, np.ndarray, bytearray]]:
     """Yields offsets, headers (uint8 [n, 12]) and checksums (4 bytes each) of RECORDS_AT_ONCE records after each other.
 
     The offset of their end is the last one. It is beyond the size of the file if the last record is cut short.
