@@ -17,9 +17,9 @@ from sklearn.datasets import load_digits
 # In the place of the task's own; a few records of each segment are in memory at a time.
 FROM_RECORDS = """
 
-from engine.data import Records, records
+from engine.data import Records, records, segments
 
-records.BYTES_OF_BLOCK = 2**11
+segments.BYTES_OF_BLOCK = 2**11
 _init = records.RecordExamples.__init__
 records.RecordExamples.__init__ = lambda self, files, hook, memory, *more: _init(
     self, files, hook, memory and 150_000, *more

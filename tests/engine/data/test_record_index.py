@@ -2,6 +2,8 @@
 
 import glob
 import gzip
+import hashlib
+import json
 import os
 import re
 import struct
@@ -45,15 +47,43 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return paths
 
 
-def test_offsets_are_those_of_the_format_and_a_glob_does_not_find_the_cache(file: Path, made: list[str]) -> None:
-    expected = np.cumsum([0, *(8 + 4 + length + 4 for length in LENGTHS)])
+def test_points_are_those_of_the_format_and_a_glob_does_not_find_the_cache(file: Path, made: list[str]) -> None:
+    expected = [[0, 0], [4, 370], [5, 70386], [6, 70414]]  # The first at or after each multiple of 70414 // 1024.
     for _ in range(2):
         (index,) = index_files([str(file)])
-        np.testing.assert_array_equal(index.offsets, expected)
+        np.testing.assert_array_equal(index.points, expected)
         assert index.length == len(LENGTHS)
     assert made == [str(file)]
     assert glob.glob(f"{file.parent}/*") == [str(path) for path in file.parent.glob("*.tfrecord")] == [str(file)]
     assert [path.name for path in file.parent.iterdir() if path != file] == [".a.tfrecord.index"]
+
+
+@pytest.mark.parametrize("most", [3, 60, 3_000, 90_000])
+def test_points_and_fingerprint_are_those_of_a_plain_walk(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the records are checked in several pieces, empty, or larger than the distance of points."""
+    monkeypatch.setattr(record_index, "RECORDS_AT_ONCE", 100)
+    path, draw = tmp_path / "a.tfrecord", np.random.default_rng(most)
+    write(path, (draw.integers(0, most, 2000) * (draw.random(2000) < 0.8)).tolist())
+    content, size = path.read_bytes(), path.stat().st_size
+    step = min(2**15, size // 1024)
+    points, headers, checksums, offset, number, multiple = [], b"", b"", 0, 0, 0
+    while offset < size:
+        if offset >= multiple:
+            points.append((number, offset))
+            multiple = (offset // step + 1) * step
+        end = offset + 12 + int.from_bytes(content[offset : offset + 8], "little") + 4
+        headers, checksums = headers + content[offset : offset + 12], checksums + content[end - 4 : end]
+        offset, number = end, number + 1
+    (index,) = index_files([str(path)])
+    np.testing.assert_array_equal(index.points, [*points, (number, offset)])
+    assert index.sha256 == hashlib.sha256(headers + checksums).hexdigest()
+    for count in (1, 777, 1999, 5000):
+        taken = index.take(count)
+        assert taken.length == min(count, 2000)
+        np.testing.assert_array_equal(taken.points[:-1], [point for point in points if point[0] < count])
+        assert taken.size == min([point[1] for point in points if point[0] >= count], default=size)
 
 
 def test_fingerprint_changes_with_any_record_and_not_with_the_name(file: Path) -> None:
@@ -77,7 +107,16 @@ def take_that_of_another(cache: Path) -> None:
     cache.with_name(".b.tfrecord.index").rename(cache)
 
 
+def take_that_of_the_previous_version(cache: Path) -> None:
+    """An offset for each record and for the end."""
+    body = np.cumsum([0, *(length + 16 for length in LENGTHS), 0], dtype="<i8").tobytes()
+    head = json.loads(cache.read_bytes().split(b"\n", 1)[0])
+    head["key"]["version"], head["body_sha256"] = 2, hashlib.sha256(body).hexdigest()
+    cache.write_bytes(json.dumps(head).encode() + b"\n" + body)
+
+
 CACHES = {
+    "of the previous version": take_that_of_the_previous_version,
     "cut short": lambda cache: cache.write_bytes(cache.read_bytes()[:-8]),
     "empty": lambda cache: cache.write_bytes(b""),
     "no index": lambda cache: cache.write_bytes(os.urandom(1000)),
@@ -95,7 +134,7 @@ def test_cache_that_does_not_fit_is_made_anew(case: str, file: Path, made: list[
     made.clear()
     for _ in range(2):
         (found,) = index_files([str(file)])
-        np.testing.assert_array_equal(found.offsets, expected.offsets)
+        np.testing.assert_array_equal(found.points, expected.points)
         assert found.sha256 == expected.sha256
     assert made == [str(file)]
 
@@ -114,7 +153,7 @@ def test_index_that_cannot_be_cached_is_kept_in_memory(
 
 def test_several_processes_may_write_at_once(file: Path) -> None:
     """Threads, which share more than processes do."""
-    expected, found = index_files([str(file)])[0].offsets, []
+    expected, found = index_files([str(file)])[0].points, []
     stop = threading.Event()
 
     def write_again() -> None:
@@ -132,7 +171,7 @@ def test_several_processes_may_write_at_once(file: Path) -> None:
         stop.set()
         for each in writers:
             each.join()
-    assert all(each is not None and np.array_equal(each.offsets, expected) for each in found)
+    assert all(each is not None and np.array_equal(each.points, expected) for each in found)
     assert {path.name for path in file.parent.iterdir()} == {"a.tfrecord", ".a.tfrecord.index"}
 
 
@@ -141,7 +180,7 @@ def test_files_that_only_tensorflow_can_open_are_indexed_and_cached(made: list[s
     write("ram://index/a.tfrecord")
     for _ in range(2):
         (index,) = index_files(["ram://index/a.tfrecord"])
-        np.testing.assert_array_equal(np.diff(index.offsets), np.array(LENGTHS) + 16)
+        assert (index.length, index.size) == (len(LENGTHS), sum(LENGTHS) + 16 * len(LENGTHS))
     assert made == ["ram://index/a.tfrecord"]
 
 
@@ -233,7 +272,7 @@ def test_processes_that_start_together_share_the_work(many: tuple[list[str], lis
         found = list(processes.map(index_files, [paths] * 3))
     for indexes in found:
         assert [index.path for index in indexes] == paths
-        assert [index.offsets[-1] for index in indexes] == [os.stat(path).st_size for path in paths]
+        assert [index.size for index in indexes] == [os.stat(path).st_size for path in paths]
     assert set(made) == set(paths)
     assert len(made) < 2 * len(paths)  # And not three times.
 

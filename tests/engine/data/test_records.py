@@ -16,10 +16,10 @@ from record_files import shuffle_in, write_records
 
 from config import Config
 from engine.cluster.strategy import create_strategy
-from engine.data import Batches, Records, load_splits
+from engine.data import Batches, Records, load_splits, record_index
 from engine.data.examples import Shard
 from engine.data.record_index import index_files
-from engine.data.records import segment_count
+from engine.data.segments import segment_count
 from engine.errors import BadInput
 
 SIZES = [123, 3, 251, 60]  # Records in each file.
@@ -278,7 +278,7 @@ def test_first_batch_reads_little_anywhere_and_each_process_its_share(
 ) -> None:
     loaded = write(tmp_path, [4000, 2000, 2192], data=lambda number: bytes(1000))
     size = 8192 * 1024
-    shuffle_in(monkeypatch, 2**19, block=2**13)
+    shuffle_in(monkeypatch, 2**21, block=2**12)
 
     def first_batch(step: int) -> Callable[[], Any]:
         examples = loaded.examples("load_examples", 2**19)
@@ -291,10 +291,11 @@ def test_first_batch_reads_little_anywhere_and_each_process_its_share(
 
     for part in (0.0, 0.5, 0.9):
         # A window of each segment, half of the memory, and what is read ahead.
-        assert bytes_read(first_batch(int(part * 256))) < 2 * 2**19
+        assert bytes_read(first_batch(int(part * 256))) < 2 * 2**21
     for number in (1, 2, 4):
         parts = [bytes_read(lambda part=part: part.batch(1024).reduce(0, count)) for part in streams(loaded, number)]
-        np.testing.assert_allclose(parts, size / number, rtol=0.03)
+        # Where a window ends in a block, the records around it are read twice, from a point each 4 KiB.
+        assert all(0.97 < part / (size / number) < 1.25 for part in parts)
 
 
 def streams(loaded: Records, number: int) -> list[tf.data.Dataset]:
@@ -399,6 +400,30 @@ def spoiled(folder: Path, number: int) -> Records:
     content[number * 124 + 60] ^= 1
     path.write_bytes(content)
     return loaded
+
+
+@pytest.mark.parametrize("point", [64, 300, 2**15])
+def test_records_between_points_are_read_and_named(point: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any place, also of a file that has records without data or larger than the distance of points."""
+    monkeypatch.setattr(record_index, "POINTS_OF_SMALL_FILE", 1)
+    monkeypatch.setattr(record_index, "BYTES_OF_POINT", point)
+    draw = np.random.default_rng(point)
+    loaded = write(tmp_path, [97, 130, 61], data=lambda number: bytes(draw.choice([0, 5, 100, 40_000])))
+    shuffle_in(monkeypatch, 60_000, block=2 * point)
+    (expected,) = shares(loaded, 1)
+    assert len(set(expected[..., 1].ravel())) == 288 // 24 * 24
+    for first_step in (1, 5, 11):
+        np.testing.assert_array_equal(shares(loaded, 1, first_step=first_step)[0], expected[first_step:])
+    np.testing.assert_array_equal(np.concatenate(shares(loaded, 3), axis=1), expected)
+    (few,) = shares(loaded.take(110), 1, size=10)
+    assert sorted(few[..., 1].ravel()) == list(range(110))
+    path = tmp_path / "train-1.tfrecord"
+    offsets = np.cumsum([0, *(len(record) + 16 for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator())])
+    content = bytearray(path.read_bytes())
+    content[offsets[77] + 13] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BadInput, match=rf"train-1.tfrecord: record 77, counted from 0, at byte {offsets[77]} is"):
+        whole(batches(loaded))
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

@@ -6,7 +6,8 @@ worker_batches   with parameter servers: batches of each worker's own
 stacks           bring several batches at a time to the replicas, where compiled steps take them
 examples         the examples of a dataset in their order, from memory or streamed
 records          TFRecord files, for task.load_examples to return, and their records as examples
-record_index     where the records of a file are, cached beside it
+segments         the pass over record files: their blocks and segments, and the windows that are shuffled
+record_index     where records of a file are, cached beside it
 preparation      calls task.prepare_example, for complete batches where possible
 padding          pads sequences of different lengths, and cuts each batch to the length that it needs
 pipelines        options and parallel calls of every pipeline

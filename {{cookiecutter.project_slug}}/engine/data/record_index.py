@@ -1,8 +1,9 @@
 """Where the records of TFRecord files are: found without reading the records, and cached beside the files.
 
-A record is its length (8 bytes), a checksum of the length, its data, which are skipped, and a checksum of the data. The
-index of a file is cached in a hidden file beside it, and made again when the file's size or time of change differs, or
-when the cache is damaged.
+A record is its length (8 bytes), a checksum of the length, its data, which are skipped, and a checksum of the data. An
+index contains points, which are some of the records, because the places of all would take gigabytes: whoever wants the
+other records skips those after a point. The index of a file is cached in a hidden file beside it, and made again when
+the file's size or time of change differs, or when the cache is damaged.
 """
 
 import array
@@ -15,6 +16,7 @@ import os
 import random
 import re
 import uuid
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -24,7 +26,10 @@ from engine.console import console
 from engine.errors import BadInput, Unavailable, asked_to_stop
 from engine.retries import until_read
 
-VERSION = 2
+VERSION = 3
+BYTES_OF_POINT = 2**15  # The first record at or after each multiple of this is a point.
+POINTS_OF_SMALL_FILE = 1024  # The points of a small file are closer, and there are about this many.
+RECORDS_AT_ONCE = 2**16  # Records that are checked together while an index is made.
 FILES_AT_ONCE = 16  # Storage may answer late.
 SECONDS_BETWEEN_LINES = 10.0
 HEADER, FOOTER = 12, 4  # Bytes of a record before and behind its data.
@@ -40,13 +45,29 @@ class FileIndex:
     """Where the records of one file are."""
 
     path: str
-    offsets: np.ndarray  # Where each record begins, and where the last one ends, int64 [records + 1].
+    points: np.ndarray  # The number and the offset of some records; the last point is the end, int64 [points, 2].
     sha256: str  # It covers the lengths and checksums of all records, and not the file's name.
 
     @property
     def length(self) -> int:
         """The number of records."""
-        return len(self.offsets) - 1
+        return int(self.points[-1, 0])
+
+    @property
+    def size(self) -> int:
+        """The bytes of the file up to the last point."""
+        return int(self.points[-1, 1])
+
+    def take(self, count: int) -> "FileIndex":
+        """Returns the index of the first records; the offset of its end may be up to a point behind them."""
+        count = min(count, self.length)
+        kept = np.searchsorted(self.points[:, 0], count)
+        return dataclasses.replace(self, points=np.vstack([self.points[:kept], [count, self.points[kept, 1]]]))
+
+    def thinned(self, step: int) -> "FileIndex":
+        """Returns the index with the first of its points at or after each multiple of `step` bytes, and the end."""
+        kept = np.unique([0, *_first_after_multiples(self.points[:, 1], step), len(self.points) - 1])
+        return dataclasses.replace(self, points=self.points[kept])
 
 
 def index_files(paths: list[str]) -> list[FileIndex]:
@@ -100,42 +121,59 @@ def _index(path: str) -> tuple[FileIndex, bool]:
 def _make(path: str, size: int) -> FileIndex:
     if not size:
         raise BadInput(f"{path} is empty: write it again, or exclude it")
+    step = min(BYTES_OF_POINT, max(1, size // POINTS_OF_SMALL_FILE))
+    first, end, points = 0, 0, [np.zeros([1, 2], np.int64)]
+    digest, all_checksums = hashlib.sha256(), bytearray()
     with tf.io.gfile.GFile(path, "rb") if is_remote(path) else open(path, "rb") as file:
-        offsets, headers, checksums = _walk(file, size)
-    wrong = np.flatnonzero(~_are_headers(headers))
-    if not len(headers) or 0 in wrong:
-        if headers.tobytes().startswith(COMPRESSED):
-            raise BadInput(f"{path} is compressed: unpack it, or read it with tf.data.TFRecordDataset")
-        raise BadInput(f"{path} is not a TFRecord file (its first record's length is damaged): exclude it")
-    if len(wrong):
-        raise damaged(path, wrong[0], offsets[wrong[0]], "the checksum of its length is wrong")
-    if offsets[-1] > size:
-        raise damaged(path, len(offsets) - 2, offsets[-2], "it is cut short")
-    return FileIndex(path, offsets, hashlib.sha256(headers.tobytes() + checksums).hexdigest())
+        for offsets, headers, checksums in _walk(file, size):
+            wrong = np.flatnonzero(~_are_headers(headers))
+            if not first and (not len(headers) or 0 in wrong):
+                if headers.tobytes().startswith(COMPRESSED):
+                    raise BadInput(f"{path} is compressed: unpack it, or read it with tf.data.TFRecordDataset")
+                raise BadInput(f"{path} is not a TFRecord file (its first record's length is damaged): exclude it")
+            if len(wrong):
+                raise damaged(path, first + wrong[0], offsets[wrong[0]], "the checksum of its length is wrong")
+            if offsets[-1] > size:
+                raise damaged(path, first + len(offsets) - 2, offsets[-2], "it is cut short")
+            digest.update(headers.tobytes())
+            all_checksums += checksums
+            places = _first_after_multiples(offsets, step)
+            points.append(np.stack([first + places, offsets[places]], axis=1))
+            first, end = first + len(headers), offsets[-1]
+    digest.update(all_checksums)
+    points.append(np.array([[first, end]]))  # It may be a point already.
+    return FileIndex(path, np.unique(np.concatenate(points), axis=0), digest.hexdigest())
 
 
-def _walk(file: BinaryIO, size: int) -> tuple[np.ndarray, np.ndarray, bytes]:
-    """Returns offsets, headers (uint8 [n, 12]) and checksums (4 bytes each) of the records.
+def _walk(file: BinaryIO, size: int) -> Iterator[tuple[np.ndarray, np.ndarray, bytearray]]:
+    """Yields offsets, headers (uint8 [n, 12]) and checksums (4 bytes each) of RECORDS_AT_ONCE records after each other.
 
-    The last offset is beyond the size of the file if the last record is cut short.
+    The offset of their end is the last one. It is beyond the size of the file if the last record is cut short.
     """
-    end, offsets, headers, checksums = 0, array.array("q", [0]), bytearray(), bytearray()
-    header = file.read(HEADER)
+    end, header = 0, file.read(HEADER)
     while header:
-        if len(header) < HEADER:
-            offsets.append(size + 1)
-            break
-        headers += header
-        length = min(int.from_bytes(header[:8], "little"), size)  # A length that is wrong may be huge.
-        end += HEADER + length + FOOTER
-        offsets.append(end)
-        if end > size:
-            break
-        file.seek(end - FOOTER)
-        following = file.read(FOOTER + HEADER)
-        checksums += following[:FOOTER]
-        header = following[FOOTER:]
-    return np.array(offsets, np.int64), np.frombuffer(bytes(headers), np.uint8).reshape(-1, HEADER), bytes(checksums)
+        offsets, headers, checksums = array.array("q", [end]), bytearray(), bytearray()
+        while header and len(offsets) <= RECORDS_AT_ONCE:
+            if len(header) < HEADER:
+                end = size + 1
+            else:
+                headers += header
+                length = min(int.from_bytes(header[:8], "little"), size)  # A length that is wrong may be huge.
+                end += HEADER + length + FOOTER
+            offsets.append(end)
+            if end > size:
+                header = b""
+                break
+            file.seek(end - FOOTER)
+            following = file.read(FOOTER + HEADER)
+            checksums += following[:FOOTER]
+            header = following[FOOTER:]
+        yield np.array(offsets), np.frombuffer(headers, np.uint8).reshape(-1, HEADER), checksums
+
+
+def _first_after_multiples(offsets: np.ndarray, step: int) -> np.ndarray:
+    """Returns which offsets behind the first are the first ones at or after a multiple of `step`."""
+    return np.flatnonzero(np.diff(offsets // step)) + 1
 
 
 def damaged(path: str, number: int, offset: int, reason: str) -> BadInput:
@@ -192,14 +230,14 @@ def _read_cache(path: str, key: dict[str, Any]) -> FileIndex | None:
         head = json.loads(first_line)
         if head["body_sha256"] != hashlib.sha256(body).hexdigest() or head["key"] != key:
             return None
-        return FileIndex(path, np.frombuffer(body, "<i8").astype(np.int64), head["sha256"])
+        return FileIndex(path, np.frombuffer(body, "<i8").astype(np.int64).reshape(-1, 2), head["sha256"])
     except (tf.errors.OpError, ValueError, TypeError, KeyError):
         return None
 
 
 def _write_cache(index: FileIndex, key: dict[str, Any]) -> bool:
     """Caches an index, completely or not at all; returns whether it did."""
-    body = index.offsets.astype("<i8").tobytes()
+    body = index.points.astype("<i8").tobytes()
     head = {"sha256": index.sha256, "key": key, "body_sha256": hashlib.sha256(body).hexdigest()}
     cache = _cache_path(index.path)
     temporary = f"{cache}.{uuid.uuid4().hex}"  # Several processes may write at once.
