@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, default=100_000_000)
     options = parser.parse_args()
-    print(f"Bytes read for each byte used, {EXAMPLES_PER_WORKER} examples of a batch for each worker (the most of any):")
+    print(f"Bytes read for each byte used, {EXAMPLES_PER_WORKER} examples of a batch for each worker (at most):")
     for workers in (2, 64, 100, 1000):
         for size in (1_000, 16_000, 110_000):
             found = bytes_read(workers, size)

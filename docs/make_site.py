@@ -21,7 +21,7 @@ REPOSITORY = "https://github.com/org/tf-dist-template"
 ADDRESS = "https://org.github.io/tf-dist-template/"
 # The order in the navigation. Pages that are not named here follow.
 IN_PROJECT = "from_keras_fit data training reproducibility inference clusters recipes settings troubleshooting updating"
-IN_TEMPLATE = "guarantees failures pitfalls porting design speed CONTRIBUTING"
+IN_TEMPLATE = "guarantees failures pitfalls porting design speed scale CONTRIBUTING"
 # Draws the diagrams. The theme would fetch it from another host whenever a page with a diagram is opened.
 MERMAID, MERMAID_FILE = "@mermaid-js/tiny@12.0.0", "package/dist/mermaid.tiny.js"
 MERMAID_SHA512 = "ZW9YXy+3tSLPscBT+NnQO0K0qYH7BGES5nExl6Snoygey7xd2N0cO7Nq30N5k/u7gIeYoCrldyVy+VTCMWrNDQ=="

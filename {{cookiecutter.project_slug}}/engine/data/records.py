@@ -22,7 +22,7 @@ from engine.errors import BadInput
 from engine.exceptions import may_pass
 
 BLOCKS_AT_ONCE = 256  # Blocks that a process reads at the same time, because storage may answer late.
-BYTES_WITHOUT_SHUFFLE = 2**24  # Memory for the windows where nothing is shuffled, to read ahead.
+BYTES_WITHOUT_SHUFFLE = 2**26  # For the windows where nothing is shuffled. Shorter ones begin further from points.
 BYTES_BESIDES = 300  # Memory that a record takes besides its data.
 
 
