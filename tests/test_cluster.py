@@ -443,7 +443,8 @@ def test_worker_that_is_stopped_before_it_joins_ends_the_others(
     (project / "config.py").write_text((project / "config.py").read_text() + stop)
     launcher = launched("--workers=2", "--", f"--run-dir={tmp_path / 'run'}", project=project)
     assert launcher.wait(60) == 42  # Not after --cluster-timeout.
-    assert launcher.text.count("] stopped by SIGTERM") == 2
+    # The other one has no line if the signal comes before it listens.
+    assert "[worker 1] stopped by SIGTERM" in launcher.text
 
 
 @pytest.mark.long
