@@ -139,6 +139,41 @@ def test_cache_that_does_not_fit_is_made_anew(case: str, file: Path, made: list[
     assert made == [str(file)]
 
 
+def test_index_that_cannot_be_cached_beside_its_file_is_cached_in_the_second_folder(
+    file: Path, made: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    second_folder = file.parent / "runs" / "indexes"
+    namesake = file.parent / "other" / file.name
+    namesake.parent.mkdir()
+    write(namesake, LENGTHS[::-1])
+    paths = [str(file), str(namesake)]
+    for path in (file, namesake):
+        path.with_name(".a.tfrecord.index").mkdir()  # As root, who runs tests in containers, can write anywhere.
+    first, again = index_files(paths, second_folder), index_files(paths, second_folder)
+    assert sorted(made) == sorted(paths)
+    for index, found in zip(first, again, strict=True):
+        np.testing.assert_array_equal(found.points, index.points)
+    assert first[0].sha256 != first[1].sha256
+    assert len(list(second_folder.iterdir())) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_caches_that_killed_processes_left_half_written_are_removed(file: Path, is_beside: bool) -> None:
+    folder = file.parent if is_beside else file.parent / "indexes"
+    folder.mkdir(exist_ok=True)
+    if not is_beside:
+        file.with_name(".a.tfrecord.index").mkdir()
+    name = ".b.tfrecord.index" if is_beside else f"{'c' * 64}.index"
+    old, new, complete = (folder / each for each in (f"{name}.{'0' * 32}", f"{name}.{'1' * 32}", name))
+    for path in (old, new, complete):
+        path.write_bytes(b"")
+    for path in (old, complete):
+        os.utime(path, (0, 0))
+    index_files([str(file)], file.parent / "indexes")
+    assert [path.exists() for path in (old, new, complete)] == [False, True, True]
+
+
 def test_index_that_cannot_be_cached_is_kept_in_memory(
     file: Path, made: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,19 +189,20 @@ def test_index_that_cannot_be_cached_is_kept_in_memory(
 def test_several_processes_may_write_at_once(file: Path) -> None:
     """Threads, which share more than processes do."""
     expected, found = index_files([str(file)])[0].points, []
+    cache = str(file.with_name(".a.tfrecord.index"))
     stop = threading.Event()
 
     def write_again() -> None:
         index = record_index._make(str(file), file.stat().st_size)
         while not stop.is_set():
-            assert record_index._write_cache(index, record_index._key(str(file)))
+            assert record_index._write_cache(cache, index, record_index._key(str(file)))
 
     writers = [threading.Thread(target=write_again) for _ in range(4)]
     for each in writers:
         each.start()
     try:
         key = record_index._key(str(file))
-        found = [record_index._read_cache(str(file), key) for _ in range(300)]
+        found = [record_index._read_cache(cache, str(file), key) for _ in range(300)]
     finally:
         stop.set()
         for each in writers:

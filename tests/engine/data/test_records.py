@@ -371,6 +371,16 @@ def test_paths_and_patterns_give_each_file_once_and_in_order(tmp_path: Path) -> 
     assert len(list(remote.examples("hook", None).unshuffled())) == 2
 
 
+def test_indexes_that_cannot_be_cached_beside_the_files_are_cached_beside_the_run(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    loaded = write(tmp_path / "data", [50])
+    # A folder that cannot be written would not do: root, who runs tests in containers, can write anywhere.
+    (tmp_path / "data" / ".train-0.tfrecord.index").mkdir()
+    batches(loaded, run_dir=tmp_path / "runs" / "first")
+    assert len(list(tmp_path.glob("runs/.record_index/*"))) == 1
+    assert not list(tmp_path.glob("runs/first"))
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

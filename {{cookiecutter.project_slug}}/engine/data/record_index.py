@@ -2,21 +2,25 @@
 
 A record is its length (8 bytes), a checksum of the length, its data, which are skipped, and a checksum of the data. An
 index contains points, which are some of the records, because the places of all would take gigabytes: whoever wants the
-other records skips those after a point. The index of a file is cached in a hidden file beside it, and made again when
-the file's size or time of change differs, or when the cache is damaged.
+other records skips those after a point. The index of a file is cached in a hidden file beside it, or beside the run
+where that folder cannot be written. It is made again when the file's size or time of change differs, or when the cache
+is damaged.
 """
 
 import array
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import random
 import re
+import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -32,6 +36,7 @@ POINTS_OF_SMALL_FILE = 1024  # The points of a small file are closer, and there 
 RECORDS_AT_ONCE = 2**16  # Records that are checked together while an index is made.
 FILES_AT_ONCE = 16  # Storage may answer late.
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_OF_LEFTOVER = 3600.0  # A cache that is still being written after this time was left by a process that died.
 HEADER, FOOTER = 12, 4  # Bytes of a record before and behind its data.
 # The first bytes of files that gzip or zlib has compressed.
 COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
@@ -70,12 +75,15 @@ class FileIndex:
         return dataclasses.replace(self, points=self.points[kept])
 
 
-def index_files(paths: list[str]) -> list[FileIndex]:
-    """Returns the index of each file. Raises BadInput, naming the file, unless it contains complete records."""
+def index_files(paths: list[str], second_folder: Path | None = None) -> list[FileIndex]:
+    """Returns the index of each file, cached beside it or else in `second_folder`, if any.
+
+    Raises BadInput, naming the file, unless it contains complete records.
+    """
     # In any order, so that processes that start together make the indexes of other files, and find the rest cached.
     order = random.SystemRandom().sample(paths, len(paths))
     with concurrent.futures.ThreadPoolExecutor(FILES_AT_ONCE) as threads:
-        pending = {path: threads.submit(_index, path) for path in order}
+        pending = {path: threads.submit(_index, path, second_folder) for path in order}
         try:
             _wait_for(list(pending.values()))
             indexes = [pending[path].result() for path in paths]
@@ -99,12 +107,13 @@ def _wait_for(pending: list[concurrent.futures.Future]) -> None:
         console.print(f"{len(done)} of {len(pending)} record files have an index, which is made once")
 
 
-def _index(path: str) -> tuple[FileIndex, bool]:
+def _index(path: str, second_folder: Path | None) -> tuple[FileIndex, bool]:
     """Returns the index of a file, and whether it is in a cache now."""
+    caches = _cache_paths(path, second_folder)
 
     def read() -> tuple[dict[str, Any], FileIndex, bool]:
         key = _key(path)
-        cached = _read_cache(path, key)
+        cached = next((found for cache in caches if (found := _read_cache(cache, path, key))), None)
         return key, cached or _make(path, key["size"]), cached is not None
 
     try:
@@ -112,7 +121,7 @@ def _index(path: str) -> tuple[FileIndex, bool]:
     except (OSError, tf.errors.OpError) as problem:
         reason = getattr(problem, "strerror", None) or getattr(problem, "message", None) or problem
         raise BadInput(f"{path} cannot be read ({reason}): restore it, or exclude it") from None
-    return index, is_cached or _write_cache(index, key)
+    return index, is_cached or any(_write_cache(cache, index, key) for cache in caches)
 
 
 # --- Making -----------------------------------------------------------------------------------------------------------
@@ -217,15 +226,20 @@ def _key(path: str) -> dict[str, Any]:
     return {"version": VERSION, "name": os.path.basename(path), "size": size, "changed": changed}
 
 
-def _cache_path(path: str) -> str:
+def _cache_paths(path: str, second_folder: Path | None) -> list[str]:
+    """Returns where the index of a file may be cached, the best place first."""
     folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name}.index")
+    caches = [os.path.join(folder, f".{name}.index")]
+    if second_folder is not None:  # Files of several folders may have the same name.
+        absolute = path if is_remote(path) else os.path.abspath(path)
+        caches.append(os.path.join(second_folder, f"{hashlib.sha256(absolute.encode()).hexdigest()}.index"))
+    return caches
 
 
-def _read_cache(path: str, key: dict[str, Any]) -> FileIndex | None:
-    """Returns the index that is cached, or None without an intact one that matches the key."""
+def _read_cache(cache: str, path: str, key: dict[str, Any]) -> FileIndex | None:
+    """Returns the index of `path` that is cached, or None without an intact one that matches the key."""
     try:
-        with tf.io.gfile.GFile(_cache_path(path), "rb") as file:
+        with tf.io.gfile.GFile(cache, "rb") as file:
             first_line, body = file.read().split(b"\n", 1)
         head = json.loads(first_line)
         if head["body_sha256"] != hashlib.sha256(body).hexdigest() or head["key"] != key:
@@ -235,13 +249,14 @@ def _read_cache(path: str, key: dict[str, Any]) -> FileIndex | None:
         return None
 
 
-def _write_cache(index: FileIndex, key: dict[str, Any]) -> bool:
+def _write_cache(cache: str, index: FileIndex, key: dict[str, Any]) -> bool:
     """Caches an index, completely or not at all; returns whether it did."""
     body = index.points.astype("<i8").tobytes()
     head = {"sha256": index.sha256, "key": key, "body_sha256": hashlib.sha256(body).hexdigest()}
-    cache = _cache_path(index.path)
     temporary = f"{cache}.{uuid.uuid4().hex}"  # Several processes may write at once.
     try:
+        tf.io.gfile.makedirs(os.path.dirname(cache) or ".")
+        _remove_leftovers(os.path.dirname(cache) or ".")
         with tf.io.gfile.GFile(temporary, "wb") as file:
             file.write(json.dumps(head).encode() + b"\n" + body)
         tf.io.gfile.rename(temporary, cache, overwrite=True)
@@ -250,3 +265,14 @@ def _write_cache(index: FileIndex, key: dict[str, Any]) -> bool:
             tf.io.gfile.remove(temporary)
         return False
     return True
+
+
+@functools.cache
+def _remove_leftovers(folder: str) -> None:
+    """Removes, once in a process, what processes that were killed while they wrote a cache have left in a folder."""
+    for name in tf.io.gfile.listdir(folder):
+        if re.fullmatch(r"(\..+|[0-9a-f]{64})\.index\.[0-9a-f]{32}", name):
+            path = os.path.join(folder, name)
+            with contextlib.suppress(tf.errors.OpError):  # Its process may have renamed it.
+                if time.time() - tf.io.gfile.stat(path).mtime_nsec / 1e9 > SECONDS_OF_LEFTOVER:
+                    tf.io.gfile.remove(path)

@@ -77,9 +77,13 @@ class Records:
         names = {path if is_remote(path) else os.path.realpath(path): path for path in sorted(found, reverse=True)}
         return sorted(names.values())
 
-    def examples(self, hook: str, shuffle_bytes: int | None) -> "RecordExamples":
-        """Returns the examples; with None they are not shuffled. Raises BadInput if they cannot be read."""
-        files = index_files(self.paths(hook))
+    def examples(self, hook: str, shuffle_bytes: int | None, index_folder: Path | None = None) -> "RecordExamples":
+        """Returns the examples; with `shuffle_bytes` None they are not shuffled.
+
+        Indexes that cannot be cached beside their files are cached in `index_folder`. Raises BadInput if a file cannot
+        be read.
+        """
+        files = index_files(self.paths(hook), index_folder)
         if self._count is not None:
             firsts = itertools.accumulate((each.length for each in files), initial=0)
             left = [(each, self._count - first) for each, first in zip(files, firsts, strict=False)]

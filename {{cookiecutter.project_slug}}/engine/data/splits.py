@@ -20,6 +20,8 @@ from engine.protocols import Task
 from engine.retries import until_read
 from engine.settings import Settings
 
+# Beside the run directory: the indexes of record files that are in folders that cannot be written.
+INDEXES = ".record_index"
 # Returns arrays of all processes, [processes, ...], given this one's and the name of the call.
 Gather = Callable[[dict[str, np.ndarray], str], dict[str, np.ndarray]]
 
@@ -90,7 +92,11 @@ def load_datasets(
             problem = f"{hook} takes an input_context and returned Records"
             raise BadInput(f"{problem}: remove it from load_examples; each worker reads its own shard anyway")
         hook += f" for worker {context.input_pipeline_id} of {context.num_input_pipelines}" if is_own else ""
-        read = found.examples if isinstance(found, Records) else functools.partial(DatasetExamples, found)
+        read: Callable[..., Examples]
+        if isinstance(found, Records):  # Beside the run, so that all of its processes and starts share the folder.
+            read = functools.partial(found.examples, index_folder=settings.run_dir.parent / INDEXES)
+        else:
+            read = functools.partial(DatasetExamples, found)
         datasets[name] = until_read(functools.partial(read, hook, shuffle_bytes), hook, obeys_signals=True)
     return datasets
 
