@@ -64,6 +64,7 @@ def read_arguments() -> tuple[argparse.Namespace, Workload]:
     parser.add_argument("--steps-per-execution", type=int, help="of loops that take it")
     parser.add_argument("--shuffle", choices=("gather", "examples"), default="gather", help="how examples are shuffled")
     parser.add_argument("--async-checkpoints", action="store_true", help="of ours")
+    parser.add_argument("--saves", action="store_true", help="of others: saves at the end of each epoch, as ours does")
     options = parser.parse_args()
     workload = WORKLOADS[options.workload]
     options.steps_per_execution = options.steps_per_execution or workload.steps_per_execution

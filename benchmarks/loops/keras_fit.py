@@ -1,5 +1,6 @@
-"""keras.Model.fit and evaluate, with steps_per_execution as given."""
+"""keras.Model.fit and evaluate, with steps_per_execution as given, and with Keras's own callbacks that save."""
 
+import tempfile
 import time
 
 import keras
@@ -36,7 +37,19 @@ class Timing(keras.callbacks.Callback):
             measured.add("train", workload.steps, time.perf_counter() - self.began)
 
 
-model.fit(train, epochs=EPOCHS, verbose=0, callbacks=[Timing()])
+def savers(folder):
+    """Saves the best weights, and everything that a training that was stopped needs, at the end of each epoch."""
+    return [
+        keras.callbacks.ModelCheckpoint(
+            f"{folder}/best.weights.h5", monitor="loss", save_best_only=True, save_weights_only=True
+        ),
+        keras.callbacks.BackupAndRestore(f"{folder}/backup"),
+    ]
+
+
+with tempfile.TemporaryDirectory() as folder:
+    # Timing is the last one, so that it counts the saves.
+    model.fit(train, epochs=EPOCHS, verbose=0, callbacks=[*(savers(folder) if options.saves else []), Timing()])
 model.evaluate(evaluation, verbose=0)
 for _ in range(1, EPOCHS):
     with measured.timed("evaluation", workload.evaluation_steps * workload.batch_size):

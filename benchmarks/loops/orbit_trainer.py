@@ -1,5 +1,6 @@
 """Orbit's StandardTrainer and StandardEvaluator under a Controller, both with loops in the graph."""
 
+import tempfile
 import time
 
 import orbit
@@ -71,6 +72,10 @@ class Evaluator(orbit.StandardEvaluator):
         return {"loss": test_loss.result(), "accuracy": test_accuracy.result()}
 
 
+manager = None
+if options.saves:
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, step=global_step)
+    manager = tf.train.CheckpointManager(checkpoint, tempfile.mkdtemp(), max_to_keep=3, step_counter=global_step)
 controller = orbit.Controller(
     strategy=strategy,
     global_step=global_step,
@@ -81,10 +86,11 @@ controller = orbit.Controller(
         options=orbit.StandardEvaluatorOptions(use_tf_while_loop=True),
     ),
     steps_per_loop=lambda step: 1 if step == 0 else options.steps_per_execution,
+    checkpoint_manager=manager,
 )
 for epoch in range(EPOCHS):
     started = time.perf_counter()
-    controller.train(steps=(epoch + 1) * workload.steps, checkpoint_at_completion=False)
+    controller.train(steps=(epoch + 1) * workload.steps, checkpoint_at_completion=options.saves)
     if epoch:
         measured.add("train", workload.steps, time.perf_counter() - started)
     started = time.perf_counter()
