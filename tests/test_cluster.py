@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import clusters
+import numpy as np
 import pytest
 import tensorflow as tf
-from clusters import NORMALIZED, TWO_DEVICES, assert_same_numbers, outcome, project_with, wait_for, workers
+from clusters import LOSSES, NORMALIZED, TWO_DEVICES, assert_same_numbers, outcome, project_with, wait_for, workers
 from processes import is_alive, until
 
 from rendering import PROJECT, TASKS
@@ -32,7 +33,7 @@ NUMBERS = (
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A project with synchronized BatchNormalization, and a run of it on two replicas in one process."""
     folder = tmp_path_factory.mktemp("one_process")
-    project = project_with(folder, NORMALIZED)
+    project = project_with(folder, NORMALIZED + LOSSES)
     clusters.train(project, folder / "run", 1, *NUMBERS, "--simulated-devices=2")
     return project, folder / "run"
 
@@ -47,6 +48,17 @@ def two_workers(one_process: tuple[Path, Path], tmp_path_factory: pytest.TempPat
 
 def test_two_workers_and_two_replicas_agree(one_process: tuple[Path, Path], two_workers: Path) -> None:
     assert_same_numbers(one_process[1], two_workers)
+    assert_same_losses(one_process[1], two_workers, 2)
+    # To train, the loop sums gradients; to validate and to test, no process waits for another at any step.
+    training, *others = [int(line) for line in (two_workers / ".collectives-0").read_text("utf-8").splitlines()]
+    assert (training > 0, others) == (True, [0, 0])
+
+
+def assert_same_losses(one_process: Path, run_dir: Path, workers: int) -> None:
+    """The losses of all steps agree to 1e-5, on each worker."""
+    expected = np.loadtxt(one_process / ".losses-0")
+    for index in range(workers):
+        np.testing.assert_allclose(np.loadtxt(run_dir / f".losses-{index}"), expected, rtol=1e-5)
 
 
 @pytest.mark.long
@@ -82,9 +94,10 @@ def test_workers_and_replicas_agree(number: int, addition: str, one_process: tup
     """Where workers have two replicas, a private method of TensorFlow is replaced: see TWO_DEVICES."""
     project, expected = one_process
     if addition:
-        project = project_with(tmp_path, NORMALIZED + addition)
+        project = project_with(tmp_path, NORMALIZED + LOSSES + addition)
     clusters.train(project, tmp_path / "run", number, *NUMBERS)
     assert_same_numbers(expected, tmp_path / "run")
+    assert_same_losses(expected, tmp_path / "run", number)
     replicas = json.loads((tmp_path / "run" / "config.json").read_text())["replicas"]
     assert replicas == number * (2 if addition else 1)
 

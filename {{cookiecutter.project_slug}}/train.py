@@ -20,6 +20,7 @@ import tensorflow as tf
 
 import task
 from engine.check import check_task
+from engine.cluster.losses import reduce_on_worker, reduce_over_workers
 from engine.cluster.parameter_servers import worker_pool
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers, peers_named
@@ -97,26 +98,27 @@ def datasets(split: str) -> list[Batches]:
 
 
 # --- One batch on all replicas ----------------------------------------------------------------------------------------
+# On several workers, each of these functions returns the worker's own part of the loss.
 
 
 def distributed_train_step(batch) -> tf.Tensor:
     """Runs task.train_step on every replica; returns the batch's loss (scalar)."""
     per_replica_losses = strategy.run(in_micro_batches(task.train_step, config), args=(batch,))
     objects.average.update()  # It is empty without --ema-decay.
-    # KEEP: SUM, because every replica's loss is already divided by the global batch size.
-    return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
+    # KEEP: The sum, because every replica's loss is already divided by the global batch size.
+    return reduce_on_worker(strategy, per_replica_losses)
 
 
 def distributed_validation_step(batch) -> tf.Tensor:
     """Runs task.evaluation_step on every replica; returns the batch's loss (scalar)."""
     per_replica_losses = strategy.run(returning_loss(task.evaluation_step), args=("validation", batch))
-    return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
+    return reduce_on_worker(strategy, per_replica_losses)
 
 
 def distributed_test_step(batch) -> tf.Tensor:
     """Runs task.evaluation_step on every replica; returns the batch's loss (scalar)."""
     per_replica_losses = strategy.run(returning_loss(task.evaluation_step), args=("test", batch))
-    return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
+    return reduce_on_worker(strategy, per_replica_losses)
 
 
 # --- Many batches in one call -----------------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> Com
         # `count` is a tensor, so this loop runs in the graph, and any number of steps shares one graph.
         for index in tf.range(count):
             losses = losses.write(index, distributed_step(stacks.pick(stack, first + index)))
-        return losses.stack()
+        return reduce_over_workers(strategy, losses.stack())
 
     return stacks.compile(steps)
 

@@ -30,6 +30,35 @@ def create_model() -> keras.Model:
     return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.BatchNormalization(synchronized=True), *layers])
 """
 
+# Each process writes the losses of all its steps, and how many collective operations the loops of each graph contain.
+LOSSES = """
+
+import json
+import os
+
+from engine.data.stacks import CompiledSteps
+
+_call, _seen = CompiledSteps.__call__, set()
+
+
+def _recorded(self, stack, first, count):
+    losses = _call(self, stack, first, count)
+    index = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
+    if config.run_dir.is_dir():  # Only --evaluate-only does without.
+        with open(config.run_dir / f".losses-{index}", "a") as file:
+            file.writelines(f"{loss!r}\\n" for loss in losses.numpy().tolist())
+        if id(self) not in _seen:
+            _seen.add(id(self))
+            functions = self.graph().as_graph_def().library.function
+            number = sum(node.op.startswith("Collective") for each in functions for node in each.node_def)
+            with open(config.run_dir / f".collectives-{index}", "a") as file:
+                file.write(f"{number}\\n")
+    return losses
+
+
+CompiledSteps.__call__ = _recorded
+"""
+
 # Gives each worker two CPU devices, where users have two GPUs. TensorFlow itself takes all GPUs or one CPU, and there
 # is no public way to change that. So a private method is replaced. Its result differs in the kind of device only.
 TWO_DEVICES = """
