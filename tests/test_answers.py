@@ -138,7 +138,7 @@ def without_hooks(output: Path, **answers: str) -> subprocess.CompletedProcess[s
     """Renders the template as `cookiecutter --accept-hooks no` does."""
     output.mkdir()
     template = output.parent / "template"
-    shutil.copytree(TEMPLATE, template, ignore=shutil.ignore_patterns(".git", ".venv", "build", ".*_cache"))
+    shutil.copytree(TEMPLATE, template, ignore=shutil.ignore_patterns(".git", ".venv*", "build", ".*_cache"))
     config = output.parent / "cookiecutterrc"
     config.write_text(f"replay_dir: {json.dumps(str(output.parent / 'replay'))}\n", encoding="utf-8")
     given = [f"{name}={value}" for name, value in answers.items()]

@@ -63,7 +63,7 @@ def cookiecutter(output: Path, **answers: str) -> subprocess.CompletedProcess[st
     assert not unknown, f"cookiecutter ignores answers to questions it does not ask: {unknown}"
     # Caches that a developer's tools left in the template's folder would be rendered too.
     template = output.parent / f"{output.name}.template"
-    ignored = shutil.ignore_patterns(".git", ".venv", "build", "runs", "__pycache__", ".*_cache")
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "runs", "__pycache__", ".*_cache")
     shutil.copytree(TEMPLATE, template, ignore=ignored)
     config = output.parent / f"{output.name}.cookiecutterrc"
     config.write_text(f"replay_dir: {json.dumps(str(output.parent / 'replay'))}\n", encoding="utf-8")
