@@ -111,7 +111,7 @@ WORKLOADS = {
     "resnet": Workload(
         resnet, _numbers(224, 224, 3), steps=6, evaluation_steps=2, batch_size=128, steps_per_execution=2, replicas=(1,)
     ),
-    "bert": Workload(bert, _tokens(30522, 64), steps=32, evaluation_steps=8, batch_size=32, steps_per_execution=4),
+    "bert": Workload(bert, _tokens(30522, 64), steps=24, evaluation_steps=8, batch_size=32, steps_per_execution=4),
 }
 for _variables, _steps in ((4, 1200), (40, 600), (400, 100)):
     WORKLOADS[f"wide{_variables}"] = Workload(

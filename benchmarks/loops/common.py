@@ -63,7 +63,6 @@ def read_arguments() -> tuple[argparse.Namespace, Workload]:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--steps-per-execution", type=int, help="of loops that take it")
     parser.add_argument("--shuffle", choices=("gather", "examples"), default="gather", help="how examples are shuffled")
-    parser.add_argument("--async-checkpoints", action="store_true", help="of ours")
     parser.add_argument("--saves", action="store_true", help="of others: saves at the end of each epoch, as ours does")
     options = parser.parse_args()
     workload = WORKLOADS[options.workload]

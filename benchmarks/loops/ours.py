@@ -90,7 +90,7 @@ with tempfile.TemporaryDirectory() as folder:
         "--patience=10",
     ]
     with contextlib.redirect_stdout(sys.stderr):
-        train.main([*arguments, *(["--async-checkpoints"] if options.async_checkpoints else [])])
+        train.main(arguments)
 if train.run.workers.is_chief:  # Which is the one that reports, and the one that is measured.
     for began, ended, seconds in zip(marks[:-1], marks[1:], validating[1:], strict=True):
         measured.add("train", workload.steps, ended - began - seconds)
