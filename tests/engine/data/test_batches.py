@@ -13,6 +13,7 @@ from loading import batches_of, batches_of_two_workers
 from streaming import stream
 
 from config import Config
+from engine.data import stacks
 from engine.data.batches import Batches, per_replica_batch_size
 from engine.data.splits import check_same_structure
 from engine.data.stacks import stack_sizes
@@ -56,7 +57,7 @@ def whole(found: Batches, *, epoch: int = 0, first_step: int = 0) -> list[list[n
 
 def all_shares(found: Batches, *, first_step: int = 0) -> list[list[np.ndarray]]:
     """Returns what one of two processes gives its replicas in a pass: a share of a batch for each in turn."""
-    sizes = stack_sizes(found.steps_per_pass, first_step, found._bytes_of_batch)
+    sizes = stack_sizes(found.steps_per_pass, first_step, found._bytes_of_share)
     stacks = iter(found._stacks_of_process(0, first_step, sizes))
     taken = []
     for size in sizes[0]:
@@ -65,6 +66,16 @@ def all_shares(found: Batches, *, first_step: int = 0) -> list[list[np.ndarray]]
         assert all(len(part) == size for stack in on_replicas for part in stack)
         taken += [[part[number] for part in stack] for number in range(size) for stack in on_replicas]
     return taken
+
+
+def test_stacks_hold_more_steps_the_smaller_the_share_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stack is a call, of which TensorFlow keeps some memory for ever in a cluster."""
+    monkeypatch.setattr(stacks, "BYTES_OF_STACK", 20 * 160)  # A batch of 8 has 160 bytes.
+    largest = {}
+    for processes in (1, 2, 4):
+        plan = batches(count=1600, replicas=4, pipelines=(processes, 0)).iterator().plan(200)
+        largest[processes] = max(count for _, count in plan)
+    assert largest == {1: 20, 2: 40, 4: 64}  # And no more, because a long pass has several stacks.
 
 
 def test_workers_with_their_own_steps_share_the_examples_of_an_epoch() -> None:

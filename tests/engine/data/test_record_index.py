@@ -10,9 +10,10 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -272,6 +273,43 @@ def test_bad_file_is_named_with_record_and_offset(case: str, file: Path) -> None
     with pytest.raises(BadInput) as refused_there:
         index_files([f"ram://{case}/a.tfrecord"])
     assert str(refused_there.value) == str(refused.value).replace(str(file), f"ram://{case}/a.tfrecord")
+
+
+def test_file_that_grows_while_it_is_indexed_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not count as damaged. The size is read before the records."""
+    content, find_key, sizes = file.read_bytes(), record_index._key, []
+
+    def key_while_it_grows(path: str) -> dict[str, Any]:
+        found = find_key(path)
+        sizes.append(found["size"])
+        file.write_bytes(content)
+        return found
+
+    file.write_bytes(content[:-700])
+    monkeypatch.setattr(record_index, "_key", key_while_it_grows)
+    with pytest.raises(BadInput, match=r"is still being written: start again when it is complete"):
+        index_files([str(file)])
+    assert sizes == [len(content) - 700, len(content)]
+
+
+def test_index_of_a_large_file_is_given_up_at_a_signal(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk, steps = record_index._walk, []
+
+    def walk_until_a_signal(*arguments: Any) -> Iterator[Any]:
+        for number, step in enumerate(walk(*arguments)):
+            steps.append(number)
+            if number == 2:
+                asked_to_stop.set()
+            yield step
+
+    monkeypatch.setattr(record_index, "RECORDS_AT_ONCE", 1)
+    monkeypatch.setattr(record_index, "_walk", walk_until_a_signal)
+    try:
+        with pytest.raises(Unavailable, match="stopped by a signal when 0 of 1 record files had an index"):
+            index_files([str(file)])
+    finally:
+        asked_to_stop.clear()
+    assert steps == [0, 1, 2]
 
 
 def test_folder_and_missing_file_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Batches of record files: each record once, the same for any number of processes, and read where they begin."""
 
+import glob
 import gzip
 import os
 from collections import Counter
@@ -16,10 +17,10 @@ from record_files import shuffle_in, write_records
 
 from config import Config
 from engine.cluster.strategy import create_strategy
-from engine.data import Batches, Records, load_splits, record_index
+from engine.data import Batches, Records, load_splits, record_index, segments
 from engine.data.examples import Shard
 from engine.data.record_index import index_files
-from engine.data.segments import segment_count
+from engine.data.segments import Blocks, segment_count
 from engine.errors import BadInput
 
 SIZES = [123, 3, 251, 60]  # Records in each file.
@@ -412,9 +413,12 @@ def spoiled(folder: Path, number: int) -> Records:
     return loaded
 
 
-@pytest.mark.parametrize("point", [64, 300, 2**15])
-def test_records_between_points_are_read_and_named(point: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("point", "in_memory"), [(64, 2**22), (64, 50), (300, 2**22), (2**15, 2**22)])
+def test_records_between_points_are_read_and_named(
+    point: int, in_memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From any place, also of a file that has records without data or larger than the distance of points."""
+    monkeypatch.setattr(segments, "POINTS_IN_MEMORY", in_memory)
     monkeypatch.setattr(record_index, "POINTS_OF_SMALL_FILE", 1)
     monkeypatch.setattr(record_index, "BYTES_OF_POINT", point)
     draw = np.random.default_rng(point)
@@ -434,6 +438,15 @@ def test_records_between_points_are_read_and_named(point: int, tmp_path: Path, m
     path.write_bytes(content)
     with pytest.raises(BadInput, match=rf"train-1.tfrecord: record 77, counted from 0, at byte {offsets[77]} is"):
         whole(batches(loaded))
+
+
+def test_index_in_memory_does_not_grow_with_the_files(files: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    indexes = index_files(sorted(glob.glob(files.patterns[0])))
+    for limit in (2**22, 30, 10):
+        monkeypatch.setattr(segments, "POINTS_IN_MEMORY", limit)
+        blocks = Blocks(indexes)
+        assert sum(len(index.points) - 2 for index in blocks.files) <= limit
+        assert sum(index.length for index in blocks.files) == COUNT
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

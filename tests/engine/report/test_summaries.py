@@ -147,6 +147,23 @@ def test_only_the_file_with_the_step_is_read_and_later_ones_go(tmp_path: Path, m
     assert shown(tmp_path / "train") == {"loss": [*((step, step) for step in range(10, 90, 10)), (90, 0.5)]}
 
 
+def test_of_files_that_begin_at_the_same_step_the_latest_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after two resumes from one checkpoint. Files are listed in any order."""
+    for last in (30, 40):
+        summaries = Summaries(tmp_path, NAMES)
+        summaries.cut(10)
+        for step in range(20, last, 10):
+            summaries.add(step, {"train/loss": float(last)})
+        time.sleep(1.1)
+    glob = Path.glob
+    for backwards in (False, True):
+        monkeypatch.setattr(Path, "glob", lambda *arguments: sorted(glob(*arguments), reverse=backwards))  # noqa: B023
+        Summaries(tmp_path, NAMES).cut(20)
+        assert shown(tmp_path / "train") == {"loss": [(20, 40.0)]}
+
+
 @pytest.mark.parametrize("folder", ["evaluation", "evaluation/validation"])
 def test_what_another_process_writes_is_left_alone(tmp_path: Path, folder: str) -> None:
     Summaries(tmp_path / folder, NAMES).add(10, {"loss": 1.0})

@@ -87,9 +87,10 @@ class Batches:
         batch_spec = batched(unbatched(self._prepared.batch_spec), self.per_replica_batch_size)
         self.element_spec = batch_spec[:3]
         self.stacks = Stacks(strategy, batch_spec, self._prepared.padding)
-        self._bytes_of_batch = strategy.num_replicas_in_sync * bytes_of(self.element_spec)
+        bytes_of_batch = strategy.num_replicas_in_sync * bytes_of(self.element_spec)
+        self._bytes_of_share = bytes_of_batch // context.num_input_pipelines
         bytes_read = size * bytes_of(example_spec) if is_static(example_spec) else 0
-        self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, self._bytes_of_batch)))
+        self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, bytes_of_batch)))
         from_loader, from_process = size // loaders, size // context.num_input_pipelines
         first = context.input_pipeline_id * from_process % from_loader
         self._shard = Shard(from_loader, slice(first, first + from_process), self.steps_per_pass * from_loader)
@@ -179,7 +180,7 @@ class Batches:
 
     def _new_iterator(self, first_pass: int, first_step: int) -> StackIterator:
         def start(number: int, step: int, given: Sizes | None) -> tuple[Iterator[Any], Sizes, Sizes]:
-            growing, whole = stack_sizes(self.steps_per_pass, step, self._bytes_of_batch)
+            growing, whole = stack_sizes(self.steps_per_pass, step, self._bytes_of_share)
             sizes = given or growing, whole
             return on_replicas(self._strategy, iter(self._stacks_of_process(number, step, sizes))), *sizes
 

@@ -71,8 +71,8 @@ class FileIndex:
 
     def thinned(self, step: int) -> "FileIndex":
         """Returns the index with the first of its points at or after each multiple of `step` bytes, and the end."""
-        kept = np.unique([0, *_first_after_multiples(self.points[:, 1], step), len(self.points) - 1])
-        return dataclasses.replace(self, points=self.points[kept])
+        kept = np.concatenate([[0], _first_after_multiples(self.points[:, 1], step), [len(self.points) - 1]])
+        return dataclasses.replace(self, points=self.points[np.unique(kept)])
 
 
 def index_files(paths: list[str], second_folder: Path | None = None) -> list[FileIndex]:
@@ -98,13 +98,14 @@ def _wait_for(pending: list[concurrent.futures.Future]) -> None:
     """Returns when all indexes are made; prints how many are. Raises the exception of the first one that fails."""
     while True:
         done, others = concurrent.futures.wait(pending, SECONDS_BETWEEN_LINES, concurrent.futures.FIRST_EXCEPTION)
+        made = sum(each.exception() is None for each in done)
+        if asked_to_stop.is_set() and made < len(pending):
+            raise Unavailable(f"stopped by a signal when {made} of {len(pending)} record files had an index")
         for each in done:
             each.result()
         if not others:
             return
-        if asked_to_stop.is_set():
-            raise Unavailable(f"stopped by a signal when {len(done)} of {len(pending)} record files had an index")
-        console.print(f"{len(done)} of {len(pending)} record files have an index, which is made once")
+        console.print(f"{made} of {len(pending)} record files have an index, which is made once")
 
 
 def _index(path: str, second_folder: Path | None) -> tuple[FileIndex, bool]:
@@ -142,7 +143,11 @@ def _make(path: str, size: int) -> FileIndex:
                 raise BadInput(f"{path} is not a TFRecord file (its first record's length is damaged): exclude it")
             if len(wrong):
                 raise damaged(path, first + wrong[0], offsets[wrong[0]], "the checksum of its length is wrong")
+            if asked_to_stop.is_set():
+                raise Unavailable(f"stopped by a signal while the index of {path} was made")
             if offsets[-1] > size:
+                if _key(path)["size"] > size:
+                    raise BadInput(f"{path} is still being written: start again when it is complete")
                 raise damaged(path, first + len(offsets) - 2, offsets[-2], "it is cut short")
             digest.update(headers.tobytes())
             all_checksums += checksums

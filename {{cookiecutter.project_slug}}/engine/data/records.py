@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from engine.data.element_spec import megabytes
 from engine.data.examples import Examples, Shard
-from engine.data.record_index import FOOTER, HEADER, FileIndex, damaged, index_files, is_cache, is_remote
+from engine.data.record_index import FILES_AT_ONCE, FOOTER, HEADER, FileIndex, damaged, index_files, is_cache, is_remote
 from engine.data.segments import Blocks, Segments, read_block
 from engine.errors import BadInput
 from engine.exceptions import may_pass
@@ -148,10 +148,9 @@ class RecordExamples(Examples):
         return tf.data.TFRecordDataset([each.path for each in self._blocks.files]).take(self.length).enumerate()
 
     def rejection(self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str) -> BadInput:
-        if found := re.search(r"corrupted record at (\d+)", str(problem)):
-            for each in self._blocks.files:
-                if damage := _first_damaged(each, int(found[1])):
-                    return damaged(each.path, *damage, "the checksum of its data is wrong")
+        found = re.search(r"corrupted record at (\d+)", str(problem))
+        if found and (damage := _first_damaged(self._blocks.files, int(found[1]))):
+            return damaged(*damage, "the checksum of its data is wrong")
         return super().rejection(problem, one_by_one, during)
 
     def _name(self, number: int) -> str:
@@ -160,13 +159,28 @@ class RecordExamples(Examples):
         return f"record {number - firsts[file]}, counted from 0, of {self._blocks.files[file].path}"
 
 
-def _first_damaged(file: FileIndex, offset: int) -> tuple[int, int] | None:
-    """Returns number and offset of the first record that cannot be read between the points around an offset."""
-    before = np.searchsorted(file.points[:-1, 1], offset, side="right") - 1
-    (number, start), (end_number, end) = file.points[before : before + 2].tolist()
-    # TensorFlow iterates over a dataset with a byte offset only if another dataset's function makes it.
-    block = tf.data.Dataset.from_tensors((file.path, *np.array([start, end - start, 0, end_number - number])))
-    lengths = block.flat_map(read_block).map(tf.strings.length).ignore_errors()
-    for length in lengths.as_numpy_iterator():
-        number, start = number + 1, start + HEADER + int(length) + FOOTER
-    return (number, start) if number < end_number else None
+def _first_damaged(files: list[FileIndex], offset: int) -> tuple[str, int, int] | None:
+    """Returns file, number and offset of the first record that cannot be read around an offset in any of the files."""
+    files = [file for file in files if offset < file.size]
+    befores = [np.searchsorted(file.points[:-1, 1], offset, side="right") - 1 for file in files]
+    begins, ends = (
+        np.array([file.points[before + step] for file, before in zip(files, befores, strict=True)]).reshape(-1, 2)
+        for step in (0, 1)
+    )
+
+    def lengths(index: tf.Tensor, path: tf.Tensor, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
+        """Returns the file's index with the length of each record of its block, up to the damaged one."""
+        records = read_block(path, begin[1], end[1] - begin[1], tf.constant(0, tf.int64), end[0] - begin[0])
+        return records.map(lambda record: (index, tf.strings.length(record))).ignore_errors()
+
+    # One graph for all files, because a function for each of thousands would take minutes to make.
+    blocks = tf.data.Dataset.from_tensor_slices((np.arange(len(files)), [file.path for file in files], begins, ends))
+    records = blocks.interleave(lengths, FILES_AT_ONCE, num_parallel_calls=FILES_AT_ONCE)
+    found = np.zeros_like(begins)
+    for indexes, sizes in records.batch(4096).as_numpy_iterator():
+        np.add.at(found, indexes, np.stack([np.ones_like(sizes), HEADER + sizes + FOOTER], axis=1))
+    for file, begin, read, end in zip(files, begins, found, ends, strict=True):
+        number, place = (begin + read).tolist()
+        if number < end[0]:
+            return file.path, number, place
+    return None

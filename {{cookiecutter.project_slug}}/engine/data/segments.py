@@ -20,6 +20,7 @@ SEGMENTS = 64  # At most; of large batches as many as give each segment this man
 RECORDS_OF_SEGMENT, BYTES_OF_SEGMENT = 32, 2**18
 BYTES_OF_BLOCK = 2**18  # A block is consecutive records that are read at once.
 BLOCKS_OF_SMALL_DATASET = 1024  # The blocks of a small dataset are smaller, and there are about this many.
+POINTS_IN_MEMORY = 2**22  # The points and the blocks of large data are further apart, and there are about this many.
 READ_AHEAD = 1 / 8  # The next window of a segment is read when this fraction of the one before is left.
 
 
@@ -38,9 +39,10 @@ class Blocks:
     def __init__(self, files: list[FileIndex]) -> None:
         self.length, self.bytes_of_files = sum(each.length for each in files), sum(each.size for each in files)
         self.bytes_of_record = self.bytes_of_files / self.length
-        bytes_of_block = min(BYTES_OF_BLOCK, max(1, self.bytes_of_files // BLOCKS_OF_SMALL_DATASET))
+        at_least = max(1, self.bytes_of_files // POINTS_IN_MEMORY)
+        bytes_of_block = max(at_least, min(BYTES_OF_BLOCK, self.bytes_of_files // BLOCKS_OF_SMALL_DATASET))
         # The points of small files are too many if there are many such files.
-        self.files = [each.thinned(min(BYTES_OF_POINT, bytes_of_block)) for each in files]
+        self.files = [each.thinned(max(at_least, min(BYTES_OF_POINT, bytes_of_block))) for each in files]
         firsts = np.cumsum([0, *(each.length for each in files)])
         blocks = [each.thinned(bytes_of_block).points[:, 0] for each in self.files]
         block_files = np.repeat(np.arange(len(files)), [len(each) - 1 for each in blocks])

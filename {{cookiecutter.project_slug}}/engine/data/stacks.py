@@ -23,7 +23,7 @@ from engine.data.padding import Padding
 from engine.errors import BadInput, Unavailable
 from engine.retries import until_read
 
-BYTES_OF_STACK = 2**22  # The size of a stack at most, for all replicas together.
+BYTES_OF_STACK = 2**22  # The size of a stack at most, for all replicas of a process together.
 # Each of the first stacks is this many times as large as the one before, so that the first one is ready soon.
 GROWTH = 4
 STACKS_UNTIL_SMALL = 1000  # After so many large stacks the sizes start over, because the list of them must end.
@@ -221,13 +221,13 @@ def _close_all() -> None:
     gc.collect()
 
 
-def stack_sizes(steps: int, first_step: int, bytes_of_batch: int) -> tuple[Sizes, Sizes]:
+def stack_sizes(steps: int, first_step: int, bytes_of_share: int) -> tuple[Sizes, Sizes]:
     """Returns the sizes of the stacks in a pass of `steps` batches from its first step on, and in complete ones.
 
-    `bytes_of_batch` is the size of a batch on all replicas together.
+    `bytes_of_share` is the size of a batch on all replicas of a process together.
     """
     # A stack can be used only when all of it is prepared, so a long pass has several.
-    largest = max(1, min(BYTES_OF_STACK // bytes_of_batch, max(64, steps // 4)))
+    largest = max(1, min(BYTES_OF_STACK // bytes_of_share, max(64, steps // 4)))
     growing, size = [], 1
     while size < largest:
         growing.append(size)

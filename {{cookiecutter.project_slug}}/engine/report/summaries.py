@@ -40,7 +40,8 @@ class Summaries:
         """Removes the summaries of later steps and of the result, so that a resumed run does not show them twice."""
         for name in ("", *self._names.datasets):
             last = -1 if split_of(name) == "test" else step
-            paths = sorted((self._folder / name).glob("events.out.tfevents.*.v2"), key=_first_step)
+            # Of two that begin at the same step, the later one has the later second in its name.
+            paths = sorted(sorted((self._folder / name).glob("events.out.tfevents.*.v2")), key=_first_step)
             for path, end in zip(paths, [*map(_first_step, paths), math.inf][1:], strict=True):
                 if _first_step(path) > last:
                     with writing(path):
