@@ -147,21 +147,21 @@ def test_only_the_file_with_the_step_is_read_and_later_ones_go(tmp_path: Path, m
     assert shown(tmp_path / "train") == {"loss": [*((step, step) for step in range(10, 90, 10)), (90, 0.5)]}
 
 
+@pytest.mark.parametrize("backwards", [False, True])
 def test_of_files_that_begin_at_the_same_step_the_latest_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backwards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after two resumes from one checkpoint. Files are listed in any order."""
-    for last in (30, 40):
+    """As after two resumes from one checkpoint, which write the settings at its step. Files are listed in any order."""
+    for value in (0.25, 0.5):
         summaries = Summaries(tmp_path, NAMES)
         summaries.cut(10)
-        for step in range(20, last, 10):
-            summaries.add(step, {"train/loss": float(last)})
-        time.sleep(1.1)
+        for step in (10, 20, 30):
+            summaries.add(step, {"train/loss": value})
+        time.sleep(1.1)  # The second is in the name.
     glob = Path.glob
-    for backwards in (False, True):
-        monkeypatch.setattr(Path, "glob", lambda *arguments: sorted(glob(*arguments), reverse=backwards))  # noqa: B023
-        Summaries(tmp_path, NAMES).cut(20)
-        assert shown(tmp_path / "train") == {"loss": [(20, 40.0)]}
+    monkeypatch.setattr(Path, "glob", lambda *arguments: sorted(glob(*arguments), reverse=backwards))
+    Summaries(tmp_path, NAMES).cut(10)
+    assert shown(tmp_path / "train") == {"loss": [(10, 0.25), (10, 0.5)]}
 
 
 @pytest.mark.parametrize("folder", ["evaluation", "evaluation/validation"])
