@@ -21,8 +21,8 @@ from engine.settings import Settings
 
 # The fourth execution of training steps is profiled, because the first ones compile or are short.
 PROFILED, PROFILED_STEPS = 3, 30
-# How long an execution takes with --steps-per-execution auto. Several workers agree before and after each one, and for
-# that TensorFlow keeps some KB for ever.
+# How long an execution takes with --steps-per-execution auto, if a stack of batches is as long. Several workers agree
+# before and after each one, and for that TensorFlow keeps some KB for ever.
 SECONDS_ALONE, SECONDS_TOGETHER = 1.0, 5.0
 SECONDS_WITHOUT_AN_END = 600.0  # The first steps are compiled, which takes minutes for large models.
 
