@@ -93,16 +93,17 @@ COLUMNS_OF_README = 6
 @pytest.mark.parametrize(("page", "is_complete"), [("README.md", False), ("docs/speed.md", True)])
 def test_speeds_are_those_of_the_results(page: str, is_complete: bool) -> None:
     results = json.loads((TEMPLATE / "benchmarks" / "results" / "results.json").read_text(encoding="utf-8"))
-    rows = (row for row in results["rows"] if row["shuffle"] == "gather")
-    measured = {(row["workload"], row["replicas"], row["workers"]): row for row in rows}
+    measured = {(row["workload"], row["replicas"], row["workers"], row["shuffle"]): row for row in results["rows"]}
     text = (TEMPLATE / page).read_text(encoding="utf-8")
     (header,) = re.findall(r"^\| \| (`train\.py` \| .*) \|$", text, re.MULTILINE)
     columns = header.split(" | ")
     assert columns == ([*SPEEDS, "measured"] if is_complete else [*SPEEDS][:COLUMNS_OF_README])
-    shown = re.findall(r"^\| (\w+), (\d) (replica|processe)s? \| (.*) \|$", text, re.MULTILINE)
-    assert len(shown) == (sum(not workload.startswith("wide") for workload, _, _ in measured) if is_complete else 4)
-    for workload, number, what, cells in shown:
-        row = measured[(workload, int(number), 1) if what == "replica" else (workload, 1, int(number))]
+    line = r"^\| (\w+), (\d) (replica|processe)s?(, example by example)? \| (.*) \|$"
+    shown = re.findall(line, text, re.MULTILINE)
+    assert len(shown) == (sum(not workload.startswith("wide") for workload, *_ in measured) if is_complete else 4)
+    for workload, number, what, shuffled, cells in shown:
+        layout = (int(number), 1) if what == "replica" else (1, int(number))
+        row = measured[(workload, *layout, "examples" if shuffled else "gather")]
         expected = [*(fastest(row["programs"], names) for names in SPEEDS.values()), row["measured"]]
         assert cells.split(" | ") == expected[: len(columns)]
 
