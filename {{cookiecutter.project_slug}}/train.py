@@ -33,6 +33,7 @@ from engine.model import (
     build_models,
     finish_objects,
     in_micro_batches,
+    in_one_batch,
     recorded_variables,
     set_up,
 )
@@ -46,7 +47,6 @@ from engine.run import (
     signals,
     start_run,
 )
-from engine.tracing import returning_loss
 from engine.trained import export
 from engine.user_errors import user_errors_named
 
@@ -111,13 +111,13 @@ def distributed_train_step(batch) -> tf.Tensor:
 
 def distributed_validation_step(batch) -> tf.Tensor:
     """Runs task.evaluation_step on every replica; returns the batch's loss (scalar)."""
-    per_replica_losses = strategy.run(returning_loss(task.evaluation_step), args=("validation", batch))
+    per_replica_losses = strategy.run(in_one_batch(task.evaluation_step), args=("validation", batch))
     return reduce_on_worker(strategy, per_replica_losses)
 
 
 def distributed_test_step(batch) -> tf.Tensor:
     """Runs task.evaluation_step on every replica; returns the batch's loss (scalar)."""
-    per_replica_losses = strategy.run(returning_loss(task.evaluation_step), args=("test", batch))
+    per_replica_losses = strategy.run(in_one_batch(task.evaluation_step), args=("test", batch))
     return reduce_on_worker(strategy, per_replica_losses)
 
 

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
+from engine.model.global_batch import start_micro_batch, step_on, sum_over_replicas
 from engine.settings import Settings
 from engine.tracing import returning_loss
 
@@ -73,15 +74,17 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings)
         def take(number: int | tf.Tensor, loss: tf.Tensor | None) -> tf.Tensor:
             """Takes a micro-batch; returns the sum of the losses so far."""
             _step.is_last, _step.calls = not tf.is_tensor(number) and number == count - 1, 0
+            start_micro_batch()
             micro_batch = batch if count == 1 else _micro_batch(batch, number, count, after=loss)
             with _xla(True):
                 return step(micro_batch) if loss is None else loss + step(micro_batch)
 
         _step.global_clipnorm, _step.jit = settings.global_clipnorm, settings.jit
         try:
-            loss = take(0, None)
-            if count > 1:
-                loss = take(count - 1, _take_until(count - 1, take, loss))
+            with step_on(batch, count):
+                loss = take(0, None)
+                if count > 1:
+                    loss = take(count - 1, _take_until(count - 1, take, loss))
             if needed_by and not _step.calls:
                 raise BadInput(f"{needed_by[0]} needs task.train_step to update by engine.model.apply_gradients")
             return loss
@@ -227,7 +230,7 @@ def _update(
     gradients = [tf.cast(each, dtype) for each in dense]
     norm = tf.constant(math.nan, dtype)
     # Summed here, so that every replica clips, or finds an overflow in, the same gradients.
-    gradients = _sum_over_replicas(gradients)
+    gradients = sum_over_replicas(gradients, BYTES_PER_PACK)
     if scale is not None or _step.global_clipnorm is not None:
         norm = tf.linalg.global_norm(gradients)
     if _step.global_clipnorm is not None:
@@ -242,11 +245,6 @@ def _update(
     finally:
         _is_summed.clear()
     return tf.cast(norm if scale is None else norm / tf.cast(scale, dtype), tf.float32)
-
-
-def _sum_over_replicas(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=BYTES_PER_PACK)
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, gradients, options)
 
 
 def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> keras.optimizers.Optimizer:
@@ -269,7 +267,7 @@ def _sum_once(optimizer: keras.optimizers.Optimizer) -> None:
     clip = type(optimizer)._clip_gradients
 
     def clip_sum(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        return clip(optimizer, gradients if _is_summed.is_set() else _sum_over_replicas(gradients))
+        return clip(optimizer, gradients if _is_summed.is_set() else sum_over_replicas(gradients, BYTES_PER_PACK))
 
     optimizer._clip_gradients = clip_sum
     optimizer._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables

@@ -1,0 +1,140 @@
+"""What a loss across the batch needs inside a step: sums over the global batch, and the values of all its examples.
+
+A step sees one replica's part of one micro-batch. What it divides by, or compares with, may be in the others.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from engine.errors import BadInput
+from engine.tracing import converted, returning_loss
+
+
+@dataclasses.dataclass
+class _Step(threading.local):
+    """The step that is being traced in this thread, which is one replica's."""
+
+    batch: Any = None  # The complete per-replica batch, before it is cut into micro-batches.
+    micro_batches: int = 1
+    calls: int = 0  # How often this micro-batch has called sum_over_batch.
+    sums: list[tf.Tensor] = dataclasses.field(default_factory=list)  # What these calls returned in the first one.
+
+
+_step = _Step()
+
+
+@contextlib.contextmanager
+def step_on(batch: Any, micro_batches: int = 1) -> Iterator[None]:
+    """Says which per-replica batch (features, labels, sample_weights) the hooks that are called inside belong to."""
+    before = dict(vars(_step))
+    _step.batch, _step.micro_batches, _step.calls, _step.sums = batch, micro_batches, 0, []
+    try:
+        yield
+    finally:
+        vars(_step).update(before)
+
+
+def start_micro_batch() -> None:
+    """Makes the next call of sum_over_batch the first one of a micro-batch."""
+    _step.calls = 0
+
+
+@tf.autograph.experimental.do_not_convert
+def in_one_batch(step: Callable[..., Any]) -> Callable[..., tf.Tensor]:
+    """Returns a step that takes the complete per-replica batch, its last argument, at once; it returns its loss."""
+    call = returning_loss(step)
+
+    @tf.autograph.experimental.do_not_convert
+    def complete_step(*arguments: Any) -> tf.Tensor:
+        with step_on(arguments[-1]):
+            return call(*arguments)
+
+    return complete_step
+
+
+@tf.autograph.experimental.do_not_convert
+def sum_over_batch(count: Callable[[Any, Any, tf.Tensor], Any]) -> tf.Tensor:
+    """Returns what `count` gives for the global batch of a step, summed over replicas, workers and micro-batches.
+
+    Divide by it what is a mean over tokens, pixels, labels that exist, or weights, with tf.math.divide_no_nan, because
+    it may be 0:
+
+        def count_tokens(features, labels, sample_weights):
+            return tf.reduce_sum(tf.cast(labels > 0, "float32") * sample_weights[:, None])
+
+        loss = tf.math.divide_no_nan(tf.reduce_sum(token_losses), sum_over_batch(count_tokens))
+
+    Call it in a hook that a step calls, equally often on every replica and in every micro-batch, and not inside a
+    tf.cond or a loop.
+
+    Args:
+        count: takes the features, labels and sample weights of the complete per-replica batch, before it is cut into
+            micro-batches, because the gradient of the first one needs the sum; returns a number or an array of them.
+            Padded examples have the weight 0.
+
+    Returns the sum (the shape of what `count` returns, float32 unless that has another floating dtype). It is equal on
+    all replicas, and has no gradient. Raises BadInput outside a step.
+    """
+    if _step.batch is None:
+        raise BadInput("engine.model.sum_over_batch was called outside a step: call it in a hook that a step calls")
+    call, _step.calls = _step.calls, _step.calls + 1
+    if call == len(_step.sums):  # In the first micro-batch.
+        total = tf.convert_to_tensor(converted(count)(*_step.batch))
+        total = tf.stop_gradient(total if total.dtype.is_floating else tf.cast(total, "float32"))
+        _step.sums.append(*sum_over_replicas([total]))
+    return _step.sums[call]
+
+
+@tf.autograph.experimental.do_not_convert
+def gather_batch(values: tf.Tensor) -> tf.Tensor:
+    """Returns the values of all examples of the global batch, in its order: [batch, ...] to [replicas * batch, ...].
+
+    They have gradients: a value gets the sum of what all replicas' losses make of it. Raises BadInput with
+    --micro-batches, which are computed one after the other, so that no micro-batch has the values of the next.
+    """
+    _reject_micro_batches("gather_batch")
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return values
+    gathered = context.all_gather(values, axis=0)
+    # The gradient of a reshape is dense. That of a gather would be slices, in which all_gather's own gradient fails.
+    return tf.reshape(gathered, tf.shape(gathered))
+
+
+@tf.autograph.experimental.do_not_convert
+def places_in_batch(values: tf.Tensor) -> tf.Tensor:
+    """Returns the place (int32, [batch]) of each example in what gather_batch returns for such values [batch, ...].
+
+    Raises BadInput with --micro-batches.
+    """
+    _reject_micro_batches("places_in_batch")
+    size, replica = tf.shape(values)[0], tf.distribute.get_replica_context().replica_id_in_sync_group
+    return size * tf.cast(replica, "int32") + tf.range(size)
+
+
+def _reject_micro_batches(function: str) -> None:
+    if _step.micro_batches > 1:
+        problem = f"{_step.micro_batches}, and task.train_step calls engine.model.{function}"
+        reason = "micro-batches are computed one after the other, so that none has the values of the next"
+        raise BadInput(f"--micro-batches is {problem}: {reason}: remove --micro-batches")
+
+
+def sum_over_replicas(tensors: Sequence[tf.Tensor], bytes_per_pack: int = 0) -> list[tf.Tensor]:
+    """Returns the sums of tensors over all replicas, without gradients. Every replica must call it.
+
+    ReplicaContext.all_reduce would give the same numbers, but bundles all tensors in one IdentityN. Of a step that
+    updates several times, Grappler then loses that an update comes after the reads of the weights before it, and now
+    and then a loss is of the weights after the update.
+    """
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=bytes_per_pack)
+
+    def reduce(strategy: tf.distribute.Strategy, *per_replica: Any) -> Any:
+        pairs = [(each, each.device if isinstance(each, tf.Tensor) else each) for each in per_replica]
+        return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs, options)
+
+    return list(tf.distribute.get_replica_context().merge_call(reduce, args=tuple(tensors)))
