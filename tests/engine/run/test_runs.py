@@ -682,6 +682,33 @@ def test_run_stopped_in_a_validation_between_epochs_ends_bit_equal(
     assert validations(tmp_path / "stopped") == validations(tmp_path / "whole")
 
 
+@keras.saving.register_keras_serializable("tests")
+class AlwaysNoisy(keras.layers.Layer):
+    """Draws noise in evaluations too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs + 0.1 * keras.random.normal(tf.shape(inputs), seed=self.seed_generator)
+
+
+def test_draws_of_a_validation_change_no_training_and_repeat_after_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., tuple[int, str]]
+) -> None:
+    def noisy_model() -> keras.Model:
+        return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), AlwaysNoisy(), keras.layers.Dense(10)])
+
+    monkeypatch.setattr(task, "create_model", noisy_model)
+    flags = ("--epochs=1", "--simulated-devices=2", "--steps-per-execution=1")
+    expected = run(tmp_path / "at the end", *flags)["weights_sha256"]
+    flags += ("--validate-every-steps=8",)
+    assert_stopped_run_ends_equal((9,), tmp_path, flags, ended, monkeypatch)
+    assert validations(tmp_path / "stopped") == validations(tmp_path / "whole")
+    assert json.loads((tmp_path / "whole" / "result.json").read_text(encoding="utf-8"))["weights_sha256"] == expected
+
+
 @pytest.mark.usefixtures("every_layer")
 @pytest.mark.long
 def test_run_killed_between_validations_finds_the_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from engine.check.checks import Check, run_checks
 from engine.check.measure import BATCHES
 from engine.cluster.environment import reject_cluster
 from engine.console import columns, console
-from engine.errors import BadInput
+from engine.errors import BadInput, Diverged
 from engine.exceptions import first_line
 from engine.protocols import Task
 from engine.run.evaluation import Program
@@ -32,6 +32,9 @@ def check_task(program: Program, task: Task, settings: Settings) -> bool:
             checks.extend(run_checks(program, task, comparable, settings.global_batch_size))
         except BadInput as problem:
             checks.append(Check(False, _hook_in(str(problem)), str(problem)))
+        except Diverged as problem:
+            text = f"{problem}: a batch may be padding alone, so divide with tf.math.divide_no_nan"
+            checks.append(Check(False, "task.py compute_loss", text))
         except Exception as problem:  # noqa: BLE001 - Whatever the hooks raise is a failed check.
             checks.append(Check(False, where_raised(problem), f"raised {first_line(problem)}"))
     print_checks(checks)

@@ -13,10 +13,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from engine.check import measure
 from engine.check.examples import check_batches, check_examples, check_predictions, read_examples
-from engine.check.measure import LOSS, Measured
+from engine.check.measure import LOSS, SAMPLE_WEIGHTS, Measured
 from engine.check.results import (
     MARGIN,
     PROMISE,
@@ -29,9 +30,10 @@ from engine.check.results import (
     differing_metrics,
     hook_of_step,
 )
-from engine.check.steps import SAMPLE_WEIGHTS, check_loss, check_metrics, check_updated_metrics, draws, jumps
+from engine.check.steps import check_loss, check_metrics, check_updated_metrics, draws, jumps
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
+from engine.model.global_batch import step_on
 from engine.model.variables import by_name, is_seed, model_variables
 from engine.protocols import Task
 from engine.run.evaluation import Program
@@ -57,13 +59,10 @@ def run_checks(program: Program, task: Task, settings: Settings, global_batch_si
         yield from check_predictions(program, hook)
     with measure.few_examples(task, settings.global_batch_size):
         with measure.recording_optimizers(task):
-            two = measure.measure(program, task, settings, 2)
-            # A synchronized layer has the statistics of a micro-batch; all else must equal the complete batch.
-            alone = settings if two.layers.synchronized else dataclasses.replace(settings, micro_batches=1)
-            one = measure.measure(program, task, alone, 1)
+            one, two, why = _measure_both(program, task, settings)
         read_examples(program, load_examples, examples)  # Now they may have changed.
         yield from _check_layers(program, task, one)
-        compared = [] if one.layers.still_random else list(_check_same_results(program, task, one, two))
+        compared = [] if one.layers.still_random else list(_check_same_results(program, task, one, two, why))
         yield from compared
         yield from check_updated_metrics(program, task)
         yield from check_metrics(program, task, program.batches["train"])
@@ -76,6 +75,37 @@ def run_checks(program: Program, task: Task, settings: Settings, global_batch_si
 
 
 # --- The steps, on one replica and on two -----------------------------------------------------------------------------
+
+
+def _measure_both(program: Program, task: Task, settings: Settings) -> tuple[Measured, Measured, str]:
+    """Returns the results of one replica and of two, and why their losses differ if only micro-batches cause it.
+
+    The program is then that of one replica.
+    """
+    two = measure.measure(program, task, settings, 2)
+    # A synchronized layer has the statistics of a micro-batch; all else must equal the complete batch.
+    alone = settings if two.layers.synchronized else dataclasses.replace(settings, micro_batches=1)
+    one = measure.measure(program, task, alone, 1)
+    differing = _differing_losses(one, two)
+    if alone.micro_batches == settings.micro_batches or not differing:
+        return one, two, ""
+    complete = measure.measure(program, task, alone, 2)
+    one = measure.measure(program, task, alone, 1)
+    if _differing_losses(one, complete):
+        return one, complete, ""
+    _, loss, other = differing
+    why = f"--micro-batches {settings.micro_batches} alone makes it {other / loss:.4g} times as large, because it is "
+    why += "divided by what a micro-batch contains: divide by config.global_batch_size, or by a sum of "
+    return one, two, why + "engine.model.sum_over_batch"
+
+
+def _differing_losses(one: Measured, two: Measured) -> tuple[str, float, float] | None:
+    """Returns the first loss that differs by more than rounding, on one replica and on two, after its kind of batch."""
+    pairs = [("", *each) for each in zip(one.losses, two.losses, strict=True)]
+    pairs.append((" of a batch whose second half is padding", one.half_padded, two.half_padded))
+    floor = MARGIN * one.rounding[LOSS]
+    differing = (each for each in pairs if not close(*each[1:], tolerance=PROMISE, floor=floor))
+    return next(differing, None)
 
 
 def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]:
@@ -106,20 +136,16 @@ def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check
         yield Check(True, "task.py train_step", text)
 
 
-def _check_same_results(program: Program, task: Task, one: Measured, two: Measured) -> Iterator[Check]:
-    floor = MARGIN * one.rounding[LOSS]
-
-    def same(loss: float, other: float) -> bool:
-        return close(loss, other, tolerance=PROMISE, floor=floor)
-
-    loss, other = min(zip(one.losses, two.losses, strict=True), key=lambda pair: same(*pair))  # First that differ.
+def _check_same_results(program: Program, task: Task, one: Measured, two: Measured, why: str) -> Iterator[Check]:
+    """`why` says why losses differ, if that is known."""
     # If the loss differs, gradients and metrics differ for the same reason.
-    if not same(loss, other):
-        hook, why = _why_losses_differ(program, task, loss, other)
-        texts = "the loss is {} on one replica and {} on two".format(*as_texts(loss, other))
-        yield Check(False, f"task.py {hook}", f"{texts}: {why}")
+    if differing := _differing_losses(one, two):
+        batch, loss, other = differing
+        hook, cause = _why_losses_differ(program, task, batch, loss, other)
+        texts = f"the loss{batch} is {{}} on one replica and {{}} on two".format(*as_texts(loss, other))
+        yield Check(False, f"task.py {hook}", f"{texts}: {why or cause}")
         return
-    yield Check(True, "task.py compute_loss", f"loss {loss:.6g} on one replica and on two")
+    yield Check(True, "task.py compute_loss", f"loss {one.losses[0]:.6g} on one replica and on two")
     for name, value in one.assigned.items():
         if not close(value, two.assigned[name]):
             text = f"the step assigns a value of one replica to {name.split('/', 1)[1]}: assign what "
@@ -143,16 +169,21 @@ def _check_same_results(program: Program, task: Task, one: Measured, two: Measur
         yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(one.metrics), *arrays])}")
 
 
-def _why_losses_differ(program: Program, task: Any, one: float, two: float) -> tuple[str, str]:
+def _why_losses_differ(program: Program, task: Any, padded: str, one: float, two: float) -> tuple[str, str]:
     """Returns the hook to look at, and the likely cause, from the losses of one replica and of two."""
-    features, labels, sample_weights = next(program.batches["train"].one_by_one())
-    shape = sample_weights.shape
-    with contextlib.suppress(Exception):  # The steps of this task may pass it other arguments.
+    batch = features, labels, sample_weights = next(program.batches["train"].one_by_one())
+    shape, graph = sample_weights.shape, program.run_steps["train"].graph()
+    with contextlib.suppress(Exception), step_on(batch):  # The steps of this task may pass it other arguments.
         shape = task.compute_loss(labels, task.model(features), sample_weights)[1].shape
-    if shape.rank != 1:  # The metrics differ for the same reason.
+    # The metrics differ for the same reason. A loss of each token has the shape of its labels.
+    if shape.rank != 1 and not (tf.is_tensor(labels) and shape == labels.shape):
         raise BadInput(f"task.compute_loss returned a per-example loss of shape {shape}: return one value per example")
     weights, activities = _losses_of_model(task.model, features)
-    if weights and close(two - one, weights):
+    if math.isnan(two):
+        why = "a replica whose examples are all padding divides by 0: use tf.math.divide_no_nan"
+    elif padded:
+        why = "it is divided by what one replica's batch contains: divide by a sum of engine.model.sum_over_batch"
+    elif weights and close(two - one, weights):
         why = "it adds model.losses once per replica; use tf.nn.scale_regularization_loss(model.losses)"
     elif activities and close(one - two, activities / 2):
         why = "a layer's add_loss adds a sum over one replica's batch; add the mean over the examples"
@@ -163,8 +194,13 @@ def _why_losses_differ(program: Program, task: Any, one: float, two: float) -> t
     elif hidden := [name.removeprefix("hidden/") for name in program.run.hidden.changed()]:
         why = f"the steps change {', '.join(hidden)}, which is per-replica: to keep it equal on all replicas, "
         return "create_model", why + "assign what tf.distribute.get_replica_context().all_reduce returns"
+    elif graph is not None and (places := draws(graph)):
+        why = f"it draws random numbers{places} that depend on the replica: draw them from a seed of each example, see "
+        return "train_step", why + "docs/steps.md"
     else:
-        why = "the ratio matches no known cause: look for a mean taken over one replica's batch"
+        why = "the ratio matches no known cause: look for a mean taken over one replica's batch, which a sum of "
+        why += "engine.model.sum_over_batch makes right, and for examples that are compared only with those of their "
+        why += "replica, instead of what engine.model.gather_batch returns"
     return "compute_loss", why
 
 
@@ -172,7 +208,8 @@ def _losses_of_model(model: Any, features: Any) -> tuple[float, float]:
     """Returns two sums of model.losses: the regularizers of weights, and all other losses."""
     if not isinstance(model, keras.Model) or not model.losses:
         return 0.0, 0.0
-    model(features, training=True)
+    with contextlib.suppress(Exception):  # A step may call it on something else.
+        model(features, training=True)
     weights = sum(float(each.regularizer(each)) for each in model.trainable_variables if each.regularizer)
     return weights, float(sum(model.losses)) - weights
 

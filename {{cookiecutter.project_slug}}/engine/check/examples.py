@@ -17,6 +17,7 @@ from engine.data.hashes import sha256_of
 from engine.data.records import Records
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
+from engine.model.global_batch import step_on
 from engine.protocols import Task
 from engine.run.evaluation import Program
 from engine.settings import Settings
@@ -78,17 +79,20 @@ def check_batches(program: Program, task: Task) -> Iterator[Check]:
 
 def _check_labels(task: Any, name: str, batch: Any, predict: Callable[[Any], Any]) -> None:
     features, labels, sample_weights = batch
+    predictions: Any = None
     if tf.is_tensor(labels) and labels.dtype == tf.string:
         raise BadInput(f"task.prepare_example returned text labels for {name!r}: map them to numbers")
     are_integers = tf.is_tensor(labels) and labels.dtype.is_integer
-    predictions: Any = predict(features) if are_integers and isinstance(task.model, keras.Model) else None
+    if are_integers and isinstance(task.model, keras.Model):
+        with contextlib.suppress(Exception):  # A step may call it on something else.
+            predictions = predict(features)
     if not tf.is_tensor(predictions) or predictions.shape.rank != labels.shape.rank + 1:
         return
     classes, low, high = predictions.shape[-1], int(tf.reduce_min(labels)), int(tf.reduce_max(labels))
     if classes == 1 or 0 <= low <= high < classes:
         return
     # Labels may mark padding, or may not be classes at all: only the loss knows.
-    with contextlib.suppress(tf.errors.InvalidArgumentError):
+    with contextlib.suppress(tf.errors.InvalidArgumentError), step_on(batch):
         if math.isfinite(float(task.compute_loss(labels, predictions, sample_weights)[0])):
             return
     text = f"returned labels from {low} to {high}, and the model predicts {classes} classes, 0 to {classes - 1}"

@@ -22,11 +22,11 @@ Arrays = dict[str, np.ndarray]  # Variable -> its value, gradient or change.
 
 BATCHES = 3
 RANDOMNESS = ("rate", "stddev", "dropout", "recurrent_dropout")  # Attributes of Keras layers: how much they draw.
-LEARNING_RATE = 2.0**14  # So large that a step shows the gradient: the weight itself rounds none of it away.
 ROUNDED_BY = 2.0**-20  # Changes every weight by eight roundings of float32, as they add up over the layers.
 DRAWS = 3  # Several, because rounding shows only where a ReLU, or a maximum, is about to turn.
 NEARBY = 2.0**-7  # Changes every weight enough that another ReLU, or maximum, is about to turn.
 LOSS = "loss"  # Beside the names of the variables.
+SAMPLE_WEIGHTS = 2  # The part of a stack.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Measured:
 
     batches: list[Arrays]  # The loss of each batch, and the gradient of each variable.
     nearby: list[Arrays]  # The same from weights nearby.
+    half_padded: float  # The loss of the first batch with padding in its second half, which is the second replica's.
     rounding: dict[str, float]  # How much these change, at most, when the weights change by a few roundings.
     assigned: Arrays  # The mirrored variables after a step, without the weights that it trains.
     metrics: dict[str, float]
@@ -75,13 +76,12 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     _check_finite(batches)
     with _moved_weights(program, task, NEARBY):
         nearby = losses_and_gradients(program, task, stacks)
+    (padded,) = losses_and_gradients(program, task, [_half_padded(program, stacks[0])])
     assigned = _assigned(program, task, stacks[0])
     optimizers = by_name(task.optimizer, "optimizer").values()
     updated = {path for optimizer in optimizers for path in optimizer.updated}
     trainable = [each.path for model in by_name(task.model, "model").values() for each in model.trainable_variables]
     with state_restored(program) as initial:
-        for optimizer in optimizers:
-            optimizer.learning_rate.assign(0.0)  # So all metrics are of the same weights.
         metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
         with program.run.evaluation_weights():
             metrics |= {**program.validate(), **program.test()}
@@ -94,6 +94,7 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     return Measured(
         batches=batches,
         nearby=nearby,
+        half_padded=float(padded[LOSS]),
         rounding=rounding,
         assigned=assigned,
         metrics=metrics,
@@ -114,7 +115,9 @@ def state_restored(program: Program) -> Iterator[Values]:
 def _assigned(program: Program, task: Task, batches: Any) -> Arrays:
     """Takes a step; returns `Measured.assigned`."""
     state = program.run.checkpoints.state
-    others = state.mirrored.keys() - trainable_variables(task.model).keys()
+    recorded = {id(gradient) for gradient in _gradients(task).values()}
+    others = {name for name, variable in state.mirrored.items() if id(variable) not in recorded}
+    others -= trainable_variables(task.model).keys()
     stack, first, _ = batches
     with state_restored(program):
         program.run_steps["train"](stack, first, 1)
@@ -161,15 +164,30 @@ def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
     return list(batches.iterator().take(batches.steps_per_pass))
 
 
+def _half_padded(program: Program, batches: tuple[Any, int, int]) -> tuple[Any, int, int]:
+    """Returns the first of the batches, with sample weights of 0 in the second half of the global batch."""
+    stack, first, _ = batches
+    half = program.batches["train"].global_batch_size // 2
+
+    def pad(*parts: Any) -> tuple[Any, ...]:
+        weights = parts[SAMPLE_WEIGHTS]
+        size, replica = tf.shape(weights)[1], tf.distribute.get_replica_context().replica_id_in_sync_group
+        is_example = size * tf.cast(replica, tf.int32) + tf.range(size) < half
+        padded = weights * tf.cast(is_example, weights.dtype)
+        return *parts[:SAMPLE_WEIGHTS], padded, *parts[SAMPLE_WEIGHTS + 1 :]
+
+    return program.strategy.run(pad, args=tuple(stack)), first, 1
+
+
 def losses_and_gradients(program: Program, task: Task, stacks: Sequence[tuple[Any, int, int]]) -> list[Arrays]:
     """Returns the LOSS and the gradients of each batch, all from the program's present state."""
-    before, results = _weights(task), []
+    gradients, results = _gradients(task), []
     with state_restored(program) as initial:
         for stack, first, count in stacks:
             for index in range(first, first + count):
                 program.run.checkpoints.state.assign(initial)
                 (loss,) = program.run_steps["train"](stack, index, 1).numpy()
-                results.append({**_differences(before, _weights(task), LEARNING_RATE), LOSS: loss})
+                results.append({**{name: each.numpy() for name, each in gradients.items()}, LOSS: loss})
     return results
 
 
@@ -226,8 +244,8 @@ def _weights(task: Task) -> Arrays:
     return {name: variable.numpy() for name, variable in trainable_variables(task.model).items()}
 
 
-def _differences(one: Arrays, other: Arrays, unit: float = 1.0) -> Arrays:
-    return {name: (one[name] - other[name]) / unit for name in one}
+def _differences(one: Arrays, other: Arrays) -> Arrays:
+    return {name: one[name] - other[name] for name in one}
 
 
 def _check_finite(batches: Sequence[Arrays]) -> None:
@@ -241,16 +259,39 @@ def _check_finite(batches: Sequence[Arrays]) -> None:
 
 
 class _Recorder(keras.optimizers.SGD):
-    """Plain gradient descent that records which variables get a gradient."""
+    """Adds up the gradients of each variable and moves none, so that all updates of a step have the same weights.
+
+    Attributes:
+        gradients: the sums of the gradients of its variables, in order.
+        updated: the paths of the variables that get a gradient.
+    """
 
     def __init__(self) -> None:
-        super().__init__(LEARNING_RATE, name="optimizer")
+        super().__init__(name="optimizer")
+        self.gradients: list[keras.Variable] = []
         self.updated: set[str] = set()
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        super().build(variables)
+        self.gradients = self.add_optimizer_variables(variables, "gradient")
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         pairs = zip(grads, trainable_variables, strict=True)
         self.updated |= {variable.path for gradient, variable in pairs if gradient is not None}
         return super().apply(grads, trainable_variables)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.assign_add(self.gradients[self._get_variable_index(variable)], gradient)
+
+
+def _gradients(task: Task) -> dict[str, tf.Variable]:
+    """Returns the variables that hold the recorded gradients, under the names of the trainable variables."""
+    names = {id(variable): name for name, variable in trainable_variables(task.model).items()}
+    return {
+        names[id(variable.value)]: gradient.value
+        for recorder in by_name(task.optimizer, "optimizer").values()
+        for variable, gradient in zip(recorder._trainable_variables, recorder.gradients, strict=True)
+    }
 
 
 def recording_optimizers(task: Task) -> contextlib.AbstractContextManager[object]:

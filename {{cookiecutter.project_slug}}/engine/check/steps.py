@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.check import measure
-from engine.check.measure import LOSS, Arrays, Measured
+from engine.check.measure import LOSS, SAMPLE_WEIGHTS, Arrays, Measured
 from engine.check.results import PROMISE, TOLERANCE, Check, close, differing_metrics, hook_of_step
 from engine.data.batches import Batches
 from engine.model.variables import by_name, inner_variable, layers_of, trainable_variables
@@ -21,7 +21,7 @@ from engine.protocols import Task
 from engine.run.evaluation import Program
 from engine.tracing import look_at, operations_of, place
 
-FEATURES, LABELS, SAMPLE_WEIGHTS, LENGTHS = range(4)  # The parts of a stack; only padded examples have lengths.
+FEATURES, LABELS, _, LENGTHS = range(4)  # The parts of a stack; only padded examples have lengths.
 KERAS = Path(keras.__file__).parent
 # Operations whose gradient jumps, by an operation that only their gradient contains, of the same input.
 JUMPS = {"Sign": "Abs", "GreaterEqual": "Maximum", "LessEqual": "Minimum"}
@@ -108,8 +108,6 @@ def check_metrics(program: Program, task: Task, batches: Batches) -> Iterator[Ch
     initial = [(each, tf.identity(each)) for each in variables]
 
     def results(stacks: list[tuple[Any, int, int]]) -> dict[str, float]:
-        for optimizer in by_name(task.optimizer, "optimizer").values() if is_training else ():
-            optimizer.learning_rate.assign(0.0)
         for stack, first, count in stacks:
             program.run_steps[batches.split](stack, first, count)
         found = program.run.objects.results(batches.name)

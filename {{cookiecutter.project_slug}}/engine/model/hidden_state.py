@@ -7,7 +7,7 @@ import collections
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -91,6 +91,11 @@ class HiddenState:
         """Returns the variables that an evaluation, or else training, uses: they belong to the best weights."""
         traced = self.evaluation or self.training
         return self._among(traced.used if traced else ())
+
+    def seeds(self, listed: Mapping[str, tf.Variable]) -> list[tf.Variable]:
+        """Returns the states of all random generators, listed or not, each replica's own."""
+        seeds = [variable for name, variable in {**listed, **self.unlisted}.items() if is_seed(name)]
+        return [each for seed in seeds for each in self._local_results(seed)]
 
     def check(self, saved: Iterable[tf.Variable]) -> None:
         """Raises BadInput if a step changes anything besides the variables that a checkpoint contains."""

@@ -110,8 +110,15 @@ class Pass:
         waits: whether the next execution is empty, because a resumed run still owes a validation.
     """
 
-    def __init__(self, batches: Batches, epoch: int | None, progress: Progress, executions: Executions) -> None:
-        """Continues at the position in `progress`."""
+    def __init__(
+        self,
+        batches: Batches,
+        epoch: int | None,
+        progress: Progress,
+        executions: Executions,
+        seeds: Sequence[tf.Variable] = (),
+    ) -> None:
+        """Continues at the position in `progress`. An evaluation gives back the `seeds`, one replica's each."""
         self.name, self.split, self.steps = batches.name, batches.split, batches.steps_per_epoch
         self._batches, self.epoch = batches, epoch
         self._epoch_text = "" if epoch is None else f" of epoch {epoch + 1}"
@@ -122,6 +129,7 @@ class Pass:
         self._progress, self._executions = progress, executions
         self._iterator = batches.iterator(epoch or 0, first_step=self.done) if self.steps_left else None
         self._count = 0  # Steps of the current execution.
+        self._seeds = [] if self.split == "train" else [(each, each.numpy()) for each in seeds]
         self.watch = contextlib.ExitStack()
 
     @property
@@ -173,6 +181,21 @@ class Pass:
         waited = self._iterator.seconds_waited - self._waited if self._iterator else 0.0
         self._progress.add(self.name, len(values), seconds, waited)
         return values, examples / self._batches.global_batch_size, seconds
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether an evaluation has drawn from one of the seeds."""
+        return any(not np.array_equal(seed.numpy(), before) for seed, before in self._seeds)
+
+    def give_back_seeds(self) -> None:
+        """Undoes the draws of an evaluation, or what training draws would depend on how often a run validates."""
+        for seed, before in self._seeds:
+            seed.assign(before)
+
+    def start_over(self) -> None:
+        """Undoes the steps of an evaluation, but for its metrics."""
+        self.give_back_seeds()
+        self._progress.steps_of_pass[self.name] = self.uncounted = 0
 
     def __str__(self) -> str:
         """Returns the steps of the current execution for messages: "in train steps 3 to 5 of epoch 1"; "" without."""

@@ -75,7 +75,7 @@ class Run:
         """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0; None outside epochs."""
         if batches.split == "train":
             self._examples = batches.examples_in(epoch or 0)
-        one_pass = Pass(batches, epoch, self.progress, self._executions)
+        one_pass = Pass(batches, epoch, self.progress, self._executions, self.hidden.seeds(self.objects.weights))
         one_pass.waits = self.validation_is_due(one_pass)  # The run was stopped before or in that validation.
         if not one_pass.has_ended:
             self._passes.append(one_pass)
@@ -122,6 +122,7 @@ class Run:
             results = self.objects.results(one_pass.name)
             # Machines of several kinds may round the last steps of a metric differently, and the results decide.
             self.progress.end_pass(one_pass.name, self.workers.from_chief(lambda: results))
+            one_pass.give_back_seeds()
             one_pass.has_ended = True
             self._passes.remove(one_pass)
             if one_pass.split == "train":  # Afterwards train.py may change them for the next epoch.
@@ -201,7 +202,11 @@ class Run:
         self.workers.from_chief(lambda: self.report and write(self.report))
 
     def save(self) -> Path:
-        """Saves the state as a checkpoint; returns where."""
+        """Saves the state as a checkpoint; returns where. An evaluation that has drawn numbers will start over."""
+        for one_pass in self._passes:
+            if one_pass.has_drawn:
+                one_pass.start_over()
+                self.objects.reset(one_pass.name)
         self._saved_step = self.progress.step
         return self.checkpoints.save(self.progress.step, self.progress.record())
 
@@ -290,7 +295,7 @@ class Run:
             if one_pass is None or one_pass.split == "train" or self.workers.count > 1:
                 raise
             # An evaluation changes its metrics only. It starts over, so that the training before it can be saved.
-            self.progress.steps_of_pass[one_pass.name] = one_pass.uncounted = 0
+            one_pass.start_over()
             self.objects.reset(one_pass.name)
             raise BadInput(str(problem)) from problem
         finally:
