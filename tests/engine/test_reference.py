@@ -72,7 +72,7 @@ def by_hand(
     averages = [kernel.copy(), bias.copy()]
     velocities = [np.zeros_like(kernel), np.zeros_like(bias)]
     epoch_losses = []
-    clipped = 0
+    clipped = updates = 0
     for epoch in range(EPOCHS):
         losses_seen, weights_seen = [], []
         # The order of the examples is the engine's, and has tests of its own.
@@ -83,14 +83,16 @@ def by_hand(
             gradients = [features.T @ errors + 2 * L2 * kernel, errors.sum(axis=0)]
             norm = np.sqrt(sum((gradient**2).sum() for gradient in gradients))
             clipped += norm > global_clipnorm
+            decay = min(ema_decay, (1 + updates) / (10 + updates))
+            updates += 1
             for variable, velocity, gradient, average in zip(
                 (kernel, bias), velocities, gradients, averages, strict=True
             ):
                 velocity *= MOMENTUM
                 velocity -= LEARNING_RATE * gradient * min(1.0, global_clipnorm / norm)
                 variable += velocity
-                average *= ema_decay
-                average += (1.0 - ema_decay) * variable
+                average *= decay
+                average += (1.0 - decay) * variable
             losses_seen.append(losses)
             weights_seen.append(weights)
         epoch_losses.append(np.average(np.concatenate(losses_seen), weights=np.concatenate(weights_seen)))

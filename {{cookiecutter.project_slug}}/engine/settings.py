@@ -87,7 +87,8 @@ class Settings:
     global_clipnorm: float | None = None
     """Limit of the global norm of the gradients, after their sum over the replicas."""
     ema_decay: float | None = None
-    """Validate, test and keep a moving average of the weights: average <- decay * average + (1 - decay) * weights."""
+    """Validate, test and keep a moving average of the weights: average <- decay * average + (1 - decay) * weights.
+    After n steps the decay is at most (1 + n) / (10 + n), so that the initial weights do not count for long."""
 
     monitor: str = "validation/loss"
     """The metric that decides which weights are best. The best weights are tested after the last epoch."""

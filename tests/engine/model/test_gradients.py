@@ -14,6 +14,7 @@ import train
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
+from engine.model.averages import follow
 from engine.model.build import build_optimizers
 from engine.model.gradients import apply_gradients, in_micro_batches, prepare_optimizer
 from engine.model.variables import model_variables
@@ -598,3 +599,47 @@ def test_own_gradients_take_the_place_of_the_tape_s(count: int) -> None:
     features = tf.ones([6, 2])
     in_micro_batches(train_step, Config(micro_batches=count))((features, features, features))
     assert linear.weight.numpy().ravel().tolist() == [-12.0, -12.0]
+
+
+# --- A network that follows another -----------------------------------------------------------------------------------
+
+
+def normalized(width: int = 3) -> keras.Model:
+    layers = [keras.layers.Dense(width), keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
+    return keras.Sequential([keras.Input((2,)), *layers])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 1), (2, 1), (2, 2), (2, 4)])
+def test_follower_moves_once_after_the_update(replicas: int, micro_batches: int, compiled: bool) -> None:
+    strategy = create_strategy(Config(simulated_devices=replicas))
+    with strategy.scope():
+        model, follower = normalized(), normalized()
+        optimizer = prepare_optimizer(keras.optimizers.SGD(0.1), "float32")
+        optimizer.build(model.trainable_variables)
+    before = [each.numpy() for each in follower.variables]
+
+    def train_step(batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(batch[0]))
+        apply_gradients(optimizer, tape, loss, model.trainable_variables)
+        follow(follower, model, decay=0.75)
+        return loss
+
+    step, features = in_micro_batches(train_step, Config(micro_batches=micro_batches)), tf.ones([4, 2])
+
+    def take() -> tf.Tensor:
+        return strategy.run(step, ((features, features, features),))
+
+    with strategy.scope():
+        (tf.function(take) if compiled else take)()
+    for variable, start, goal in zip(follower.variables, before, model.variables, strict=True):
+        moved = start if "seed" in variable.path else 0.75 * start + 0.25 * goal.numpy()
+        for value in strategy.experimental_local_results(variable.value):
+            np.testing.assert_allclose(value.numpy(), moved, rtol=1e-6)
+    assert not np.array_equal(follower.variables[0].numpy(), before[0])
+
+
+def test_follower_of_another_shape_is_refused() -> None:
+    with pytest.raises(BadInput, match="a follower whose variables have other shapes than those of the model: make"):
+        follow(normalized(4), normalized(), 0.9)

@@ -14,7 +14,7 @@ import task
 import train
 from config import Config
 from engine.errors import BadInput
-from engine.model.build import TaskObjects, build_optimizers
+from engine.model.build import TaskObjects, build_models, build_optimizers
 from engine.model.metrics import ResultNames
 from engine.model.rejections import monitor_direction
 from engine.model.variables import model_variables
@@ -308,3 +308,11 @@ def test_direction_is_the_one_that_keras_knows(name: str, metric: type, directio
         return
     with pytest.raises(BadInput, match=r"--monitor validation/wer: .* pass --monitor-direction min or max"):
         monitor_direction(names, monitor, "auto")
+
+
+def test_encoder_that_a_step_calls_on_each_of_two_views_is_left_as_it_is() -> None:
+    views = {name: tf.TensorSpec([4, 3]) for name in ("one", "other")}
+    encoder = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    assert build_models(encoder, views) is encoder
+    with pytest.raises(BadInput, match=r"which does not accept features .*: make its first layer accept"):
+        build_models(keras.Sequential([keras.layers.Dense(2)]), views)

@@ -241,14 +241,6 @@ FAULTY_HOOKS = {
         {"create_model": unbuildable_model},
         "task.create_model returned 'model', which does not accept features of the shapes [32, 8, 8, 1]",
     ),
-    "model of another shape": (
-        {
-            "create_model": lambda: keras.Sequential(
-                [keras.Input((7, 7, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
-            )
-        },
-        "task.create_model returned 'model', which does not accept features of the shapes [32, 8, 8, 1]",
-    ),
     "four values": (
         {"prepare_example": lambda features, labels, *, training: (features, labels, 1.0, 1.0)},
         "task.prepare_example returned (",

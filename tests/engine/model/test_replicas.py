@@ -131,8 +131,8 @@ def test_each_replica_averages_its_statistics_and_the_evaluation_their_mean(monk
     # What each step has measured itself, which moves the moving mean halfway, as its momentum is 0.5.
     before = np.concatenate([np.zeros_like(measured[:1]), measured[:-1]])
     of_steps = (np.array(measured, np.float64) - 0.5 * before) / 0.5
-    # The first step's stands for the initial weights too.
-    expected = np.average(of_steps, axis=0, weights=[0.81, 0.09, 0.1])
+    # The first step's stands for the initial weights too. The second step's decay is 2 / 11, the third's 3 / 12.
+    expected = np.average(of_steps, axis=0, weights=[3 / 12 * 2 / 11, 3 / 12 * 9 / 11, 9 / 12])
     assert not np.array_equal(*expected[0])
     with train.run.evaluation_weights():
         for mean, averages in zip(means, expected, strict=True):
@@ -223,7 +223,9 @@ def test_average_reaches_what_it_averages() -> None:
 
     update()
     goal = np.float64(variable.numpy())
-    np.testing.assert_allclose(average.averages["weight"], goal + (1.0 - goal) * decay**updates, rtol=1e-13)
+    numbers = np.arange(updates)
+    left = np.prod(np.minimum(decay, (1 + numbers) / (10 + numbers)))
+    np.testing.assert_allclose(average.averages["weight"], goal + (1.0 - goal) * left, rtol=1e-13)
 
 
 def test_sum_over_replicas_is_rounded_in_one_way_whatever_else_reads_its_parts() -> None:

@@ -7,11 +7,12 @@ metrics         builds and reads the metrics, and names their results
 sums            adds up in float64 what metrics count
 gradients       micro-batches, the sum over replicas, clipping, the update
 global_batch    sums over the global batch, and the values of all its examples, for the loss of a step
-averages        the moving average of the weights and statistics
+averages        the moving average of the weights and statistics; a network that follows another
 moments         the moments of BatchNormalization, over all replicas also with a mask
 hidden_state    the variables that Keras does not list
 """
 
+from engine.model.averages import follow
 from engine.model.build import TaskObjects, build_models, finish_objects, set_up
 from engine.model.global_batch import gather_batch, in_one_batch, places_in_batch, sum_over_batch
 from engine.model.gradients import apply_gradients, in_micro_batches
@@ -23,6 +24,7 @@ __all__ = [
     "apply_gradients",
     "build_models",
     "finish_objects",
+    "follow",
     "gather_batch",
     "in_micro_batches",
     "in_one_batch",

@@ -1,4 +1,4 @@
-"""The moving average of the weights and statistics: --ema-decay."""
+"""The moving average of the weights and statistics: --ema-decay; and networks that follow another in a step."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -6,11 +6,17 @@ from collections.abc import Iterator, Mapping
 import keras
 import tensorflow as tf
 
+from engine.errors import BadInput
+from engine.model.gradients import is_last_micro_batch
 from engine.model.moments import kept_by, moves_by_momentum
+from engine.model.variables import is_seed
 
 
 class MovingAverage:
     """average <- decay * average + (1 - decay) * variable, for some variables.
+
+    After n updates the decay is at most (1 + n) / (10 + n), as tf.train.ExponentialMovingAverage has it with
+    num_updates. Otherwise the initial weights would count for long: with 0.999, a third after 1,000 steps.
 
     Statistics are moving averages themselves, of what each step has measured. Of these the average is taken, with the
     same decay, so that it counts the same steps as the averages of the weights, and no initial value. Of a variable
@@ -41,11 +47,15 @@ class MovingAverage:
         self._weight = {name: tf.Variable(0.0, dtype=tf.float64, trainable=False) for name in layers}
         self._kept = {name: kept_by(layer) for name, layer in layers.items() if moves_by_momentum(layer)}
         self.state = {**self.averages}
+        if self._variables:
+            self._updates = self.state["updates"] = tf.Variable(0.0, dtype=tf.float64, trainable=False)
         for part, by_name in (("before", self._before), ("weight", self._weight), ("kept", self._kept)):
             self.state |= {f"{name}/{part}": variable for name, variable in by_name.items()}
 
     def start_over(self) -> None:
-        """Sets the averages to the variables' values."""
+        """Sets the averages to the variables' values, as if there had been no update."""
+        if self._variables:
+            self._updates.assign(0.0)
         for name, variable in self._variables.items():
             self.averages[name].assign(tf.cast(variable, tf.float64))
         for name, before in self._before.items():
@@ -55,7 +65,11 @@ class MovingAverage:
     @tf.autograph.experimental.do_not_convert
     def update(self) -> None:
         """Moves the averages by one step; outside the replicas, in the graph."""
-        rate = tf.constant(1.0 - self._decay, tf.float64)
+        if not self._variables:
+            return
+        updates = self._updates.read_value()
+        self._updates.assign(updates + 1.0)
+        rate = 1.0 - tf.minimum(tf.constant(self._decay, tf.float64), (1.0 + updates) / (10.0 + updates))
         for name, average in self.averages.items():
             variable, update = self._variables[name], self._strategy.extended.update
             if name in self._before:
@@ -81,6 +95,34 @@ class MovingAverage:
         finally:
             for (variable, _), value in zip(pairs, trained, strict=True):
                 variable.assign(value)
+
+
+@tf.autograph.experimental.do_not_convert
+def follow(follower: keras.Model, model: keras.Model, decay: float | tf.Tensor) -> None:
+    """Moves each variable of a follower: follower <- decay * follower + (1 - decay) * model.
+
+    A follower is a mean teacher, a momentum encoder or a target network; a decay of 0 makes it a copy. Call it in
+    task.train_step after apply_gradients, on every replica; in micro-batches it moves once, after the update. It
+    follows statistics, such as those of BatchNormalization, as it does weights, and the states of random generators
+    not. The follower has no optimizer: freeze it (follower.trainable = False), or leave its name out of
+    task.create_optimizer's dict.
+
+    Args:
+        follower: has the same variables as `model`, in the same order.
+        model: the model that is trained.
+        decay: from 0 to 1 (scalar); one that changes over the steps follows from optimizer.iterations.
+
+    Raises BadInput if the variables of the two differ in number or shape.
+    """
+    pairs = [[each for each in one.variables if not is_seed(each.path)] for one in (follower, model)]
+    shapes = [[tuple(each.shape) for each in variables] for variables in pairs]
+    if shapes[0] != shapes[1]:
+        problem = "engine.model.follow got a follower whose variables have other shapes than those of the model"
+        raise BadInput(f"{problem}: make both by the same function")
+    if is_last_micro_batch():
+        for one, other in zip(*pairs, strict=True):
+            value = tf.cast(decay, one.dtype) * one.value + (1.0 - tf.cast(decay, one.dtype)) * other.value
+            one.assign(value if tf.as_dtype(one.dtype).is_floating else other.value)
 
 
 def _copy(variable: tf.Variable) -> tf.Variable:

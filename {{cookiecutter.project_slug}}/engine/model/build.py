@@ -50,13 +50,16 @@ def set_up(task: Task, settings: Settings) -> None:
 def build_models(model: Any, features_spec: Any) -> Any:
     """Returns the model, or the dict of models, with all variables made, also those of layers used in training only.
 
-    Raises BadInput if one is not a keras.Model, or does not accept such features.
+    A model that has all its variables need not accept the features: a step may call it on something made of them, and
+    one of several models may take the outputs of another. Raises BadInput if one is not a keras.Model, or has no
+    variables yet and does not accept such features.
     """
     for name, each in by_name(model, "model").items():
         if not isinstance(each, keras.Model):
             raise BadInput(f"task.create_model returned {each!r} as {name!r}: return a keras.Model, or a dict of them")
         if each.built and isinstance(model, Mapping):
-            continue  # One of several models may take the outputs of another.
+            continue
+        is_complete = each.built and all(layer.built for layer in variables.layers_of(each))
         try:
             with warnings.catch_warnings():
                 # It warns about layers that the next call builds, or that no step calls.
@@ -67,9 +70,12 @@ def build_models(model: Any, features_spec: Any) -> Any:
                     symbols = tf.nest.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype.name), features_spec)
                     each(symbols, training=True)
         except Exception as problem:
+            if is_complete:
+                continue
             shapes = tf.nest.map_structure(lambda spec: spec.shape.as_list(), features_spec)
             fact = f"which does not accept features of the shapes {shapes} ({first_line(problem)})"
-            remedy = "make its first layer accept the features of task.prepare_example"
+            remedy = "make its first layer accept the features of task.prepare_example, or call the model once on what "
+            remedy += "the steps give it"
             raise BadInput(f"task.create_model returned {name!r}, {fact}: {remedy}") from problem
     return model
 

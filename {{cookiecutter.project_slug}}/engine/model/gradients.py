@@ -95,6 +95,11 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings)
     return complete_step
 
 
+def is_last_micro_batch() -> bool:
+    """Returns whether the step that is being traced updates now; also outside a step."""
+    return _step.is_last
+
+
 def _take_until(end: int, take: Callable[..., tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
     """Takes the micro-batches from the second one to before `end`, which neither start the sums nor update."""
     sums = _step.sums
