@@ -4,6 +4,7 @@ import csv
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -88,18 +89,27 @@ def rows(run_dir: Path) -> list[dict[str, str]]:
 def test_on_report_sees_the_rows_and_the_averaged_weights_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = []
+    seen, traced = [], []
+
+    @tf.function
+    def compiled_predictions(features: tf.Tensor) -> dict[str, tf.Tensor]:
+        traced.append(features)
+        return task.predict_step(features)
 
     def on_report(row: dict[str, Any], run_dir: Path, settings: Config) -> None:
         # Layers of each kind are called with the weights of one replica, outside the steps.
-        task.predict_step(tf.ones([3, 8, 8, 1]))
+        compiled_predictions(tf.ones([3, 8, 8, 1]))
+        time.sleep(0.6)
         seen.append((row, run_dir, settings.ema_decay, task.model.layers[1].kernel.numpy()))
         tf.summary.image("ones", tf.ones([1, 8, 8, 1]))
         raise ValueError("a mistake")
 
     monkeypatch.setattr(task, "on_report", on_report, raising=False)
     with_hook = run(tmp_path / "with", "--epochs=2", "--simulated-devices=2", "--ema-decay=0.9")
-    assert capsys.readouterr().out.count("ValueError: a mistake); the run continues") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("ValueError: a mistake); the run continues") == 1
+    assert re.search(r"task\.on_report took [1-9][\d.]* s, beside the times of the epochs", printed)
+    assert len(traced) == 1
     assert [(row["epoch"], row["step"], found, ema) for row, found, ema, *_ in seen] == [
         (1, 20, tmp_path / "with", 0.9),
         (2, 40, tmp_path / "with", 0.9),

@@ -24,6 +24,7 @@ VALIDATIONS = "validations.csv"
 STEPS = "steps.csv"
 SECONDS_BETWEEN_CURVES = 30.0  # curves.png is drawn at most this often, and at the end of a run.
 SECONDS_PER_ROW = 1.0  # A row of steps.csv covers at least this time; an execution may be far shorter.
+SECONDS_TO_TELL = 1.0  # How long task.on_report takes, if no one should wonder.
 MUCH_WAITING = 0.1  # Waiting for batches is reported above this fraction of the training time, and above a second.
 SEPARATOR = " / "  # Between the values of a metric on several datasets.
 
@@ -60,7 +61,8 @@ class Report:
         self.direction, self._resumed = direction, resumed
         self._curves_drawn = time.monotonic()
         self._sums = np.zeros(4)  # Since the last row of steps.csv: steps, their losses, full batches and seconds.
-        self._on_report_failed = False
+        self._on_report_failed, self._on_report_seconds = False, 0.0
+        self._replica: tf.distribute.ReplicaContext | None = None  # In which task.on_report runs.
         self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
 
     def steps(
@@ -90,6 +92,8 @@ class Report:
         if self._sums[0]:
             self._end_row(self._rates)
         self.draw_curves()
+        if self._on_report_seconds > SECONDS_TO_TELL:
+            console.print(f"task.on_report took {self._on_report_seconds:.1f} s, beside the times of the epochs.")
 
     def result(self, step: int, metrics: Mapping[str, float], best: float) -> None:
         """Writes the test metrics and the best score of a finished run to TensorBoard."""
@@ -122,10 +126,12 @@ class Report:
 
     def call_hook(self, on_report: Callable[..., None], row: Row, strategy: tf.distribute.Strategy) -> None:
         """Calls task.on_report, whose summaries go to TensorBoard. Its first exception is printed and ends nothing."""
-        # Only the chief calls it. In a replica's context it reads variables without the other processes.
-        replica = tf.distribute.ReplicaContext(strategy, replica_id_in_sync_group=0)
+        # Only the chief calls it. In a replica's context it reads variables without the other processes. It is the same
+        # one after every epoch, or a compiled function would be traced in each.
+        self._replica = self._replica or tf.distribute.ReplicaContext(strategy, replica_id_in_sync_group=0)
+        started = time.monotonic()
         try:
-            with self._summaries.at(row["step"]), replica:
+            with self._summaries.at(row["step"]), self._replica:
                 on_report(dict(row), self.run_dir, self.settings)
         except KeyboardInterrupt:
             raise
@@ -134,6 +140,7 @@ class Report:
                 place, text = where_raised(problem), first_line(problem)
                 console.print(f"task.on_report failed ({place}: {text}); the run continues")
             self._on_report_failed = True
+        self._on_report_seconds += time.monotonic() - started
 
     def validation(self, step: int, metrics: dict[str, float], *, is_best: bool) -> None:
         """Reports a validation within an epoch: `metrics` as "<dataset>/<metric>"."""
