@@ -13,7 +13,7 @@ from tensorflow.core.protobuf import saved_model_pb2
 
 import task
 import train
-from pages import blocks, sections
+from pages import blocks, put, sections
 from rendering import run
 
 SECTIONS = sections("inference.md")
@@ -80,3 +80,22 @@ def test_request_is_answered_from_the_numbered_folder(here: Path) -> None:
 def test_files_are_those_that_the_page_lists(here: Path) -> None:
     listed = set(re.findall(r"(?m)^\| `([\w.]+)/?` \| ", SECTIONS["Files"]))
     assert {path.name for path in Path("runs/default/export").iterdir()} == listed
+
+
+def test_random_predictions_follow_from_the_example_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = blocks(SECTIONS["Random predictions"])
+    put(block, task, monkeypatch, tmp_path)
+    seen = []
+    monkeypatch.setattr(
+        task, "model", lambda features, training: seen.append(features) or features[:, 0, :, 0], raising=False
+    )
+    images = IMAGES[:3] / 16.0
+    for batch in (images, images[::-1], images[1:2]):
+        task.predict_step(tf.constant(batch))
+    first, reversed_, alone = (each.numpy() for each in seen)
+    np.testing.assert_array_equal(first, reversed_[::-1])
+    np.testing.assert_array_equal(first[1:2], alone)
+    noise = (first - images) / 0.1
+    assert abs(noise.mean()) < 0.3
+    assert 0.7 < noise.std() < 1.3
+    assert not np.allclose(noise[0], noise[1])

@@ -16,7 +16,8 @@ import pytest
 
 import task
 import train
-from engine.check.measure import measure, recording_optimizers
+from engine.check.measure import measure
+from engine.check.recorder import recording_optimizers
 from engine.check.results import differing_gradients
 from engine.errors import BadInput
 from engine.model.variables import is_seed, model_variables

@@ -19,7 +19,8 @@ from engine.check.check import check_task
 from engine.check.measure import Measured
 from engine.check.results import as_texts, differing_gradients
 from engine.data import CompiledSteps
-from engine.model import apply_gradients
+from engine.model import apply_gradients, gather_batch, places_in_batch, sum_over_batch
+from engine.model.global_batch import sum_over_replicas
 
 Check = Callable[..., tuple[bool, list[str]]]
 ORIGINAL = {name: getattr(task, name) for name in ("train_step", "create_metrics", "compute_loss")}
@@ -547,6 +548,104 @@ def labels_as_texts(features, labels):
 
 L2 = keras.regularizers.L2(0.1)
 
+# --- Losses across the batch, and random numbers in a step ------------------------------------------------------------
+
+
+def count_even(features, labels, weights):
+    """Counts the examples that a term is for."""
+    return tf.reduce_sum(tf.cast(labels % 2 == 0, "float32") * weights)
+
+
+def loss_of_even_labels(denominator: Callable[..., tf.Tensor], divide: Callable[..., tf.Tensor]) -> Callable:
+    """Returns a loss that only the examples with an even label have, as a mean over these."""
+
+    def compute_loss(labels, predictions, weights):
+        per_example_loss = label_losses(labels, predictions) * tf.cast(labels % 2 == 0, "float32")
+        total = denominator(labels, weights)
+        return divide(tf.reduce_sum(per_example_loss * weights), total), per_example_loss
+
+    return compute_loss
+
+
+def even_of_replica(labels, weights):
+    return count_even(None, labels, weights) * tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, "float32")
+
+
+def even_of_micro_batch(labels, weights):
+    (total,) = sum_over_replicas([count_even(None, labels, weights)])
+    return total
+
+
+def even_of_batch(labels, weights):
+    return sum_over_batch(count_even)
+
+
+def contrastive(gather: Callable[..., tf.Tensor], places: Callable[..., tf.Tensor]) -> Callable:
+    """Returns a step whose loss compares each example with all others, as in SimCLR; a brighter image is its pair."""
+
+    def train_step(batch):
+        features, labels, weights = batch
+        with tf.GradientTape() as tape:
+            one = tf.math.l2_normalize(task.model(features, training=True), axis=1)
+            other = tf.math.l2_normalize(task.model(features + 0.1, training=True), axis=1)
+            is_padding = gather(weights) == 0.0
+            similar = 5.0 * one @ tf.transpose(gather(other)) - 1e9 * tf.cast(is_padding, "float32")
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(places(weights), similar)
+            loss = average(losses, weights)
+        apply_gradients(task.optimizer, tape, loss, task.model.trainable_variables)
+        task.update_metrics("train", labels, one, losses, weights)
+        return loss
+
+    return train_step
+
+
+def own_places(values):
+    return tf.range(tf.shape(values)[0])
+
+
+def noisy_step(noise: Callable[[tf.Tensor], tf.Tensor]) -> Callable:
+    def train_step(batch):
+        features, labels, weights = batch
+        return ORIGINAL["train_step"]((features + noise(features), labels, weights))
+
+    return train_step
+
+
+def noise_of_the_step(features):
+    """Is the same on all replicas, whose examples are others."""
+    return tf.random.stateless_normal(tf.shape(features), tf.stack([task.optimizer.iterations, 0]))
+
+
+def noise_of_the_example(features):
+    seeds = tf.strings.to_hash_bucket_fast(tf.strings.as_string(tf.reduce_sum(features, [1, 2, 3])), 2**31 - 1)
+    return tf.map_fn(
+        lambda seed: tf.random.stateless_normal(features.shape[1:], tf.stack([seed, 0])),
+        seeds,
+        fn_output_signature=tf.float32,
+    )
+
+
+def noisy_evaluation(noise: Callable[[tf.Tensor], tf.Tensor]) -> Callable:
+    original = task.evaluation_step
+
+    def evaluation_step(split, batch):
+        features, labels, weights = batch
+        return original(split, (features + noise(features), labels, weights))
+
+    return evaluation_step
+
+
+class Sampling(keras.layers.Layer):
+    """Adds noise in training and in evaluation, as a variational autoencoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(0)
+
+    def call(self, inputs):
+        return inputs + keras.random.normal(tf.shape(inputs), seed=self.seed)
+
+
 FAULTS = {
     "mean-reduced loss": (
         {"create_loss_objects": mean_reduced_loss},
@@ -726,6 +825,42 @@ FAULTS = {
         "task.py predict_step",
         "use a sigmoid",
     ),
+    "mean over the examples of a replica that have a term": (
+        {"compute_loss": loss_of_even_labels(even_of_replica, tf.math.divide_no_nan)},
+        "task.py compute_loss",
+        "which a sum of engine.model.sum_over_batch makes right",
+    ),
+    "mean over the examples of a micro-batch that have a term": (
+        {"compute_loss": loss_of_even_labels(even_of_micro_batch, tf.math.divide_no_nan)},
+        "task.py compute_loss",
+        "--micro-batches 2 alone makes it",
+    ),
+    "division by 0 on a replica of padding": (
+        {"compute_loss": loss_of_even_labels(even_of_replica, tf.divide)},
+        "task.py compute_loss",
+        "divide with tf.math.divide_no_nan",
+    ),
+    "negatives of the replica": (
+        {"train_step": contrastive(lambda values: values, own_places)},
+        "task.py compute_loss",
+        "instead of what engine.model.gather_batch returns",
+    ),
+    "random numbers from the step's number": (
+        {"train_step": noisy_step(noise_of_the_step)},
+        "task.py train_step",
+        "draw them from a seed of each example, see docs/steps.md",
+    ),
+    "random numbers from the step's number in evaluation": (
+        {"evaluation_step": noisy_evaluation(noise_of_the_step)},
+        "task.py evaluation_step",
+        "draw them from a seed of each example, see docs/steps.md",
+    ),
+}
+
+
+OPTIONS = {
+    "gradient of a padded batch": {"keep_last_batch": True},
+    "mean over the examples of a micro-batch that have a term": {"micro_batches": 2},
 }
 
 
@@ -760,7 +895,7 @@ def test_planted_fault_is_found_and_the_hook_named(faults: tuple[str, ...], chec
     READ.clear()
     OUTSIDE["counter"] = tf.Variable(0, name="steps_seen")
     planted = [FAULTS[fault] for fault in faults]
-    options = {"keep_last_batch": True} if faults == ("gradient of a padded batch",) else {}
+    options = OPTIONS.get(faults[0], {})
     passed, lines = check({name: hook for hooks, _, _ in planted for name, hook in hooks.items()}, **options)
     lines = [line for line in lines if line.startswith("FAIL")]
     assert not passed
@@ -785,7 +920,14 @@ def test_fault_that_one_batch_shows_is_found_by_its_loss(check: Check) -> None:
         float, re.search(r"task\.py compute_loss +the loss is (\S+) on one replica and (\S+) on two", line).groups()
     )
     assert one != two
-    assert check({"compute_loss": mean_over_the_real_examples})[0]
+
+
+def test_padding_of_one_replica_is_tried_where_no_batch_has_it(check: Check) -> None:
+    passed, lines = check({"compute_loss": mean_over_the_real_examples})
+    assert not passed
+    (line,) = [line for line in lines if line.startswith("FAIL")]
+    assert "the loss of a batch whose second half is padding is" in line
+    assert "divide by a sum of engine.model.sum_over_batch" in line
 
 
 def test_gradient_that_differs_with_weights_nearby_too_is_a_fault_and_else_rounding() -> None:
@@ -866,6 +1008,14 @@ def normalized_model():
 
 
 RIGHT = {
+    "mean over the examples that have a term": {
+        "compute_loss": loss_of_even_labels(even_of_batch, tf.math.divide_no_nan)
+    },
+    "negatives of the batch": {"train_step": contrastive(gather_batch, places_in_batch)},
+    "random numbers from a seed of each example": {
+        "train_step": noisy_step(noise_of_the_example),
+        "evaluation_step": noisy_evaluation(noise_of_the_example),
+    },
     "weighted mean": {"compute_loss": loss_of_weighted_mean, "load_examples": weighted_examples},
     "weighted mean of equal losses": {
         "compute_loss": loss_of_weighted_mean,
@@ -888,6 +1038,27 @@ RIGHT = {
 def test_right_form_is_no_false_alarm(hooks: dict[str, Any], check: Check) -> None:
     lines = assert_sound(check(hooks, keep_last_batch=True))
     assert not any("its gradient jumps" in line for line in lines)
+
+
+def test_sum_over_the_batch_is_right_with_micro_batches(check: Check) -> None:
+    loss = loss_of_even_labels(even_of_batch, tf.math.divide_no_nan)
+    assert_sound(check({"compute_loss": loss}, micro_batches=2, keep_last_batch=True))
+
+
+@pytest.mark.parametrize("in_training", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_draws_of_a_seed_generator_in_evaluation_are_named(check: Check, in_training: bool) -> None:
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.sampling = linear_model(), Sampling()
+
+        def call(self, features, training=None):
+            outputs = self.dense(features)
+            return outputs if training and not in_training else self.sampling(outputs)
+
+    lines = assert_sound(check({"create_model": Model}), compared=not in_training)
+    (line,) = [line for line in lines if "random in validation" in line]
+    assert "sampling: draw from a seed of each example, see docs/steps.md" in line
 
 
 @pytest.mark.long

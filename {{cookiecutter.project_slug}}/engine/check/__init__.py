@@ -5,6 +5,7 @@ checks    the checks, one after the other
 examples  checks of the examples, of their batches, and of predictions
 steps     checks of what the steps use: sample weights, regularizers, metrics
 measure   the results of one replica or several for the same batches
+recorder  optimizers that record the gradients instead of training with them
 results   the result of a check, and which measured results differ
 """
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 from engine.check import measure
 from engine.check.examples import check_batches, check_examples, check_predictions, read_examples
 from engine.check.measure import LOSS, SAMPLE_WEIGHTS, Measured
+from engine.check.recorder import recording_optimizers
 from engine.check.results import (
     MARGIN,
     PROMISE,
@@ -34,7 +35,7 @@ from engine.check.steps import check_loss, check_metrics, check_updated_metrics,
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model.global_batch import step_on
-from engine.model.variables import by_name, is_seed, model_variables
+from engine.model.variables import by_name, model_variables
 from engine.protocols import Task
 from engine.run.evaluation import Program
 from engine.settings import Settings
@@ -58,7 +59,7 @@ def run_checks(program: Program, task: Task, settings: Settings, global_batch_si
     if hook := getattr(task, "predict_step", None):
         yield from check_predictions(program, hook)
     with measure.few_examples(task, settings.global_batch_size):
-        with measure.recording_optimizers(task):
+        with recording_optimizers(task):
             one, two, why = _measure_both(program, task, settings)
         read_examples(program, load_examples, examples)  # Now they may have changed.
         yield from _check_layers(program, task, one)
@@ -162,8 +163,15 @@ def _check_same_results(program: Program, task: Task, one: Measured, two: Measur
     metrics = differing_metrics(names, one.metrics, two.metrics)
     for name in metrics:
         text = "{} is {} on one replica and {} on two: ".format(name, *as_texts(one.metrics[name], two.metrics[name]))
+        split = name.split("/")[0]
+        if measure.drawing_layers(program, task, split):
+            continue  # _check_evaluation names them.
+        graph = program.run_steps[split].graph()
+        if split != "train" and graph is not None and (places := draws(graph)):
+            yield Check(False, "task.py evaluation_step", text + _draws_of_replicas(places))
+            continue
         text += "update it with unscaled values per example, and sample_weight=sample_weights"
-        yield Check(False, hook_of_step(task, "update_metrics", name.split("/")[0]), text)
+        yield Check(False, hook_of_step(task, "update_metrics", split), text)
     if not metrics:
         arrays = dict.fromkeys(names.arrays.values())
         yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(one.metrics), *arrays])}")
@@ -195,13 +203,17 @@ def _why_losses_differ(program: Program, task: Any, padded: str, one: float, two
         why = f"the steps change {', '.join(hidden)}, which is per-replica: to keep it equal on all replicas, "
         return "create_model", why + "assign what tf.distribute.get_replica_context().all_reduce returns"
     elif graph is not None and (places := draws(graph)):
-        why = f"it draws random numbers{places} that depend on the replica: draw them from a seed of each example, see "
-        return "train_step", why + "docs/steps.md"
+        return "train_step", _draws_of_replicas(places)
     else:
         why = "the ratio matches no known cause: look for a mean taken over one replica's batch, which a sum of "
         why += "engine.model.sum_over_batch makes right, and for examples that are compared only with those of their "
         why += "replica, instead of what engine.model.gather_batch returns"
     return "compute_loss", why
+
+
+def _draws_of_replicas(places: str) -> str:
+    text = f"random numbers are drawn{places}, and those of an example depend on its replica: "
+    return text + "draw them from a seed of each example, see docs/steps.md"
 
 
 def _losses_of_model(model: Any, features: Any) -> tuple[float, float]:
@@ -230,12 +242,21 @@ def _check_evaluation(program: Program, task: Task, settings: Settings) -> Itera
         if not results:  # The split has no dataset.
             continue
         changed = [name for name, each in variables.items() if not np.array_equal(before[name], each.numpy())]
-        # Recurrent layers advance their seeds in evaluation too, and draw nothing.
-        if changed and not (all(map(is_seed, changed)) and evaluate() == results):
+        if changed:
             fault = f"{split} changes {changed[0]}: call the model with training=False"
             yield Check(False, "task.py evaluation_step", fault)
             return  # The metrics of changed weights cannot be compared.
         yield Check(True, "task.py evaluation_step", f"{split} changes nothing")
+        layers = measure.drawing_layers(program, task, split)
+        if measure.depends_on_seeds(program, evaluate, results):
+            # A layer of Keras draws in training only, unlike one that is written to sample.
+            if trained := [each.name for each in layers if type(each).__module__.startswith("keras.")]:
+                fault = f"{split} draws random numbers in {trained[0]}: call the model with training=False"
+                yield Check(False, "task.py evaluation_step", fault)
+            else:
+                names = ", ".join(each.name for each in layers) or "a SeedGenerator"
+                text = f"random in {split}, so not the same on one replica and two: {names}: draw from a seed of each "
+                yield Check(True, "task.py evaluation_step", text + "example, see docs/steps.md")
         for batches in program.batches.values():
             if batches.split == split:
                 yield from check_metrics(program, task, batches)

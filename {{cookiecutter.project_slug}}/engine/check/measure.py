@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from engine.check.recorder import recorded_gradients
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.variables import by_name, is_seed, layers_of, trainable_variables
@@ -17,6 +18,7 @@ from engine.protocols import Task
 from engine.run.evaluation import Program
 from engine.run.state import Values
 from engine.settings import Settings
+from engine.tracing import look_at
 
 Arrays = dict[str, np.ndarray]  # Variable -> its value, gradient or change.
 
@@ -115,7 +117,7 @@ def state_restored(program: Program) -> Iterator[Values]:
 def _assigned(program: Program, task: Task, batches: Any) -> Arrays:
     """Takes a step; returns `Measured.assigned`."""
     state = program.run.checkpoints.state
-    recorded = {id(gradient) for gradient in _gradients(task).values()}
+    recorded = {id(gradient) for gradient in recorded_gradients(task).values()}
     others = {name for name, variable in state.mirrored.items() if id(variable) not in recorded}
     others -= trainable_variables(task.model).keys()
     stack, first, _ = batches
@@ -144,18 +146,35 @@ def _make_comparable(program: Program, task: Task) -> Layers:
             layer.synchronized = True
             unsynchronized.append(layer.name)
     synchronized = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
+    # This traces the steps, so layers are changed before.
+    hidden = [name.removeprefix("hidden/") for name in program.run.hidden.changed() if is_seed(name)]
+    still_random = [layer.name for layer in drawing_layers(program, task, "train")]
+    still_random += [f"the SeedGenerator {name}" for name in hidden]
+    return Layers(list(dict.fromkeys([*random, *still_random])), still_random, synchronized, unsynchronized)
 
-    step = program.run.hidden.training  # This traces the step, so layers are changed before.
-    assert step is not None  # It is None only beside other processes.
+
+def drawing_layers(program: Program, task: Task, split: str) -> list[keras.layers.Layer]:
+    """Returns the layers from whose random generators the steps of a split draw."""
+    graph, local_results = program.run_steps[split].graph(), program.strategy.experimental_local_results
+    changed = look_at(graph).changed if graph else ()
 
     def draws(generator: keras.random.SeedGenerator) -> bool:
-        states = program.strategy.experimental_local_results(generator.state.value)
-        return any(id(each.handle) in step.changed for each in states)
+        return any(id(each.handle) in changed for each in local_results(generator.state.value))
 
-    still_random = [layer.name for layer in layers if any(map(draws, layer._seed_generators))]
-    hidden = (name.removeprefix("hidden/") for name in program.run.hidden.changed())
-    still_random += [f"the SeedGenerator {name}" for name in hidden if is_seed(name)]
-    return Layers(list(dict.fromkeys([*random, *still_random])), still_random, synchronized, unsynchronized)
+    return [layer for layer in _layers(task) if any(map(draws, layer._seed_generators))]
+
+
+def depends_on_seeds(program: Program, evaluate: Callable[[], dict[str, float]], results: dict[str, float]) -> bool:
+    """Returns whether other states of the random generators give an evaluation other results; changes none of them."""
+    seeds = [(each, each.numpy()) for each in program.run.hidden.seeds(program.run.objects.weights)]
+    if not seeds:
+        return False
+    for seed, value in seeds:
+        seed.assign(value + 1)
+    others = evaluate()
+    for seed, value in seeds:
+        seed.assign(value)
+    return not np.array_equal([*others.values()], [*results.values()], equal_nan=True)
 
 
 def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
@@ -181,7 +200,7 @@ def _half_padded(program: Program, batches: tuple[Any, int, int]) -> tuple[Any, 
 
 def losses_and_gradients(program: Program, task: Task, stacks: Sequence[tuple[Any, int, int]]) -> list[Arrays]:
     """Returns the LOSS and the gradients of each batch, all from the program's present state."""
-    gradients, results = _gradients(task), []
+    gradients, results = recorded_gradients(task), []
     with state_restored(program) as initial:
         for stack, first, count in stacks:
             for index in range(first, first + count):
@@ -256,53 +275,6 @@ def _check_finite(batches: Sequence[Arrays]) -> None:
         for name, gradient in results.items():
             if not np.isfinite(gradient).all():
                 raise BadInput(f"task.compute_loss: the gradient of {name} is not finite, though the loss is, {hint}")
-
-
-class _Recorder(keras.optimizers.SGD):
-    """Adds up the gradients of each variable and moves none, so that all updates of a step have the same weights.
-
-    Attributes:
-        gradients: the sums of the gradients of its variables, in order.
-        updated: the paths of the variables that get a gradient.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(name="optimizer")
-        self.gradients: list[keras.Variable] = []
-        self.updated: set[str] = set()
-
-    def build(self, variables: Sequence[keras.Variable]) -> None:
-        super().build(variables)
-        self.gradients = self.add_optimizer_variables(variables, "gradient")
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        pairs = zip(grads, trainable_variables, strict=True)
-        self.updated |= {variable.path for gradient, variable in pairs if gradient is not None}
-        return super().apply(grads, trainable_variables)
-
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        self.assign_add(self.gradients[self._get_variable_index(variable)], gradient)
-
-
-def _gradients(task: Task) -> dict[str, tf.Variable]:
-    """Returns the variables that hold the recorded gradients, under the names of the trainable variables."""
-    names = {id(variable): name for name, variable in trainable_variables(task.model).items()}
-    return {
-        names[id(variable.value)]: gradient.value
-        for recorder in by_name(task.optimizer, "optimizer").values()
-        for variable, gradient in zip(recorder._trainable_variables, recorder.gradients, strict=True)
-    }
-
-
-def recording_optimizers(task: Task) -> contextlib.AbstractContextManager[object]:
-    """Replaces the task's optimizers with recorders."""
-    create_optimizer = task.create_optimizer
-
-    def create_recorders(total_steps: int) -> Any:
-        created = create_optimizer(total_steps)
-        return {name: _Recorder() for name in created} if isinstance(created, Mapping) else _Recorder()
-
-    return mock.patch.object(task, "create_optimizer", create_recorders)
 
 
 def few_examples(task: Task, global_batch_size: int) -> contextlib.AbstractContextManager[object]:

@@ -25,6 +25,7 @@ FEATURES, LABELS, _, LENGTHS = range(4)  # The parts of a stack; only padded exa
 KERAS = Path(keras.__file__).parent
 # Operations whose gradient jumps, by an operation that only their gradient contains, of the same input.
 JUMPS = {"Sign": "Abs", "GreaterEqual": "Maximum", "LessEqual": "Minimum"}
+FLOOR = 1e-6  # The largest epsilon.
 OTHERS = {"layers", "models", "metrics", "optimizers"}  # Folders of Keras.
 SMOOTH = {"huber", "log_cosh"}  # Losses that contain such an operation, and whose gradient does not jump.
 
@@ -105,6 +106,7 @@ def check_metrics(program: Program, task: Task, batches: Batches) -> Iterator[Ch
     is_training, variables = batches.split == "train", list(program.run.hidden.unlisted.values())
     if is_training:
         variables += program.run.checkpoints.state.variables()
+    variables += program.run.hidden.seeds(program.run.objects.weights)
     initial = [(each, tf.identity(each)) for each in variables]
 
     def results(stacks: list[tuple[Any, int, int]]) -> dict[str, float]:
@@ -172,8 +174,14 @@ def _changed(stacks: list[tuple[Any, int, int]], factors: Any, *replaced: int) -
 def jumps(graph: tf.Graph) -> str:
     """Returns the places of operations in the loss whose gradient jumps; "" without any."""
     # Such an operation and its gradient's share their first input.
-    found = ((each, JUMPS[each.type]) for each in operations_of(graph) if each.type in JUMPS)
+    found = ((each, JUMPS[each.type]) for each in operations_of(graph) if each.type in JUMPS and not _is_floor(each))
     return _places(each for one, kind in found for each in one.inputs[0].consumers() if each.type == kind)
+
+
+def _is_floor(operation: tf.Operation) -> bool:
+    """Returns whether one input is an epsilon, which keeps a denominator from 0, as in tf.math.l2_normalize."""
+    values = [tf.get_static_value(each) for each in operation.inputs]
+    return any(value is not None and 0.0 < np.max(value, initial=0.0) <= FLOOR for value in values)
 
 
 def draws(graph: tf.Graph) -> str:

@@ -21,6 +21,7 @@ UNSEEDED = (
     "task.train_step draws from keras.random without a seed, which fails on several replicas: give a layer a "
     "keras.random.SeedGenerator and pass it as seed"
 )
+GENERATOR = "hidden/StateVar"  # How TensorFlow names the state of a tf.random.Generator.
 
 
 @contextlib.contextmanager
@@ -94,7 +95,8 @@ class HiddenState:
 
     def seeds(self, listed: Mapping[str, tf.Variable]) -> list[tf.Variable]:
         """Returns the states of all random generators, listed or not, each replica's own."""
-        seeds = [variable for name, variable in {**listed, **self.unlisted}.items() if is_seed(name)]
+        variables = {**listed, **self.unlisted}.items()
+        seeds = [each for name, each in variables if is_seed(name) or name.startswith(GENERATOR)]
         return [each for seed in seeds for each in self._local_results(seed)]
 
     def check(self, saved: Iterable[tf.Variable]) -> None:

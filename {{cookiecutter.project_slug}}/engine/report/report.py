@@ -62,7 +62,6 @@ class Report:
         self._curves_drawn = time.monotonic()
         self._sums = np.zeros(4)  # Since the last row of steps.csv: steps, their losses, full batches and seconds.
         self._on_report_failed, self._on_report_seconds = False, 0.0
-        self._replica: tf.distribute.ReplicaContext | None = None  # In which task.on_report runs.
         self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
 
     def steps(
@@ -126,12 +125,11 @@ class Report:
 
     def call_hook(self, on_report: Callable[..., None], row: Row, strategy: tf.distribute.Strategy) -> None:
         """Calls task.on_report, whose summaries go to TensorBoard. Its first exception is printed and ends nothing."""
-        # Only the chief calls it. In a replica's context it reads variables without the other processes. It is the same
-        # one after every epoch, or a compiled function would be traced in each.
-        self._replica = self._replica or tf.distribute.ReplicaContext(strategy, replica_id_in_sync_group=0)
+        # Only the chief calls it. In a replica's context it reads variables without the other processes.
+        replica = tf.distribute.ReplicaContext(strategy, replica_id_in_sync_group=0)
         started = time.monotonic()
         try:
-            with self._summaries.at(row["step"]), self._replica:
+            with self._summaries.at(row["step"]), replica:
                 on_report(dict(row), self.run_dir, self.settings)
         except KeyboardInterrupt:
             raise
