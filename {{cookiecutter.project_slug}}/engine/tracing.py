@@ -169,7 +169,8 @@ def unrepeatable_in_preparation(traced: Traced) -> tuple[list[str], list[str]]:
 
 def unrepeatable_in_step(traced: Traced) -> tuple[list[str], list[str]]:
     """Returns the random operations of a step, and its Python functions, which may draw too, or keep state."""
-    instead = "use keras.layers.Dropout, or keras.random with a keras.random.SeedGenerator that a layer keeps"
+    instead = "use keras.layers.Dropout, or draw from a seed of each example that prepare_example returns, see "
+    instead += "docs/steps.md"
     draws = _draws_with(traced, instead, "steps")
     instead = "no checkpoint contains its state or its random numbers; let it depend on its arguments alone"
     return draws, [f"{each} runs Python: {instead}" for each in traced.python_calls]

@@ -18,8 +18,8 @@ from engine.tracing import Traced, look_at
 
 # On several replicas an unseeded generator fails, because Keras makes one in each replica's thread.
 UNSEEDED = (
-    "task.train_step draws from keras.random without a seed, which fails on several replicas: give a layer a "
-    "keras.random.SeedGenerator and pass it as seed"
+    "task.train_step draws from keras.random without a seed, which fails on several replicas: draw from a seed of each "
+    "example, see docs/steps.md, or give a layer a keras.random.SeedGenerator and pass it as seed"
 )
 GENERATOR = "hidden/StateVar"  # How TensorFlow names the state of a tf.random.Generator.
 

@@ -43,7 +43,8 @@ def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, seed: tf.Tensor):
 
     `seed` (int64, [2]) differs for every example and, in training, every pass. Draw random numbers from it with the
     stateless_* functions only, so that they are the same in a resumed run and on any number of replicas. Therefore
-    the generator's noise is drawn here.
+    the generator's noise is drawn here. Two draws need two seeds, or they are correlated: tf.random.split(seed) returns
+    two.
     """
     # TODO(you): Prepare one example.
     noise = tf.random.stateless_normal([config.noise_size], seed)

@@ -36,8 +36,9 @@ def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, training: bool, s
     """Decodes, scales and, in training, augments one example. Runs in parallel, on the examples that will be used.
 
     `seed` (int64, [2]) differs for every example and, in training, every pass. Draw random numbers from it with the
-    stateless_* functions only, so that they are the same in a resumed run and on any number of replicas. Remove the
-    parameter if nothing is random: then complete batches are prepared in one call, if the operations allow it.
+    stateless_* functions only, so that they are the same in a resumed run and on any number of replicas. Two draws need
+    two seeds, or they are correlated: tf.random.split(seed) returns two. Remove the parameter if nothing is random:
+    then complete batches are prepared in one call, if the operations allow it.
     """
     # TODO(you): Prepare one example.
     if training:
