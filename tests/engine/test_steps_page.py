@@ -14,6 +14,7 @@ import config
 import task
 import train
 from engine.check.check import check_task
+from engine.errors import BadInput
 from engine.model.variables import model_variables
 from pages import blocks, put, sections
 
@@ -228,3 +229,337 @@ def test_heads_are_averaged_over_their_labels(replicas: int, apply: Apply) -> No
         return sum(cross_entropy(labels[head][labels[head] >= 0], each).mean() for head, each in logits.items())
 
     assert_same_on_one(replicas, loss, micro_batches=2, monitor="validation/digit_loss")
+
+
+# --- Losses across the batch ------------------------------------------------------------------------------------------
+
+
+def encoder(last: int = 6) -> keras.Model:
+    layers = [keras.layers.Flatten(), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(last)]
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+
+def unit(codes: np.ndarray) -> np.ndarray:
+    return codes / np.linalg.norm(codes, axis=-1, keepdims=True)
+
+
+@REPLICAS
+def test_simclr_has_the_negatives_of_all_replicas(replicas: int, apply: Apply) -> None:
+    apply("Contrastive learning of one encoder (SimCLR)", create_model=encoder)
+
+    def loss(features: Any, labels: np.ndarray, sample_weights: np.ndarray) -> float:
+        """NT-Xent: the views 2 k and 2 k + 1 are those of an example."""
+        views = features["views"].reshape(-1, 8, 8, 1)
+        codes = unit(task.model(views).numpy().astype("float64"))
+        scores = codes @ codes.T / 0.5
+        np.fill_diagonal(scores, -np.inf)
+        return cross_entropy(np.arange(len(views)) ^ 1, np.where(np.isinf(scores), -1e30, scores)).mean()
+
+    assert_same_on_one(replicas, loss)
+    views = batches(1)[0][0]["views"]
+    assert (views[:, 0] != views[:, 1]).any(axis=(1, 2, 3)).sum() > 8
+
+
+@REPLICAS
+def test_clip_has_the_pairs_of_all_replicas(replicas: int, apply: Apply) -> None:
+    apply("Contrastive learning of two encoders (CLIP)")
+
+    def loss(features: Any, labels: np.ndarray, sample_weights: np.ndarray) -> float:
+        image, text = (task.model[name](features[name]).numpy().astype("float64") for name in ("image", "text"))
+        np.testing.assert_allclose(np.linalg.norm(text, axis=-1), 1 / 0.07, rtol=1e-5)
+        scores, places = image @ text.T, np.arange(len(image))
+        return (cross_entropy(places, scores).mean() + cross_entropy(places, scores.T).mean()) / 2
+
+    _, after, _ = assert_same_on_one(replicas, loss, learning_rate=0.05)
+    (factor,) = (value for name, value in after.items() if "log_factor" in name)
+    assert factor != np.float32(np.log(1 / 0.07))
+
+
+@REPLICAS
+def test_mixup_partners_are_of_the_global_batch(replicas: int, apply: Apply) -> None:
+    apply("Mixup")
+
+    def loss(features: Any, labels: np.ndarray, sample_weights: np.ndarray) -> float:
+        kept = features["kept"].astype("float64")
+        assert kept.std() > 0.2
+        share = kept[:, None, None, None]
+        mixed = share * features["image"] + (1 - share) * np.roll(features["image"], -1, axis=0)
+        logits = task.model(mixed.astype("float32")).numpy()
+        both = kept * cross_entropy(labels, logits) + (1 - kept) * cross_entropy(np.roll(labels, -1), logits)
+        return both.mean()
+
+    assert_same_on_one(replicas, loss)
+
+
+@REPLICAS
+@pytest.mark.parametrize(
+    "title", ["Contrastive learning of one encoder (SimCLR)", "Contrastive learning of two encoders (CLIP)", "Mixup"]
+)
+def test_padding_is_not_compared(title: str, replicas: int, apply: Apply) -> None:
+    """The last of the batches of training has 8 examples and 8 of padding."""
+    apply(title, **({"create_model": encoder} if "SimCLR" in title else {}))
+    assert_same_on_one(replicas, steps=8, keep_last_batch=True, learning_rate=0.01)
+    last = batches(8)[-1]
+    assert last[2].tolist() == [1.0] * 8 + [0.0] * 8
+
+
+@pytest.mark.parametrize(
+    "title", ["Contrastive learning of one encoder (SimCLR)", "Contrastive learning of two encoders (CLIP)", "Mixup"]
+)
+def test_comparison_in_micro_batches_is_refused(title: str, apply: Apply) -> None:
+    apply(title, **({"create_model": encoder} if "SimCLR" in title else {}))
+    with pytest.raises(BadInput, match="--micro-batches is 2, .* remove --micro-batches"):
+        trained(1, simulated_devices=1, micro_batches=2)
+
+
+# --- Several networks -------------------------------------------------------------------------------------------------
+
+
+def partly_labelled(split: str) -> tf.data.Dataset | None:
+    examples = few_examples(split)
+    return examples and examples.map(lambda image, label: (image, tf.where(label > 4, -1, label)))
+
+
+@REPLICAS
+def test_teacher_is_the_average_of_the_student(replicas: int, apply: Apply) -> None:
+    apply("Mean teacher", load_examples=partly_labelled)
+
+    def loss(features: Any, labels: np.ndarray, sample_weights: np.ndarray) -> float:
+        logits = task.model["student"](features["student"]).numpy()
+        targets = task.model["teacher"](features["teacher"]).numpy()
+        of_label = (cross_entropy(np.maximum(labels, 0), logits) * (labels >= 0)).mean()
+        return of_label + np.square(np.exp(log_softmax(logits)) - np.exp(log_softmax(targets))).mean()
+
+    assert_same_on_one(replicas, loss, micro_batches=2, learning_rate=0.01)
+    train.build(config.Config(global_batch_size=16, simulated_devices=replicas, micro_batches=2))
+    students = [np.array(weights()["student/sequential/dense/kernel"])]
+    np.testing.assert_array_equal(weights()["teacher/sequential_1/dense_2/kernel"], students[0])
+    teacher = students[0].astype("float64")
+    for number, (stack, first, _) in enumerate(train.batches["train"].iterator().take(4), 1):
+        train.run_steps["train"](stack, first, 1)
+        student, decay = weights()["student/sequential/dense/kernel"], min(0.99, 1 - 1 / (number + 1))
+        teacher = decay * teacher + (1 - decay) * student
+    np.testing.assert_allclose(weights()["teacher/sequential_1/dense_2/kernel"], teacher, atol=1e-6)
+
+
+@REPLICAS
+def test_student_learns_from_the_teacher_in_a_file(replicas: int, apply: Apply, tmp_path: Path) -> None:
+    teacher = encoder(10)
+    teacher.save(tmp_path / "teacher.keras")
+    apply("Distillation from a trained teacher")
+    before = teacher.get_weights()
+
+    def loss(features: np.ndarray, labels: np.ndarray, sample_weights: np.ndarray) -> float:
+        logits, wanted = task.model(features).numpy(), teacher(features).numpy()
+        soft = -(np.exp(log_softmax(wanted / 4)) * log_softmax(logits / 4)).sum(axis=-1)
+        return (0.1 * cross_entropy(labels, logits) + 0.9 * 16 * soft).mean()
+
+    settings = {"teacher": tmp_path / "teacher.keras", "learning_rate": 0.01}
+    _, after, _ = assert_same_on_one(replicas, loss, micro_batches=2, **settings)
+    assert not any("_1" in name for name in after)  # The student alone.
+    for one, other in zip(task.teacher.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@REPLICAS
+def test_critic_is_updated_five_times(replicas: int, apply: Apply) -> None:
+    apply("WGAN-GP with five critic updates")
+    settings = {"global_batch_size": 40, "monitor": "validation/distance", "monitor_direction": "min"}
+    _, after, _ = assert_same_on_one(replicas, learning_rate=1e-3, **settings)
+    assert [int(task.optimizer[name].iterations.numpy()) for name in ("critic", "generator")] == [15, 3]
+
+    # The same in a plain loop, of fifths of the batches.
+    apply("WGAN-GP with five critic updates")
+    train.build(config.Config(simulated_devices=1, learning_rate=1e-3, limit_steps=3, **settings))
+    critic, generator = task.model["critic"], task.model["generator"]
+    for features, images, _ in batches(3):
+        for part in range(5):
+            noise, mix, real = features["noise"][part::5], features["mix"][part::5], images[part::5]
+            with tf.GradientTape() as tape:
+                made = tf.stop_gradient(generator(noise))
+                between = tf.constant(mix * real + (1 - mix) * made.numpy())
+                with tf.GradientTape() as inner:
+                    inner.watch(between)
+                    scores = critic(between)
+                slopes = tf.norm(tf.reshape(inner.gradient(scores, between), [8, -1]), axis=1)
+                loss = tf.reduce_mean(critic(made) - critic(real)) + 10.0 * tf.reduce_mean((slopes - 1.0) ** 2)
+            variables = critic.trainable_variables
+            task.optimizer["critic"].apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        with tf.GradientTape() as tape:
+            loss = -tf.reduce_mean(critic(generator(features["noise"])))
+        variables = generator.trainable_variables
+        task.optimizer["generator"].apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+    assert_close(weights(), after, rtol=1e-4)
+
+
+def test_parts_that_depend_on_the_replicas_are_refused(apply: Apply) -> None:
+    apply("WGAN-GP with five critic updates")
+    settings = {"monitor": "validation/distance", "monitor_direction": "min"}
+    with pytest.raises(ValueError, match="has 16 examples: make it a multiple of 5"):
+        trained(1, simulated_devices=1, **settings)
+    with pytest.raises(BadInput, match="computes a loss after an update"):
+        trained(1, simulated_devices=1, micro_batches=2, global_batch_size=40, **settings)
+
+
+# --- Other gradients --------------------------------------------------------------------------------------------------
+
+
+@REPLICAS
+def test_sam_updates_by_the_gradient_at_the_moved_weights(replicas: int, apply: Apply) -> None:
+    apply("Sharpness-aware minimization (SAM)")
+    train.build(config.Config(global_batch_size=16, simulated_devices=1))
+    features, labels, _ = batches(1)[0]
+    variables = task.model.trainable_variables
+
+    def gradients() -> list[np.ndarray]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(task.loss_objects["label"](labels, task.model(features)))
+        return [each.numpy() for each in tape.gradient(loss, variables)]
+
+    before, first = task.model.get_weights(), gradients()
+    norm = np.sqrt(sum(np.square(each).sum() for each in first))
+    task.model.set_weights([each + 0.05 / norm * gradient for each, gradient in zip(before, first, strict=True)])
+    expected = [each - 0.5 * gradient for each, gradient in zip(before, gradients(), strict=True)]
+    trained(1, simulated_devices=replicas)
+    assert_close(task.model.get_weights(), expected)
+    assert_same_on_one(replicas)
+
+
+@pytest.mark.parametrize("settings", [{"micro_batches": 2}, {"precision": "mixed_float16"}], ids=str)
+def test_sam_without_the_gradient_of_the_batch_is_refused(settings: dict[str, Any], apply: Apply) -> None:
+    apply("Sharpness-aware minimization (SAM)")
+    with pytest.raises(ValueError, match="SAM is not for --micro-batches"):
+        trained(1, simulated_devices=1, **settings)
+
+
+@REPLICAS
+def test_attack_moves_each_pixel_by_epsilon(replicas: int, apply: Apply) -> None:
+    apply("Adversarial examples (FGSM)")
+
+    def loss(features: np.ndarray, labels: np.ndarray, sample_weights: np.ndarray) -> float:
+        changed = []
+        for image, label in zip(features, labels, strict=True):
+            pixels = tf.constant(image[None])
+            with tf.GradientTape() as tape:
+                tape.watch(pixels)
+                one = task.loss_objects["label"]([label], task.model(pixels))
+            changed.append(np.clip(image + 0.05 * np.sign(tape.gradient(one, pixels)[0].numpy()), 0, 1))
+        plain, attacked = (cross_entropy(labels, task.model(np.stack(each)).numpy()) for each in (features, changed))
+        assert (attacked > plain).mean() > 0.9
+        return attacked.mean()
+
+    assert_same_on_one(replicas, loss, micro_batches=2)
+
+
+# --- Generation -------------------------------------------------------------------------------------------------------
+
+
+def small_denoiser() -> keras.Model:
+    image, angle = keras.Input((8, 8, 1)), keras.Input((1, 1, 1))
+    return keras.Model({"image": image, "angle": angle}, keras.layers.Dense(1)(image * angle))
+
+
+@REPLICAS
+def test_noise_and_time_are_those_of_the_example(replicas: int, apply: Apply) -> None:
+    apply("Diffusion")
+
+    def loss(features: Any, labels: np.ndarray, sample_weights: np.ndarray) -> float:
+        losses = []
+        for seed, image in zip(features["seed"], labels, strict=True):
+            one, two = tf.unstack(tf.random.split(seed, 2))
+            angle = float(tf.random.stateless_uniform([], one, maxval=np.pi / 2))
+            noise = tf.random.stateless_normal([8, 8, 1], two).numpy()
+            noisy = np.float32(np.cos(angle) * image + np.sin(angle) * noise)
+            found = task.model({"image": noisy[None], "angle": np.full([1, 1, 1, 1], angle, "float32")})[0].numpy()
+            # The image that it stands for is as far away as the velocity, times the sine.
+            losses.append(np.square(found - (np.cos(angle) * noise - np.sin(angle) * image)).mean())
+        return np.mean(losses)
+
+    assert_same_on_one(replicas, loss, micro_batches=2, learning_rate=0.01)
+
+
+def test_known_velocity_leads_to_the_image(apply: Apply) -> None:
+    """All images are one: then the velocity is known, and every sample is that image."""
+    apply("Diffusion")
+    wanted = np.random.default_rng(0).uniform(size=(8, 8, 1)).astype("float32")
+
+    class Known(keras.Model):
+        def call(self, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
+            image, angle = 2.0 * wanted - 1.0, inputs["angle"]
+            noise = (inputs["image"] - tf.cos(angle) * image) / tf.sin(angle)
+            return tf.cos(angle) * noise - tf.sin(angle) * image
+
+    samples = task.sample(Known(), tf.random.stateless_normal([3, 8, 8, 1], [1, 2]))
+    np.testing.assert_allclose(samples, np.stack([wanted] * 3), atol=1e-4)
+
+
+WORDS = 20
+
+
+def sentences(split: str) -> tf.data.Dataset | None:
+    def tokens(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.cast(tf.reshape(image, [64]), tf.int32) + tf.where(tf.range(64) < 50 + label, 2, -99), label
+
+    examples = few_examples(split)
+    return examples and examples.map(tokens).map(lambda words, label: (tf.maximum(words, 0), label))
+
+
+def filling_model() -> keras.Model:
+    layers = [keras.layers.Embedding(WORDS, 8), keras.layers.Dense(8, "tanh"), keras.layers.Dense(WORDS)]
+    return keras.Sequential([keras.Input((64,), dtype="int32"), *layers])
+
+
+@REPLICAS
+def test_masked_tokens_are_those_of_the_example(replicas: int, apply: Apply) -> None:
+    apply("A mean over tokens", load_examples=sentences, create_model=filling_model)
+    apply("Masked language model")
+
+    def loss(features: np.ndarray, labels: np.ndarray, sample_weights: np.ndarray) -> float:
+        return cross_entropy(labels, task.model(features).numpy())[labels != 0].mean()
+
+    assert_same_on_one(replicas, loss, micro_batches=2)
+
+
+def test_eight_of_ten_hidden_tokens_are_masks(apply: Apply) -> None:
+    apply("A mean over tokens", load_examples=sentences, create_model=filling_model)
+    apply("Masked language model")
+    train.build(config.Config(global_batch_size=120, simulated_devices=1))
+    found = [next(train.batches[split].one_by_one(epoch)) for split in ("train", "validation") for epoch in (0, 1)]
+    (shown, hidden), *others = [(each[0].numpy(), each[1].numpy()) for each in found]
+    tokens = np.where(hidden != 0, hidden, shown)
+    assert (hidden != 0).sum() / (tokens != 0).sum() == pytest.approx(0.15, abs=0.02)
+    is_hidden = hidden != 0
+    assert (shown == 1)[is_hidden].mean() == pytest.approx(0.8, abs=0.04)
+    assert (shown == hidden)[is_hidden].mean() == pytest.approx(0.1, abs=0.04)
+    assert not (shown == 1)[~is_hidden].any()
+    assert not np.array_equal(hidden, others[0][1])  # The next pass.
+    np.testing.assert_array_equal(others[1][1], others[2][1])  # Two evaluations.
+
+
+# --- Layers that start late -------------------------------------------------------------------------------------------
+
+
+def with_convolution() -> keras.Model:
+    hidden = [keras.layers.Conv2D(2, 3, activation="gelu"), keras.layers.Flatten()]
+    return keras.Sequential([keras.Input((8, 8, 1)), *hidden, keras.layers.Dense(10)])
+
+
+@REPLICAS
+def test_encoder_starts_at_its_step(replicas: int, apply: Apply) -> None:
+    apply("Layers that are frozen until a step", create_model=with_convolution)
+    # 7 steps an epoch; of 21 steps the first 7 are without the encoder.
+    train.build(config.Config(global_batch_size=16, simulated_devices=replicas, epochs=3, learning_rate=0.1))
+    kernel = next(name for name in weights() if "conv2d/kernel" in name)
+    values = [weights()[kernel]]
+    for stack, first, count in train.batches["train"].iterator().take(7):
+        for index in range(first, first + count):
+            train.run_steps["train"](stack, index, 1)
+            values.append(weights()[kernel])
+    for stack, first, _ in train.batches["train"].iterator(1).take(1):
+        train.run_steps["train"](stack, first, 1)
+    for value in values[1:]:
+        np.testing.assert_array_equal(value, values[0])
+    # A tenth of the rate of the head; Adam's first step is as long as the rate, later ones are shorter.
+    moved = np.abs(weights()[kernel] - values[0]).max()
+    assert 0.001 < moved < 0.011
+    assert_same_on_one(replicas, steps=7, epochs=3, learning_rate=0.01, micro_batches=2)

@@ -14,7 +14,7 @@ hidden_state    the variables that Keras does not list
 
 from engine.model.averages import follow
 from engine.model.build import TaskObjects, build_models, finish_objects, set_up
-from engine.model.global_batch import gather_batch, in_one_batch, places_in_batch, sum_over_batch
+from engine.model.global_batch import gather_batch, in_one_batch, places_in_batch, sum_over_batch, sum_over_replicas
 from engine.model.gradients import apply_gradients, in_micro_batches
 from engine.model.hidden_state import HiddenState, recorded_variables
 
@@ -32,4 +32,5 @@ __all__ = [
     "recorded_variables",
     "set_up",
     "sum_over_batch",
+    "sum_over_replicas",
 ]
