@@ -1,7 +1,7 @@
 """The recipes of docs/steps.md, taken from the page as they stand there, on one replica, two and four."""
 
-import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,12 @@ import config
 import task
 import train
 from engine.check.check import check_task
-from engine.errors import BadInput
+from engine.errors import BadInput, Stopped
 from engine.model.variables import model_variables
+from engine.run.signals import Signals
 from pages import blocks, put, sections
+from rendering import PROJECT
+from rendering import run as run_program
 
 RECIPES = sections("steps.md")
 WITH_CODE = [title for title, text in RECIPES.items() if "```python" in text]
@@ -80,7 +83,7 @@ def weights() -> Values:
 def batches(count: int) -> list[Any]:
     """Returns the first batches of training, of one replica, as NumPy arrays."""
     taken = train.batches["train"].one_by_one()
-    return [tf.nest.map_structure(lambda part: part.numpy(), batch) for batch, _ in zip(taken, range(count))]
+    return [tf.nest.map_structure(lambda part: part.numpy(), batch) for batch in itertools.islice(taken, count)]
 
 
 def assert_close(found: Any, expected: Any, rtol: float = 2e-5) -> None:
@@ -308,9 +311,11 @@ def test_padding_is_not_compared(title: str, replicas: int, apply: Apply) -> Non
 )
 def test_comparison_in_micro_batches_is_refused(title: str, apply: Apply) -> None:
     apply(title, **({"create_model": encoder} if "SimCLR" in title else {}))
-    with pytest.raises(BadInput, match="--micro-batches is 2, .* remove --micro-batches"):
+    with pytest.raises(BadInput, match=r"--micro-batches is 2, .* remove --micro-batches"):
         trained(1, simulated_devices=1, micro_batches=2)
 
+
+WGAN = {"global_batch_size": 40, "monitor": "validation/distance", "monitor_direction": "min"}
 
 # --- Several networks -------------------------------------------------------------------------------------------------
 
@@ -364,13 +369,12 @@ def test_student_learns_from_the_teacher_in_a_file(replicas: int, apply: Apply, 
 @REPLICAS
 def test_critic_is_updated_five_times(replicas: int, apply: Apply) -> None:
     apply("WGAN-GP with five critic updates")
-    settings = {"global_batch_size": 40, "monitor": "validation/distance", "monitor_direction": "min"}
-    _, after, _ = assert_same_on_one(replicas, learning_rate=1e-3, **settings)
+    _, after, _ = assert_same_on_one(replicas, learning_rate=1e-3, **WGAN)
     assert [int(task.optimizer[name].iterations.numpy()) for name in ("critic", "generator")] == [15, 3]
 
     # The same in a plain loop, of fifths of the batches.
     apply("WGAN-GP with five critic updates")
-    train.build(config.Config(simulated_devices=1, learning_rate=1e-3, limit_steps=3, **settings))
+    train.build(config.Config(simulated_devices=1, learning_rate=1e-3, limit_steps=3, **WGAN))
     critic, generator = task.model["critic"], task.model["generator"]
     for features, images, _ in batches(3):
         for part in range(5):
@@ -394,11 +398,10 @@ def test_critic_is_updated_five_times(replicas: int, apply: Apply) -> None:
 
 def test_parts_that_depend_on_the_replicas_are_refused(apply: Apply) -> None:
     apply("WGAN-GP with five critic updates")
-    settings = {"monitor": "validation/distance", "monitor_direction": "min"}
     with pytest.raises(ValueError, match="per-replica batch size must be a multiple of 5"):
-        trained(1, simulated_devices=1, **settings)
+        trained(1, simulated_devices=1, **{**WGAN, "global_batch_size": 16})
     with pytest.raises(BadInput, match="computes a loss after an update"):
-        trained(1, simulated_devices=1, micro_batches=2, global_batch_size=40, **settings)
+        trained(1, simulated_devices=1, micro_batches=2, **WGAN)
 
 
 # --- Other gradients --------------------------------------------------------------------------------------------------
@@ -455,7 +458,7 @@ def test_attack_moves_each_pixel_by_epsilon(replicas: int, apply: Apply) -> None
 
 
 def small_denoiser() -> keras.Model:
-    image, angle = keras.Input((8, 8, 1)), keras.Input((1, 1, 1))
+    image, angle = keras.Input((8, 8, 1), name="image"), keras.Input((1, 1, 1), name="angle")
     return keras.Model({"image": image, "angle": angle}, keras.layers.Dense(1)(image * angle))
 
 
@@ -563,3 +566,136 @@ def test_encoder_starts_at_its_step(replicas: int, apply: Apply) -> None:
     moved = np.abs(weights()[kernel] - values[0]).max()
     assert 0.001 < moved < 0.011
     assert_same_on_one(replicas, steps=7, epochs=3, learning_rate=0.01, micro_batches=2)
+
+
+# --- Complete runs ----------------------------------------------------------------------------------------------------
+
+
+def stopped_after(executions: int) -> Callable[..., None]:
+    left = iter(range(executions))
+
+    def check(*_: Any) -> None:
+        if next(left, None) is None:
+            raise Stopped("stopped by a test")
+
+    return check
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("title", "hooks", "flags"),
+    [
+        ("Random numbers in a step", {}, ()),
+        ("Mean teacher", {"load_examples": partly_labelled}, ("--micro-batches=2", "--ema-decay=0.9")),
+        ("WGAN-GP with five critic updates", {}, ("--monitor=validation/distance", "--monitor-direction=min")),
+        ("Diffusion", {}, ("--ema-decay=0.9",)),
+        ("Layers that are frozen until a step", {"create_model": with_convolution}, ()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_stopped_run_ends_with_the_same_bits(
+    title: str,
+    hooks: dict[str, Any],
+    flags: tuple[str, ...],
+    apply: Apply,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nine steps, of which the encoder of the last recipe waits for three; stopped after two and after two more."""
+    apply(title, **hooks)
+    flags = ("--epochs=3", "--global-batch-size=40", "--simulated-devices=2", "--steps-per-execution=1", *flags)
+    expected = train.main([f"--run-dir={tmp_path / 'whole'}", *flags])
+    for _ in range(2):
+        with monkeypatch.context() as stopping, pytest.raises(SystemExit) as ending:
+            stopping.setattr(Signals, "check", stopped_after(2))
+            train.main([f"--run-dir={tmp_path / 'stopped'}", *flags])
+        assert ending.value.code == 42
+    found = train.main([f"--run-dir={tmp_path / 'stopped'}", *flags])
+    assert found["weights_sha256"] == expected["weights_sha256"]
+    assert found["epochs"] == 3
+
+
+def test_samples_are_written_and_compiled_once(
+    apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    apply("Diffusion")
+    monkeypatch.setattr(task, "create_model", small_denoiser)
+    flags = ("--epochs=2", "--limit-steps=1", "--simulated-devices=2", "--ema-decay=0.9")
+    train.main([f"--run-dir={tmp_path / 'run'}", *flags])
+    assert "task.on_report failed" not in capsys.readouterr().out
+    images = [tf.io.decode_png(path.read_bytes()) for path in sorted((tmp_path / "run/samples").glob("*.png"))]
+    assert [each.shape.as_list() for each in images] == [[32, 64, 1]] * 2
+    assert task.sample.experimental_get_tracing_count() == 1
+
+
+def test_no_recipe_starts_tensorflow_when_it_is_imported() -> None:
+    """The CPU can be divided into simulated devices only before that."""
+    found = [block for title in WITH_CODE for block in blocks(RECIPES[title])]
+    program = f"""
+import task, config, train, tensorflow as tf
+for block in {found!r}:
+    exec(block, vars(config if "class Config" in block else task))
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+"""
+    done = run_program("python", "-c", program, folder=PROJECT)
+    assert done.returncode == 0, done.stderr
+
+
+# --- What --check says ------------------------------------------------------------------------------------------------
+
+CHECKED: dict[str, dict[str, Any]] = {
+    "Random numbers in a step": {},
+    "A mean over tokens": {
+        "load_examples": token_examples,
+        "create_model": token_model,
+        "prepare_example": prepare_plainly,
+    },
+    "A term for positives only": {
+        "load_examples": boxes,
+        "create_model": box_model,
+        "prepare_example": prepare_plainly,
+        "monitor": "validation/box_loss",
+    },
+    "Several heads with missing labels": {
+        "load_examples": two_heads,
+        "create_model": two_headed_model,
+        "prepare_example": prepare_plainly,
+        "monitor": "validation/digit_loss",
+    },
+    "Contrastive learning of one encoder (SimCLR)": {"create_model": encoder},
+    "Contrastive learning of two encoders (CLIP)": {},
+    "Mixup": {},
+    "Mean teacher": {"load_examples": partly_labelled},
+    "Distillation from a trained teacher": {},
+    "WGAN-GP with five critic updates": WGAN,
+    "Sharpness-aware minimization (SAM)": {},
+    "Adversarial examples (FGSM)": {},
+    "Diffusion": {},
+    "Masked language model": {"load_examples": sentences, "create_model": filling_model},
+    "Layers that are frozen until a step": {"create_model": with_convolution},
+}
+
+
+def checked(title: str, apply: Apply, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Checks a recipe, as the fixture `apply` puts it into the modules; returns the lines."""
+    hooks = {name: each for name, each in CHECKED[title].items() if callable(each)}
+    settings = {name: each for name, each in CHECKED[title].items() if not callable(each)}
+    if title == "Masked language model":
+        apply("A mean over tokens")
+    apply(title, **hooks)
+    if title == "Distillation from a trained teacher":
+        settings["teacher"] = folder / "teacher.keras"
+        encoder(10).save(settings["teacher"])
+    capsys.readouterr()
+    check_task(train, task, config.Config(run_dir=folder / "run", **settings))
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("title", WITH_CODE)
+def test_recipe_passes_all_checks(title: str, apply: Apply, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = checked(title, apply, tmp_path, capsys)
+    assert lines[-1].endswith("checks passed."), "\n".join(lines)
+    assert any("on one replica and on two" in line for line in lines)
