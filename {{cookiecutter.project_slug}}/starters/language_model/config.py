@@ -19,7 +19,7 @@ class Config(Settings):
     records: Path = Path("data/records")
     """Folder of train.tfrecord, validation.tfrecord and test.tfrecord, as prepare_data.py makes them. The default is
     made of the shipped text if it does not exist."""
-    sequence_length: int = 256
+    sequence_length: int = 128
     """Tokens of a row in the records, padding included; a prompt and its completion have this length at most."""
     layers: int = 2
     """Blocks of the transformer."""
@@ -35,7 +35,7 @@ class Config(Settings):
     """Completions are drawn from softmax(logits / temperature); 0 takes the likeliest token each time."""
 
     # Any setting of engine/settings.py can get another default here.
-    epochs: int = 20
+    epochs: int = 10
     global_batch_size: int = 16
     learning_rate: float = 3e-3
     global_clipnorm: float | None = 1.0

@@ -35,7 +35,7 @@ class Arguments:
     """Folder of .txt files in UTF-8: train, validation and test to train. Blank lines separate documents."""
     records: Path = Path("data/records")
     """The folder to make: a .tfrecord file for each .txt file."""
-    sequence_length: int = 256
+    sequence_length: int = 128
     """Tokens of a row, padding included."""
 
     def __post_init__(self) -> None:

@@ -133,7 +133,7 @@ def count_tokens(features: dict[str, tf.Tensor], labels: tf.Tensor, sample_weigh
 def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns this replica's part of the batch's loss (scalar) and the loss of each token ([batch, length])."""
     # TODO(you): Combine your loss terms.
-    token_losses = loss_objects["token"](tf.maximum(labels, 0), predictions)
+    token_losses = loss_objects["token"](tf.where(labels >= 0, labels, 0), predictions)
     weighted = token_losses * token_weights(labels, sample_weights)
     # KEEP: Divided by the tokens of the global batch, over replicas and micro-batches, whose gradients are summed.
     loss = tf.math.divide_no_nan(tf.reduce_sum(weighted), sum_over_batch(count_tokens))
