@@ -58,7 +58,11 @@ def test_what_the_image_contains_is_enough_to_train(starter: str, bake: Callable
         (project / unwanted).touch()
         assert is_ignored(Path(unwanted))
     # The line for data in the project is there as a comment.
-    needed = re.findall(r"(?m)^# (COPY .*)$", DOCKERFILE) if starter == "text_pair_classification" else []
+    needed = (
+        re.findall(r"(?m)^# (COPY .*)$", DOCKERFILE)
+        if starter in ("text_pair_classification", "language_model")
+        else []
+    )
     folder = image(project, tmp_path / "image", *map(str.split, needed))
     assert not list(folder.rglob("__pycache__"))
     assert INSTRUCTIONS[-1] == ["ENTRYPOINT", '["python",', '"-u",', '"train.py"]']

@@ -103,6 +103,7 @@ SHORT = {
     "text_pair_classification": ("--epochs=2", "--layers=1", "--width=32", "--dropout=0", "--learning-rate=1e-4"),
     "gan": ("--epochs=2",),
     "segmentation": ("--epochs=2",),
+    "language_model": ("--epochs=2", "--layers=1", "--width=32"),
 }
 # What goes in and what comes out, as NumPy arrays of the test examples: a program that saves them.
 SAVE_EXAMPLES = """
@@ -148,6 +149,31 @@ classes, real = tf.one_hot(examples["features"], 10), examples["labels"] / 8.0 -
 distance = Distance(classes=10, size=8 * 8)
 distance.update_state(classes, real.astype("float32"), made, tf.ones([len(made)]))
 print(float(distance.result()))
+"""
+# The loss of a language model's test tokens, from the model in a notebook.
+TOKEN_LOSS = """
+import numpy as np
+import tensorflow as tf
+import predict
+import task
+
+model, losses = predict.load("runs/two").model, []
+for features, labels in map(task.prepare_example, tf.data.TFRecordDataset("data/records/test.tfrecord")):
+    logits = model({name: each[None] for name, each in features.items()})[0]
+    log_probabilities = tf.nn.log_softmax(tf.cast(logits, "float64")).numpy()
+    losses += [-log_probabilities[place, label] for place, label in enumerate(labels) if label >= 0]
+print(np.mean(losses))
+"""
+# The prompts of a text as records, for the SavedModel.
+PROMPTS = """
+import tensorflow as tf
+import predict
+import task
+
+predict.load("runs/two")
+with tf.io.TFRecordWriter("prompts.tfrecord") as file:
+    for _, record in task.read_inputs("data/test.txt"):
+        file.write(record)
 """
 TIMES = ("seconds", "examples_per_second")
 
@@ -216,8 +242,8 @@ def test_starter_is_exported_and_predicts_what_was_evaluated(starter: tuple[str,
     exported = project.run("python", "train.py", "--export", "--run-dir=runs/two")
     assert "serve_examples" in exported.stdout
     project.run("python", "-c", SAVE_EXAMPLES)
-    source = "data/records/test.tfrecord" if name == "text_pair_classification" else "features.npy"
-    project.run("python", "predict.py", "runs/two", source, "--output=predictions.npz")
+    source = {"text_pair_classification": "data/records/test.tfrecord", "language_model": "data/test.txt"}
+    project.run("python", "predict.py", "runs/two", source.get(name, "features.npy"), "--output=predictions.npz")
     predicted = dict(np.load(project.folder / "predictions.npz"))
     examples = np.load(project.folder / "examples.npz", allow_pickle=True)
     result = project.result("runs/two")
@@ -225,6 +251,10 @@ def test_starter_is_exported_and_predicts_what_was_evaluated(starter: tuple[str,
         assert predicted["image"].shape == (len(examples["labels"]), 8, 8, 1)
         found = float(project.run("python", "-c", DISTANCE).stdout)
         assert found == pytest.approx(result["test/distance"], rel=1e-4)
+    elif name == "language_model":
+        found = float(project.run("python", "-c", TOKEN_LOSS).stdout)
+        assert found == pytest.approx(result["test/loss"], rel=1e-5)
+        project.run("python", "-c", PROMPTS)
     else:
         labels = examples["labels"]
         if name == "text_pair_classification":
@@ -238,7 +268,11 @@ def test_starter_is_exported_and_predicts_what_was_evaluated(starter: tuple[str,
     for command in commands:
         project.run("bash", "-c", command.replace("runs/default", "runs/two"))
     # TensorFlow alone says the same, given the same examples.
-    served = run("python", "-c", SERVE, source, folder=project.folder)
+    records = "prompts.tfrecord" if name == "language_model" else source.get(name, "features.npy")
+    served = run("python", "-c", SERVE, records, folder=project.folder)
     assert served.returncode == 0, served.stderr
-    for output, array in np.load(project.folder / "served.npz").items():
+    for output, array in np.load(project.folder / "served.npz", allow_pickle=True).items():
+        if output == "completion":
+            assert [text.decode(errors="replace") for text in array] == predicted[output].tolist()
+            continue
         np.testing.assert_allclose(array, predicted[output], rtol=1e-4, atol=1e-5, err_msg=output)
