@@ -198,11 +198,12 @@ def test_perplexity_is_numpys_for_any_cut_into_batches(settings: Config) -> None
 # --- Completions ------------------------------------------------------------------------------------------------------
 
 
-def test_completions_with_a_cache_are_those_without(greedy: Config) -> None:
+@pytest.mark.parametrize("texts", [PROMPTS, PROMPTS[2:]], ids=["from the start", "from the shortest prompt"])
+def test_completions_with_a_cache_are_those_without(texts: tuple[bytes, ...], greedy: Config) -> None:
     train.build(greedy)
     set_random_weights()
     length = greedy.sequence_length
-    for prompt, completion in zip(PROMPTS, task.predict_step(prompts(*PROMPTS))["completion"].numpy(), strict=True):
+    for prompt, completion in zip(texts, task.predict_step(prompts(*texts))["completion"].numpy(), strict=True):
         tokens = [END, *prompt, *completion, END][:length]
         row = {**prompt_row(b"", length), "tokens": tokens, "documents": [1] * len(tokens)}
         row = {name: (values + [0] * length)[:length] for name, values in row.items()} | {"positions": range(length)}
