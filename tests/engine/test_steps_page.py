@@ -16,6 +16,7 @@ import train
 from engine.check.check import check_task
 from engine.errors import BadInput, Stopped
 from engine.model.variables import model_variables
+from engine.run.checkpoint_files import read_checkpoint
 from engine.run.signals import Signals
 from pages import blocks, put, sections
 from rendering import PROJECT
@@ -566,6 +567,84 @@ def test_encoder_starts_at_its_step(replicas: int, apply: Apply) -> None:
     moved = np.abs(weights()[kernel] - values[0]).max()
     assert 0.001 < moved < 0.011
     assert_same_on_one(replicas, steps=7, epochs=3, learning_rate=0.01, micro_batches=2)
+
+
+def test_moments_settle_while_the_rate_is_zero() -> None:
+    """Of gradients that were 0 at first, Adam makes updates of more than six times the rate."""
+
+    def longest(gradient_at_first: float, rate_at_first: float) -> tuple[float, float]:
+        weight = keras.Variable([1.0])
+        optimizer = keras.optimizers.AdamW(rate_at_first, weight_decay=0.1)
+        optimizer.build([weight])
+
+        @tf.function
+        def wait() -> None:
+            for _ in tf.range(5000):
+                optimizer.apply([tf.constant([gradient_at_first])], [weight])
+
+        wait()
+        frozen, optimizer.learning_rate, steps = float(weight.numpy()[0]), 1e-3, []
+        for _ in range(20):
+            before = float(weight.numpy()[0])
+            optimizer.apply([tf.constant([1.0])], [weight])
+            steps.append(before - float(weight.numpy()[0]))
+        return frozen, max(steps)
+
+    assert longest(1.0, 0.0) == (1.0, pytest.approx(0.0011, abs=1e-5))
+    frozen, step = longest(0.0, 1e-3)
+    assert frozen < 0.61
+    assert 0.006 < step < 0.0068
+
+
+# --- What is saved of which network -----------------------------------------------------------------------------------
+
+
+def test_only_networks_that_are_trained_are_averaged(apply: Apply) -> None:
+    apply("Mean teacher", load_examples=partly_labelled)
+    train.build(config.Config(global_batch_size=16, simulated_devices=1, ema_decay=0.9))
+    assert {name.split("/")[0] for name in train.objects.average.averages} == {"student"}
+    assert {name.split("/")[0] for name in train.objects.weights} == {"student", "teacher"}
+
+
+@pytest.mark.long
+def test_all_networks_of_the_dict_are_exported_and_start_another_run(
+    apply: Apply, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    apply("Mean teacher", load_examples=partly_labelled)
+    flags = ("--epochs=1", "--global-batch-size=40", "--simulated-devices=1")
+    train.main([f"--run-dir={tmp_path / 'run'}", *flags, "--export"])
+    found = {path.name for path in (tmp_path / "run/export").iterdir()}
+    models = {f"{name}.{kind}" for name in ("student", "teacher") for kind in ("keras", "weights.h5")}
+    assert found == {*models, "saved_model"}
+    trained_weights = task.model["teacher"].get_weights()
+    capsys.readouterr()
+    train.main([f"--run-dir={tmp_path / 'other'}", *flags, f"--init-from={tmp_path / 'run'}", "--learning-rate=1e-30"])
+    assert "8 of the model's 8 variables from" in capsys.readouterr().out
+    for one, other in zip(task.model["teacher"].get_weights(), trained_weights, strict=True):
+        np.testing.assert_allclose(one, other, atol=0.05)
+    with pytest.raises(SystemExit):
+        file = tmp_path / "run/export/teacher.keras"
+        train.main([f"--run-dir={tmp_path / 'third'}", *flags, f"--init-from={file}"])
+    assert "contains one model, and the task has student, teacher" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_teacher_in_a_file_is_in_no_checkpoint_and_no_export(apply: Apply, tmp_path: Path) -> None:
+    encoder(10).save(tmp_path / "teacher.keras")
+    apply("Distillation from a trained teacher")
+    flags = (f"--run-dir={tmp_path / 'run'}", "--simulated-devices=1")
+    options = ("--epochs=1", "--global-batch-size=40", f"--teacher={tmp_path / 'teacher.keras'}")
+    train.main([*flags, *options])
+    for checkpoint in (*tmp_path.glob("run/checkpoints/*"), *tmp_path.glob("run/best/*")):
+        values, _ = read_checkpoint(checkpoint)
+        assert sum(name.startswith("model/") for name in values) == 4
+        assert not [name for name in values if name.startswith("hidden/")]
+    (tmp_path / "teacher.keras").unlink()
+    train.main([*flags, "--evaluate-only"])
+    train.main([*flags, *options, "--export"])
+    assert {path.name for path in (tmp_path / "run/export").iterdir()} == {
+        *("model.keras", "model.weights.h5", "saved_model")
+    }
 
 
 # --- Complete runs ----------------------------------------------------------------------------------------------------
