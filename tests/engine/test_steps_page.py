@@ -195,6 +195,7 @@ def box_model() -> keras.Model:
     return keras.Model(inputs, {"is_object": keras.layers.Dense(1)(hidden), "box": keras.layers.Dense(4)(hidden)})
 
 
+@pytest.mark.long
 @REPLICAS
 def test_boxes_are_averaged_over_the_objects(replicas: int, apply: Apply) -> None:
     hooks = {"load_examples": boxes, "create_model": box_model, "prepare_example": prepare_plainly}
@@ -295,6 +296,7 @@ def test_mixup_partners_are_of_the_global_batch(replicas: int, apply: Apply) -> 
     assert_same_on_one(replicas, loss)
 
 
+@pytest.mark.long
 @REPLICAS
 @pytest.mark.parametrize(
     "title", ["Contrastive learning of one encoder (SimCLR)", "Contrastive learning of two encoders (CLIP)", "Mixup"]
@@ -327,7 +329,7 @@ def partly_labelled(split: str) -> tf.data.Dataset | None:
 
 
 @REPLICAS
-def test_teacher_is_the_average_of_the_student(replicas: int, apply: Apply) -> None:
+def test_student_learns_from_labels_and_the_teacher(replicas: int, apply: Apply) -> None:
     apply("Mean teacher", load_examples=partly_labelled)
 
     def loss(features: Any, labels: np.ndarray, sample_weights: np.ndarray) -> float:
@@ -337,7 +339,12 @@ def test_teacher_is_the_average_of_the_student(replicas: int, apply: Apply) -> N
         return of_label + np.square(np.exp(log_softmax(logits)) - np.exp(log_softmax(targets))).mean()
 
     assert_same_on_one(replicas, loss, micro_batches=2, learning_rate=0.01)
-    train.build(config.Config(global_batch_size=16, simulated_devices=replicas, micro_batches=2))
+
+
+@pytest.mark.long
+def test_teacher_follows_once_a_step(apply: Apply) -> None:
+    apply("Mean teacher", load_examples=partly_labelled)
+    train.build(config.Config(global_batch_size=16, simulated_devices=2, micro_batches=2))
     students = [np.array(weights()["student/sequential/dense/kernel"])]
     np.testing.assert_array_equal(weights()["teacher/sequential_1/dense_2/kernel"], students[0])
     teacher = students[0].astype("float64")
@@ -348,6 +355,7 @@ def test_teacher_is_the_average_of_the_student(replicas: int, apply: Apply) -> N
     np.testing.assert_allclose(weights()["teacher/sequential_1/dense_2/kernel"], teacher, atol=1e-6)
 
 
+@pytest.mark.long
 @REPLICAS
 def test_student_learns_from_the_teacher_in_a_file(replicas: int, apply: Apply, tmp_path: Path) -> None:
     teacher = encoder(10)
@@ -367,6 +375,7 @@ def test_student_learns_from_the_teacher_in_a_file(replicas: int, apply: Apply, 
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.long
 @REPLICAS
 def test_critic_is_updated_five_times(replicas: int, apply: Apply) -> None:
     apply("WGAN-GP with five critic updates")
@@ -426,6 +435,12 @@ def test_sam_updates_by_the_gradient_at_the_moved_weights(replicas: int, apply: 
     expected = [each - 0.5 * gradient for each, gradient in zip(before, gradients(), strict=True)]
     trained(1, simulated_devices=replicas)
     assert_close(task.model.get_weights(), expected)
+
+
+@pytest.mark.long
+@REPLICAS
+def test_sam_agrees_on_one_replica(replicas: int, apply: Apply) -> None:
+    apply("Sharpness-aware minimization (SAM)")
     assert_same_on_one(replicas)
 
 
@@ -513,6 +528,7 @@ def filling_model() -> keras.Model:
     return keras.Sequential([keras.Input((64,), dtype="int32"), *layers])
 
 
+@pytest.mark.long
 @REPLICAS
 def test_masked_tokens_are_those_of_the_example(replicas: int, apply: Apply) -> None:
     apply("A mean over tokens", load_examples=sentences, create_model=filling_model)
@@ -548,6 +564,13 @@ def with_convolution() -> keras.Model:
     return keras.Sequential([keras.Input((8, 8, 1)), *hidden, keras.layers.Dense(10)])
 
 
+@pytest.mark.long
+@REPLICAS
+def test_late_layers_agree_on_one_replica(replicas: int, apply: Apply) -> None:
+    apply("Layers that are frozen until a step", create_model=with_convolution)
+    assert_same_on_one(replicas, steps=7, epochs=3, learning_rate=0.01, micro_batches=2)
+
+
 @REPLICAS
 def test_encoder_starts_at_its_step(replicas: int, apply: Apply) -> None:
     apply("Layers that are frozen until a step", create_model=with_convolution)
@@ -566,7 +589,6 @@ def test_encoder_starts_at_its_step(replicas: int, apply: Apply) -> None:
     # A tenth of the rate of the head; Adam's first step is as long as the rate, later ones are shorter.
     moved = np.abs(weights()[kernel] - values[0]).max()
     assert 0.001 < moved < 0.011
-    assert_same_on_one(replicas, steps=7, epochs=3, learning_rate=0.01, micro_batches=2)
 
 
 def test_moments_settle_while_the_rate_is_zero() -> None:
