@@ -628,6 +628,39 @@ def test_only_networks_that_are_trained_are_averaged(apply: Apply) -> None:
     assert {name.split("/")[0] for name in train.objects.weights} == {"student", "teacher"}
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+@REPLICAS
+def test_statistics_of_a_follower_are_not_forgotten_by_the_average(
+    is_frozen: bool, replicas: int, apply: Apply
+) -> None:
+    """A follower measures nothing itself, so an average of what its layers have measured would stay at 0 and 1."""
+    apply("Mean teacher", load_examples=partly_labelled)
+
+    def create_model() -> dict[str, keras.Model]:
+        def create() -> keras.Model:
+            layers = [keras.layers.Flatten(), keras.layers.BatchNormalization(synchronized=True, momentum=0.5)]
+            return keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Dense(10)])
+
+        models = {"student": create(), "teacher": create()}
+        models["teacher"].trainable = not is_frozen
+        return models
+
+    task.create_model = create_model
+    train.build(config.Config(global_batch_size=16, simulated_devices=replicas, ema_decay=0.5))
+    for stack, first, _ in train.batches["train"].iterator().take(4):
+        train.run_steps["train"](stack, first, 1)
+    name = next(name for name in train.objects.weights if "teacher" in name and name.endswith("moving_mean"))
+    last = train.objects.weights[name].numpy()
+    with train.run.evaluation_weights():
+        found = train.objects.weights[name].numpy()
+    assert last.max() > 0.1
+    if is_frozen:
+        np.testing.assert_array_equal(found, last)
+    else:
+        np.testing.assert_allclose(found, last, atol=0.2)
+        assert found.max() > 0.1
+
+
 @pytest.mark.long
 def test_all_networks_of_the_dict_are_exported_and_start_another_run(
     apply: Apply, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -779,8 +812,8 @@ CHECKED: dict[str, dict[str, Any]] = {
 }
 
 
-def checked(title: str, apply: Apply, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Checks a recipe, as the fixture `apply` puts it into the modules; returns the lines."""
+def put_with_data(title: str, apply: Apply, folder: Path) -> dict[str, Any]:
+    """Applies a recipe, with data and a model that fit it; returns the settings that it needs."""
     hooks = {name: each for name, each in CHECKED[title].items() if callable(each)}
     settings = {name: each for name, each in CHECKED[title].items() if not callable(each)}
     if title == "Masked language model":
@@ -789,14 +822,25 @@ def checked(title: str, apply: Apply, folder: Path, capsys: pytest.CaptureFixtur
     if title == "Distillation from a trained teacher":
         settings["teacher"] = folder / "teacher.keras"
         encoder(10).save(settings["teacher"])
-    capsys.readouterr()
-    check_task(train, task, config.Config(run_dir=folder / "run", **settings))
-    return capsys.readouterr().out.splitlines()
+    return settings
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("title", WITH_CODE)
 def test_recipe_passes_all_checks(title: str, apply: Apply, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = checked(title, apply, tmp_path, capsys)
+    settings = put_with_data(title, apply, tmp_path)
+    capsys.readouterr()
+    check_task(train, task, config.Config(run_dir=tmp_path / "run", **settings))
+    lines = capsys.readouterr().out.splitlines()
     assert lines[-1].endswith("checks passed."), "\n".join(lines)
     assert any("on one replica and on two" in line for line in lines)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("title", [title for title in WITH_CODE if not title.startswith("Masked")])
+def test_recipe_trains_in_mixed_precision(title: str, apply: Apply, tmp_path: Path) -> None:
+    if "SAM" in title:
+        pytest.skip("its hooks are those of the starter")
+    settings = put_with_data(title, apply, tmp_path)
+    losses, _, _ = trained(2, simulated_devices=2, precision="mixed_bfloat16", learning_rate=1e-3, **settings)
+    assert np.isfinite(losses).all()

@@ -146,6 +146,8 @@ def _move_statistic(
     Both have a part in the statistic. The average is divided by the sum of these parts.
     """
     now, part_kept = tf.cast(variable, tf.float64), tf.constant(0.0, tf.float64) if kept is None else kept.read_value()
+    # What no call of the layer has moved, but `follow` has, is averaged as it is.
+    part_kept = tf.where((part_kept == 1.0) & tf.reduce_any(now != before), tf.zeros_like(part_kept), part_kept)
     part, measured = 1.0 - part_kept, now - part_kept * before
     rate = tf.where(weight > 0.0, rate, 1.0)  # What the first step measures stands for the initial weights, too.
     weight.assign(weight - rate * (weight - part))

@@ -192,7 +192,8 @@ def finish_objects(
     variables.spread_seeds(strategy, [variable for name, variable in weights.items() if variables.is_seed(name)])
     average = MovingAverage(
         variables.trainable_variables(task.model),
-        {name: (weights[name], layer) for name, layer in variables.statistics(task.model).items()},
+        # A frozen network's weights are not averaged either; it may follow another one, statistics and all.
+        {name: (weights[name], layer) for name, layer in variables.statistics(task.model).items() if layer.trainable},
         settings.ema_decay,
     )
     statistics = variables.per_replica_variables(task.model)
