@@ -599,8 +599,52 @@ def contrastive(gather: Callable[..., tf.Tensor], places: Callable[..., tf.Tenso
     return train_step
 
 
+def of_the_replica(values):
+    return values
+
+
+def with_padding(values):
+    """Gathers sample weights as if all examples counted."""
+    return tf.ones_like(gather_batch(values)) if values.shape.rank == 1 else gather_batch(values)
+
+
 def own_places(values):
     return tf.range(tf.shape(values)[0])
+
+
+def regularized(labels, predictions, weights):
+    """Is right without micro-batches."""
+    per_example_loss = label_losses(labels, predictions)
+    return average(per_example_loss, weights) + tf.nn.scale_regularization_loss(task.model.losses), per_example_loss
+
+
+def two_models():
+    """Returns two models whose variables have equal paths."""
+
+    def model() -> keras.Model:
+        layers = [keras.layers.Flatten(), keras.layers.Dense(10, name="dense")]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers], name="sequential")
+
+    return {"one": model(), "other": model()}
+
+
+def step_of_the_first(batch):
+    features, labels, weights = batch
+    with tf.GradientTape() as tape:
+        predictions = task.model["one"](features, training=True)
+        per_example_loss = label_losses(labels, predictions)
+        loss = average(per_example_loss, weights)
+    apply_gradients(task.optimizer, tape, loss, task.model["one"].trainable_variables)
+    task.update_metrics("train", labels, predictions, per_example_loss, weights)
+    return loss
+
+
+def evaluation_of_the_first(split, batch):
+    features, labels, weights = batch
+    predictions = task.model["one"](features, training=False)
+    per_example_loss = label_losses(labels, predictions)
+    task.update_metrics(split, labels, predictions, per_example_loss, weights)
+    return average(per_example_loss, weights)
 
 
 def noisy_step(noise: Callable[[tf.Tensor], tf.Tensor]) -> Callable:
@@ -833,7 +877,7 @@ FAULTS = {
     "mean over the examples of a micro-batch that have a term": (
         {"compute_loss": loss_of_even_labels(even_of_micro_batch, tf.math.divide_no_nan)},
         "task.py compute_loss",
-        "--micro-batches 2 alone makes it",
+        "--micro-batches 2 alone changes it: it is",
     ),
     "division by 0 on a replica of padding": (
         {"compute_loss": loss_of_even_labels(even_of_replica, tf.divide)},
@@ -841,9 +885,25 @@ FAULTS = {
         "divide with tf.math.divide_no_nan",
     ),
     "negatives of the replica": (
-        {"train_step": contrastive(lambda values: values, own_places)},
+        {"train_step": contrastive(of_the_replica, own_places)},
         "task.py compute_loss",
         "instead of what engine.model.gather_batch returns",
+    ),
+    "padding among the negatives": (
+        {"train_step": contrastive(with_padding, places_in_batch)},
+        "task.py compute_loss",
+        "leave them out of what engine.model.gather_batch returns",
+    ),
+    "regularization of each micro-batch": (
+        {"compute_loss": regularized, "create_model": lambda: linear_model(regularizer=L2)},
+        "task.py compute_loss",
+        "--micro-batches 2 alone changes it: the regularization is added in each micro-batch",
+    ),
+    "network that is never trained": (
+        {"create_model": two_models, "train_step": step_of_the_first, "evaluation_step": evaluation_of_the_first}
+        | {"predict_step": lambda features: {"logits": task.model["one"](features)}},
+        "task.py train_step",
+        "sequential/dense/kernel and 1 more get no gradient",
     ),
     "random numbers from the step's number": (
         {"train_step": noisy_step(noise_of_the_step)},
@@ -861,6 +921,7 @@ FAULTS = {
 OPTIONS = {
     "gradient of a padded batch": {"keep_last_batch": True},
     "mean over the examples of a micro-batch that have a term": {"micro_batches": 2},
+    "regularization of each micro-batch": {"micro_batches": 2},
 }
 
 
@@ -883,6 +944,10 @@ LONG = [
     ("metrics of another split",),
     ("metric that is never reset",),
     ("examples that change later",),
+    ("division by 0 on a replica of padding",),
+    ("random numbers from the step's number in evaluation",),
+    ("regularization of each micro-batch",),
+    ("network that is never trained",),
 ]
 PLANTED = [pytest.param(each, marks=pytest.mark.long if each in LONG else ()) for each in (*TOGETHER, *ALONE)]
 
@@ -1007,7 +1072,13 @@ def normalized_model():
     return linear_model(keras.layers.BatchNormalization(synchronized=True), keras.layers.Activation("relu"))
 
 
+def loss_of_labels_that_exist(labels, predictions, weights):
+    per_example_loss = label_losses(tf.maximum(labels, 0), predictions)
+    return average(per_example_loss, tf.where(labels >= 0, weights, 0.0)), per_example_loss
+
+
 RIGHT = {
+    "labels that may be missing": {"compute_loss": loss_of_labels_that_exist},
     "mean over the examples that have a term": {
         "compute_loss": loss_of_even_labels(even_of_batch, tf.math.divide_no_nan)
     },
@@ -1108,7 +1179,7 @@ def test_draws_of_a_seed_generator_in_the_loss_are_named(check: Check) -> None:
     hooks = {"create_loss_objects": create_loss_objects, "compute_loss": noisy}
     lines = assert_sound(check(hooks), compared=False)
     (line,) = [line for line in lines if "random in training" in line]
-    assert re.search(r"the SeedGenerator \S*seed_generator_state\S* \(test_check\.py:\d+ noisy\)$", line)
+    assert re.search(r"the generator \S*seed_generator_state\S* \(test_check\.py:\d+ noisy\)$", line)
 
 
 @pytest.mark.long

@@ -127,6 +127,13 @@ def test_counts_may_be_arrays_and_are_equal_on_all_replicas(replicas: int) -> No
     assert run(replicas, in_one_batch(step), (FEATURES, LABELS, WEIGHTS)) == [expected] * replicas
 
 
+def test_counts_in_16_bits_are_added_in_32() -> None:
+    def step(batch: Any) -> tf.Tensor:
+        return sum_over_batch(lambda *parts: tf.constant(40_000.0, tf.float16))
+
+    assert run(2, in_one_batch(step), (FEATURES, LABELS, WEIGHTS)) == [80_000.0] * 2
+
+
 def test_sum_outside_a_step_is_refused() -> None:
     with pytest.raises(BadInput, match="sum_over_batch was called outside a step"):
         sum_over_batch(count_tokens)
@@ -165,6 +172,27 @@ def test_gathered_values_are_in_order_and_have_gradients(replicas: int) -> None:
     gradient = inputs.T @ (of_values * (1 - values**2))
     np.testing.assert_allclose(sum(map(float, losses)), loss, rtol=1e-5)
     np.testing.assert_allclose(contrast.weight.numpy(), weight - 0.5 * gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "passed"), [("bfloat16", "float32"), ("bool", "int32"), ("int8", "int32")])
+def test_dtypes_that_no_collective_gathers_are_cast(dtype: str, passed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CollectiveGatherV2, which several workers use, takes only float16, float32, float64, int32 and int64."""
+    gathered, all_gather = [], tf.distribute.ReplicaContext.all_gather
+
+    def recorded(self: Any, values: tf.Tensor, axis: int) -> tf.Tensor:
+        gathered.append(values.dtype.name)
+        return all_gather(self, values, axis)
+
+    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_gather", recorded)
+
+    def step(batch: Any) -> tf.Tensor:
+        values = gather_batch(tf.cast(batch[1] % 2, dtype))
+        assert values.dtype == dtype
+        return tf.reduce_sum(tf.cast(values, tf.float32))
+
+    expected = float((LABELS % 2).sum())
+    assert run(2, in_one_batch(step), (FEATURES, LABELS, WEIGHTS)) == [expected] * 2
+    assert set(gathered) == {passed}
 
 
 @pytest.mark.parametrize("function", [gather_batch, places_in_batch])

@@ -700,8 +700,12 @@ class AlwaysNoisy(keras.layers.Layer):
         super().__init__(**options)
         self.seed_generator = keras.random.SeedGenerator(3)
 
+    def build(self, shape: Any) -> None:
+        self.generator = tf.random.Generator.from_seed(7)
+
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        return inputs + 0.1 * keras.random.normal(tf.shape(inputs), seed=self.seed_generator)
+        noise = self.generator.normal(tf.shape(inputs))
+        return inputs + 0.1 * (noise + keras.random.normal(tf.shape(inputs), seed=self.seed_generator))
 
 
 def test_draws_of_a_validation_change_no_training_and_repeat_after_a_stop(

@@ -95,9 +95,17 @@ def _measure_both(program: Program, task: Task, settings: Settings) -> tuple[Mea
     if _differing_losses(one, complete):
         return one, complete, ""
     _, loss, other = differing
-    why = f"--micro-batches {settings.micro_batches} alone makes it {other / loss:.4g} times as large, because it is "
-    why += "divided by what a micro-batch contains: divide by config.global_batch_size, or by a sum of "
-    return one, two, why + "engine.model.sum_over_batch"
+    count = settings.micro_batches
+    weights, _ = _losses_of_model(task.model, next(program.batches["train"].one_by_one())[0])
+    why = f"--micro-batches {count} alone changes it: "
+    if weights and close(other - loss, (count - 1) * weights):
+        why += "the regularization is added in each micro-batch: divide it by config.micro_batches"
+    elif loss and abs(other / loss - count) < count / 2:
+        why += f"it is {other / loss:.4g} times as large, because it is divided by what a micro-batch contains: divide "
+        why += "by config.global_batch_size, or by a sum of engine.model.sum_over_batch"
+    else:
+        why += "look for what is computed of one micro-batch, where it should be of the batch"
+    return one, two, why
 
 
 def _differing_losses(one: Measured, two: Measured) -> tuple[str, float, float] | None:
@@ -164,8 +172,8 @@ def _check_same_results(program: Program, task: Task, one: Measured, two: Measur
     for name in metrics:
         text = "{} is {} on one replica and {} on two: ".format(name, *as_texts(one.metrics[name], two.metrics[name]))
         split = name.split("/")[0]
-        if measure.drawing_layers(program, task, split):
-            continue  # _check_evaluation names them.
+        if measure.draws_from_generators(program, split):
+            continue  # _check_evaluation names it.
         graph = program.run_steps[split].graph()
         if split != "train" and graph is not None and (places := draws(graph)):
             yield Check(False, "task.py evaluation_step", text + _draws_of_replicas(places))
@@ -254,7 +262,7 @@ def _check_evaluation(program: Program, task: Task, settings: Settings) -> Itera
                 fault = f"{split} draws random numbers in {trained[0]}: call the model with training=False"
                 yield Check(False, "task.py evaluation_step", fault)
             else:
-                names = ", ".join(each.name for each in layers) or "a SeedGenerator"
+                names = ", ".join(each.name for each in layers) or "a generator"
                 text = f"random in {split}, so not the same on one replica and two: {names}: draw from a seed of each "
                 yield Check(True, "task.py evaluation_step", text + "example, see docs/steps.md")
         for batches in program.batches.values():

@@ -13,7 +13,8 @@ import tensorflow as tf
 from engine.check.recorder import recorded_gradients
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
-from engine.model.variables import by_name, is_seed, layers_of, trainable_variables
+from engine.model.hidden_state import is_random_state
+from engine.model.variables import by_name, layers_of, trainable_variables
 from engine.protocols import Task
 from engine.run.evaluation import Program
 from engine.run.state import Values
@@ -81,8 +82,8 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
     (padded,) = losses_and_gradients(program, task, [_half_padded(program, stacks[0])])
     assigned = _assigned(program, task, stacks[0])
     optimizers = by_name(task.optimizer, "optimizer").values()
-    updated = {path for optimizer in optimizers for path in optimizer.updated}
-    trainable = [each.path for model in by_name(task.model, "model").values() for each in model.trainable_variables]
+    updated = {each for optimizer in optimizers for each in optimizer.updated}
+    trainable = [each for model in by_name(task.model, "model").values() for each in model.trainable_variables]
     with state_restored(program) as initial:
         metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
         with program.run.evaluation_weights():
@@ -100,7 +101,7 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
         rounding=rounding,
         assigned=assigned,
         metrics=metrics,
-        without_gradient=[path for path in trainable if path not in updated],
+        without_gradient=[each.path for each in trainable if id(each) not in updated],
         layers=layers,
     )
 
@@ -147,9 +148,9 @@ def _make_comparable(program: Program, task: Task) -> Layers:
             unsynchronized.append(layer.name)
     synchronized = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
     # This traces the steps, so layers are changed before.
-    hidden = [name.removeprefix("hidden/") for name in program.run.hidden.changed() if is_seed(name)]
+    hidden = [name.removeprefix("hidden/") for name in program.run.hidden.changed() if is_random_state(name)]
     still_random = [layer.name for layer in drawing_layers(program, task, "train")]
-    still_random += [f"the SeedGenerator {name}" for name in hidden]
+    still_random += [f"the generator {name}" for name in hidden]
     return Layers(list(dict.fromkeys([*random, *still_random])), still_random, synchronized, unsynchronized)
 
 
@@ -162,6 +163,13 @@ def drawing_layers(program: Program, task: Task, split: str) -> list[keras.layer
         return any(id(each.handle) in changed for each in local_results(generator.state.value))
 
     return [layer for layer in _layers(task) if any(map(draws, layer._seed_generators))]
+
+
+def draws_from_generators(program: Program, split: str) -> bool:
+    """Returns whether the steps of a split draw from a random generator, which gives each replica its own numbers."""
+    graph = program.run_steps[split].graph()
+    changed = look_at(graph).changed if graph else ()
+    return any(id(each.handle) in changed for each in program.run.hidden.seeds(program.run.objects.weights))
 
 
 def depends_on_seeds(program: Program, evaluate: Callable[[], dict[str, float]], results: dict[str, float]) -> bool:

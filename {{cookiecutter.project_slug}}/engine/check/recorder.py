@@ -18,23 +18,25 @@ class Recorder(keras.optimizers.SGD):
     Attributes:
         trained: the variables that it was built for.
         gradients: the sums of their gradients, in the same order.
-        updated: the paths of the variables that get a gradient.
+        updated: the ids of the variables that get a gradient.
     """
 
     def __init__(self) -> None:
         super().__init__(name="optimizer")
         self.trained: list[keras.Variable] = []
         self.gradients: list[keras.Variable] = []
-        self.updated: set[str] = set()
+        self.updated: set[int] = set()
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         super().build(variables)
         self.trained = list(variables)
+        for each in variables:
+            each.constraint = None  # Keras would apply it after each update, and move the weight.
         self.gradients = self.add_optimizer_variables(variables, "gradient")
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         pairs = zip(grads, trainable_variables, strict=True)
-        self.updated |= {variable.path for gradient, variable in pairs if gradient is not None}
+        self.updated |= {id(variable) for gradient, variable in pairs if gradient is not None}
         return super().apply(grads, trainable_variables)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:

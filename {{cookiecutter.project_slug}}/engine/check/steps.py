@@ -47,9 +47,13 @@ def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
         )
 
     size = program.batches["train"].global_batch_size
-    # A layer that normalizes takes its statistics of all features, so only the labels are replaced. In several models
-    # the labels of one may be the features of another.
-    replaced = () if one.layers.synchronized and len(by_name(task.model, "model")) > 1 else (LABELS,)
+    # What a layer normalizes, or adds to the loss, it takes of all features, so only the labels are replaced. In
+    # several models the labels of one may be the features of another.
+    replaced: tuple[int, ...] = (FEATURES, LABELS, LENGTHS)
+    if one.layers.synchronized:
+        replaced = () if len(by_name(task.model, "model")) > 1 else (LABELS,)
+    elif _loss_layers(task):
+        replaced = (LABELS,)
     halves, others, nothing = results(_first_half(size)), results(_first_half(size), *replaced), results(0.0)
     uneven, even = results(0.5 ** (np.arange(size) % 4)), losses(results(0.5))
     rest = np.nan_to_num(losses(nothing))  # Not finite if the loss is divided by the sum of the weights.
@@ -61,7 +65,8 @@ def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
         or not are_same(nothing, of_others, TOLERANCE)
         or (has_weights and are_same(one.batches, halves, PROMISE))
     ):
-        text = "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights"
+        text = "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights, and "
+        text += "leave them out of what engine.model.gather_batch returns"
     elif are_same(one.batches, uneven, PROMISE):
         text = "the loss is the same with sample weights of 1 and of 0.5: multiply each example's loss by its own"
     elif close(even - rest, (one.losses - rest) / 4):
@@ -84,7 +89,7 @@ def _not_added(task: Task, batches: list[Arrays]) -> list[str]:
         for model in _models(task)
         for each in model.trainable_variables
         if each.regularizer and float(each.regularizer(each))
-        if not any(results[names[id(each.value)]].any() for results in batches)
+        if (name := names[id(each.value)]) in batches[0] and not any(results[name].any() for results in batches)
     ]
     if missing or any(results[LOSS] for results in batches):
         return missing
@@ -174,7 +179,7 @@ def _changed(stacks: list[tuple[Any, int, int]], factors: Any, *replaced: int) -
 def jumps(graph: tf.Graph) -> str:
     """Returns the places of operations in the loss whose gradient jumps; "" without any."""
     # Such an operation and its gradient's share their first input.
-    found = ((each, JUMPS[each.type]) for each in operations_of(graph) if each.type in JUMPS and not _is_floor(each))
+    found = ((each, JUMPS[each.type]) for each in operations_of(graph) if each.type in JUMPS and _has_gradient(each))
     return _places(each for one, kind in found for each in one.inputs[0].consumers() if each.type == kind)
 
 
@@ -182,6 +187,10 @@ def _is_floor(operation: tf.Operation) -> bool:
     """Returns whether one input is an epsilon, which keeps a denominator from 0, as in tf.math.l2_normalize."""
     values = [tf.get_static_value(each) for each in operation.inputs]
     return any(value is not None and 0.0 < np.max(value, initial=0.0) <= FLOOR for value in values)
+
+
+def _has_gradient(operation: tf.Operation) -> bool:
+    return operation.inputs[0].dtype.is_floating and not _is_floor(operation)
 
 
 def draws(graph: tf.Graph) -> str:

@@ -77,15 +77,15 @@ def sum_over_batch(count: Callable[[Any, Any, tf.Tensor], Any]) -> tf.Tensor:
             micro-batches, because the gradient of the first one needs the sum; returns a number or an array of them.
             Padded examples have the weight 0.
 
-    Returns the sum (the shape of what `count` returns, float32 unless that has another floating dtype). It is equal on
-    all replicas, and has no gradient. Raises BadInput outside a step.
+    Returns the sum (the shape of what `count` returns; float64 if that is, otherwise float32). It is equal on all
+    replicas, and has no gradient. Raises BadInput outside a step.
     """
     if _step.batch is None:
         raise BadInput("engine.model.sum_over_batch was called outside a step: call it in a hook that a step calls")
     call, _step.calls = _step.calls, _step.calls + 1
     if call == len(_step.sums):  # In the first micro-batch.
         total = tf.convert_to_tensor(converted(count)(*_step.batch))
-        total = tf.stop_gradient(total if total.dtype.is_floating else tf.cast(total, "float32"))
+        total = tf.stop_gradient(total if total.dtype == tf.float64 else tf.cast(total, tf.float32))
         _step.sums.append(*sum_over_replicas([total]))
     return _step.sums[call]
 
@@ -94,16 +94,23 @@ def sum_over_batch(count: Callable[[Any, Any, tf.Tensor], Any]) -> tf.Tensor:
 def gather_batch(values: tf.Tensor) -> tf.Tensor:
     """Returns the values of all examples of the global batch, in its order: [batch, ...] to [replicas * batch, ...].
 
-    They have gradients: a value gets the sum of what all replicas' losses make of it. Raises BadInput with
+    They are numbers or truth values, and have gradients: a value gets the sum of what all replicas' losses make of it.
+    Padded examples are among them: gather their sample weights too, and leave out what has 0. Raises BadInput with
     --micro-batches, which are computed one after the other, so that no micro-batch has the values of the next.
     """
     _reject_micro_batches("gather_batch")
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return values
+    # Several workers gather no other dtypes than these.
+    dtype = values.dtype
+    if not (dtype.is_floating or dtype in (tf.int32, tf.int64)):
+        values = tf.cast(values, tf.int32)
+    elif dtype == tf.bfloat16:
+        values = tf.cast(values, tf.float32)
     gathered = context.all_gather(values, axis=0)
     # The gradient of a reshape is dense. That of a gather would be slices, in which all_gather's own gradient fails.
-    return tf.reshape(gathered, tf.shape(gathered))
+    return tf.cast(tf.reshape(gathered, tf.shape(gathered)), dtype)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -21,7 +21,6 @@ UNSEEDED = (
     "task.train_step draws from keras.random without a seed, which fails on several replicas: draw from a seed of each "
     "example, see docs/steps.md, or give a layer a keras.random.SeedGenerator and pass it as seed"
 )
-GENERATOR = "hidden/StateVar"  # How TensorFlow names the state of a tf.random.Generator.
 
 
 @contextlib.contextmanager
@@ -36,6 +35,11 @@ def recorded_variables() -> Iterator[list[weakref.ref]]:
 
     with tf.variable_creator_scope(record):
         yield recorded
+
+
+def is_random_state(path: str) -> bool:
+    """Returns whether the variable of this path is the state of a SeedGenerator or of a tf.random.Generator."""
+    return is_seed(path) or path.rsplit("/", 1)[-1].startswith("StateVar")
 
 
 class HiddenState:
@@ -96,7 +100,7 @@ class HiddenState:
     def seeds(self, listed: Mapping[str, tf.Variable]) -> list[tf.Variable]:
         """Returns the states of all random generators, listed or not, each replica's own."""
         variables = {**listed, **self.unlisted}.items()
-        seeds = [each for name, each in variables if is_seed(name) or name.startswith(GENERATOR)]
+        seeds = [each for name, each in variables if is_random_state(name)]
         return [each for seed in seeds for each in self._local_results(seed)]
 
     def check(self, saved: Iterable[tf.Variable]) -> None:
