@@ -134,6 +134,8 @@ def _reject_micro_batches(function: str) -> None:
 def sum_over_replicas(tensors: Sequence[tf.Tensor], bytes_per_pack: int = 0) -> list[tf.Tensor]:
     """Returns the sums of tensors over all replicas, without gradients. Every replica must call it.
 
+    With --micro-batches these are the sums of one micro-batch.
+
     ReplicaContext.all_reduce would give the same numbers, but bundles all tensors in one IdentityN. Of a step that
     updates several times, Grappler then loses that an update comes after the reads of the weights before it, and now
     and then a loss is of the weights after the update.
