@@ -24,7 +24,7 @@ from rendering import run as run_program
 
 RECIPES = sections("steps.md")
 WITH_CODE = [title for title, text in RECIPES.items() if "```python" in text]
-LOAD_EXAMPLES = task.load_examples
+LOAD_EXAMPLES, CREATE_OPTIMIZER = task.load_examples, task.create_optimizer
 
 Apply = Callable[..., None]
 Values = dict[str, np.ndarray]
@@ -820,7 +820,7 @@ def put_with_data(title: str, apply: Apply, folder: Path) -> dict[str, Any]:
     settings = {name: each for name, each in CHECKED[title].items() if not callable(each)}
     if title == "Masked language model":
         apply("A mean over tokens")
-    apply(title, **hooks)
+    apply(title, **{"create_optimizer": CREATE_OPTIMIZER, **hooks})
     if title == "Distillation from a trained teacher":
         settings["teacher"] = folder / "teacher.keras"
         encoder(10).save(settings["teacher"])
