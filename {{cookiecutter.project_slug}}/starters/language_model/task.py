@@ -56,7 +56,8 @@ def prepare_example(record: tf.Tensor):
     field = tf.io.FixedLenFeature([config.sequence_length], tf.int64)
     parsed = tf.io.parse_single_example(record, dict.fromkeys(FIELDS, field))
     features = {name: tf.cast(values, tf.int32) for name, values in parsed.items()}
-    return features, features.pop("labels")
+    labels = features.pop("labels")
+    return features, labels
 
 
 def read_inputs(path: Path) -> Iterable[tuple[int | str, bytes]]:
