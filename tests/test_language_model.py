@@ -109,7 +109,9 @@ def test_shipped_text_is_learnt_from_records_that_two_processes_make_at_once(pro
     ]
     assert [each.wait() for each in made] == [0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["records"]
-    project.run("python", "train.py", "--epochs=3")
+    done = project.run("python", "train.py", "--epochs=3", "--simulated-devices=2")
+    assert done.stdout.count(" tokens/s, MFU ") == 3
+    assert "on_report failed" not in done.stdout
     for path in (project.folder / "data/records").glob("*.tfrecord"):
         assert path.read_bytes() == (tmp_path / "records" / path.name).read_bytes(), path.name
     # The frequencies of the bytes alone give 21.
