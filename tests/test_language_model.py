@@ -84,7 +84,7 @@ def test_user_errors_are_one_line(project: Bake, tmp_path: Path) -> None:
     reasons = [
         "--sequence-length 64 does not fit data/records/train.tfrecord, whose rows have 128 tokens: ",
         "--records elsewhere has no train.tfrecord: ",
-        "--width 36 must be a multiple of 8, ",
+        "--width 36 must be a multiple of twice --heads, ",
         "--dropout 1.0 must be at least 0 and less than 1",
         "--temperature -1.0 must be at least 0",
     ]

@@ -166,13 +166,14 @@ print(np.mean(losses))
 """
 # The prompts of a text as records, for the SavedModel.
 PROMPTS = """
+from pathlib import Path
 import tensorflow as tf
 import predict
 import task
 
 predict.load("runs/two")
 with tf.io.TFRecordWriter("prompts.tfrecord") as file:
-    for _, record in task.read_inputs("data/test.txt"):
+    for _, record in task.read_inputs(Path("data/test.txt")):
         file.write(record)
 """
 TIMES = ("seconds", "examples_per_second")
