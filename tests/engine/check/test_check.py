@@ -608,6 +608,29 @@ def with_padding(values):
     return tf.ones_like(gather_batch(values)) if values.shape.rank == 1 else gather_batch(values)
 
 
+def token_model():
+    layers = [keras.layers.Reshape((8, 8)), keras.layers.Dense(10)]
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+
+def tokens(features, labels):
+    return features / 16.0, tf.cast(features[:, 4, 0] // 4.0, tf.int32)
+
+
+def loss_of_tokens(labels, predictions, weights):
+    """Divides by the tokens of the replica, most of which exist: two replicas have almost twice the loss."""
+    token_losses = label_losses(labels, predictions)
+    token_weights = tf.cast(labels != 0, tf.float32) * weights[:, None]
+    total = tf.reduce_sum(token_losses * token_weights)
+    return tf.math.divide_no_nan(total, tf.reduce_sum(token_weights)), token_losses
+
+
+def metrics_of_tokens(split, labels, predictions, token_losses, weights):
+    token_weights = tf.cast(labels != 0, tf.float32) * weights[:, None]
+    task.metrics[split]["loss"].update_state(token_losses, sample_weight=token_weights)
+    task.metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=token_weights)
+
+
 def own_places(values):
     return tf.range(tf.shape(values)[0])
 
@@ -878,6 +901,12 @@ FAULTS = {
         {"compute_loss": loss_of_even_labels(even_of_micro_batch, tf.math.divide_no_nan)},
         "task.py compute_loss",
         "--micro-batches 2 alone changes it: it is",
+    ),
+    "mean over the tokens of a replica": (
+        {"compute_loss": loss_of_tokens, "create_model": token_model, "update_metrics": metrics_of_tokens}
+        | {"predict_step": lambda features: {"logits": task.model(features)}, "prepare_example": tokens},
+        "task.py compute_loss",
+        "which a sum of engine.model.sum_over_batch makes right",
     ),
     "division by 0 on a replica of padding": (
         {"compute_loss": loss_of_even_labels(even_of_replica, tf.divide)},

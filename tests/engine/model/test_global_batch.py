@@ -195,6 +195,21 @@ def test_dtypes_that_no_collective_gathers_are_cast(dtype: str, passed: str, mon
     assert set(gathered) == {passed}
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_update_on_a_condition_is_refused_on_several_replicas(replicas: int) -> None:
+    mean = TokenMean(replicas)
+
+    def step(batch: Any) -> tf.Tensor:
+        tf.cond(batch[0][0, 0, 0] > -1e9, lambda: mean.step(batch), lambda: 0.0)
+        return tf.constant(0.0)
+
+    if replicas == 1:
+        run(replicas, in_micro_batches(step, Config()), (FEATURES, LABELS, WEIGHTS))
+        return
+    with pytest.raises(BadInput, match=r"inside a tf\.cond or a loop, where replicas cannot wait"):
+        run(replicas, in_micro_batches(step, Config()), (FEATURES, LABELS, WEIGHTS))
+
+
 @pytest.mark.parametrize("function", [gather_batch, places_in_batch])
 def test_gathering_in_micro_batches_is_refused(function: Callable[[tf.Tensor], tf.Tensor]) -> None:
     step = in_micro_batches(lambda batch: tf.reduce_sum(function(batch[0])), Config(micro_batches=2))

@@ -5,23 +5,18 @@ switched off for that. An unsynchronized BatchNormalization is reported and then
 cause.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
 
-import keras
 import numpy as np
-import tensorflow as tf
 
 from engine.check import measure
+from engine.check.causes import differing_losses, draws_of_replicas, losses_of_model, why_losses_differ
 from engine.check.examples import check_batches, check_examples, check_predictions, read_examples
 from engine.check.measure import LOSS, SAMPLE_WEIGHTS, Measured
 from engine.check.recorder import recording_optimizers
 from engine.check.results import (
-    MARGIN,
-    PROMISE,
     Check,
     as_texts,
     check_repeats,
@@ -33,8 +28,6 @@ from engine.check.results import (
 )
 from engine.check.steps import check_loss, check_metrics, check_updated_metrics, draws, jumps
 from engine.cluster.strategy import create_strategy
-from engine.errors import BadInput
-from engine.model.global_batch import step_on
 from engine.model.variables import by_name, model_variables
 from engine.protocols import Task
 from engine.run.evaluation import Program
@@ -87,16 +80,16 @@ def _measure_both(program: Program, task: Task, settings: Settings) -> tuple[Mea
     # A synchronized layer has the statistics of a micro-batch; all else must equal the complete batch.
     alone = settings if two.layers.synchronized else dataclasses.replace(settings, micro_batches=1)
     one = measure.measure(program, task, alone, 1)
-    differing = _differing_losses(one, two)
+    differing = differing_losses(one, two)
     if alone.micro_batches == settings.micro_batches or not differing:
         return one, two, ""
     complete = measure.measure(program, task, alone, 2)
     one = measure.measure(program, task, alone, 1)
-    if _differing_losses(one, complete):
+    if differing_losses(one, complete):
         return one, complete, ""
     _, loss, other = differing
     count = settings.micro_batches
-    weights, _ = _losses_of_model(task.model, next(program.batches["train"].one_by_one())[0])
+    weights, _ = losses_of_model(task.model, next(program.batches["train"].one_by_one())[0])
     why = f"--micro-batches {count} alone changes it: "
     if weights and close(other - loss, (count - 1) * weights):
         why += "the regularization is added in each micro-batch: divide it by config.micro_batches"
@@ -106,15 +99,6 @@ def _measure_both(program: Program, task: Task, settings: Settings) -> tuple[Mea
     else:
         why += "look for what is computed of one micro-batch, where it should be of the batch"
     return one, two, why
-
-
-def _differing_losses(one: Measured, two: Measured) -> tuple[str, float, float] | None:
-    """Returns the first loss that differs by more than rounding, on one replica and on two, after its kind of batch."""
-    pairs = [("", *each) for each in zip(one.losses, two.losses, strict=True)]
-    pairs.append((" of a batch whose second half is padding", one.half_padded, two.half_padded))
-    floor = MARGIN * one.rounding[LOSS]
-    differing = (each for each in pairs if not close(*each[1:], tolerance=PROMISE, floor=floor))
-    return next(differing, None)
 
 
 def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]:
@@ -148,9 +132,11 @@ def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check
 def _check_same_results(program: Program, task: Task, one: Measured, two: Measured, why: str) -> Iterator[Check]:
     """`why` says why losses differ, if that is known."""
     # If the loss differs, gradients and metrics differ for the same reason.
-    if differing := _differing_losses(one, two):
+    if differing := differing_losses(one, two):
         batch, loss, other = differing
-        hook, cause = _why_losses_differ(program, task, batch, loss, other)
+        # Half of such a batch has nothing to count.
+        doubled = close(two.half_padded, 2 * one.half_padded)
+        hook, cause = why_losses_differ(program, task, batch, loss, other, doubled=doubled)
         texts = f"the loss{batch} is {{}} on one replica and {{}} on two".format(*as_texts(loss, other))
         yield Check(False, f"task.py {hook}", f"{texts}: {why or cause}")
         return
@@ -176,62 +162,13 @@ def _check_same_results(program: Program, task: Task, one: Measured, two: Measur
             continue  # _check_evaluation names it.
         graph = program.run_steps[split].graph()
         if split != "train" and graph is not None and (places := draws(graph)):
-            yield Check(False, "task.py evaluation_step", text + _draws_of_replicas(places))
+            yield Check(False, "task.py evaluation_step", text + draws_of_replicas(places))
             continue
         text += "update it with unscaled values per example, and sample_weight=sample_weights"
         yield Check(False, hook_of_step(task, "update_metrics", split), text)
     if not metrics:
         arrays = dict.fromkeys(names.arrays.values())
         yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(one.metrics), *arrays])}")
-
-
-def _why_losses_differ(program: Program, task: Any, padded: str, one: float, two: float) -> tuple[str, str]:
-    """Returns the hook to look at, and the likely cause, from the losses of one replica and of two."""
-    batch = features, labels, sample_weights = next(program.batches["train"].one_by_one())
-    shape, graph = sample_weights.shape, program.run_steps["train"].graph()
-    with contextlib.suppress(Exception), step_on(batch):  # The steps of this task may pass it other arguments.
-        shape = task.compute_loss(labels, task.model(features), sample_weights)[1].shape
-    # The metrics differ for the same reason. A loss of each token has the shape of its labels.
-    if shape.rank != 1 and not (tf.is_tensor(labels) and shape == labels.shape):
-        raise BadInput(f"task.compute_loss returned a per-example loss of shape {shape}: return one value per example")
-    weights, activities = _losses_of_model(task.model, features)
-    if math.isnan(two):
-        why = "a replica whose examples are all padding divides by 0: use tf.math.divide_no_nan"
-    elif padded:
-        why = "it is divided by what one replica's batch contains: divide by a sum of engine.model.sum_over_batch"
-    elif weights and close(two - one, weights):
-        why = "it adds model.losses once per replica; use tf.nn.scale_regularization_loss(model.losses)"
-    elif activities and close(one - two, activities / 2):
-        why = "a layer's add_loss adds a sum over one replica's batch; add the mean over the examples"
-    elif close(two, 2 * one):
-        why = "it is divided by the per-replica batch size; divide by config.global_batch_size"
-    elif close(two, one / 2):
-        why = "it is divided by the number of replicas a second time; remove that division"
-    elif hidden := [name.removeprefix("hidden/") for name in program.run.hidden.changed()]:
-        why = f"the steps change {', '.join(hidden)}, which is per-replica: to keep it equal on all replicas, "
-        return "create_model", why + "assign what tf.distribute.get_replica_context().all_reduce returns"
-    elif graph is not None and (places := draws(graph)):
-        return "train_step", _draws_of_replicas(places)
-    else:
-        why = "the ratio matches no known cause: look for a mean taken over one replica's batch, which a sum of "
-        why += "engine.model.sum_over_batch makes right, and for examples that are compared only with those of their "
-        why += "replica, instead of what engine.model.gather_batch returns"
-    return "compute_loss", why
-
-
-def _draws_of_replicas(places: str) -> str:
-    text = f"random numbers are drawn{places}, and those of an example depend on its replica: "
-    return text + "draw them from a seed of each example, see docs/steps.md"
-
-
-def _losses_of_model(model: Any, features: Any) -> tuple[float, float]:
-    """Returns two sums of model.losses: the regularizers of weights, and all other losses."""
-    if not isinstance(model, keras.Model) or not model.losses:
-        return 0.0, 0.0
-    with contextlib.suppress(Exception):  # A step may call it on something else.
-        model(features, training=True)
-    weights = sum(float(each.regularizer(each)) for each in model.trainable_variables if each.regularizer)
-    return weights, float(sum(model.losses)) - weights
 
 
 def _check_traces(program: Program) -> Iterator[Check]:

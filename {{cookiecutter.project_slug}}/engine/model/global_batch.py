@@ -134,7 +134,8 @@ def _reject_micro_batches(function: str) -> None:
 def sum_over_replicas(tensors: Sequence[tf.Tensor], bytes_per_pack: int = 0) -> list[tf.Tensor]:
     """Returns the sums of tensors over all replicas, without gradients. Every replica must call it.
 
-    With --micro-batches these are the sums of one micro-batch.
+    With --micro-batches these are the sums of one micro-batch. Raises BadInput inside a tf.cond or a loop, where the
+    replicas of a process cannot wait for each other.
 
     ReplicaContext.all_reduce would give the same numbers, but bundles all tensors in one IdentityN. Of a step that
     updates several times, Grappler then loses that an update comes after the reads of the weights before it, and now
@@ -146,4 +147,10 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor], bytes_per_pack: int = 0) -> 
         pairs = [(each, each.device if isinstance(each, tf.Tensor) else each) for each in per_replica]
         return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs, options)
 
-    return list(tf.distribute.get_replica_context().merge_call(reduce, args=tuple(tensors)))
+    try:
+        return list(tf.distribute.get_replica_context().merge_call(reduce, args=tuple(tensors)))
+    except RuntimeError as problem:
+        if "merge_call" not in str(problem) or _step.micro_batches > 1:
+            raise
+        reason = "a tf.cond or a loop, where replicas cannot wait for each other: do it in every step, outside"
+        raise BadInput(f"task.train_step updates or sums over the replicas inside {reason}") from problem
