@@ -78,8 +78,8 @@ class Transformer(keras.Model):
     ) -> None:
         """`end` is the token that ends a document."""
         super().__init__(**options)
-        self.sizes = {"vocabulary_size": vocabulary_size, "end": end, "layers": layers, "width": width}
-        self.sizes |= {"heads": heads, "dropout": dropout}
+        self.sizes: dict[str, Any] = {"layers": layers, "width": width, "heads": heads, "dropout": dropout}
+        self.sizes |= {"vocabulary_size": vocabulary_size, "end": end}
         self.end = end
         # The weights of the embeddings compute the logits too. These are float32 under mixed precision.
         self.embedding = keras.layers.ReversibleEmbedding(
