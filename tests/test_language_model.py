@@ -55,6 +55,7 @@ def test_program_prints_the_command_that_trains_on_a_text(project: Bake, tmp_pat
     *_, last = done.stdout.splitlines()
     prefix, printed = last.split(": ")
     assert prefix == f"Made {made}, for"
+    assert printed.endswith(f"--records {made} --sequence-length 30 --run-dir runs/records")
     project.run(*printed.split(), "--epochs=1", "--global-batch-size=10", "--layers=1", f"--run-dir={tmp_path / 'run'}")
     again = run(*command, folder=project.folder)
     assert again.stderr == f"ERROR: --records {made} exists already: remove it, or pass another folder\n"

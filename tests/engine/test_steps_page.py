@@ -722,9 +722,6 @@ def stopped_after(executions: int) -> Callable[..., None]:
     ("title", "hooks", "flags"),
     [
         ("Random numbers in a step", {}, ()),
-        ("Mean teacher", {"load_examples": partly_labelled}, ("--micro-batches=2", "--ema-decay=0.9")),
-        ("WGAN-GP with five critic updates", {}, ("--monitor=validation/distance", "--monitor-direction=min")),
-        ("Diffusion", {}, ("--ema-decay=0.9",)),
         ("Layers that are frozen until a step", {"create_model": with_convolution}, ()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -680,7 +680,7 @@ def noisy_step(noise: Callable[[tf.Tensor], tf.Tensor]) -> Callable:
 
 def noise_of_the_step(features):
     """Is the same on all replicas, whose examples are others."""
-    return tf.random.stateless_normal(tf.shape(features), tf.stack([task.optimizer.iterations, 0]))
+    return tf.random.stateless_normal(tf.shape(features), tf.stack([task.optimizer.iterations.value, 0]))
 
 
 def noise_of_the_example(features):

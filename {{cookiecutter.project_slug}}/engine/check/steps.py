@@ -47,12 +47,12 @@ def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
         )
 
     size = program.batches["train"].global_batch_size
-    # What a layer normalizes, or adds to the loss, it takes of all features, so only the labels are replaced. In
-    # several models the labels of one may be the features of another.
+    # What a layer normalizes, measures, or adds to the loss, it takes of all features, so only the labels are replaced.
+    # In several models the labels of one may be the features of another.
     replaced: tuple[int, ...] = (FEATURES, LABELS, LENGTHS)
     if one.layers.synchronized:
         replaced = () if len(by_name(task.model, "model")) > 1 else (LABELS,)
-    elif _loss_layers(task):
+    elif _loss_layers(task) or program.run.hidden.changed():
         replaced = (LABELS,)
     halves, others, nothing = results(_first_half(size)), results(_first_half(size), *replaced), results(0.0)
     uneven, even = results(0.5 ** (np.arange(size) % 4)), losses(results(0.5))

@@ -16,9 +16,9 @@ class Config(Settings):
     """
 
     # TODO(you): Add the settings of your task; each becomes a flag and is recorded with the run.
-    records: Path = Path("data/records")
+    records: ChangeableOnResume[Path] = Path("data/records")
     """Folder of train.tfrecord, validation.tfrecord and test.tfrecord, as prepare_data.py makes them. The default is
-    made of the shipped text if it does not exist."""
+    made of the texts in data/ if it does not exist."""
     sequence_length: int = 128
     """Tokens of a row in the records, padding included; a prompt and its completion have this length at most."""
     layers: int = 2

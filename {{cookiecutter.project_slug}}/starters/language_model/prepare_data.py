@@ -9,7 +9,9 @@ padding), its position in the document, and a label: the token that follows it.
 """
 
 import dataclasses
+import hashlib
 import re
+import shlex
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,11 +20,12 @@ import tyro
 
 from engine.errors import BadInput, CannotWrite, exit_codes
 
-END = 256
 VOCABULARY_SIZE = 257
+END = VOCABULARY_SIZE - 1
 NO_LABEL = -1  # The label of padding, and of a prompt's tokens.
 FIELDS = ("tokens", "documents", "positions", "labels")
 OPEN_ROWS = 100  # A document goes into the first row with room among the newest rows.
+TEXTS = "texts.sha256"  # In the folder of records: of which texts they are made.
 
 Row = dict[str, list[int]]  # The FIELDS, [sequence_length] each.
 
@@ -43,6 +46,11 @@ class Arguments:
             raise BadInput(f"--sequence-length {self.sequence_length} must be at least 2")
 
 
+def encode(text: str) -> list[int]:
+    """Returns the tokens of a document or of a prompt, without END. `decode` in task.py is its inverse."""
+    return list(text.encode())
+
+
 def make_records(arguments: Arguments) -> None:
     """Makes the folder of record files, complete or not at all. Several processes may make the same at once.
 
@@ -50,6 +58,8 @@ def make_records(arguments: Arguments) -> None:
         BadInput: an argument or a text cannot be used.
         CannotWrite: the folder cannot be made.
     """
+    if not arguments.texts.is_dir():
+        raise BadInput(f"--texts {arguments.texts} is not a folder: pass a folder of .txt files")
     paths = sorted(arguments.texts.glob("*.txt"))
     if not paths:
         raise BadInput(f"--texts {arguments.texts} contains no .txt file: pass a folder of them")
@@ -62,6 +72,7 @@ def make_records(arguments: Arguments) -> None:
             complete.mkdir()
             for name, each in documents.items():
                 write_records(complete / f"{name}.tfrecord", pack(each, arguments.sequence_length))
+            (complete / TEXTS).write_text(hash_of(arguments.texts), encoding="utf-8")
             try:
                 complete.rename(records)
             except OSError:
@@ -71,32 +82,46 @@ def make_records(arguments: Arguments) -> None:
         raise CannotWrite(f"{records} cannot be written ({problem})") from problem
 
 
-def read_documents(path: Path) -> list[bytes]:
+def hash_of(texts: Path) -> str:
+    """Returns a fingerprint of the text files of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(texts.glob("*.txt")):
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def read_documents(path: Path) -> list[str]:
     """Returns the documents of a text file. Raises BadInput if it cannot be used."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
         raise BadInput(f"{path} cannot be read ({problem}): pass a text file in UTF-8") from problem
-    documents = [each.strip().encode() for each in re.split(r"\n\s*\n", text) if each.strip()]
+    documents = [each.strip("\n").rstrip() for each in re.split(r"\n(?:[ \t]*\n)+", text) if each.strip()]
     if not documents:
         raise BadInput(f"{path} contains no text: remove it, or put text into it")
     return documents
 
 
-def pack(documents: Iterable[bytes], length: int) -> list[Row]:
-    """Returns rows of `length` tokens, first fit. A document that is longer than a row continues in another one."""
+def pack(documents: Iterable[str], length: int) -> Iterator[Row]:
+    """Yields rows of `length` tokens, first fit.
+
+    A document that is longer than a row continues in another one, as a document of its own that sees nothing of its
+    start.
+    """
     rows: list[Row] = []
     for document in documents:
-        tokens = [END, *document, END]
+        tokens = [END, *encode(document), END]
         for first in range(0, len(tokens) - 1, length):
             part = tokens[first : first + length + 1]  # The last token is only a label.
-            fits = (row for row in rows[-OPEN_ROWS:] if len(row["tokens"]) + len(part) - 1 <= length)
+            fits = (row for row in rows if len(row["tokens"]) + len(part) - 1 <= length)
             row = next(fits, None)
             if row is None:
                 row = {field: [] for field in FIELDS}
                 rows.append(row)
             add_document(row, part[:-1], part[1:])
-    return [padded(row, length) for row in rows]
+            if len(rows) > OPEN_ROWS:
+                yield padded(rows.pop(0), length)
+    yield from (padded(row, length) for row in rows)
 
 
 def add_document(row: Row, tokens: Sequence[int], labels: Sequence[int]) -> None:
@@ -114,12 +139,13 @@ def padded(row: Row, length: int) -> Row:
     return {field: row[field] + [NO_LABEL if field == "labels" else 0] * missing for field in FIELDS}
 
 
-def prompt_row(prompt: bytes, length: int) -> Row:
+def prompt_row(prompt: str, length: int) -> Row:
     """Returns a row whose only document is the start of one. Raises BadInput if no token is left to complete it."""
-    if len(prompt) > length - 2:
-        raise BadInput(f"the prompt {prompt[:20]!r}... has {len(prompt)} bytes: pass at most {length - 2}")
     row: Row = {field: [] for field in FIELDS}
-    tokens = [END, *prompt]
+    tokens = [END, *encode(prompt)]
+    if len(tokens) >= length:
+        rule = f"has {len(tokens) - 1} tokens, and --sequence-length {length} leaves room for {length - 2}"
+        raise BadInput(f"the prompt {prompt[:20]}... {rule}: shorten it")
     add_document(row, tokens, [NO_LABEL] * len(tokens))
     return padded(row, length)
 
@@ -163,6 +189,13 @@ def check_records(path: Path, sequence_length: int) -> None:
         raise BadInput(f"{path} contains no such records ({reason}): make it with prepare_data.py") from problem
 
 
+def check_texts(records: Path, texts: Path) -> None:
+    """Raises BadInput if the records are made of other texts than the folder contains now."""
+    made_of = records / TEXTS
+    if made_of.exists() and made_of.read_text(encoding="utf-8") != hash_of(texts):
+        raise BadInput(f"{records} is made of other texts than {texts} contains now: remove it, and it is made again")
+
+
 def summaries(folder: Path) -> Iterator[str]:
     """Yields a line about each file of records."""
     import tensorflow as tf
@@ -184,8 +217,8 @@ def main() -> None:
             raise BadInput(f"--records {records} exists already: remove it, or pass another folder")
         make_records(arguments)
         print(*summaries(records), sep="\n")
-        flags = f"--records {records} --sequence-length {arguments.sequence_length}"
-        print(f"Made {records}, for: python train.py {flags}")
+        flags = ["--records", str(records), "--sequence-length", str(arguments.sequence_length)]
+        print(f"Made {records}, for: python train.py {shlex.join([*flags, '--run-dir', f'runs/{records.name}'])}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from engine.data import Records
+from engine.errors import BadInput
 from engine.model import apply_gradients, sum_over_batch
 from prepare_data import (
     END,
@@ -21,6 +22,7 @@ from prepare_data import (
     VOCABULARY_SIZE,
     Arguments,
     check_records,
+    check_texts,
     make_records,
     prompt_row,
     serialized,
@@ -28,7 +30,7 @@ from prepare_data import (
 from speed import floating_point_operations, measured_peak
 from transformer import Transformer
 
-PROMPTS = (b"", b"Alice ", b"`I wish ")  # Completed after every epoch.
+PROMPTS = ("", "Alice ", "`I wish ")  # Completed after every epoch.
 
 # --- Data -------------------------------------------------------------------------------------------------------------
 
@@ -39,8 +41,10 @@ def load_examples(split: str) -> Records:
     A dataset yields single examples, always in the same order. Do not shuffle, repeat or batch: the engine does.
     """
     # TODO(you): Load your examples.
-    if config.records == Config.records and not config.records.exists():
-        make_records(Arguments(sequence_length=config.sequence_length))  # From the shipped text.
+    if config.records == Config.records:  # From the texts in data/.
+        if not config.records.exists():
+            make_records(Arguments(sequence_length=config.sequence_length))
+        check_texts(config.records, Arguments.texts)
     path = config.records / f"{split}.tfrecord"
     check_records(path, config.sequence_length)
     return Records(path)
@@ -65,8 +69,13 @@ def read_inputs(path: Path) -> Iterable[tuple[int | str, bytes]]:
 
     Change it together with load_examples. Here `path` is a text file with a prompt on each line, named by its number.
     """
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        yield number, serialized(prompt_row(line.encode(), config.sequence_length))
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = prompt_row(line.removesuffix("\n"), config.sequence_length)
+            except BadInput as problem:
+                raise BadInput(f"{path}, line {number}: {problem}") from problem
+            yield number, serialized(row)
 
 
 # --- Objects: made once by train.build(), inside strategy.scope(); the steps below use them ---------------------------
@@ -177,8 +186,13 @@ def predict_step(features: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     """
     is_prompt = features["documents"] == 1
     tokens = model.complete(features, numbers_of(tf.where(is_prompt, features["tokens"], END)), config.temperature)
-    characters = tf.gather(tf.constant([*(bytes([each]) for each in range(END)), b""]), tokens)
-    return {"completion": tf.strings.reduce_join(tf.where(is_prompt, b"", characters), axis=-1)}
+    return {"completion": decode(tf.where(is_prompt, END, tokens))}
+
+
+def decode(tokens: tf.Tensor) -> tf.Tensor:
+    """Returns texts (string, [n]) of tokens [n, length], as `encode` in prepare_data.py makes them; END is empty."""
+    characters = tf.constant([*(bytes([each]) for each in range(END)), b""])
+    return tf.strings.reduce_join(tf.gather(characters, tokens), axis=-1)
 
 
 def numbers_of(prompts: tf.Tensor) -> tf.Tensor:
@@ -203,9 +217,7 @@ def on_report(row: dict[str, Any], run_dir: Path, settings: Config) -> None:
     """
     prompts = [prepare_example(serialized(prompt_row(each, settings.sequence_length)))[0] for each in PROMPTS]
     completions = predict_step(tf.nest.map_structure(lambda *each: tf.stack(each), *prompts))["completion"]
-    texts = [
-        (prompt + each).decode(errors="replace") for prompt, each in zip(PROMPTS, completions.numpy(), strict=True)
-    ]
+    texts = [prompt + each.decode(errors="replace") for prompt, each in zip(PROMPTS, completions.numpy(), strict=True)]
 
     tokens_per_second = row["examples_per_second"] * settings.sequence_length  # Padding included.
     replicas = tf.distribute.get_replica_context().num_replicas_in_sync
@@ -220,5 +232,5 @@ def on_report(row: dict[str, Any], run_dir: Path, settings: Config) -> None:
     path = run_dir / "samples" / f"epoch-{row['epoch']:04d}.txt"
     path.parent.mkdir(exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text("\n\n---\n\n".join([*texts, speed]) + "\n", encoding="utf-8")
+    part.write_text("\n\n---\n\n".join(texts) + "\n", encoding="utf-8")
     part.replace(path)

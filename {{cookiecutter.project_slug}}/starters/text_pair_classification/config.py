@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine.command_line import check_command_line
 from engine.errors import BadInput
-from engine.settings import InitOnly, Settings
+from engine.settings import ChangeableOnResume, InitOnly, Settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Config(Settings):
     """
 
     # TODO(you): Add the settings of your task; each becomes a flag and is recorded with the run.
-    records: Path = Path("data/records")
+    records: ChangeableOnResume[Path] = Path("data/records")
     """Folder of train.tfrecord, validation.tfrecord and test.tfrecord, as prepare_data.py and tf-models make them. The
     default is made of the shipped pairs if it is not there."""
     sequence_length: int = 128

@@ -16,9 +16,20 @@ import task
 import train
 from engine.errors import BadInput
 from engine.model.global_batch import step_on
-from prepare_data import END, NO_LABEL, VOCABULARY_SIZE, pack, prompt_row, serialized
+from prepare_data import (
+    END,
+    NO_LABEL,
+    VOCABULARY_SIZE,
+    Arguments,
+    check_texts,
+    make_records,
+    pack,
+    prompt_row,
+    read_documents,
+    serialized,
+)
 
-PROMPTS = (b"", b"Alice", b"The Queen of Hearts", b"x" * 100)
+PROMPTS = ("", "Alice", "The Queen of Hearts", "x" * 100)
 
 
 @pytest.fixture
@@ -40,7 +51,7 @@ def prepared(*rows: dict[str, list[int]]) -> dict[str, tf.Tensor]:
     return tf.nest.map_structure(lambda *each: tf.stack(each), *features)
 
 
-def prompts(*texts: bytes) -> dict[str, tf.Tensor]:
+def prompts(*texts: str) -> dict[str, tf.Tensor]:
     return prepared(*(prompt_row(text, task.config.sequence_length) for text in texts))
 
 
@@ -48,7 +59,7 @@ def prompts(*texts: bytes) -> dict[str, tf.Tensor]:
 
 
 def test_documents_are_packed_into_rows_and_labels_are_the_next_tokens() -> None:
-    assert pack([b"abc", b"cdefgh", b"i"], 6) == [
+    assert list(pack(["abc", "cdefgh", "i"], 6)) == [
         {
             "tokens": [END, *b"abc", *b"h", 0],  # The rest of the second document.
             "documents": [1, 1, 1, 1, 2, 0],
@@ -73,17 +84,19 @@ def test_documents_are_packed_into_rows_and_labels_are_the_next_tokens() -> None
 def test_inputs_are_prompts_and_a_long_one_is_rejected(settings: Config, tmp_path: Path) -> None:
     task.config = dataclasses.replace(settings, sequence_length=8)
     path = tmp_path / "prompts.txt"
-    path.write_text("né\n\n123456\n", encoding="utf-8")
+    path.write_text("né\n\n1\f\u20286\n", encoding="utf-8")  # Of these, Python's splitlines makes more lines.
     names, records = zip(*task.read_inputs(path), strict=True)
     assert names == (1, 2, 3)
     examples = [task.prepare_example(record) for record in records]
-    tokens = [[END, *"né".encode(), *[0] * 4], [END, *[0] * 7], [END, *b"123456", 0]]
+    tokens = [[END, *"né".encode(), *[0] * 4], [END, *[0] * 7], [END, *"1\f\u20286".encode(), 0]]
     assert [features["tokens"].numpy().tolist() for features, _ in examples] == tokens
     documents = [[1] * 4 + [0] * 4, [1] + [0] * 7, [1] * 7 + [0]]
     assert [features["documents"].numpy().tolist() for features, _ in examples] == documents
     assert {label for _, labels in examples for label in labels.numpy()} == {NO_LABEL}
     path.write_text("1234567\n", encoding="utf-8")
-    with pytest.raises(BadInput, match="has 7 bytes: pass at most 6"):
+    with pytest.raises(
+        BadInput, match=r"prompts.txt, line 1: .* has 7 tokens, and --sequence-length 8 leaves room for 6"
+    ):
         list(task.read_inputs(path))
 
 
@@ -93,7 +106,7 @@ def test_inputs_are_prompts_and_a_long_one_is_rejected(settings: Config, tmp_pat
 def test_documents_of_a_row_do_not_see_each_other_nor_later_tokens(greedy: Config) -> None:
     train.build(greedy)
     set_random_weights()
-    texts = (b"first document", b"second one")
+    texts = ("first document", "second one")
     (row,) = pack(texts, greedy.sequence_length)
     logits = task.model(prepared(row)).numpy()[0]
     starts, place = (0, len(texts[0]) + 1), 0
@@ -200,13 +213,13 @@ def test_perplexity_is_numpys_for_any_cut_into_batches(settings: Config) -> None
 
 
 @pytest.mark.parametrize("texts", [PROMPTS, PROMPTS[2:]], ids=["from the start", "from the shortest prompt"])
-def test_completions_with_a_cache_are_those_without(texts: tuple[bytes, ...], greedy: Config) -> None:
+def test_completions_with_a_cache_are_those_without(texts: tuple[str, ...], greedy: Config) -> None:
     train.build(greedy)
     set_random_weights()
     length = greedy.sequence_length
     for prompt, completion in zip(texts, task.predict_step(prompts(*texts))["completion"].numpy(), strict=True):
-        tokens = [END, *prompt, *completion, END][:length]
-        row = {**prompt_row(b"", length), "tokens": tokens, "documents": [1] * len(tokens)}
+        tokens = [END, *prompt.encode(), *completion, END][:length]
+        row = {**prompt_row("", length), "tokens": tokens, "documents": [1] * len(tokens)}
         row = {name: (values + [0] * length)[:length] for name, values in row.items()} | {"positions": range(length)}
         likeliest = tf.argmax(task.model(prepared(row))[0], axis=-1).numpy()
         assert completion
@@ -216,7 +229,7 @@ def test_completions_with_a_cache_are_those_without(texts: tuple[bytes, ...], gr
 def test_completions_follow_from_the_prompt_and_the_seed_alone(settings: Config) -> None:
     train.build(dataclasses.replace(settings, width=32, temperature=1.0))
 
-    def completions(*texts: bytes) -> list[bytes]:
+    def completions(*texts: str) -> list[bytes]:
         return task.predict_step(prompts(*texts))["completion"].numpy().tolist()
 
     together = completions(*PROMPTS)
@@ -237,14 +250,28 @@ def test_nothing_is_written_after_the_end(greedy: Config) -> None:
     task.model.embedding.embeddings.assign(embeddings)
     task.model.norm.scale.assign(-np.ones(greedy.width))
     # The second row is continued later than the first.
-    assert task.predict_step(prompts(b"", b"bba"))["completion"].numpy().tolist() == [b"a", b""]
+    assert task.predict_step(prompts("", "bba"))["completion"].numpy().tolist() == [b"a", b""]
 
 
-def test_samples_and_speed_are_reported_after_an_epoch(settings: Config, tmp_path: Path) -> None:
+def test_samples_and_speed_are_reported_after_an_epoch(
+    settings: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train.build(dataclasses.replace(settings, width=32))
     for _ in range(2):  # A resumed run writes its last epoch's samples again.
         task.on_report({"epoch": 7, "step": 3, "examples_per_second": 100.0}, tmp_path, task.config)
     (path,) = (tmp_path / "samples").iterdir()
-    *texts, speed = path.read_text(encoding="utf-8").split("\n\n---\n\n")
-    assert [text.startswith(prompt.decode()) for text, prompt in zip(texts, task.PROMPTS, strict=True)] == [True] * 3
-    assert speed.startswith(f"{100 * settings.sequence_length:,} tokens/s, MFU ")
+    texts = path.read_text(encoding="utf-8").split("\n\n---\n\n")
+    assert [text.startswith(prompt) for text, prompt in zip(texts, task.PROMPTS, strict=True)] == [True] * 3
+    assert f"{100 * settings.sequence_length:,} tokens/s, MFU " in capsys.readouterr().out
+
+
+def test_records_of_other_texts_are_rejected(tmp_path: Path) -> None:
+    texts, records = tmp_path / "texts", tmp_path / "records"
+    texts.mkdir()
+    (texts / "train.txt").write_text("  Indented.\n\n\nAnother one.\n", encoding="utf-8-sig")
+    assert read_documents(texts / "train.txt") == ["  Indented.", "Another one."]
+    make_records(Arguments(texts=texts, records=records))
+    check_texts(records, texts)
+    (texts / "train.txt").write_text("Changed.", encoding="utf-8")
+    with pytest.raises(BadInput, match=r"is made of other texts than .* contains now: remove it"):
+        check_texts(records, texts)
