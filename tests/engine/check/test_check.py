@@ -916,12 +916,12 @@ FAULTS = {
     "negatives of the replica": (
         {"train_step": contrastive(of_the_replica, own_places)},
         "task.py compute_loss",
-        "instead of what engine.model.gather_batch returns",
+        "not with the result of engine.model.gather_batch",
     ),
     "padding among the negatives": (
         {"train_step": contrastive(with_padding, places_in_batch)},
         "task.py compute_loss",
-        "leave them out of what engine.model.gather_batch returns",
+        "exclude them from the result of engine.model.gather_batch",
     ),
     "regularization of each micro-batch": (
         {"compute_loss": regularized, "create_model": lambda: linear_model(regularizer=L2)},

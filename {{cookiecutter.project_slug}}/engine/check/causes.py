@@ -49,8 +49,8 @@ def why_losses_differ(
         return "train_step", draws_of_replicas(places)
     else:
         why = "the ratio matches no known cause: look for a mean taken over one replica's batch, which a sum of "
-        why += "engine.model.sum_over_batch makes right, and for examples that are compared only with those of their "
-        why += "replica, instead of what engine.model.gather_batch returns"
+        why += "engine.model.sum_over_batch makes right, and for examples that are compared only with others of their "
+        why += "replica, and not with the result of engine.model.gather_batch"
     return "compute_loss", why
 
 

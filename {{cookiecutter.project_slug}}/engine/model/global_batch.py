@@ -95,8 +95,8 @@ def gather_batch(values: tf.Tensor) -> tf.Tensor:
     """Returns the values of all examples of the global batch, in its order: [batch, ...] to [replicas * batch, ...].
 
     They are numbers or truth values, and have gradients: a value gets the sum of what all replicas' losses make of it.
-    Padded examples are among them: gather their sample weights too, and leave out what has 0. Raises BadInput with
-    --micro-batches, which are computed one after the other, so that no micro-batch has the values of the next.
+    Padded examples are among them: gather their sample weights too, and exclude examples of weight 0. Raises BadInput
+    with --micro-batches, which are computed one after the other, so that no micro-batch has the values of the next.
     """
     _reject_micro_batches("gather_batch")
     context = tf.distribute.get_replica_context()
