@@ -5,8 +5,7 @@ from pathlib import Path
 import clusters
 import numpy as np
 import pytest
-import tensorflow as tf
-from clusters import outcome, workers
+from clusters import outcome, weights, workers
 from processes import until
 
 from pages import blocks, sections
@@ -48,6 +47,7 @@ def predict_step(features):
     return {"token": tf.argmax(model(features), axis=-1)}
 
 """
+WEIGHTS = r".*/(kernel|bias)"  # The names of the weights of these models.
 FLAGS = ("--epochs=2", "--global-batch-size=20", "--steps-per-execution=1", "--learning-rate=0.01")
 CASES = {
     "A mean over tokens": (ROWS, "--micro-batches=2", "--keep-last-batch"),
@@ -84,15 +84,6 @@ def test_recipe_is_the_same_on_two_workers_and_after_a_kill(title: str, tmp_path
 
     for row, other in zip(rows, outcome(two)[0], strict=True):
         np.testing.assert_allclose([*map(float, other.values())], [*map(float, row.values())], rtol=1e-5)
-    for name, value in weights(whole).items():
-        largest = np.abs(value).max()
-        np.testing.assert_allclose(weights(two)[name], value, rtol=0, atol=1e-5 * largest, err_msg=name)
-
-
-def weights(run_dir: Path) -> dict[str, np.ndarray]:
-    """Returns the weights of all models at the end."""
-    newest = max((run_dir / "checkpoints").glob("step-*"))
-    reader = tf.train.load_checkpoint(str(newest / "state"))
-    names = [name for name in reader.get_variable_to_shape_map() if name.endswith(("/kernel", "/bias"))]
-    assert names
-    return {name: reader.get_tensor(name) for name in names}
+    found = weights(two, WEIGHTS)
+    for name, value in weights(whole, WEIGHTS).items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-5 * np.abs(value).max(), err_msg=name)

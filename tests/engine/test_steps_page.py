@@ -372,7 +372,7 @@ def test_student_learns_from_the_teacher_in_a_file(replicas: int, apply: Apply, 
 
     settings = {"teacher": tmp_path / "teacher.keras", "learning_rate": 0.01}
     _, after, _ = assert_same_on_one(replicas, loss, micro_batches=2, **settings)
-    assert len(after) == 4  # Of the student alone.
+    assert len(after) == 4  # The student's; the teacher is not in the state.
     for one, other in zip(task.teacher.get_weights(), before, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -444,6 +444,21 @@ def test_sam_updates_by_the_gradient_at_the_moved_weights(replicas: int, apply: 
 def test_sam_agrees_on_one_replica(replicas: int, apply: Apply) -> None:
     apply("Sharpness-aware minimization (SAM)")
     assert_same_on_one(replicas)
+
+
+@REPLICAS
+def test_large_gradients_change_nothing(replicas: int, apply: Apply, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply("Updates that are skipped", create_optimizer=lambda total_steps: keras.optimizers.AdamW(0.01, epsilon=1e-5))
+    expected = assert_same_on_one(replicas)
+    monkeypatch.setattr(task, "LARGEST_NORM", 1e-9)
+    train.build(config.Config(global_batch_size=16, simulated_devices=replicas, limit_steps=3))
+    before = [each.numpy() for each in (*task.model.trainable_variables, *task.optimizer.variables)]
+    for stack, first, count in train.batches["train"].iterator().take(3):
+        train.run_steps["train"](stack, first, count)
+    after = [each.numpy() for each in (*task.model.trainable_variables, *task.optimizer.variables)]
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert any((value != expected[1][name]).any() for name, value in weights().items())
 
 
 @pytest.mark.parametrize("settings", [{"micro_batches": 2}, {"precision": "mixed_float16"}], ids=str)
@@ -804,6 +819,7 @@ CHECKED: dict[str, dict[str, Any]] = {
     "Distillation from a trained teacher": {},
     "WGAN-GP with five critic updates": WGAN,
     "Sharpness-aware minimization (SAM)": {},
+    "Updates that are skipped": {},
     "Adversarial examples (FGSM)": {},
     "Diffusion": {},
     "Masked language model": {"load_examples": sentences, "create_model": filling_model},

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -187,9 +188,10 @@ def assert_same_numbers(one: Path, other: Path) -> None:
         np.testing.assert_allclose(weights(other)[name], value, rtol=0, atol=1e-5 * largest, err_msg=name)
 
 
-def weights(run_dir: Path) -> dict[str, np.ndarray]:
+def weights(run_dir: Path, names: str = "(model|average)/.*") -> dict[str, np.ndarray]:
+    """Returns the variables of the newest checkpoint whose names match a pattern."""
     newest = max((run_dir / "checkpoints").glob("step-*"))
     reader = tf.train.load_checkpoint(str(newest / "state"))
-    names = [name for name in reader.get_variable_to_shape_map() if name.startswith(("model/", "average/"))]
-    assert names
-    return {name: reader.get_tensor(name) for name in names}
+    found = [name for name in reader.get_variable_to_shape_map() if re.fullmatch(names, name)]
+    assert found
+    return {name: reader.get_tensor(name) for name in found}

@@ -20,7 +20,8 @@ def why_losses_differ(
 ) -> tuple[str, str]:
     """Returns the hook to look at, and the likely cause, from the losses of one replica and of two.
 
-    `doubled` says whether that of a half-padded batch is twice as large on two.
+    `padded` says of which batch they are, if it is padded; `doubled`, whether the loss of a batch whose second half is
+    padding is twice as large on two replicas.
     """
     batch = features, labels, sample_weights = next(program.batches["train"].one_by_one())
     shape, graph = sample_weights.shape, program.run_steps["train"].graph()
@@ -55,6 +56,7 @@ def why_losses_differ(
 
 
 def draws_of_replicas(places: str) -> str:
+    """Returns the fault of draws at these places of the hooks, and what to do."""
     text = f"random numbers are drawn{places}, and those of an example depend on its replica: "
     return text + "draw them from a seed of each example, see docs/steps.md"
 

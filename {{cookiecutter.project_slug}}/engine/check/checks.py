@@ -97,7 +97,7 @@ def _measure_both(program: Program, task: Task, settings: Settings) -> tuple[Mea
         why += f"it is {other / loss:.4g} times as large, because it is divided by what a micro-batch contains: divide "
         why += "by config.global_batch_size, or by a sum of engine.model.sum_over_batch"
     else:
-        why += "look for what is computed of one micro-batch, where it should be of the batch"
+        why += "look for a value of one micro-batch that should be one of the complete batch"
     return one, two, why
 
 
@@ -134,7 +134,7 @@ def _check_same_results(program: Program, task: Task, one: Measured, two: Measur
     # If the loss differs, gradients and metrics differ for the same reason.
     if differing := differing_losses(one, two):
         batch, loss, other = differing
-        # Half of such a batch has nothing to count.
+        # A replica's batch size doubles this loss, too; a count of examples or tokens is 0 in the padded half.
         doubled = close(two.half_padded, 2 * one.half_padded)
         hook, cause = why_losses_differ(program, task, batch, loss, other, doubled=doubled)
         texts = f"the loss{batch} is {{}} on one replica and {{}} on two".format(*as_texts(loss, other))

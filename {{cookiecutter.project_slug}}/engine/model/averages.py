@@ -106,8 +106,8 @@ def follow(follower: keras.Model, model: keras.Model, decay: float | tf.Tensor) 
     follows statistics, such as those of BatchNormalization, as it does weights, and the states of random generators
     not. The follower has no optimizer: freeze it (follower.trainable = False).
 
-    In float32 a follower stays where 1 - decay of its distance is below the rounding of the weight: with 0.999 at a
-    distance of 0.00006 of it, with 0.9999 at 0.0006.
+    In float32 a weight stops following where (1 - decay) times its distance is less than its rounding: with a decay of
+    0.999 at a distance of 0.006 % of the weight, with 0.9999 at 0.06 %.
 
     Args:
         follower: has the same variables as `model`, in the same order.

@@ -6,7 +6,7 @@ import time
 import keras
 import tensorflow as tf
 
-SIZE = 2048  # Of the matrices.
+SIZE = 2048  # The matrices have as many rows and columns.
 SECONDS = 0.1  # The shortest time to measure.
 ROUNDS = 5  # The best one counts, because other programs may slow down the others.
 

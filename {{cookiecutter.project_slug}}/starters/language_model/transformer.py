@@ -134,7 +134,8 @@ class Transformer(keras.Model):
         """
         lengths = tf.reduce_sum(tf.cast(features["documents"] == 1, tf.int32), axis=1)
         length = features["tokens"].shape[1]
-        _, caches = self.decode(features)  # Of other documents too: their keys are replaced before a token sees them.
+        # The caches contain other documents too; their keys are replaced before a token sees them.
+        _, caches = self.decode(features)
 
         def next_token(place: tf.Tensor, tokens: tf.Tensor, caches: list[Cache]):
             logits, caches = self.decode_next(tokens[:, place], place, caches)
