@@ -921,7 +921,7 @@ FAULTS = {
     "padding among the negatives": (
         {"train_step": contrastive(with_padding, places_in_batch)},
         "task.py compute_loss",
-        "exclude them from the result of engine.model.gather_batch",
+        "mask them in a loss that uses engine.model.gather_batch",
     ),
     "regularization of each micro-batch": (
         {"compute_loss": regularized, "create_model": lambda: linear_model(regularizer=L2)},

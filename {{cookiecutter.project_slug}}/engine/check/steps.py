@@ -66,7 +66,7 @@ def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
         or (has_weights and are_same(one.batches, halves, PROMISE))
     ):
         text = "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights, and "
-        text += "exclude them from the result of engine.model.gather_batch"
+        text += "mask them in a loss that uses engine.model.gather_batch"
     elif are_same(one.batches, uneven, PROMISE):
         text = "the loss is the same with sample weights of 1 and of 0.5: multiply each example's loss by its own"
     elif close(even - rest, (one.losses - rest) / 4):
