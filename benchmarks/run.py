@@ -132,12 +132,14 @@ def measure(
         f"--shuffle={shuffle}",
         *program.get("arguments", []),
     ]
-    environment = {
-        **os.environ,
-        **program.get("environment", {}),
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(project)]),
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-    }
+    environment = {**program.get("environment", {}), "PYTHONPATH": os.pathsep.join([str(HERE), str(project)])}
+    first, *_ = run_processes(command, environment, workers)
+    return first if "error" in first else {**first, "arguments": program.get("arguments", [])}
+
+
+def run_processes(command: list[str], environment: dict[str, str], workers: int = 1) -> list[dict[str, Any]]:
+    """Runs a program, in several processes as a cluster; returns what each prints last, or one {"error": a line}."""
+    environment = {**os.environ, **environment, "TF_CPP_MIN_LOG_LEVEL": "2"}
     addresses = [f"127.0.0.1:{_free_port()}" for _ in range(workers)]
     processes = []
     for index in range(workers):
@@ -151,14 +153,14 @@ def measure(
     try:
         outputs = [process.communicate(timeout=SECONDS_AT_MOST) for process in processes]
     except subprocess.TimeoutExpired:
-        return {"error": f"not done after {SECONDS_AT_MOST} s"}
+        return [{"error": f"not done after {SECONDS_AT_MOST} s"}]
     finally:
         for process in processes:
             process.kill()
     if any(process.returncode for process in processes):
         said = [line for _, errors in outputs for line in errors.splitlines() if "Error" in line]
-        return {"error": (said or ["ended with an error"])[-1][:200]}
-    return {**json.loads(outputs[0][0].splitlines()[-1]), "arguments": program.get("arguments", [])}
+        return [{"error": (said or ["ended with an error"])[-1][:200]}]
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
 def _free_port() -> int:
