@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -157,6 +158,8 @@ def run_processes(command: list[str], environment: dict[str, str], workers: int 
     finally:
         for process in processes:
             process.kill()
+    if any(process.returncode == -signal.SIGKILL for process in processes):
+        return [{"error": "killed, as Linux does if memory is used up"}]
     if any(process.returncode for process in processes):
         said = [line for _, errors in outputs for line in errors.splitlines() if "Error" in line]
         return [{"error": (said or ["ended with an error"])[-1][:200]}]

@@ -19,10 +19,14 @@ LEARNING_RATE = 0.01
 # The steps of the first call, which compiles. The loss of the last of them shows whether programs train alike.
 FIRST_STEPS = 4
 CALLS_OF_A_MEASUREMENT = 10
-NETWORK = "/proc/net/dev"
+NETWORK, WHOM_TO_END = "/proc/net/dev", "/proc/self/oom_score_adj"
 
 
 def read_arguments() -> argparse.Namespace:
+    """Returns the options. From here on, this process is the first that Linux ends if memory is used up."""
+    # A dense gradient of the largest table is one of many copies of it, and other programs may run on the machine.
+    with open(WHOM_TO_END, "w", encoding="ascii") as score:
+        score.write("1000")
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--optimizer", choices=("adagrad", "sgd"), required=True)
