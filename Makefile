@@ -4,7 +4,7 @@
 # make pictures   the README's pictures, from a run
 # make settings   the project's docs/settings.md, from the code
 # make docs       the pages of the template and of a project as one site, in build/docs/site (in an environment of its own)
-# make benchmark  train.py beside the tutorial's loop, Keras fit and Orbit (hours; Orbit in an environment of its own)
+# make benchmark  train.py beside other loops (hours; Orbit and tf-keras in environments of their own)
 # make lint       ruff, on the template and on the unrendered project, and mypy on the project
 # make clean      remove all files that these targets made
 
@@ -15,8 +15,9 @@ DEMO := build/demo/my_training
 # -rs prints what is skipped, and why. Tests wait for processes and signals, so there are more workers than two cores.
 PYTEST := -m pytest -rs --numprocesses 3 --dist worksteal
 
-# The versions that Orbit is measured with. Without them pip looks for a solution for minutes.
+# The versions that Orbit and tf-keras are measured with. Without them pip looks for a solution for minutes.
 ORBIT := tf-models-official==2.20.0 tensorflow==2.20.0 tensorflow-text==2.20.0 tf-keras==2.20.1 keras==3.15.1 numpy==2.4.6
+TF_KERAS := tf-keras==2.21.0 tensorflow==2.21.0 keras==3.15.1 numpy==2.4.6
 
 # Bytecode or caches inside the template's folder would be rendered into every project.
 export PYTHONDONTWRITEBYTECODE := 1
@@ -75,8 +76,14 @@ docs: build/docs-environment/installed
 	@.venv-orbit/bin/python -m pip install --quiet --disable-pip-version-check $(ORBIT)
 	@touch $@
 
-benchmark: .venv/installed .venv-orbit/installed
+.venv-tf-keras/installed:
+	@$(PYTHON) -m venv --clear .venv-tf-keras
+	@.venv-tf-keras/bin/python -m pip install --quiet --disable-pip-version-check $(TF_KERAS)
+	@touch $@
+
+benchmark: .venv/installed .venv-orbit/installed .venv-tf-keras/installed
 	$(BIN)/python benchmarks/run.py --overhead --costs --orbit .venv-orbit/bin/python
+	$(BIN)/python benchmarks/tables.py --orbit .venv-orbit/bin/python --tf-keras .venv-tf-keras/bin/python
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -84,5 +91,5 @@ lint: .venv/installed
 	cd '{{cookiecutter.project_slug}}' && "$(CURDIR)/$(BIN)/mypy"
 
 clean:
-	rm -rf .venv .venv-orbit build *.egg-info
+	rm -rf .venv .venv-orbit .venv-tf-keras build *.egg-info
 	find . -name __pycache__ -o -name '.*_cache' -prune | xargs -r rm -rf

@@ -1,9 +1,14 @@
 """The benchmarks' programs still find what they measure in the engine; their figures are nobody's promise here."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 
 from rendering import PROJECT, TEMPLATE
@@ -21,7 +26,11 @@ PROGRAMS = (
 @pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_benchmark_runs(program: str) -> None:
-    script, *arguments = program.split()
+    run_benchmark(program)
+
+
+def run_benchmark(program: str, *more: str) -> None:
+    script, *arguments = [*program.split(), *more]
     folders = os.pathsep.join([str(TEMPLATE / "benchmarks"), str(PROJECT)])
     command = [sys.executable, str(TEMPLATE / "benchmarks" / script), *arguments]
     done = subprocess.run(
@@ -29,3 +38,86 @@ def test_benchmark_runs(program: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+TABLES = {"adagrad": "ours ours-2-replicas keras by-hand", "sgd": "by-hand"}
+ROWS = 100
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", TABLES)
+def test_programs_of_tables_train_as_numpy_does(optimizer: str, tmp_path: Path) -> None:
+    options = f"--rows {ROWS} --batches 1 --rounds 1 --seconds 0.1 --optimizers {optimizer}"
+    run_benchmark(f"tables.py --programs {TABLES[optimizer]} {options} --output", str(tmp_path))
+    results = json.loads((tmp_path / "tables.json").read_text(encoding="utf-8"))["optimizers"][optimizer][str(ROWS)]
+    assert list(results) == TABLES[optimizer].split()
+    losses = {name: found["loss"]["median"] for name, found in results.items()}
+    assert losses == pytest.approx(dict.fromkeys(results, loss_of_fourth_step(optimizer)), rel=1e-5)
+
+
+def loss_of_fourth_step(optimizer: str) -> float:
+    """Returns what the programs of tables.py report after three updates on one batch, computed in float64."""
+    random = np.random.default_rng(0)
+    ids, labels = random.integers(0, ROWS, (256, 8)), random.standard_normal((256, 1), np.float32)
+    table = np.sin(np.arange(ROWS))[:, None] * np.cos(np.arange(32))
+    kernel, bias = np.full((32, 1), 0.1), np.zeros(1)
+    variables = table, kernel, bias
+    sums = [np.full_like(each, 0.1) for each in variables]
+    for _ in range(4):
+        means = table[ids].mean(axis=1)
+        differences = means @ kernel + bias - labels
+        gradient_of_predictions = 2 * differences / len(ids)
+        gradient_of_table = np.zeros_like(table)
+        np.add.at(gradient_of_table, ids, (gradient_of_predictions @ kernel.T / 8)[:, None])
+        gradients = gradient_of_table, means.T @ gradient_of_predictions, gradient_of_predictions.sum(axis=0)
+        for variable, its_sums, gradient in zip(variables, sums, gradients, strict=True):
+            its_sums += gradient**2
+            variable -= 0.01 * (gradient / np.sqrt(its_sums + 1e-7) if optimizer == "adagrad" else gradient)
+    return np.mean(differences**2)
+
+
+@pytest.fixture
+def table_common(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(TEMPLATE / "benchmarks" / "loops")
+    import table_common
+
+    return table_common
+
+
+def test_speed_does_not_count_the_call_that_compiles(
+    table_common: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    clock, calls = [0.0], []
+    monkeypatch.setattr(table_common.time, "perf_counter", lambda: clock[0])
+
+    def run_steps(count: int) -> float:
+        clock[0] += count / 80 if calls else 60.0
+        calls.append(count)
+        return float(len(calls))
+
+    table_common.measure(run_steps, seconds=0.42)
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["loss"] == 1.0  # The first call's.
+    # A call of 4 steps takes a tenth of the time or more.
+    assert calls[1:] == [1, 2] + [4] * 9
+    assert (figures["steps"], figures["steps/s"]) == (36, pytest.approx(80))
+
+
+def test_bytes_per_step_are_those_that_pass_the_loopback_interface(
+    table_common: ModuleType, capsys: pytest.CaptureFixture
+) -> None:
+    piece, pieces = bytes(50_000), 100
+
+    def run_steps(count: int) -> float:
+        for _ in range(count * pieces):
+            sending.sendall(piece)
+            receiving.recv(len(piece), socket.MSG_WAITALL)
+        return 0.0
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sending = socket.create_connection(server.getsockname())
+        receiving, _ = server.accept()
+        with sending, receiving:
+            table_common.measure(run_steps, seconds=0.01, counts_bytes=True)
+    size = pieces * len(piece)
+    assert size <= json.loads(capsys.readouterr().out)["bytes/step"] < 1.2 * size
