@@ -37,9 +37,10 @@ def train_step(index):
         predictions = tf.reduce_mean(tf.gather(table, ids), axis=1) @ kernel + bias
         loss = tf.reduce_sum(tf.square(predictions - labels)) / BATCH_SIZE
     slices, *gradients = tape.gradient(loss, [table, *dense])
-    rows, places = tf.unique(slices.indices)
-    summed = tf.math.unsorted_segment_sum(slices.values, places, tf.size(rows))
     if options.optimizer == "adagrad":
+        # A row that occurs several times in the batch is updated once, with its complete gradient.
+        rows, places = tf.unique(slices.indices)
+        summed = tf.math.unsorted_segment_sum(slices.values, places, tf.size(rows))
         # Only rows of the sums are read: reading all of them would copy the table when the rows are written.
         sums = tf.gather(table_sums, rows) + tf.square(summed)
         table_sums.scatter_update(tf.IndexedSlices(sums, rows))
@@ -47,7 +48,7 @@ def train_step(index):
         for variable, its_sums, gradient in zip(dense, dense_sums, gradients, strict=True):
             variable.assign_sub(step_of(gradient, its_sums.assign_add(tf.square(gradient))))
     else:
-        table.scatter_sub(tf.IndexedSlices(LEARNING_RATE * summed, rows))
+        table.scatter_sub(tf.IndexedSlices(LEARNING_RATE * slices.values, slices.indices))
         for variable, gradient in zip(dense, gradients, strict=True):
             variable.assign_sub(LEARNING_RATE * gradient)
     return loss

@@ -61,9 +61,12 @@ def create_model(keras: Any, rows: int) -> Any:
 
 
 def create_optimizer(keras: Any, name: str) -> Any:
-    """Returns Adagrad or SGD; Adagrad starts at 0.1 and has an epsilon of 1e-7 in both versions of Keras."""
+    """Returns Adagrad, which starts at 0.1 and has an epsilon of 1e-7 in both versions of Keras, or SGD."""
     if name == "adagrad":
         return keras.optimizers.Adagrad(LEARNING_RATE, initial_accumulator_value=0.1, epsilon=1e-7)
+    if keras.__version__.startswith("2."):
+        # The newer SGD of tf-keras keeps a momentum of every row, even of 0, and so updates all of them.
+        return keras.optimizers.legacy.SGD(LEARNING_RATE)
     return keras.optimizers.SGD(LEARNING_RATE)
 
 

@@ -17,7 +17,8 @@ all_ids, all_labels = tf.reshape(all_ids, [*shape, IDS]), tf.reshape(all_labels,
 with strategy.scope():
     model = create_model(keras, options.rows)
     optimizer = create_optimizer(keras, options.optimizer)
-    optimizer.build(model.trainable_variables)
+    if hasattr(optimizer, "build"):  # Older ones of tf-keras build themselves in the first step.
+        optimizer.build(model.trainable_variables)
 
 
 def train_step(index):
