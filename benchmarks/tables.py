@@ -35,7 +35,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 REFERENCES = ("tf-keras", "keras")
 PEAK, ALL_PEAKS = "peak memory, MiB", "peak memory of all processes, MiB"
-# Figures of a program, each with its median, lowest and highest value; or "error".
+# By program: figures, each with its median, lowest and highest value, or "error".
 Results = dict[str, dict[str, Any]]
 
 
@@ -103,7 +103,8 @@ def as_markdown(by_rows: dict[int, Results], optimizer: str) -> str:
             return "fails"
         values = by_rows[number][name]["steps/s"]
         digits = 0 if values["median"] >= 100 else 2
-        return f"{values['median']:,.{digits}f} ({values['low']:,.{digits}f} to {values['high']:,.{digits}f})"
+        spread = f" ({values['low']:,.{digits}f} to {values['high']:,.{digits}f})"
+        return f"{values['median']:,.{digits}f}{spread if values['low'] < values['high'] else ''}"
 
     def cost(name: str) -> str:
         fewest, most = figure(rows[0], name, "steps/s"), figure(rows[-1], name, "steps/s")
@@ -111,7 +112,7 @@ def as_markdown(by_rows: dict[int, Results], optimizer: str) -> str:
 
     def ratio(number: int, name: str, reference: str) -> str:
         its, other = figure(number, name, "steps/s"), figure(number, reference, "steps/s")
-        return f"{its / other:,.2f}" if its and other else "-"
+        return f"{its / other:.3g}" if its and other else "-"
 
     def memory(number: int, name: str) -> str:
         largest, together = figure(number, name, PEAK), figure(number, name, ALL_PEAKS)

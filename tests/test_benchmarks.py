@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,3 +122,26 @@ def test_bytes_per_step_are_those_that_pass_the_loopback_interface(
             table_common.measure(run_steps, seconds=0.01, counts_bytes=True)
     size = pieces * len(piece)
     assert size <= json.loads(capsys.readouterr().out)["bytes/step"] < 1.2 * size
+
+
+def test_tables_show_ratios_growth_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(TEMPLATE / "benchmarks")
+    from tables import ALL_PEAKS, PEAK, as_markdown, medians
+
+    def found(*rates: float) -> dict[str, Any]:
+        return medians([{"steps/s": rate, PEAK: 100.0, ALL_PEAKS: 150.0} for rate in rates])
+
+    results = {
+        1000: {"ours": found(20.0), "keras": medians([{"steps/s": 1.0}, {"error": "too large"}])},
+        10: {"ours": found(40.0, 60.0, 50.0), "keras": found(400.0)},
+    }
+    lines = as_markdown(results, "sgd").splitlines()
+    assert [line for line in lines if "ours |" in line or "keras |" in line or "too large" in line] == [
+        "| ours | 50.00 (40.00 to 60.00) | 20.00 | 2.50 |",
+        "| keras | 400 | fails | - |",
+        "| ours | 0.125 | - |",
+        "| keras | 1 | - |",
+        "| ours | 150 (one process 100) | 150 (one process 100) |",
+        "| keras | 150 (one process 100) | - |",
+        "- keras, 1,000 rows: `too large`",
+    ]
