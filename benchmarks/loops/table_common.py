@@ -64,7 +64,7 @@ def create_optimizer(keras: Any, name: str) -> Any:
     """Returns Adagrad, which starts at 0.1 and has an epsilon of 1e-7 in both versions of Keras, or SGD."""
     if name == "adagrad":
         return keras.optimizers.Adagrad(LEARNING_RATE, initial_accumulator_value=0.1, epsilon=1e-7)
-    if keras.__version__.startswith("2."):
+    if not hasattr(keras, "ops"):  # Only Keras 3 has them.
         # The newer SGD of tf-keras keeps a momentum of every row, even of 0, and so updates all of them.
         return keras.optimizers.legacy.SGD(LEARNING_RATE)
     return keras.optimizers.SGD(LEARNING_RATE)
@@ -87,8 +87,9 @@ def measure(
         started = time.perf_counter()
         run_steps(count)
         took = agree(time.perf_counter() - started)
-        if took < seconds / CALLS_OF_A_MEASUREMENT and not figures["steps"]:
-            count *= 2
+        if took < seconds / CALLS_OF_A_MEASUREMENT:
+            count *= 2  # What was timed before was a call that something else delayed.
+            figures["steps"], figures["seconds"] = 0, 0.0
             continue
         figures["steps"] += count
         figures["seconds"] += took
