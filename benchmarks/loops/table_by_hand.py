@@ -7,6 +7,7 @@ import tensorflow as tf
 from table_common import (
     BATCH_SIZE,
     IDS,
+    INITIAL_SUM,
     LEARNING_RATE,
     WIDTH,
     examples,
@@ -22,8 +23,8 @@ all_labels = tf.reshape(all_labels, [options.batches, BATCH_SIZE, 1])
 table = tf.Variable(initial_table([options.rows, WIDTH]))
 dense = [tf.Variable(tf.fill([WIDTH, 1], 0.1)), tf.Variable([0.0])]
 if options.optimizer == "adagrad":
-    table_sums = tf.Variable(tf.fill([options.rows, WIDTH], 0.1))
-    dense_sums = [tf.Variable(tf.fill(each.shape, 0.1)) for each in dense]
+    table_sums = tf.Variable(tf.fill([options.rows, WIDTH], INITIAL_SUM))
+    dense_sums = [tf.Variable(tf.fill(each.shape, INITIAL_SUM)) for each in dense]
 
 
 def step_of(gradient, sums):
