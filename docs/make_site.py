@@ -20,7 +20,10 @@ PROJECT = "{{cookiecutter.project_slug}}"
 REPOSITORY = "https://github.com/org/tf-dist-template"
 ADDRESS = "https://org.github.io/tf-dist-template/"
 # The order in the navigation. Pages that are not named here follow.
-IN_PROJECT = "from_keras_fit data training reproducibility inference clusters recipes steps tables settings troubleshooting updating"
+IN_PROJECT = (
+    "from_keras_fit data training reproducibility inference clusters recipes steps tables settings troubleshooting "
+    "updating"
+)
 IN_TEMPLATE = "guarantees failures pitfalls porting design speed scale CONTRIBUTING"
 # Draws the diagrams. The theme would fetch it from another host whenever a page with a diagram is opened.
 MERMAID, MERMAID_FILE = "@mermaid-js/tiny@12.0.0", "package/dist/mermaid.tiny.js"

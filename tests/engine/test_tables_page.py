@@ -18,6 +18,7 @@ import tensorflow as tf
 import config
 import task
 import train
+from engine.check.check import check_task
 from engine.errors import BadInput
 from engine.run.initial_weights import load_initial_weights
 from pages import blocks, put, sections
@@ -124,6 +125,22 @@ def test_blocks_are_short() -> None:
             assert max(map(len, lines)) <= 100, title
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("title", [title for title in WITH_CODE if title != DATA])
+def test_recipe_passes_all_checks(title: str, apply: Apply, capsys: pytest.CaptureFixture[str]) -> None:
+    settings: dict[str, Any] = {"pad_to": (4, 16)} if title == "Lists of ids" else {}
+    before = {"A vocabulary that has grown": "A vocabulary", "Ids outside of the table": "Several tables in one"}
+    for each in (*filter(None, [before.get(title)]), title):
+        apply(each)
+    if "vocabulary" in title:
+        settings["users"] = make_vocabulary()
+    capsys.readouterr()
+    check_task(train, task, config.Config(run_dir=Path("runs/a"), **settings))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].endswith("checks passed."), "\n".join(lines)
+    assert any("on one replica and on two" in line for line in lines)
+
+
 # --- Hashed ids -------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +154,8 @@ def test_hashed_rows_are_trained_as_numpy_trains_them(apply: Apply) -> None:
         return by_table, *others
 
     assert_step_is("users", expected)
+    build()
+    assert set(first_batch()[0]) <= set(keras.layers.Hashing(task.BUCKETS)(users_of("train")).numpy())
 
 
 def test_hashes_are_those_of_the_documentation() -> None:
