@@ -19,6 +19,7 @@ from engine.model.averages import MovingAverage
 from engine.model.gradients import inner_optimizers, prepare_optimizer
 from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
 from engine.model.moments import replace_moments
+from engine.model.rows import read_rows
 from engine.model.sums import sum_in_float64
 from engine.model.variables import by_name
 from engine.protocols import Metrics, Task
@@ -44,6 +45,7 @@ def set_up(task: Task, settings: Settings) -> None:
     keras.utils.set_random_seed(settings.seed)
     keras.config.set_dtype_policy(settings.precision)
     replace_moments()
+    read_rows()
     sum_in_float64()
 
 

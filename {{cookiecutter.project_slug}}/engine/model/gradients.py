@@ -7,7 +7,6 @@ sum comes first, once, and an optimizer that would do the rest by itself is reje
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import tensorflow as tf
 
 from engine.errors import BadInput
 from engine.model.global_batch import start_micro_batch, step_on, sum_over_replicas
+from engine.model.rows import in_values, slices_to_update, sum_by_row, update_by_row
 from engine.settings import Settings
 from engine.tracing import returning_loss
 
@@ -40,10 +40,11 @@ class _Step(threading.local):
 
     global_clipnorm: float | None = None
     jit: bool = False
+    micro_batches: int = 1
     is_last: bool = True  # Whether this micro-batch is the last one of the step.
     calls: int = 0  # How often this micro-batch has called apply_gradients.
     # The sums of the gradients, without None, of the micro-batches so far, for each of these calls.
-    sums: list[list[tf.Tensor]] = dataclasses.field(default_factory=list)
+    sums: list[list[tf.Tensor | tf.IndexedSlices]] = dataclasses.field(default_factory=list)
     operations: int = 0  # The number of operations in the graph at the first call.
 
 
@@ -79,7 +80,7 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings)
             with _xla(True):
                 return step(micro_batch) if loss is None else loss + step(micro_batch)
 
-        _step.global_clipnorm, _step.jit = settings.global_clipnorm, settings.jit
+        _step.global_clipnorm, _step.jit, _step.micro_batches = settings.global_clipnorm, settings.jit, count
         try:
             with step_on(batch, count):
                 loss = take(0, None)
@@ -90,7 +91,7 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings)
             return loss
         finally:
             # The next step that is traced in this thread starts over.
-            _step.global_clipnorm, _step.jit, _step.is_last, _step.sums = None, False, True, []
+            _step.global_clipnorm, _step.jit, _step.micro_batches, _step.is_last, _step.sums = None, False, 1, True, []
 
     return complete_step
 
@@ -119,13 +120,23 @@ def _take_until(end: int, take: Callable[..., tf.Tensor], loss: tf.Tensor) -> tf
 def _take_in_loop(end: int, take: Callable[..., tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
     """Does the same in a loop in the graph, so that the step is traced once for all of them."""
 
-    def body(number: tf.Tensor, loss: tf.Tensor, sums: list[list[tf.Tensor]]) -> tuple[Any, ...]:
+    def body(number: tf.Tensor, loss: tf.Tensor, sums: list[Any]) -> tuple[Any, ...]:
         _step.sums = sums
         return number + 1, take(number, loss), _step.sums
 
     start = tf.constant(1), loss, _step.sums
-    _, loss, _step.sums = tf.while_loop(lambda number, *_: number < end, body, start, parallel_iterations=1)
+    shapes = tf.nest.map_structure(_shape_in_loop, start)
+    _, loss, _step.sums = tf.while_loop(lambda number, *_: number < end, body, start, shapes, parallel_iterations=1)
     return loss
+
+
+def _shape_in_loop(value: tf.Tensor | tf.IndexedSlices) -> Any:
+    """Returns what stays the same of a value: slices become more with each micro-batch."""
+    if isinstance(value, tf.IndexedSlices):
+        shape = [None, *value.values.shape[1:]]
+        dtypes = value.values.dtype, value.indices.dtype, value.dense_shape.dtype
+        return tf.IndexedSlicesSpec(shape, *dtypes, indices_shape=[None])
+    return value.shape
 
 
 def _micro_batch(batch: Any, number: int | tf.Tensor, count: int, after: tf.Tensor | None) -> Any:
@@ -136,7 +147,8 @@ def _micro_batch(batch: Any, number: int | tf.Tensor, count: int, after: tf.Tens
         taken.set_shape([tensor.shape[0] // count, *tensor.shape[1:]])  # Unknown for a number that is a tensor.
         return taken
 
-    with tf.control_dependencies([*itertools.chain(*_step.sums), *([] if after is None else [after])]):
+    sums = tf.nest.flatten(_step.sums, expand_composites=True)
+    with tf.control_dependencies([*sums, *([] if after is None else [after])]):
         return tf.nest.map_structure(part, batch)
 
 
@@ -188,8 +200,23 @@ def apply_gradients(
         remedy = "pass trainable variables, and compute the loss from them under the tape"
         raise BadInput(f"task.train_step gave apply_gradients {problem}: {remedy}")
     with _xla(False):
+        gradients = _slices_or_dense(optimizer, gradients, variables)
         gradients = _summed_over_micro_batches(gradients, loss)
         return _update(optimizer, gradients, variables, scale) if _step.is_last else tf.constant(0.0)
+
+
+def _slices_or_dense(
+    optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: Sequence[keras.Variable]
+) -> Gradients:
+    """Returns the gradients, as slices only where the update is by row."""
+    parts = _step.micro_batches * tf.distribute.get_strategy().num_replicas_in_sync
+    chosen: Gradients = []
+    for variable, each in zip(variables, gradients, strict=True):
+        if isinstance(each, tf.IndexedSlices):
+            each = slices_to_update(optimizer_of(variable, optimizer), variable, each, parts)
+            each = tf.convert_to_tensor(each) if each is None else each
+        chosen.append(each)
+    return chosen
 
 
 def _summed_over_micro_batches(gradients: Gradients, loss: tf.Tensor) -> Gradients:
@@ -198,13 +225,20 @@ def _summed_over_micro_batches(gradients: Gradients, loss: tf.Tensor) -> Gradien
     if _step.is_last and not _step.sums:
         return gradients  # There is one micro-batch.
     _check_order(loss, call)
-    used = [tf.convert_to_tensor(each) for each in gradients if each is not None]
+    used = [each for each in gradients if each is not None]
     if call == len(_step.sums):
         _step.sums.append(used)
     else:
-        _step.sums[call] = list(map(tf.add, _step.sums[call], used))
+        _step.sums[call] = list(map(_added, _step.sums[call], used))
     in_turn = iter(_step.sums[call])
     return [None if each is None else next(in_turn) for each in gradients]
+
+
+def _added(one: tf.Tensor | tf.IndexedSlices, other: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
+    if not isinstance(one, tf.IndexedSlices):
+        return tf.add(one, other)
+    values, indices = (tf.concat(pair, 0) for pair in ((one.values, other.values), (one.indices, other.indices)))
+    return tf.IndexedSlices(values, indices, one.dense_shape)
 
 
 def _check_order(loss: tf.Tensor, call: int) -> None:
@@ -228,14 +262,15 @@ def _update(
 ) -> tf.Tensor:
     """Updates with the sum over the replicas, and returns its norm; `scale` is the loss scale, if any."""
     used = [variable for variable, each in zip(variables, gradients, strict=True) if each is not None]
-    # An embedding's gradient becomes a dense tensor: Adam would square the slices of a repeated token one by one.
-    dense = [tf.convert_to_tensor(each) for each in gradients if each is not None]
+    gradients = [each for each in gradients if each is not None]
     # TensorFlow packs gradients to sum them, and their norms too. Keras casts each to its variable's dtype.
-    dtype = keras.backend.result_type("float32", *(each.dtype.name for each in dense))
-    gradients = [tf.cast(each, dtype) for each in dense]
+    dtype = keras.backend.result_type("float32", *(each.dtype.name for each in gradients))
+    gradients = [tf.cast(each, dtype) for each in gradients]
     norm = tf.constant(math.nan, dtype)
     # Summed here, so that every replica clips, or finds an overflow in, the same gradients.
     gradients = sum_over_replicas(gradients, BYTES_PER_PACK)
+    # The slices of a row are summed too: Adam would square them one by one, and a norm would be theirs.
+    gradients = [sum_by_row(each) if isinstance(each, tf.IndexedSlices) else each for each in gradients]
     if scale is not None or _step.global_clipnorm is not None:
         norm = tf.linalg.global_norm(gradients)
     if _step.global_clipnorm is not None:
@@ -264,6 +299,7 @@ def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> 
             problem = f"an optimizer with {argument}={value}, which is wrong on several replicas"
             raise BadInput(f"task.create_optimizer returned {problem}: remove it and use {setting}")
     _sum_once(optimizer)
+    update_by_row(optimizer)
     return keras.optimizers.LossScaleOptimizer(optimizer) if precision == "mixed_float16" else optimizer
 
 
@@ -272,7 +308,8 @@ def _sum_once(optimizer: keras.optimizers.Optimizer) -> None:
     clip = type(optimizer)._clip_gradients
 
     def clip_sum(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        return clip(optimizer, gradients if _is_summed.is_set() else sum_over_replicas(gradients, BYTES_PER_PACK))
+        gradients = gradients if _is_summed.is_set() else sum_over_replicas(gradients, BYTES_PER_PACK)
+        return in_values(lambda values: clip(optimizer, values), gradients)
 
     optimizer._clip_gradients = clip_sum
     optimizer._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
@@ -282,3 +319,11 @@ def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimi
     """Returns the optimizers inside a keras.optimizers.MultiOptimizer or one like it; none for other optimizers."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # Inside a LossScaleOptimizer.
     return list(getattr(optimizer, "optimizers", []))
+
+
+def optimizer_of(variable: keras.Variable, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Returns the optimizer that updates the variable: this one, or one inside it."""
+    for inner in inner_optimizers(optimizer):
+        if any(each is variable for each in inner._trainable_variables):
+            return inner
+    return getattr(optimizer, "inner_optimizer", optimizer)
