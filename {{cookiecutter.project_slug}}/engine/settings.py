@@ -86,6 +86,9 @@ class Settings:
     """Split each replica's batch into this many micro-batches and accumulate their gradients, to save memory."""
     global_clipnorm: float | None = None
     """Limit of the global norm of the gradients, after their sum over the replicas."""
+    lazy_rows: tuple[str, ...] | None = None
+    """Names, or parts of them, of embedding tables of which a step changes only the rows that it looks up, although the
+    optimizer would change all. The results differ from the optimizer's own: see docs/tables.md."""
     ema_decay: float | None = None
     """Validate, test and keep a moving average of the weights: average <- decay * average + (1 - decay) * weights.
     After n steps the decay is at most (1 + n) / (10 + n), so that the initial weights do not count for long."""

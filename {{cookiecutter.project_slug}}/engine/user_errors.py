@@ -27,6 +27,8 @@ CONNECTION_ERRORS = (
 DIFFERENT_CALLS = re.compile(
     "in the collective instance|Collective instance .* expected|Collective ops is aborted by: .*mismatch"
 )
+# The steps check the ids of embedding tables; see engine/model/rows.py.
+OUTSIDE_TABLE = "an id is outside of the table"
 
 
 @contextlib.contextmanager
@@ -56,6 +58,8 @@ def is_users(problem: BaseException) -> bool:
         return False
     if isinstance(problem, tf.errors.OpError) and DIFFERENT_CALLS.search(text):
         return False
+    if OUTSIDE_TABLE in text:
+        return True
     if isinstance(problem, CONNECTION_ERRORS) and not text_of(problem).startswith("in user code:"):
         # An operation raises it, or else the last line that ran is the user's.
         return _owner(Path(traceback.extract_tb(problem.__traceback__)[-1].filename)) == "user"

@@ -19,7 +19,7 @@ from engine.model.averages import MovingAverage
 from engine.model.gradients import inner_optimizers, prepare_optimizer
 from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
 from engine.model.moments import replace_moments
-from engine.model.rows import read_rows
+from engine.model.rows import choose_lazy_rows, read_rows
 from engine.model.sums import sum_in_float64
 from engine.model.variables import by_name
 from engine.protocols import Metrics, Task
@@ -186,6 +186,7 @@ def finish_objects(
     task.optimizer = build_optimizers(task.optimizer, task.model, settings.precision)
     if not (settings.evaluate_only or settings.evaluate_continuously):
         rejections.check_trainable(task.optimizer, task.model)
+    choose_lazy_rows(task.model, settings.lazy_rows or ())
     rejections.check_weight_decay(task.optimizer, task.model)
     build_metrics(task, strategy, batch_specs, recorded)
     names = ResultNames(task.metrics, batch_specs)

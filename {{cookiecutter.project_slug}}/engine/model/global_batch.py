@@ -39,6 +39,11 @@ def step_on(batch: Any, micro_batches: int = 1) -> Iterator[None]:
         vars(_step).update(before)
 
 
+def is_in_step() -> bool:
+    """Returns whether a step is being traced in this thread."""
+    return _step.batch is not None
+
+
 def start_micro_batch() -> None:
     """Makes the next call of sum_over_batch the first one of a micro-batch."""
     _step.calls = 0
@@ -131,8 +136,10 @@ def _reject_micro_batches(function: str) -> None:
         raise BadInput(f"--micro-batches is {problem}: {reason}: remove --micro-batches")
 
 
-def sum_over_replicas(tensors: Sequence[tf.Tensor], bytes_per_pack: int = 0) -> list[tf.Tensor]:
+def sum_over_replicas(tensors: Sequence[Any], bytes_per_pack: int = 0) -> list[Any]:
     """Returns the sums of tensors over all replicas, without gradients. Every replica must call it.
+
+    The sum of tf.IndexedSlices has the slices of all replicas, in their order; a row may occur several times.
 
     With --micro-batches these are the sums of one micro-batch. Raises BadInput inside a tf.cond or a loop, where the
     replicas of a process cannot wait for each other.

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from engine.errors import BadInput
 from engine.model.global_batch import start_micro_batch, step_on, sum_over_replicas
-from engine.model.rows import in_values, slices_to_update, sum_by_row, update_by_row
+from engine.model.rows import by_values, slices_or_dense, sum_by_row, update_by_row, values_of
 from engine.settings import Settings
 from engine.tracing import returning_loss
 
@@ -194,29 +194,21 @@ def apply_gradients(
     if gradients is None:
         gradients = tape.gradient(loss, variables, output_gradients=tf.cast(scale, loss.dtype) if is_scaled else None)
     elif is_scaled:
-        gradients = [None if each is None else each * tf.cast(scale, each.dtype) for each in gradients]
+        used = [each for each in gradients if each is not None]
+        scaled = iter(by_values(lambda values: [each * tf.cast(scale, each.dtype) for each in values], used))
+        gradients = [None if each is None else next(scaled) for each in gradients]
     if all(each is None for each in gradients):
         problem = "a loss that uses none of its variables" if variables else "no variables, so nothing is trainable"
         remedy = "pass trainable variables, and compute the loss from them under the tape"
         raise BadInput(f"task.train_step gave apply_gradients {problem}: {remedy}")
     with _xla(False):
-        gradients = _slices_or_dense(optimizer, gradients, variables)
+        parts = _step.micro_batches * tf.distribute.get_strategy().num_replicas_in_sync
+        gradients = [
+            None if each is None else slices_or_dense(optimizer_of(variable, optimizer), variable, each, parts)
+            for variable, each in zip(variables, gradients, strict=True)
+        ]
         gradients = _summed_over_micro_batches(gradients, loss)
         return _update(optimizer, gradients, variables, scale) if _step.is_last else tf.constant(0.0)
-
-
-def _slices_or_dense(
-    optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: Sequence[keras.Variable]
-) -> Gradients:
-    """Returns the gradients, as slices only where the update is by row."""
-    parts = _step.micro_batches * tf.distribute.get_strategy().num_replicas_in_sync
-    chosen: Gradients = []
-    for variable, each in zip(variables, gradients, strict=True):
-        if isinstance(each, tf.IndexedSlices):
-            each = slices_to_update(optimizer_of(variable, optimizer), variable, each, parts)
-            each = tf.convert_to_tensor(each) if each is None else each
-        chosen.append(each)
-    return chosen
 
 
 def _summed_over_micro_batches(gradients: Gradients, loss: tf.Tensor) -> Gradients:
@@ -262,14 +254,13 @@ def _update(
 ) -> tf.Tensor:
     """Updates with the sum over the replicas, and returns its norm; `scale` is the loss scale, if any."""
     used = [variable for variable, each in zip(variables, gradients, strict=True) if each is not None]
-    gradients = [each for each in gradients if each is not None]
+    given = [each for each in gradients if each is not None]
     # TensorFlow packs gradients to sum them, and their norms too. Keras casts each to its variable's dtype.
-    dtype = keras.backend.result_type("float32", *(each.dtype.name for each in gradients))
-    gradients = [tf.cast(each, dtype) for each in gradients]
+    dtype = keras.backend.result_type("float32", *(each.dtype.name for each in given))
     norm = tf.constant(math.nan, dtype)
     # Summed here, so that every replica clips, or finds an overflow in, the same gradients.
-    gradients = sum_over_replicas(gradients, BYTES_PER_PACK)
-    # The slices of a row are summed too: Adam would square them one by one, and a norm would be theirs.
+    gradients = sum_over_replicas([tf.cast(each, dtype) for each in given], BYTES_PER_PACK)
+    # The slices of a row are summed too: Adam would square them one by one, and the norm would be theirs.
     gradients = [sum_by_row(each) if isinstance(each, tf.IndexedSlices) else each for each in gradients]
     if scale is not None or _step.global_clipnorm is not None:
         norm = tf.linalg.global_norm(gradients)
@@ -300,7 +291,12 @@ def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> 
             raise BadInput(f"task.create_optimizer returned {problem}: remove it and use {setting}")
     _sum_once(optimizer)
     update_by_row(optimizer)
-    return keras.optimizers.LossScaleOptimizer(optimizer) if precision == "mixed_float16" else optimizer
+    if precision != "mixed_float16":
+        return optimizer
+    scaled = keras.optimizers.LossScaleOptimizer(optimizer)
+    is_finite = scaled.check_finite
+    scaled.check_finite = lambda gradients: is_finite([values_of(each) for each in gradients])
+    return scaled
 
 
 def _sum_once(optimizer: keras.optimizers.Optimizer) -> None:
@@ -309,7 +305,7 @@ def _sum_once(optimizer: keras.optimizers.Optimizer) -> None:
 
     def clip_sum(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         gradients = gradients if _is_summed.is_set() else sum_over_replicas(gradients, BYTES_PER_PACK)
-        return in_values(lambda values: clip(optimizer, values), gradients)
+        return by_values(lambda values: clip(optimizer, values), gradients)
 
     optimizer._clip_gradients = clip_sum
     optimizer._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables

@@ -3,13 +3,20 @@
 Keras reads a table as one tensor and changes every row in every step, which takes time in proportion to its rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-KERAS_CALL = keras.layers.Embedding.call
+from engine.errors import BadInput
+from engine.memory import memory_of_machine
+from engine.model.global_batch import is_in_step
+from engine.model.variables import by_name, layers_of
+from engine.user_errors import OUTSIDE_TABLE
+
+KERAS_CALL, KERAS_BUILD = keras.layers.Embedding.call, keras.layers.Embedding.build
+LARGE = 10_000  # The run summary describes tables of at least as many rows.
 
 # Their update of a row depends on nothing but this row of the gradient, the weights and the optimizer's variables.
 BY_ELEMENT = (
@@ -30,8 +37,21 @@ BY_ELEMENT = (
 
 
 def read_rows() -> None:
-    """Makes keras.layers.Embedding read the rows of its ids only, where it would read the table."""
-    keras.layers.Embedding.call = _call
+    """Makes keras.layers.Embedding read the rows of its ids only, and reject a table that does not fit into memory."""
+    keras.layers.Embedding.call, keras.layers.Embedding.build = _call, _build
+
+
+def _build(layer: keras.layers.Embedding, input_shape: Any = None) -> None:
+    size = layer.input_dim * layer.output_dim * tf.as_dtype(layer.variable_dtype).size
+    size *= tf.distribute.get_strategy().num_replicas_in_sync if tf.config.list_logical_devices("GPU") == [] else 0
+    memory = memory_of_machine()
+    if memory is not None and size > memory:
+        shape = (
+            f"{layer.input_dim:,} x {layer.output_dim}, which takes {size / 2**30:,.1f} GB on this machine's replicas"
+        )
+        remedy = "use fewer rows (docs/tables.md), a smaller width, or --strategy parameter_server"
+        raise BadInput(f"task.create_model: the table {layer.name} has {shape} of {memory / 2**30:,.1f} GB: {remedy}")
+    KERAS_BUILD(layer, input_shape)
 
 
 def _call(layer: keras.layers.Embedding, inputs: Any) -> Any:
@@ -41,8 +61,20 @@ def _call(layer: keras.layers.Embedding, inputs: Any) -> Any:
     if not isinstance(table, tf.Variable):
         return KERAS_CALL(layer, inputs)
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
-    ids = tf.where(ids < 0, ids + layer.input_dim, ids)  # In Keras, -1 is the last row.
+    # Outside a step, as in an export, negative ids count from the last row, as in Keras.
+    checked = [_check_ids(layer, ids)] if is_in_step() else []
+    with tf.control_dependencies(checked):
+        ids = tf.identity(ids) if checked else tf.where(ids < 0, ids + layer.input_dim, ids)
     return tf.cast(tf.gather(on_this_replica(table), ids), layer.compute_dtype)
+
+
+def _check_ids(layer: keras.layers.Embedding, ids: tf.Tensor) -> tf.Operation:
+    """Fails if an id has no row: XLA and GPUs would read another row or zeros, and Keras the last row for -1."""
+    is_row = (ids >= 0) & (ids < layer.input_dim)
+    table = f"{layer._embeddings.path}, whose ids are 0 to {layer.input_dim - 1}"
+    what = f"{OUTSIDE_TABLE} {table}: fix task.prepare_example; it is"
+    with tf.xla.experimental.jit_scope(compile_ops=False):  # XLA drops assertions.
+        return tf.debugging.Assert(tf.reduce_all(is_row), [what, ids[~is_row]], summarize=1)
 
 
 def on_this_replica(variable: tf.Variable) -> tf.Variable:
@@ -58,29 +90,70 @@ def on_this_replica(variable: tf.Variable) -> tf.Variable:
 # --- Choosing ---------------------------------------------------------------------------------------------------------
 
 
+def choose_lazy_rows(model: Any, names: tuple[str, ...]) -> None:
+    """Marks the tables whose names contain one of `names`. Raises BadInput if one is in no table's name.
+
+    A table is a variable of two dimensions of an Embedding; its name is the path of the variable.
+    """
+    for name in names:
+        if not (chosen := [each for each in tables(model) if name in each.path]):
+            listed = ", ".join(each.path for each in tables(model)) or "none: use keras.layers.Embedding"
+            raise BadInput(f"--lazy-rows {name} is in the name of no table: the tables are {listed}")
+        for each in chosen:
+            each.has_lazy_rows = True
+
+
+def tables(model: Any) -> list[keras.Variable]:
+    """Returns the trainable tables of all Embedding layers, in model order."""
+    layers = [layer for one in by_name(model, "model").values() for layer in layers_of(one)]
+    found = [each for layer in layers if isinstance(layer, keras.layers.Embedding) for each in layer.trainable_weights]
+    return [each for each in found if each.path.endswith("/embeddings")]
+
+
+def describe_tables(model: Any) -> str:
+    """Returns which rows of each large table a step changes, as `slices_or_dense` has decided; "" without one."""
+    by_way: dict[str, list[str]] = {}
+    for each in tables(model):
+        if hasattr(each, "updated") and (each.shape[0] >= LARGE or hasattr(each, "has_lazy_rows")):
+            by_way.setdefault(each.updated, []).append(f"{each.path} ({each.shape[0]:,} x {each.shape[1]})")
+    return "; ".join(f"a step changes {way}: {', '.join(names)}" for way, names in by_way.items())
+
+
 def changes_used_rows_only(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Returns whether a row without a gradient stays as it is, weights and optimizer's variables, up to weight decay."""
+    """Returns whether a row without a gradient stays as it is, and the optimizer's variables of it too."""
     return type(optimizer) is keras.optimizers.Adagrad or (
         type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
     )
 
 
-def slices_to_update(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable, gradient: tf.IndexedSlices, parts: int
-) -> tf.IndexedSlices | None:
-    """Returns the slices if the update is to be by row, else None: the gradient is to be a tensor of all rows.
+def slices_or_dense(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable, gradient: Any, parts: int
+) -> tf.Tensor | tf.IndexedSlices:
+    """Returns the gradient as slices if the update is by row, else as a tensor of all rows.
 
-    `parts` is the number of such gradients in a step: replicas times micro-batches.
+    `parts` is the number of such gradients in a step: replicas times micro-batches. Raises BadInput if --lazy-rows
+    names the table, and its update cannot be by row.
     """
-    number = gradient.indices.shape[0]
-    if not changes_used_rows_only(optimizer) and not getattr(variable, "is_updated_lazily", False):
-        variable.is_updated = f"every row, because {type(optimizer).__name__} changes every row (see --lazy-rows)"
-    elif number is not None and number * parts > variable.shape[0]:
-        variable.is_updated = f"every row, because a step uses {number * parts:,} of {variable.shape[0]:,} rows"
+    is_lazy, is_sparse = getattr(variable, "has_lazy_rows", False), isinstance(gradient, tf.IndexedSlices)
+    kind = type(optimizer).__name__
+    if is_lazy and not is_sparse:
+        reason = "whose gradient has every row, because the loss uses the table other than by looking up ids"
+        raise BadInput(f"--lazy-rows names {variable.path}, {reason}: remove it from --lazy-rows")
+    if is_lazy and not isinstance(optimizer, BY_ELEMENT):
+        remedy = f"use one of {', '.join(each.__name__ for each in BY_ELEMENT)}"
+        raise BadInput(f"--lazy-rows names {variable.path}, which {kind} does not update row by row: {remedy}")
+    number = gradient.indices.shape[0] if is_sparse else None
+    if not is_sparse:
+        variable.updated = "every row, because the loss uses all rows"
+    elif not is_lazy and not changes_used_rows_only(optimizer):
+        variable.updated = f"every row, because {kind} changes every row (see --lazy-rows)"
+    elif not is_lazy and number is not None and number * parts > variable.shape[0]:
+        variable.updated = f"every row, because a step looks up {number * parts:,} ids"
     else:
-        variable.is_updated = "by row"
+        decays = optimizer.weight_decay and optimizer._use_weight_decay(variable)
+        variable.updated = "the rows that it looks up" + (", and all by weight decay" if decays else "")
         return gradient
-    return None
+    return tf.convert_to_tensor(gradient)
 
 
 # --- Updating ---------------------------------------------------------------------------------------------------------
@@ -93,12 +166,16 @@ def sum_by_row(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, rows, slices.dense_shape)
 
 
-def in_values(function: Callable[[list[tf.Tensor]], list[tf.Tensor]], gradients: list[Any]) -> list[Any]:
-    """Returns what the function makes of gradients, of whose slices it gets the values; each row occurs once."""
-    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
+def values_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """Returns the values of slices, and a tensor itself."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def by_values(function: Callable[[list[tf.Tensor]], list[tf.Tensor]], gradients: Sequence[Any]) -> list[Any]:
+    """Returns what the function makes of gradients; of slices it gets the values."""
     return [
         tf.IndexedSlices(value, each.indices, each.dense_shape) if isinstance(each, tf.IndexedSlices) else value
-        for value, each in zip(function(values), gradients, strict=True)
+        for value, each in zip(function([values_of(each) for each in gradients]), gradients, strict=True)
     ]
 
 
@@ -111,6 +188,9 @@ class Rows:
 
     def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self._values, dtype, name=name)
+
+    def __rmul__(self, factor: Any) -> tf.Tensor:  # Adadelta has it.
+        return factor * self._values
 
     def assign(self, values: tf.Tensor) -> None:
         self._values = values
@@ -136,7 +216,8 @@ def update_by_row(optimizer: keras.optimizers.Optimizer) -> None:
 
     def update_step(gradient: Any, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
         if not isinstance(gradient, tf.IndexedSlices):
-            return update(gradient, variable, learning_rate)
+            update(gradient, variable, learning_rate)
+            return
         index = optimizer._get_variable_index(variable)
         rows = Rows(variable, gradient.indices)
         changed = [rows]

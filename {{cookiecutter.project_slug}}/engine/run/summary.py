@@ -1,8 +1,6 @@
 """The summary of a run: the lines at its start, and its description in config.json."""
 
-import contextlib
 import datetime
-import os
 import platform
 import shlex
 import subprocess
@@ -16,7 +14,9 @@ from engine.console import print_facts
 from engine.data import element_spec
 from engine.data.batches import BYTES_KEPT, Batches
 from engine.data.element_spec import megabytes
+from engine.memory import memory_of_machine
 from engine.model.metrics import drifting
+from engine.model.rows import describe_tables
 from engine.model.variables import by_name
 from engine.run.directory import machine
 from engine.run.run import Run
@@ -101,6 +101,7 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
         "limited": limited if settings.limit_steps else "",
         "drifting": drift if drifting(run.objects.metrics) else "",
         "parameters": f"{sum(model.count_params() for model in by_name(run.objects.model, 'model').values()):,}",
+        "tables": describe_tables(run.objects.model),
         "starts": start,
         "run directory": str(settings.run_dir),
         "export": f"to {settings.run_dir / 'export'}, after the training" if settings.export else "",
@@ -110,12 +111,8 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
 
 def _memory_warning(taken: int, processes: int) -> str:
     """Returns a text if processes that take `taken` bytes each need over half of their machine's memory; else ""."""
-    if not hasattr(os, "sysconf"):  # On Windows.
-        return ""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # A container may have less.
-        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
-    if processes * taken <= memory / 2:
+    memory = memory_of_machine()
+    if memory is None or processes * taken <= memory / 2:
         return ""
     in_all = f"{processes * taken / 2**30:,.1f} GB in {processes} process(es)"
     return f"{in_all}, more than half of the {memory / 2**30:,.1f} GB of this machine: lower --shuffle-megabytes"

@@ -1,0 +1,341 @@
+"""Embedding tables by row: the numbers of an update of every row, at the cost of the rows that a step looks up."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import task
+import train
+from config import Config
+from engine.cluster.strategy import create_strategy
+from engine.errors import BadInput
+from engine.model import rows
+from engine.model.gradients import apply_gradients, in_micro_batches, prepare_optimizer
+from engine.tracing import operations_of
+from engine.user_errors import user_errors_named
+
+ROWS, WIDTH, BATCH, IDS = 300, 4, 8, 4
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "SGD": lambda: keras.optimizers.SGD(0.5),
+    # The first sum is small, so that a row's slices that are squared one by one show.
+    "Adagrad": lambda: keras.optimizers.Adagrad(0.1, initial_accumulator_value=1e-6),
+    "SGD, clipnorm": lambda: keras.optimizers.SGD(0.5, clipnorm=0.01),
+    "Adagrad, clipvalue": lambda: keras.optimizers.Adagrad(0.1, clipvalue=0.002),
+    "SGD, global_clipnorm": lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.01),
+    "SGD, weight decay": lambda: keras.optimizers.SGD(0.5, weight_decay=0.1),
+}
+
+
+@pytest.fixture(autouse=True)
+def by_row() -> None:
+    rows.read_rows()
+
+
+def batches(count: int, dtype: str = "int64") -> list[tuple[np.ndarray, np.ndarray]]:
+    """Ids, of which many repeat in and between examples and one is the last row, and labels; half of the rows rest."""
+    random = np.random.default_rng(1)
+    ids = [np.minimum(random.zipf(1.3, (BATCH, IDS)), ROWS // 2) for _ in range(count)]
+    for each in ids:
+        each[-1, -1] = ROWS - 1
+    return [(each.astype(dtype), random.standard_normal(BATCH).astype("float32")) for each in ids]
+
+
+def create_model() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Embedding(ROWS, WIDTH), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((IDS,), dtype="int64"), *layers])
+    model.layers[0].embeddings.assign(np.random.default_rng(0).normal(size=(ROWS, WIDTH)))
+    return model
+
+
+def loss_of(model: keras.Model, ids: Any, labels: Any) -> tf.Tensor:
+    return tf.reduce_sum(tf.square(tf.cast(model(ids)[:, 0], "float32") - labels)) / BATCH
+
+
+def trained_by_keras(kind: str, steps: int) -> list[np.ndarray]:
+    """Plain Keras on one device, with the gradient as a tensor of all rows and the table read as one tensor."""
+    model, optimizer = create_model(), OPTIMIZERS[kind]()
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(ids: tf.Tensor, labels: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, ids, labels)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        pairs = zip(map(tf.convert_to_tensor, gradients), model.trainable_variables, strict=True)
+        optimizer.apply_gradients(pairs)
+
+    for ids, labels in batches(steps):
+        step(tf.constant(ids), tf.constant(labels))
+    return [each.numpy() for each in [*model.trainable_variables, *optimizer.variables]]
+
+
+def trained(
+    kind: str | Callable[[], keras.optimizers.Optimizer],
+    steps: int,
+    replicas: int = 1,
+    dtype: str = "int64",
+    lazy_rows: tuple[str, ...] = (),
+    **settings: Any,
+) -> tuple[list[np.ndarray], str]:
+    """Trains by the engine; returns all values, and how the table was updated."""
+    config = Config(simulated_devices=replicas, **settings)
+    strategy = create_strategy(config)
+    with strategy.scope():
+        model = create_model()
+        optimizer = OPTIMIZERS[kind]() if isinstance(kind, str) else kind()
+        optimizer = prepare_optimizer(optimizer, config.precision)
+        optimizer.build(model.trainable_variables)
+        rows.choose_lazy_rows(model, lazy_rows)
+
+    def train_step(batch: Any) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, *batch[:2])
+        apply_gradients(optimizer, tape, loss, model.trainable_variables)
+        return loss
+
+    step = in_micro_batches(train_step, config)
+
+    @tf.function
+    def take(batch: Any) -> None:
+        strategy.run(step, (batch,))
+
+    for ids, labels in batches(steps, dtype):
+        parts = [np.split(each, replicas) for each in (ids, labels, np.ones(BATCH, "float32"))]
+
+        def part(context: Any, parts: Any = parts) -> Any:
+            return tuple(tf.constant(each[context.replica_id_in_sync_group]) for each in parts)
+
+        take(strategy.experimental_distribute_values_from_function(part))
+    values = [each.numpy() for each in [*model.trainable_variables, *optimizer.variables]]
+    for value, each in zip(values, [*model.trainable_variables, *optimizer.variables], strict=True):
+        for local in strategy.experimental_local_results(each.value):
+            assert (local.numpy() == value).all(), f"{each.path} differs between replicas"
+    return values, model.trainable_variables[0].updated
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_update_by_row_is_bit_equal_to_one_of_every_row(kind: str) -> None:
+    expected = trained_by_keras(kind, steps=200)
+    values, updated = trained(kind, steps=200)
+    assert updated.startswith("the rows that it looks up")
+    for value, each in zip(values, expected, strict=True):
+        # Fewer squares are added up for a norm, so it may be rounded otherwise.
+        np.testing.assert_allclose(value, each, rtol=1e-5 if "norm" in kind else 0)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SGD, clipnorm"])
+@pytest.mark.parametrize(("replicas", "micro_batches"), [(2, 1), (4, 1), (2, 2), (1, 4), (2, 4)])
+def test_update_by_row_is_the_same_in_any_parts(kind: str, replicas: int, micro_batches: int) -> None:
+    expected, _ = trained(kind, steps=20)
+    values, updated = trained(kind, 20, replicas, micro_batches=micro_batches, dtype="int32")
+    assert updated == "the rows that it looks up"
+    for value, each in zip(values, expected, strict=True):
+        np.testing.assert_allclose(value, each, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{"global_clipnorm": 0.05}, {"precision": "mixed_float16"}, {"jit": True}])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_options_give_the_numbers_of_an_update_of_every_row(
+    settings: dict[str, Any], replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keras.config.set_dtype_policy(settings.get("precision", "float32"))
+    try:
+        values, updated = trained("Adagrad", 20, replicas, **settings)
+        assert updated == "the rows that it looks up"
+        monkeypatch.setattr(rows, "changes_used_rows_only", lambda optimizer: False)
+        expected, updated = trained("Adagrad", 20, replicas, **settings)
+        assert updated.startswith("every row")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    for value, each in zip(values, expected, strict=True):
+        np.testing.assert_allclose(value, each, rtol=1e-5, atol=1e-6)
+
+
+def test_overflow_in_a_row_skips_the_step() -> None:
+    optimizer = prepare_optimizer(keras.optimizers.Adagrad(0.1), "mixed_float16")
+    table = keras.Variable(np.ones((ROWS, WIDTH)), name="table")
+    optimizer.build([table])
+    scale = optimizer.dynamic_scale.numpy()
+    optimizer.apply_gradients([(tf.IndexedSlices([[1.0] * 3 + [np.inf]], [7], [ROWS, WIDTH]), table)])
+    assert (table.numpy() == 1).all()
+    assert optimizer.dynamic_scale.numpy() == scale / 2
+
+
+def test_step_reads_and_writes_no_complete_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for replicas in (1, 2):
+        build(monkeypatch, lambda: keras.layers.Embedding(ROWS, WIDTH), simulated_devices=replicas)
+        complete = {
+            operation.type
+            for operation in operations_of(train.graph("train"))
+            for output in operation.outputs
+            if output.shape.rank == 2 and output.shape[0] == ROWS
+        }
+        assert not complete
+        assert f"changes the rows that it looks up: embedding/embeddings ({ROWS} x {WIDTH})" in described(monkeypatch)
+
+
+def described(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(rows, "LARGE", ROWS)
+    return rows.describe_tables(task.model).replace("sequential/", "")
+
+
+def build(
+    monkeypatch: pytest.MonkeyPatch, create_table: Callable[[], keras.layers.Layer], last_id: int = ROWS - 1, **settings
+) -> None:
+    """Builds train.py with a task of ids."""
+    ids = np.random.default_rng(0).integers(0, ROWS, (64, IDS))
+    ids[63, 1] = last_id
+    labels = np.zeros(64, "float32")
+
+    def create_model() -> keras.Model:
+        layers = [create_table(), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1, dtype="float32")]
+        return keras.Sequential([keras.Input((IDS,), dtype="int64"), *layers])
+
+    def load_examples(split: str) -> tf.data.Dataset | None:
+        return tf.data.Dataset.from_tensor_slices((ids, labels)) if split == "train" else None
+
+    monkeypatch.setattr(task, "load_examples", load_examples)
+    monkeypatch.setattr(task, "prepare_example", lambda features, labels: (features, labels))
+    monkeypatch.setattr(task, "create_model", create_model)
+    monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.Adagrad(0.1))
+    losses = {"label": keras.losses.MeanSquaredError(reduction="none")}
+    monkeypatch.setattr(task, "create_loss_objects", lambda: losses)
+    monkeypatch.setattr(task, "create_metrics", lambda split: {"loss": keras.metrics.Mean()})
+
+    def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.Tensor) -> Any:
+        each = tf.square(predictions[:, 0] - labels)
+        return tf.nn.compute_average_loss(each, sample_weight=sample_weights, global_batch_size=8), each
+
+    monkeypatch.setattr(task, "compute_loss", compute_loss)
+    monkeypatch.setattr(
+        task,
+        "update_metrics",
+        lambda split, labels, predictions, loss, weights: task.metrics[split]["loss"].update_state(loss),
+    )
+    train.build(Config(global_batch_size=8, monitor="train/loss", **settings))
+
+
+# --- Optimizers that change every row ---------------------------------------------------------------------------------
+
+
+def test_ftrl_and_momentum_change_every_row_unless_lazy() -> None:
+    """Their formulas move rows without a gradient too, so they may not be updated by row of themselves."""
+    for create in (lambda: keras.optimizers.Ftrl(0.1), lambda: keras.optimizers.SGD(0.1, momentum=0.9)):
+        values, updated = trained(create, steps=3)
+        assert updated.startswith("every row, because")
+    values, _ = trained(lambda: keras.optimizers.Ftrl(0.1), steps=3)
+    start = create_model().trainable_variables[0].numpy()
+    assert (values[0] != start).any(axis=1).sum() > ROWS // 2  # Also rows that never occur.
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas"),
+    [(kind, 1) for kind in ("AdamW", "RMSprop", "Nadam", "Lion", "Adamax", "Adadelta", "Ftrl")] + [("Adam", 2)],
+)
+def test_lazy_rows_change_only_where_they_occur_and_there_by_the_same_formula(kind: str, replicas: int) -> None:
+    def create() -> keras.optimizers.Optimizer:
+        return getattr(keras.optimizers, kind)(0.1, weight_decay=0.0 if kind == "AdamW" else None)
+
+    values, updated = trained(create, 10, replicas, lazy_rows=("embeddings",))
+    assert updated == "the rows that it looks up"
+    expected, _ = trained(create, 10)
+    start, ids = create_model().trainable_variables[0].numpy(), [ids for ids, _ in batches(10)]
+    never = np.setdiff1d(np.arange(ROWS), np.concatenate(ids))
+    np.testing.assert_array_equal(values[0][never], start[never])
+    always = set.intersection(*(set(each.ravel().tolist()) for each in ids))
+    assert {1, ROWS - 1} <= always
+    # The gradients of rows depend on those of others by the loss alone, in which they have little part.
+    np.testing.assert_allclose(values[0][ROWS - 1], expected[0][ROWS - 1], atol=0.02)
+    assert (values[0][ROWS - 1] != start[ROWS - 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("names", "optimizer", "line"),
+    [
+        (("nobody",), keras.optimizers.Adam, "--lazy-rows nobody is in the name of no table: the tables are "),
+        (("embeddings",), keras.optimizers.Lamb, "which Lamb does not update row by row: use one of Adadelta, "),
+    ],
+)
+def test_lazy_rows_that_cannot_be_are_rejected(names: tuple[str, ...], optimizer: type, line: str) -> None:
+    with pytest.raises(BadInput, match=line):
+        trained(optimizer, 1, lazy_rows=names)
+
+
+def test_lazy_table_that_is_used_as_a_whole_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_with_all(model: keras.Model, ids: Any, labels: Any) -> tf.Tensor:
+        return tf.reduce_sum(model(ids)) + tf.reduce_sum(model.trainable_variables[0] ** 2)
+
+    monkeypatch.setitem(globals(), "loss_of", loss_with_all)
+    with pytest.raises(BadInput, match=r"--lazy-rows names .*/embeddings, whose gradient has every row"):
+        trained(keras.optimizers.Adam, 1, lazy_rows=("embeddings",))
+
+
+# --- The layer --------------------------------------------------------------------------------------------------------
+
+
+def lora() -> keras.layers.Embedding:
+    layer = keras.layers.Embedding(ROWS, WIDTH, lora_rank=2)
+    layer.build()
+    layer.lora_embeddings_b.assign(np.ones((2, WIDTH)))
+    return layer
+
+
+def quantized() -> keras.layers.Embedding:
+    layer = keras.layers.Embedding(ROWS, WIDTH)
+    layer.build()
+    layer.quantize("int8")
+    return layer
+
+
+LAYERS: dict[str, Callable[[], keras.layers.Embedding]] = {
+    "plain": lambda: keras.layers.Embedding(ROWS, WIDTH),
+    "masked": lambda: keras.layers.Embedding(ROWS, WIDTH, mask_zero=True),
+    "bfloat16": lambda: keras.layers.Embedding(ROWS, WIDTH, dtype="mixed_bfloat16"),
+    "reversible": lambda: keras.layers.ReversibleEmbedding(ROWS, WIDTH),
+    "LoRA": lora,
+    "int8": quantized,
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_embedding_returns_what_keras_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = [
+        tf.constant([[1, 2, 0], [2, 299, -1]], tf.int64),
+        tf.constant([[1, 2], [255, 0]], tf.uint8),
+        tf.ragged.constant([[1, 2], [3]]),
+    ]
+    if kind == "plain":
+        several.append(tf.SparseTensor([[0, 0], [1, 1]], [5, 7], [2, 3]))
+    layer = LAYERS[kind]()
+    found: list[Any] = [layer(each) for each in several]
+    monkeypatch.setattr(keras.layers.Embedding, "call", rows.KERAS_CALL)
+    for each, result in zip(several, found, strict=True):
+        expected: Any = layer(each)
+        assert (type(result), result.dtype) == (type(expected), expected.dtype)
+        pairs = zip(tf.nest.flatten(result, True), tf.nest.flatten(expected, True), strict=True)
+        for one, other in pairs:
+            np.testing.assert_array_equal(tf.cast(one, "float32"), tf.cast(other, "float32"))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(("replicas", "wrong"), [(1, ROWS), (2, -1)])
+def test_id_outside_of_the_table_is_named(
+    jit: bool, replicas: int, wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(monkeypatch, lambda: keras.layers.Embedding(ROWS, WIDTH), wrong, simulated_devices=replicas, jit=jit)
+    line = rf"an id is outside of the table sequential/embedding/embeddings, whose ids are 0 to 299: .* \[{wrong}\]"
+    with pytest.raises(BadInput, match=line), user_errors_named():
+        for stack, first, count in train.batches["train"].iterator().take(8):
+            train.run_steps["train"](stack, first, count)
+
+
+def test_table_that_does_not_fit_into_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "memory_of_machine", lambda: 10 * 2**30)
+    line = "the table embedding has 100,000,000 x 64, which takes 23.8 GB .* of 10.0 GB"
+    with pytest.raises(BadInput, match=line):
+        build(monkeypatch, lambda: keras.layers.Embedding(100_000_000, 64))
