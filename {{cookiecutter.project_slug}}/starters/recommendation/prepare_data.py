@@ -1,0 +1,282 @@
+"""Makes record files of made-up users who choose items, with a known structure, so that a model can be judged.
+
+    python prepare_data.py --records FOLDER
+    python prepare_data.py --help
+
+Each user is interested in some topics, which the country and the age group partly determine. A user chooses item i with
+the probability popularity(i) * affinity(user, i) / sum, where the affinity is a sum over topics. The popularity follows
+Zipf's law. Of each user's choices, one is for validation and one for test. A user may choose an item several times.
+"""
+
+import dataclasses
+import json
+import shlex
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from engine.errors import BadInput, CannotWrite, exit_codes
+
+USERS, ITEMS, RECALL = "users.jsonl", "items.jsonl", "recall.json"  # Beside the record files.
+LABEL = "liked"
+K = 10  # Of recall@10.
+USERS_AT_ONCE = 1024
+
+TOPICS = 32
+COUNTRIES = 12
+AGE_GROUPS = ("18-24", "25-34", "35-44", "45-54", "55-64", "65+")
+TAGS = 128
+MOST_TAGS = 5
+ZIPF_EXPONENT = 0.7
+
+Values = dict[str, Any]  # A text, a list of texts or a number for each column.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Makes record files of users who choose items, for --records of train.py."""
+
+    records: Path = Path("data/records")
+    """The folder to make."""
+    users: int = 50_000
+    """Number of users."""
+    items: int = 20_000
+    """Number of items."""
+    interactions_per_user: int = 12
+    """Choices of each user: one is for validation, one for test, and the others are for training."""
+    seed: int = 0
+    """Determines everything that is drawn."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("users", 1), ("items", K + 1), ("interactions_per_user", 3), ("seed", 0)):
+            if (value := getattr(self, name)) < least:
+                remedy = f"pass --{name.replace('_', '-')} {least} or more"
+                raise BadInput(f"--{name.replace('_', '-')} {value} must be at least {least}: {remedy}")
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What is drawn: users, items, their tastes, and who chose and liked what."""
+
+    users: list[Values]
+    items: list[Values]
+    tastes: np.ndarray  # How much of each topic a user wants; a row sums to 1. float32 [users, topics].
+    appeal: np.ndarray  # Probability of an item in a topic; a row sums to 1. float32 [topics, items].
+    chosen: np.ndarray  # Places of items, int64 [users, interactions]. The last two are for validation and test.
+    liked: np.ndarray  # 0 or 1, int64 [users, interactions].
+
+
+def draw_world(arguments: Arguments) -> World:
+    """Draws users, items and interactions."""
+    random = np.random.default_rng(arguments.seed)
+    count = arguments.users
+    countries, ages = random.integers(COUNTRIES, size=count), random.integers(len(AGE_GROUPS), size=count)
+    by_country = random.normal(size=(COUNTRIES, TOPICS))
+    by_age = random.normal(size=(len(AGE_GROUPS), TOPICS))
+    wants = softmax(2.5 * (by_country[countries] + by_age[ages]) + 3.0 * random.normal(size=(count, TOPICS)))
+
+    count = arguments.items
+    topics = random.integers(TOPICS, size=(count, 2))  # The main topic of an item, and a second one.
+    affinity = np.full((TOPICS, count), 0.005)
+    affinity[topics[:, 1], range(count)] = 0.2
+    affinity[topics[:, 0], range(count)] = 1.0
+    affinity *= np.exp(0.7 * random.normal(size=affinity.shape))
+    popularity = random.permutation(np.arange(1.0, count + 1)) ** -ZIPF_EXPONENT
+    appeal = popularity * affinity
+    topic_share = appeal.sum(axis=1)
+    appeal /= topic_share[:, None]
+
+    categories = np.where(random.random(count) < 0.9, topics[:, 0], random.integers(TOPICS, size=count))
+    # Each topic has its own tags; a tag belongs to the second topic as often as to the first.
+    of_topic = TAGS // TOPICS
+    tags = topics[range(count), :][:, random.integers(2, size=MOST_TAGS)] * of_topic
+    tags = tags + random.integers(of_topic, size=tags.shape)
+    tag_counts = random.integers(MOST_TAGS + 1, size=count)
+
+    # A mixture of topics: first the topic is drawn, then an item of it. The weights of the topics contain their shares,
+    # so that the result is popularity * affinity, divided by the sum over items.
+    tastes = wants * topic_share
+    tastes /= tastes.sum(axis=1, keepdims=True)
+    chosen = draw_items(random, tastes, appeal, arguments.interactions_per_user)
+    users_of = np.repeat(np.arange(arguments.users), arguments.interactions_per_user)
+    fit = np.einsum("nt,tn->n", wants[users_of], affinity[:, chosen.reshape(-1)]).reshape(chosen.shape)
+    scale = np.log(fit)
+    probability = 1.0 / (1.0 + np.exp(-2.5 * (scale - np.median(scale))))
+    liked = (random.random(chosen.shape) < probability).astype(np.int64)
+
+    trained_on = np.bincount(chosen[:, :-2].reshape(-1), minlength=arguments.items)
+    return World(
+        users=[
+            {"user_id": f"user_{place:05d}", "country": f"country_{country:02d}", "age_group": AGE_GROUPS[age]}
+            for place, (country, age) in enumerate(zip(countries.tolist(), ages.tolist(), strict=True))
+        ],
+        items=[
+            {
+                "item_id": f"item_{place:05d}",
+                "category": f"category_{category:02d}",
+                "tags": [f"tag_{tag:03d}" for tag in sorted({*row[:length]})],
+                "count": times,
+            }
+            for place, (category, row, length, times) in enumerate(
+                zip(categories.tolist(), tags.tolist(), tag_counts.tolist(), trained_on.tolist(), strict=True)
+            )
+        ],
+        tastes=tastes.astype(np.float32),
+        appeal=appeal.astype(np.float32),
+        chosen=chosen,
+        liked=liked,
+    )
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return exponentials / exponentials.sum(axis=1, keepdims=True)
+
+
+def draw_items(random: np.random.Generator, tastes: np.ndarray, appeal: np.ndarray, count: int) -> np.ndarray:
+    """Returns `count` items of each user (int64, [users, count])."""
+    topic = (random.random((len(tastes), count, 1)) > np.cumsum(tastes, axis=1)[:, None, :-1]).sum(axis=-1)
+    chosen = np.empty(topic.shape, np.int64)
+    for each, probabilities in enumerate(appeal):
+        places = topic == each
+        sums = np.cumsum(probabilities)
+        chosen[places] = np.searchsorted(sums, random.random(places.sum()) * sums[-1], side="right")
+    return chosen
+
+
+def recalls(world: World) -> dict[str, float]:
+    """Returns the recall@10 of the test items by two rankings, which know nothing of validation and test.
+
+    "popularity" gives everybody the items that are most frequent in training. "ceiling" gives each user the items that
+    the user chooses with the largest probability, the best that any model can do on average.
+    """
+    target = world.chosen[:, -1]
+    frequent = np.argsort([-item["count"] for item in world.items], kind="stable")[:K]
+    found = 0
+    for first in range(0, len(target), USERS_AT_ONCE):
+        part = slice(first, first + USERS_AT_ONCE)
+        probabilities = world.tastes[part] @ world.appeal
+        own = np.take_along_axis(probabilities, target[part, None], axis=1)
+        found += int(np.sum(np.sum(probabilities > own, axis=1) < K))
+    return {
+        "popularity_recall_at_10": float(np.isin(target, frequent).mean()),
+        "ceiling_recall_at_10": found / len(target),
+    }
+
+
+def serialized(values: Values) -> bytes:
+    """Returns a tf.train.Example with a list for each column: of texts, or of integers."""
+    import tensorflow as tf
+
+    example = tf.train.Example()
+    for name, value in values.items():
+        several = value if isinstance(value, list) else [value]
+        if all(isinstance(each, int) for each in several):
+            example.features.feature[name].int64_list.value.extend(several)
+        else:
+            example.features.feature[name].bytes_list.value.extend(each.encode() for each in several)
+    return example.SerializeToString(deterministic=True)
+
+
+def interactions(world: World, random: np.random.Generator) -> Iterator[tuple[str, Iterable[bytes]]]:
+    """Yields a split and its records: the columns of a user, item_id and liked."""
+    users = [serialized(user) for user in world.users]
+    # Protocol buffers that follow each other are read as one message with the fields of both.
+    items = [[serialized({"item_id": item["item_id"], LABEL: liked}) for liked in (0, 1)] for item in world.items]
+    for split, places in {"train": slice(-2), "validation": slice(-2, -1), "test": slice(-1, None)}.items():
+        chosen, liked = world.chosen[:, places], world.liked[:, places]
+        columns = [np.repeat(np.arange(len(users)), chosen.shape[1]), chosen.reshape(-1), liked.reshape(-1)]
+        order = random.permutation(chosen.size)
+        rows = zip(*(column[order].tolist() for column in columns), strict=True)
+        yield split, (users[user] + items[item][label] for user, item, label in rows)
+
+
+def make_records(arguments: Arguments) -> dict[str, float]:
+    """Makes the folder, complete or not at all, and returns `recalls`. Several processes may make the same at once.
+
+    It contains users.jsonl and items.jsonl with a row for each, a .tfrecord file for each split, and recall.json. An
+    item's "count" is the number of its interactions in training. Raises CannotWrite.
+    """
+    import tensorflow as tf
+
+    world = draw_world(arguments)
+    found = recalls(world)
+    records = arguments.records
+    try:
+        records.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{records.name}.", dir=records.parent) as beside:
+            complete = Path(beside, "records")
+            complete.mkdir()
+            for name, rows in ((USERS, world.users), (ITEMS, world.items)):
+                (complete / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            for split, lines in interactions(world, np.random.default_rng([arguments.seed, 1])):
+                with tf.io.TFRecordWriter(str(complete / f"{split}.tfrecord")) as file:
+                    for line in lines:
+                        file.write(line)
+            (complete / RECALL).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            try:
+                complete.rename(records)
+            except OSError:
+                if not records.is_dir():  # Otherwise another process was faster, and has made the same.
+                    raise
+    except OSError as problem:
+        raise CannotWrite(f"{records} cannot be written ({problem})") from problem
+    return found
+
+
+def read_rows(path: Path, columns: Sequence[str]) -> list[Values]:
+    """Returns the rows of users.jsonl or items.jsonl. Raises BadInput unless each has the columns."""
+    rows = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                row = json.loads(line)
+                if missing := [name for name in columns if name not in row]:
+                    raise BadInput(
+                        f"{path}, line {number} has no {missing[0]!r}: add it, or remove the column from task.py"
+                    )
+                rows.append(row)
+    except FileNotFoundError as problem:
+        raise BadInput(f"--records {path.parent} has no {path.name}: make it with prepare_data.py") from problem
+    except (OSError, ValueError, TypeError) as problem:
+        reason = f"{path} cannot be read ({problem}): give a JSON object on each line"
+        raise BadInput(reason) from problem
+    if not rows:
+        raise BadInput(f"{path} is empty: make it with prepare_data.py")
+    return rows
+
+
+def check_records(path: Path) -> None:
+    """Raises BadInput if the first record of a file is not a user's choice of an item."""
+    import tensorflow as tf
+
+    fields = {"item_id": tf.io.FixedLenFeature([], tf.string), LABEL: tf.io.FixedLenFeature([], tf.int64)}
+    try:
+        for record in tf.data.TFRecordDataset(str(path)).take(1):
+            tf.io.parse_single_example(record, fields)
+    except tf.errors.NotFoundError as problem:
+        raise BadInput(f"--records {path.parent} has no {path.name}: make it with prepare_data.py") from problem
+    except tf.errors.OpError as problem:
+        reason = problem.message.splitlines()[0].split("}} ")[-1]
+        raise BadInput(f"{path} contains no such records ({reason}): make it with prepare_data.py") from problem
+
+
+def main() -> None:
+    """Makes the folder that the command line asks for."""
+    with exit_codes():
+        arguments = tyro.cli(Arguments, config=(tyro.conf.FlagCreatePairsOff,))
+        records = arguments.records
+        if records.exists():
+            raise BadInput(f"--records {records} exists already: remove it, or pass another folder")
+        for name, value in make_records(arguments).items():
+            print(f"{name}: {value:.4f}")
+        flags = ["--records", str(records), "--run-dir", f"runs/{records.name}"]
+        print(f"Made {records}, for: python train.py {shlex.join(flags)}")
+
+
+if __name__ == "__main__":
+    main()
