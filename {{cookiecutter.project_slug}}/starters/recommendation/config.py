@@ -34,9 +34,9 @@ class Config(Settings):
     """Number of items that predictions and the exported model return."""
 
     # Any setting of engine/settings.py can get another default here.
-    epochs: int = 6
+    epochs: int = 4
     global_batch_size: int = 1024
-    learning_rate: float = 0.1
+    learning_rate: float = 0.05
     monitor: str = "validation/recall_at_10"
     monitor_direction: Literal["auto", "min", "max"] = "max"
 

@@ -104,7 +104,9 @@ def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
     """Returns the optimizer, or a dict of them under the models' names. All epochs together have `total_steps`."""
     # TODO(you): Choose the optimizer and the learning rate over time.
     # Adagrad leaves the rows of a table alone that a batch does not use. Adam and weight decay would move all of them.
-    return keras.optimizers.Adagrad(keras.optimizers.schedules.CosineDecay(config.learning_rate, total_steps))
+    schedule = keras.optimizers.schedules.CosineDecay(config.learning_rate, total_steps)
+    # A row's gradient is that of a few examples, divided by the batch size: 0.1, Keras's default, would drown it.
+    return keras.optimizers.Adagrad(schedule, initial_accumulator_value=1e-6)
 
 
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
