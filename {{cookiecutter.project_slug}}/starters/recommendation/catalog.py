@@ -38,6 +38,8 @@ def read_catalog(records: Path, user_columns: tuple[str, ...], item_columns: tup
     }
     if len(of_items["item_id"]) < len(items):
         raise BadInput(f"{records / ITEMS} has several lines of one item_id: keep one of them")
+    if wrong := [row["count"] for row in items if not isinstance(row["count"], int) or row["count"] < 0]:
+        raise BadInput(f"{records / ITEMS} has the count {wrong[0]!r}, which must be an integer from 0 on: fix it")
     counts = np.array([0, *(row["count"] for row in items)], np.float64)
     frequencies = np.maximum(counts, 1.0) / max(counts.sum(), 1.0)
     # Hooks call this while they are traced; without init_scope the tensors would belong to that graph.

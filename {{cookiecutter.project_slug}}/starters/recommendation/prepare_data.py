@@ -235,6 +235,8 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Values]:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise BadInput(f"{path}, line {number} is not an object: give a JSON object on each line")
                 if missing := [name for name in columns if name not in row]:
                     raise BadInput(
                         f"{path}, line {number} has no {missing[0]!r}: add it, or remove the column from task.py"
@@ -242,7 +244,7 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Values]:
                 rows.append(row)
     except FileNotFoundError as problem:
         raise BadInput(f"--records {path.parent} has no {path.name}: make it with prepare_data.py") from problem
-    except (OSError, ValueError, TypeError) as problem:
+    except (OSError, ValueError) as problem:
         reason = f"{path} cannot be read ({problem}): give a JSON object on each line"
         raise BadInput(reason) from problem
     if not rows:
