@@ -10,7 +10,7 @@ from collections.abc import Iterator
 LONGEST_SLUG = 40
 # The files and folders of the project, its starters included, and those that its use creates.
 OWN_FILES = {"train", "task", "config", "engine", "predict", "launch", "deploy", "docs", "tests", "test", "starters"}
-OWN_FILES |= {"data", "distance", "prepare_data", "shapes"}
+OWN_FILES |= {"catalog", "data", "distance", "item_vectors", "prepare_data", "shapes", "speed", "towers", "transformer"}
 MADE_BY_USE = {"runs", "build", "dist"}
 # The packages that `pip install -e ".[dev]"` installs or uses. pip would take a project of such a name for another
 # version of the package, and reject it or replace the package. Names are written with _ here; to pip - is the same.

@@ -20,7 +20,9 @@ def test_no_jinja_is_left(default_bake: Bake) -> None:
 
 @pytest.mark.parametrize(
     ("slug", "starter"),
-    zip(["my_training", "ab", "ten_char_s", "forty_characters_" + "x" * 23, "lm_2"], STARTERS, strict=True),
+    zip(
+        ["my_training", "ab", "ten_char_s", "forty_characters_" + "x" * 23, "lm_2", "two_towers"], STARTERS, strict=True
+    ),
 )
 def test_bake_is_lint_clean_as_it_comes(slug: str, starter: str, bake: Callable[..., Bake]) -> None:
     project = bake(project_slug=slug, starter=starter)

@@ -60,7 +60,7 @@ def test_what_the_image_contains_is_enough_to_train(starter: str, bake: Callable
     # The line for data in the project is there as a comment.
     needed = (
         re.findall(r"(?m)^# (COPY .*)$", DOCKERFILE)
-        if starter in ("text_pair_classification", "language_model")
+        if starter in ("text_pair_classification", "language_model", "recommendation")
         else []
     )
     folder = image(project, tmp_path / "image", *map(str.split, needed))

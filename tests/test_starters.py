@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import json
 import re
 import signal
 import subprocess
@@ -104,6 +105,8 @@ SHORT = {
     "gan": ("--epochs=2",),
     "segmentation": ("--epochs=2",),
     "language_model": ("--epochs=2", "--layers=1", "--width=32"),
+    # Of all the test examples, a few have scores so close that rounding decides which item is the tenth.
+    "recommendation": ("--epochs=2", "--limit-steps=20", "--global-batch-size=256"),
 }
 # What goes in and what comes out, as NumPy arrays of the test examples: a program that saves them.
 SAVE_EXAMPLES = """
@@ -176,6 +179,22 @@ with tf.io.TFRecordWriter("prompts.tfrecord") as file:
     for _, record in task.read_inputs(Path("data/test.txt")):
         file.write(record)
 """
+# The users of the test examples that a recommender was evaluated on, as inputs and as records, and what they chose.
+CHOICES = """
+import json
+import tensorflow as tf
+
+chosen = []
+with open("users.jsonl", "w") as users, tf.io.TFRecordWriter("users.tfrecord") as file:
+    for record in tf.data.TFRecordDataset("data/records/test.tfrecord").take(20 * 256).as_numpy_iterator():
+        fields = tf.train.Example.FromString(record).features.feature
+        row = {name: fields[name].bytes_list.value[0].decode() for name in ("user_id", "country", "age_group")}
+        print(json.dumps(row), file=users)
+        file.write(record)
+        chosen.append(fields["item_id"].bytes_list.value[0].decode())
+with open("chosen.json", "w") as file:
+    json.dump(chosen, file)
+"""
 TIMES = ("seconds", "examples_per_second")
 
 
@@ -196,7 +215,7 @@ def weights(project: Bake, run_dir: str) -> dict[str, np.ndarray]:
     """Returns the weights of all models at the end of a run, without the states of random numbers."""
     newest = max((project.folder / run_dir / "checkpoints").iterdir())
     reader = tf.train.load_checkpoint(str(newest / "state"))
-    kinds = ("model/", "generator/", "discriminator/")
+    kinds = ("model/", "generator/", "discriminator/", "user/", "item/", "ranking/")
     names = [name for name in reader.get_variable_to_shape_map() if name.startswith(kinds) and "seed" not in name]
     assert names
     return {name: reader.get_tensor(name) for name in names}
@@ -244,6 +263,9 @@ def test_starter_is_exported_and_predicts_what_was_evaluated(starter: tuple[str,
     assert "serve_examples" in exported.stdout
     project.run("python", "-c", SAVE_EXAMPLES)
     source = {"text_pair_classification": "data/records/test.tfrecord", "language_model": "data/test.txt"}
+    if name == "recommendation":
+        source[name] = "users.jsonl"
+        project.run("python", "-c", CHOICES)
     project.run("python", "predict.py", "runs/two", source.get(name, "features.npy"), "--output=predictions.npz")
     predicted = dict(np.load(project.folder / "predictions.npz"))
     examples = np.load(project.folder / "examples.npz", allow_pickle=True)
@@ -256,6 +278,11 @@ def test_starter_is_exported_and_predicts_what_was_evaluated(starter: tuple[str,
         found = float(project.run("python", "-c", TOKEN_LOSS).stdout)
         assert found == pytest.approx(result["test/loss"], rel=1e-5)
         project.run("python", "-c", PROMPTS)
+    elif name == "recommendation":
+        chosen = np.array(json.loads((project.folder / "chosen.json").read_text(encoding="utf-8")))
+        found = np.mean((predicted["items"] == chosen[:, None]).any(axis=1))
+        assert found == pytest.approx(result["test/recall_at_10"], rel=1e-5)
+        assert found > 0.01
     else:
         labels = examples["labels"]
         if name == "text_pair_classification":
@@ -269,11 +296,15 @@ def test_starter_is_exported_and_predicts_what_was_evaluated(starter: tuple[str,
     for command in commands:
         project.run("bash", "-c", command.replace("runs/default", "runs/two"))
     # TensorFlow alone says the same, given the same examples.
-    records = "prompts.tfrecord" if name == "language_model" else source.get(name, "features.npy")
+    made = {"language_model": "prompts.tfrecord", "recommendation": "users.tfrecord"}
+    records = made.get(name, source.get(name, "features.npy"))
     served = run("python", "-c", SERVE, records, folder=project.folder)
     assert served.returncode == 0, served.stderr
     for output, array in np.load(project.folder / "served.npz", allow_pickle=True).items():
         if output == "completion":
             assert [text.decode(errors="replace") for text in array] == predicted[output].tolist()
+            continue
+        if output == "items":  # Another size of the batch may round scores that are nearly equal the other way.
+            assert np.mean(array.astype(str) == predicted[output]) > 0.999
             continue
         np.testing.assert_allclose(array, predicted[output], rtol=1e-4, atol=1e-5, err_msg=output)

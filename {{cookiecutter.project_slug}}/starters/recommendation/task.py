@@ -19,8 +19,8 @@ from engine.model import apply_gradients, gather_batch, places_in_batch
 from prepare_data import LABEL, Arguments, K, check_records, make_records, read_rows, serialized
 from towers import create_ranking_head, create_tower
 
-# TODO(you): Name your columns, which users.jsonl and items.jsonl contain, and the length of the vectors in the table of
-# each. An item's column may be a list of texts. docs/starter.md shows how to add one.
+# The columns of users.jsonl and items.jsonl that the towers use, and the length of the vectors in the table of each. An
+# item's column may be a list of texts. To add a column, add it here and to the data, as docs/starter.md shows.
 USER_COLUMNS = {"user_id": 32, "country": 8, "age_group": 8}
 ITEM_COLUMNS = {"item_id": 32, "category": 8, "tags": 16}
 
