@@ -69,7 +69,7 @@ def test_user_errors_are_one_line(project: Bake, tmp_path: Path) -> None:
     reasons = [
         "--records elsewhere has no users.jsonl: make it with prepare_data.py",
         "--best 101 must be at most the number of items in data/records: pass 100",
-        "--micro-batches 2 must be 1 ",
+        "--micro-batches is 2, and task.train_step calls engine.model.gather_batch: ",
         "--ranking-weight -1.0 must be at least 0",
         "--hidden 0 must be at least 1",
     ]

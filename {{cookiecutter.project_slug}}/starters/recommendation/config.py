@@ -48,9 +48,6 @@ class Config(Settings):
         for name in ("retrieval_weight", "ranking_weight"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 0")
-        if self.micro_batches > 1:
-            reason = "the negatives of an example are the items of the complete global batch"
-            raise BadInput(f"--micro-batches {self.micro_batches} must be 1 ({reason}): remove it")
 
 
 # Before TensorFlow is imported, which takes seconds: --help and wrong flags are answered at once.

@@ -144,6 +144,12 @@ def predict_pairs(features: dict[str, tf.Tensor], items: tf.Tensor, *, training:
     return {**pair, LABEL: model["ranking"](pair, training=training)}
 
 
+def sampled_softmax(predictions: dict[str, tf.Tensor], items: tf.Tensor, sample_weights: tf.Tensor) -> tf.Tensor:
+    """Returns the loss of finding each user's item among those of the global batch ([batch])."""
+    scores = in_batch_scores(predictions["user"], predictions["item"], items, sample_weights)
+    return loss_objects["retrieval"](places_in_batch(items), scores)
+
+
 def in_batch_scores(users: tf.Tensor, vectors: tf.Tensor, items: tf.Tensor, sample_weights: tf.Tensor) -> tf.Tensor:
     """Returns the scores of the global batch's items for each user of this replica, [batch, global batch].
 
@@ -151,6 +157,7 @@ def in_batch_scores(users: tf.Tensor, vectors: tf.Tensor, items: tf.Tensor, samp
     the softmax estimates the one over all items (Yi et al. 2019). In other places, the user's own item is not an item
     that the user did not choose, so it is masked, and so is padding.
     """
+    # KEEP: Of all replicas; with the items of one replica only, results depend on the number of replicas.
     all_items, places = gather_batch(items), places_in_batch(items)
     scores = tf.matmul(users, gather_batch(vectors), transpose_b=True)
     scores -= tf.gather(catalog().log_frequency, all_items)
@@ -161,25 +168,21 @@ def in_batch_scores(users: tf.Tensor, vectors: tf.Tensor, items: tf.Tensor, samp
 
 
 def compute_loss(
-    labels: dict[str, tf.Tensor], predictions: dict[str, tf.Tensor], sample_weights: tf.Tensor
+    labels: dict[str, tf.Tensor], predictions: dict[str, tf.Tensor], retrieval_loss: tf.Tensor, sample_weights
 ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
     """Returns this replica's part of the batch's loss (scalar) and the losses of each example by name ([batch])."""
     # TODO(you): Combine your loss terms.
-    scores = in_batch_scores(predictions["user"], predictions["item"], labels["item"], sample_weights)
-    losses = {
-        "retrieval_loss": loss_objects["retrieval"](places_in_batch(labels["item"]), scores),
-        "ranking_loss": loss_objects["ranking"](labels[LABEL][:, None], predictions[LABEL]),
-    }
-    per_example_loss = config.retrieval_weight * losses["retrieval_loss"]
-    per_example_loss += config.ranking_weight * losses["ranking_loss"]
+    ranking_loss = loss_objects["ranking"](labels[LABEL][:, None], predictions[LABEL])
+    per_example_loss = config.retrieval_weight * retrieval_loss + config.ranking_weight * ranking_loss
     # KEEP: One value per example; a mean, or [batch, batch], would train without an error but wrongly.
-    losses["loss"] = tf.ensure_shape(per_example_loss, sample_weights.shape)
+    per_example_loss = tf.ensure_shape(per_example_loss, sample_weights.shape)
     # KEEP: Divided by the global batch size, because the gradients of all replicas are summed.
     loss = tf.nn.compute_average_loss(
-        losses["loss"], sample_weight=sample_weights, global_batch_size=config.global_batch_size
+        per_example_loss, sample_weight=sample_weights, global_batch_size=config.global_batch_size
     )
     # KEEP: Divided by the number of replicas, because each adds the same regularization loss.
-    return loss + tf.nn.scale_regularization_loss([each for one in model.values() for each in one.losses]), losses
+    loss += tf.nn.scale_regularization_loss([each for one in model.values() for each in one.losses])
+    return loss, {"loss": per_example_loss, "retrieval_loss": retrieval_loss, "ranking_loss": ranking_loss}
 
 
 def update_metrics(split: str, labels, predictions, losses: dict[str, tf.Tensor], sample_weights) -> None:
@@ -195,7 +198,8 @@ def train_step(batch) -> tf.Tensor:
     features, labels, sample_weights = batch
     with tf.GradientTape() as tape:
         predictions = predict_pairs(features, labels["item"], training=True)
-        loss, losses = compute_loss(labels, predictions, sample_weights)
+        retrieval_loss = sampled_softmax(predictions, labels["item"], sample_weights)
+        loss, losses = compute_loss(labels, predictions, retrieval_loss, sample_weights)
     # KEEP: Sums the gradients over the replicas, then clips, then updates; add no sum or clipping of your own.
     apply_gradients(optimizer, tape, loss, [each for one in model.values() for each in one.trainable_variables])
     update_metrics("train", labels, predictions, losses, sample_weights)
@@ -206,9 +210,10 @@ def evaluation_step(split: str, batch) -> tf.Tensor:
     """Measures the model on a per-replica batch; returns this replica's part of the loss (scalar)."""
     features, labels, sample_weights = batch
     predictions = predict_pairs(features, labels["item"], training=False)
-    loss, losses = compute_loss(labels, predictions, sample_weights)
+    # The exact softmax, over all items, does not depend on the batch.
+    retrieval_loss, ranks = compare_with_all(predictions["user"], predictions["item"], labels["item"])
+    loss, losses = compute_loss(labels, predictions, retrieval_loss, sample_weights)
     update_metrics(split, labels, predictions, losses, sample_weights)
-    ranks = tf.cast(rank_among_all(predictions["user"], predictions["item"], labels["item"]), tf.float32)
     is_found = ranks < K
     metrics[split]["recall_at_10"].update_state(is_found, sample_weight=sample_weights)
     # The best possible gain is 1, because one item is relevant.
@@ -217,19 +222,21 @@ def evaluation_step(split: str, batch) -> tf.Tensor:
     return loss
 
 
-def rank_among_all(users: tf.Tensor, vectors: tf.Tensor, items: tf.Tensor) -> tf.Tensor:
-    """Returns how many other items have no smaller score for a user than the user's own one (int32, [batch]).
+def compare_with_all(users: tf.Tensor, vectors: tf.Tensor, items: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the loss of finding each user's item among all, and the rank of its score (float32, [batch] each).
 
-    So 0 is the best rank. With "a larger score" instead, a model whose scores are all equal or NaN would be perfect.
+    The rank is the number of other items whose score is not smaller, so 0 is the best one. With "is larger" instead, a
+    model whose scores are all equal or NaN would be perfect.
     """
-    own_scores = tf.reduce_sum(users * vectors, axis=-1, keepdims=True)
-    ranks = tf.zeros_like(items)
+    own_scores = tf.reduce_sum(users * vectors, axis=-1)
+    log_sums, ranks = tf.fill(tf.shape(own_scores), -float("inf")), tf.zeros_like(own_scores)
     for first in tf.range(1, catalog().items + 1, config.items_at_once):
         block = item_block(first)
         scores = tf.matmul(users, item_vectors(block, training=False), transpose_b=True)
-        is_before = ~(scores < own_scores) & (items[:, None] != block)
-        ranks += tf.reduce_sum(tf.cast(is_before, tf.int32), axis=-1)
-    return ranks
+        log_sums = tf.reduce_logsumexp(tf.stack([log_sums, tf.reduce_logsumexp(scores, axis=-1)]), axis=0)
+        is_before = ~(scores < own_scores[:, None]) & (items[:, None] != block)
+        ranks += tf.reduce_sum(tf.cast(is_before, tf.float32), axis=-1)
+    return log_sums - own_scores, ranks
 
 
 def item_block(first: tf.Tensor) -> tf.Tensor:
