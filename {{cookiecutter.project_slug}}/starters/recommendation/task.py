@@ -105,7 +105,7 @@ def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
     # TODO(you): Choose the optimizer and the learning rate over time.
     # Adagrad leaves the rows of a table alone that a batch does not use. Adam and weight decay would move all of them.
     schedule = keras.optimizers.schedules.CosineDecay(config.learning_rate, total_steps)
-    # A row's gradient is that of a few examples, divided by the batch size: 0.1, Keras's default, would drown it.
+    # The mean over the batch makes a row's gradient small. Beside 0.1, Keras's default, it would hardly move the row.
     return keras.optimizers.Adagrad(schedule, initial_accumulator_value=1e-6)
 
 
@@ -145,7 +145,7 @@ def predict_pairs(features: dict[str, tf.Tensor], items: tf.Tensor, *, training:
 
 
 def sampled_softmax(predictions: dict[str, tf.Tensor], items: tf.Tensor, sample_weights: tf.Tensor) -> tf.Tensor:
-    """Returns the loss of finding each user's item among those of the global batch ([batch])."""
+    """Returns the loss of finding each user's item among the items of the global batch ([batch])."""
     scores = in_batch_scores(predictions["user"], predictions["item"], items, sample_weights)
     return loss_objects["retrieval"](places_in_batch(items), scores)
 
