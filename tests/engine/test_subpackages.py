@@ -10,7 +10,7 @@ import pytest
 from rendering import PROJECT
 
 ENGINE = PROJECT / "engine"
-GROUND = {"command_line", "console", "errors", "files", "protocols", "quiet_start", "settings", "tracing"}
+GROUND = {"command_line", "console", "errors", "files", "memory", "protocols", "quiet_start", "settings", "tracing"}
 GROUND |= {"exceptions", "retries", "user_errors", "versions"}
 MAY_IMPORT = {
     "ground": {"ground"},

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from engine.errors import BadInput
 from engine.run.agreement import check_objects, same_data
@@ -90,8 +91,8 @@ def test_examples_of_each_process_count_and_must_differ() -> None:
         assert found.startswith("task.load_examples('train') returned the same examples for worker 0, worker 1: with")
 
 
-def made(names: tuple[str, ...] = ("model/a", "model/b"), rate: float = 0.1) -> tuple[Any, Any]:
-    state = SimpleNamespace(mirrored=dict.fromkeys(names), per_replica={})
+def made(names: tuple[str, ...] = ("model/a", "model/b"), rate: float = 0.1, rows: int = 3) -> tuple[Any, Any]:
+    state = SimpleNamespace(mirrored={name: tf.zeros([rows, 2]) for name in names}, per_replica={})
     return state, SimpleNamespace(optimizers={"optimizer": keras.optimizers.SGD(rate)})
 
 
@@ -100,8 +101,13 @@ def made(names: tuple[str, ...] = ("model/a", "model/b"), rate: float = 0.1) -> 
     [
         (
             made(("model/b", "model/a")),
-            "the models, optimizers or metrics have other names, or another order, than in the first process",
-            "(here variable 0 is model/b, there model/a)",
+            "the variables of the models, optimizers or metrics have other names or shapes, or another order, than in",
+            "(here variable 0 is model/b (3, 2), there model/a (3, 2))",
+        ),
+        (  # As with vocabularies of two lengths.
+            made(rows=4),
+            "the variables of the models, optimizers or metrics have other names or shapes, or another order, than in",
+            "(here variable 0 is model/a (4, 2), there model/a (3, 2))",
         ),
         (
             made(rate=0.2),

@@ -320,6 +320,7 @@ def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimi
 def optimizer_of(variable: keras.Variable, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Returns the optimizer that updates the variable: this one, or one inside it."""
     for inner in inner_optimizers(optimizer):
-        if any(each is variable for each in inner._trainable_variables):
+        with contextlib.suppress(KeyError):
+            inner._get_variable_index(variable)
             return inner
     return getattr(optimizer, "inner_optimizer", optimizer)

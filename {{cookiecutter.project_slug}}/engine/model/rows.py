@@ -57,7 +57,7 @@ def _build(layer: keras.layers.Embedding, input_shape: Any = None) -> None:
 def _call(layer: keras.layers.Embedding, inputs: Any) -> Any:
     """Does what Keras's own call does. While a tensor of the table lives, each change of it copies the table."""
     is_plain = isinstance(inputs, tf.Tensor) and not (layer.lora_enabled or layer.quantization_mode)
-    table = layer._embeddings.value if is_plain else None
+    table = layer.embeddings.value if is_plain else None
     if not isinstance(table, tf.Variable):
         return KERAS_CALL(layer, inputs)
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
@@ -71,7 +71,7 @@ def _call(layer: keras.layers.Embedding, inputs: Any) -> Any:
 def _check_ids(layer: keras.layers.Embedding, ids: tf.Tensor) -> tf.Operation:
     """Fails if an id has no row: XLA and GPUs would read another row or zeros, and Keras the last row for -1."""
     is_row = (ids >= 0) & (ids < layer.input_dim)
-    table = f"{layer._embeddings.path}, whose ids are 0 to {layer.input_dim - 1}"
+    table = f"{layer.embeddings.path}, whose ids are 0 to {layer.input_dim - 1}"
     what = f"{OUTSIDE_TABLE} {table}: fix task.prepare_example; it is"
     with tf.xla.experimental.jit_scope(compile_ops=False):  # XLA drops assertions.
         return tf.debugging.Assert(tf.reduce_all(is_row), [what, ids[~is_row]], summarize=1)

@@ -49,9 +49,11 @@ def check_objects(workers: Workers, state: State, objects: TaskObjects) -> None:
     """Raises BadInput, in every process, if the hooks made others than in the first one: sums pair their variables."""
     defaults = {name: getattr(keras.config, name)() for name in ("floatx", "epsilon", "image_data_format")}
     _check_same(workers, defaults, "Keras has other defaults", "give all processes the same ~/.keras/keras.json")
-    names = {f"variable {number}": name for number, name in enumerate([*state.mirrored, *state.per_replica])}
-    what = "the models, optimizers or metrics have other names, or another order,"
-    _check_same(workers, names, what, "their order must not depend on the process, as that of a set does")
+    variables = {**state.mirrored, **state.per_replica}.items()
+    names = {f"variable {number}": f"{name} {each.shape}" for number, (name, each) in enumerate(variables)}
+    what = "the variables of the models, optimizers or metrics have other names or shapes, or another order,"
+    remedy = "give all processes the same vocabularies and other files, and make no order depend on a set"
+    _check_same(workers, names, what, remedy)
     configs: dict[str, Any] = {}
     for name, optimizer in objects.optimizers.items():
         with contextlib.suppress(Exception):  # A task's own optimizer or schedule may raise anything.
