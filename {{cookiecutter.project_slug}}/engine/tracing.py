@@ -87,6 +87,9 @@ class Traced:
     ones, nor operations of a generator, which keeps its state in a variable."""
     python_calls: list[str]  # Python functions in tf.py_function or tf.numpy_function.
     table_changes: list[str]  # Changes of lookup tables.
+    complete_reads: dict[
+        tuple[int | None, ...], str
+    ]  # The shapes of variables that it reads as one tensor, with a place.
     drawn_once: list[str]  # Values that Python draws while the function is traced: each call uses the same ones.
 
 
@@ -107,6 +110,11 @@ def look_at(graph: tf.Graph) -> Traced:
         random_operations=described(_draws),
         python_calls=described(PYTHON_CALLS.__contains__),
         table_changes=described(TABLE_CHANGES.__contains__),
+        complete_reads={
+            tuple(each.outputs[0].shape): place(each)
+            for each in operations
+            if each.type == "ReadVariableOp" and each.outputs[0].shape.rank is not None
+        },
         drawn_once=list(dict.fromkeys(name for each in _graphs(graph) for name in each.get_collection(DRAWN_ONCE))),
     )
 

@@ -179,6 +179,23 @@ def test_step_reads_and_writes_no_complete_table(monkeypatch: pytest.MonkeyPatch
         assert f"changes the rows that it looks up: embedding/embeddings ({ROWS} x {WIDTH})" in described(monkeypatch)
 
 
+class Taken(keras.layers.Embedding):
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return keras.ops.take(self.embeddings, inputs, axis=0)
+
+
+def test_table_that_is_read_as_one_tensor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "LARGE", ROWS)
+    for create in (Taken, keras.layers.Embedding):
+        build(monkeypatch, lambda create=create: create(ROWS, WIDTH, name="users"))
+        found = rows.slow_reads(task.model, train.run.hidden.training)
+        if create is Taken:
+            (line,) = found
+            assert line.startswith("the step reads the table sequential/users/embeddings as one tensor (test_rows.py:")
+        else:
+            assert not found
+
+
 def described(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(rows, "LARGE", ROWS)
     return rows.describe_tables(task.model).replace("sequential/", "")

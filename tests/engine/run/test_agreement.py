@@ -91,6 +91,12 @@ def test_examples_of_each_process_count_and_must_differ() -> None:
         assert found.startswith("task.load_examples('train') returned the same examples for worker 0, worker 1: with")
 
 
+OTHER_VARIABLES = (
+    "the variables of the models, optimizers or metrics have other names or shapes, or another order, than in the first "
+    "process"
+)
+
+
 def made(names: tuple[str, ...] = ("model/a", "model/b"), rate: float = 0.1, rows: int = 3) -> tuple[Any, Any]:
     state = SimpleNamespace(mirrored={name: tf.zeros([rows, 2]) for name in names}, per_replica={})
     return state, SimpleNamespace(optimizers={"optimizer": keras.optimizers.SGD(rate)})
@@ -101,12 +107,12 @@ def made(names: tuple[str, ...] = ("model/a", "model/b"), rate: float = 0.1, row
     [
         (
             made(("model/b", "model/a")),
-            "the variables of the models, optimizers or metrics have other names or shapes, or another order, than in",
+            OTHER_VARIABLES,
             "(here variable 0 is model/b (3, 2), there model/a (3, 2))",
         ),
         (  # As with vocabularies of two lengths.
             made(rows=4),
-            "the variables of the models, optimizers or metrics have other names or shapes, or another order, than in",
+            OTHER_VARIABLES,
             "(here variable 0 is model/a (4, 2), there model/a (3, 2))",
         ),
         (

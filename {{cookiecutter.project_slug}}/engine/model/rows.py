@@ -13,6 +13,7 @@ from engine.errors import BadInput
 from engine.memory import memory_of_machine
 from engine.model.global_batch import is_in_step
 from engine.model.variables import by_name, layers_of
+from engine.tracing import Traced
 from engine.user_errors import OUTSIDE_TABLE
 
 KERAS_CALL, KERAS_BUILD = keras.layers.Embedding.call, keras.layers.Embedding.build
@@ -117,6 +118,16 @@ def describe_tables(model: Any) -> str:
         if hasattr(each, "updated") and (each.shape[0] >= LARGE or hasattr(each, "has_lazy_rows")):
             by_way.setdefault(each.updated, []).append(f"{each.path} ({each.shape[0]:,} x {each.shape[1]})")
     return "; ".join(f"a step changes {way}: {', '.join(names)}" for way, names in by_way.items())
+
+
+def slow_reads(model: Any, step: Traced) -> list[str]:
+    """Returns a text for each large table that is updated by row, but that a step reads as one tensor."""
+    reads, reason = step.complete_reads, "which takes time in proportion to its rows: see docs/tables.md"
+    return [
+        f"the step reads the table {each.path} as one tensor{reads[tuple(each.shape)]}, {reason}"
+        for each in tables(model)
+        if each.shape[0] >= LARGE and tuple(each.shape) in reads and "looks up" in getattr(each, "updated", "")
+    ]
 
 
 def changes_used_rows_only(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -11,6 +11,7 @@ from engine.data.batches import Batches
 from engine.data.examples import hook_of
 from engine.errors import BadInput, Unavailable
 from engine.files import exists, read_json, write_json, writing
+from engine.model.rows import slow_reads
 from engine.model.variables import is_seed
 from engine.report.report import Report
 from engine.retries import until_written
@@ -93,7 +94,7 @@ def _is_fresh(settings: Settings) -> bool:
 
 
 def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
-    """Warns of operations in the hooks that a resumed run may not repeat.
+    """Warns of operations in the hooks that a resumed run may not repeat, and of slow reads of tables.
 
     Raises BadInput if a step changes state that no checkpoint can contain.
     """
@@ -101,6 +102,7 @@ def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
     found = []
     if step := run.hidden.training:
         found += [f"task.train_step: {text}" for texts in unrepeatable_in_step(step) for text in texts]
+        found += slow_reads(run.objects.model, step)
     for traced in filter(None, (each.traced for each in batches.values())):  # It is None with --eager.
         found += [f"task.prepare_example: {text}" for texts in unrepeatable_in_preparation(traced) for text in texts]
     for text in dict.fromkeys(found):
