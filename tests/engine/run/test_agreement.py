@@ -92,8 +92,8 @@ def test_examples_of_each_process_count_and_must_differ() -> None:
 
 
 OTHER_VARIABLES = (
-    "the variables of the models, optimizers or metrics have other names or shapes, or another order, than in the first "
-    "process"
+    "the variables of the models, optimizers or metrics have other names or shapes, or another order, "
+    "than in the first process"
 )
 
 
