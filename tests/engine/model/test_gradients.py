@@ -550,8 +550,8 @@ def test_none_gradient_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not np.array_equal(task.model.used.kernel.numpy(), before[1])
 
 
-def test_embedding_gradients_become_whole_tensors_because_adam_gets_slices_wrong() -> None:
-    """If this goes red, Keras has fixed it, and large embeddings need not become whole tensors any more."""
+def test_keras_squares_the_slices_of_a_row_one_by_one() -> None:
+    """If this fails, Keras has fixed it, and `sum_by_row` is needed for the norms only."""
 
     def embedding_after_three_steps(whole: bool) -> np.ndarray:
         keras.utils.set_random_seed(0)
