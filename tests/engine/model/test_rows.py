@@ -80,6 +80,7 @@ def trained(
     replicas: int = 1,
     dtype: str = "int64",
     lazy_rows: tuple[str, ...] = (),
+    eager: bool = False,
     **settings: Any,
 ) -> tuple[list[np.ndarray], str]:
     """Trains by the engine; returns all values, and how the table was updated."""
@@ -100,9 +101,11 @@ def trained(
 
     step = in_micro_batches(train_step, config)
 
-    @tf.function
     def take(batch: Any) -> None:
-        strategy.run(step, (batch,))
+        with strategy.scope():
+            strategy.run(step, (batch,))
+
+    take = take if eager else tf.function(take)
 
     for ids, labels in batches(steps, dtype):
         parts = [np.split(each, replicas) for each in (ids, labels, np.ones(BATCH, "float32"))]
@@ -138,7 +141,9 @@ def test_update_by_row_is_the_same_in_any_parts(kind: str, replicas: int, micro_
         np.testing.assert_allclose(value, each, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("settings", [{"global_clipnorm": 0.05}, {"precision": "mixed_float16"}, {"jit": True}])
+@pytest.mark.parametrize(
+    "settings", [{"global_clipnorm": 0.05}, {"precision": "mixed_float16"}, {"jit": True}, {"eager": True}]
+)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_options_give_the_numbers_of_an_update_of_every_row(
     settings: dict[str, Any], replicas: int, monkeypatch: pytest.MonkeyPatch
@@ -353,6 +358,6 @@ def test_id_outside_of_the_table_is_named(
 
 def test_table_that_does_not_fit_into_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "memory_of_machine", lambda: 10 * 2**30)
-    line = "the table embedding has 100,000,000 x 64, which takes 23.8 GB .* of 10.0 GB"
+    line = "the table embedding does not fit: 100,000,000 rows of 64 take 23.8 GB .* this machine has 10.0 GB"
     with pytest.raises(BadInput, match=line):
         build(monkeypatch, lambda: keras.layers.Embedding(100_000_000, 64))

@@ -3,6 +3,7 @@
 Keras reads a table as one tensor and changes every row in every step, which takes time in proportion to its rows.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,15 +44,18 @@ def read_rows() -> None:
 
 
 def _build(layer: keras.layers.Embedding, input_shape: Any = None) -> None:
-    size = layer.input_dim * layer.output_dim * tf.as_dtype(layer.variable_dtype).size
-    size *= tf.distribute.get_strategy().num_replicas_in_sync if tf.config.list_logical_devices("GPU") == [] else 0
-    memory = memory_of_machine()
-    if memory is not None and size > memory:
-        shape = (
-            f"{layer.input_dim:,} x {layer.output_dim}, which takes {size / 2**30:,.1f} GB on this machine's replicas"
-        )
-        remedy = "use fewer rows (docs/tables.md), a smaller width, or --strategy parameter_server"
-        raise BadInput(f"task.create_model: the table {layer.name} has {shape} of {memory / 2**30:,.1f} GB: {remedy}")
+    strategy, memory = tf.distribute.get_strategy(), memory_of_machine()
+    elsewhere = isinstance(strategy, tf.distribute.ParameterServerStrategy) or tf.config.list_logical_devices("GPU")
+    if memory is not None and not elsewhere:
+        size = layer.input_dim * layer.output_dim * tf.as_dtype(layer.variable_dtype).size
+        size *= len(strategy.extended.worker_devices)  # Each replica of this process has a table.
+        if size > memory:
+            fact = (
+                f"{layer.input_dim:,} rows of {layer.output_dim} take {size / 2**30:,.1f} GB on this process's replicas"
+            )
+            remedy = "use fewer rows (docs/tables.md), a smaller width, or --strategy parameter_server"
+            known = f"this machine has {memory / 2**30:,.1f} GB"
+            raise BadInput(f"task.create_model: the table {layer.name} does not fit: {fact}, {known}: {remedy}")
     KERAS_BUILD(layer, input_shape)
 
 
@@ -62,19 +66,21 @@ def _call(layer: keras.layers.Embedding, inputs: Any) -> Any:
     if not isinstance(table, tf.Variable):
         return KERAS_CALL(layer, inputs)
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
-    # Outside a step, as in an export, negative ids count from the last row, as in Keras.
-    checked = [_check_ids(layer, ids)] if is_in_step() else []
-    with tf.control_dependencies(checked):
-        ids = tf.identity(ids) if checked else tf.where(ids < 0, ids + layer.input_dim, ids)
+    if is_in_step():
+        with tf.control_dependencies(list(filter(None, [_check_ids(layer, ids)]))):  # In eager mode it is None.
+            ids = tf.identity(ids)
+    else:  # As in an export. In Keras, negative ids count from the last row.
+        ids = tf.where(ids < 0, ids + layer.input_dim, ids)
     return tf.cast(tf.gather(on_this_replica(table), ids), layer.compute_dtype)
 
 
-def _check_ids(layer: keras.layers.Embedding, ids: tf.Tensor) -> tf.Operation:
+def _check_ids(layer: keras.layers.Embedding, ids: tf.Tensor) -> tf.Operation | None:
     """Fails if an id has no row: XLA and GPUs would read another row or zeros, and Keras the last row for -1."""
     is_row = (ids >= 0) & (ids < layer.input_dim)
     table = f"{layer.embeddings.path}, whose ids are 0 to {layer.input_dim - 1}"
     what = f"{OUTSIDE_TABLE} {table}: fix task.prepare_example; it is"
-    with tf.xla.experimental.jit_scope(compile_ops=False):  # XLA drops assertions.
+    # XLA drops assertions.
+    with contextlib.nullcontext() if tf.executing_eagerly() else tf.xla.experimental.jit_scope(compile_ops=False):
         return tf.debugging.Assert(tf.reduce_all(is_row), [what, ids[~is_row]], summarize=1)
 
 
