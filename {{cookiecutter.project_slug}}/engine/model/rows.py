@@ -48,11 +48,10 @@ def _build(layer: keras.layers.Embedding, input_shape: Any = None) -> None:
     elsewhere = isinstance(strategy, tf.distribute.ParameterServerStrategy) or tf.config.list_logical_devices("GPU")
     if memory is not None and not elsewhere:
         size = layer.input_dim * layer.output_dim * tf.as_dtype(layer.variable_dtype).size
-        size *= len(strategy.extended.worker_devices)  # Each replica of this process has a table.
+        # Each replica of this process has a table. TensorFlow's default strategy names no devices.
+        size *= len(strategy.extended.worker_devices) if strategy.num_replicas_in_sync > 1 else 1
         if size > memory:
-            fact = (
-                f"{layer.input_dim:,} rows of {layer.output_dim} take {size / 2**30:,.1f} GB on this process's replicas"
-            )
+            fact = f"{layer.input_dim:,} rows of {layer.output_dim} take {size / 2**30:,.1f} GB in this process"
             remedy = "use fewer rows (docs/tables.md), a smaller width, or --strategy parameter_server"
             known = f"this machine has {memory / 2**30:,.1f} GB"
             raise BadInput(f"task.create_model: the table {layer.name} does not fit: {fact}, {known}: {remedy}")
