@@ -10,6 +10,7 @@ import tensorflow as tf
 from loading import batches_of
 
 from config import Config
+from engine import memory
 from engine.data import batches as batches_module
 from engine.data import element_spec, pipelines
 from engine.data import examples as examples_module
@@ -190,9 +191,9 @@ def test_unreadable_first_example_is_named_before_the_run_begins() -> None:
 def test_more_than_half_of_the_machine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
     limit.write_text("max\n")
-    monkeypatch.setattr(summary, "Path", lambda _: limit)
+    monkeypatch.setattr(memory, "Path", lambda _: limit)
     monkeypatch.setattr(
-        summary.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**20}[name]
+        memory.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**20}[name]
     )  # 4 GB
     assert summary._memory_warning(2**30, 2) == ""
     assert (

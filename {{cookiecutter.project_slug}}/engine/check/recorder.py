@@ -21,6 +21,8 @@ class Recorder(keras.optimizers.SGD):
         updated: the ids of the variables that get a gradient.
     """
 
+    updates_by_element = True  # So it records the gradients of --lazy-rows too.
+
     def __init__(self) -> None:
         super().__init__(name="optimizer")
         self.trained: list[keras.Variable] = []

@@ -304,7 +304,9 @@ def _sum_once(optimizer: keras.optimizers.Optimizer) -> None:
     clip = type(optimizer)._clip_gradients
 
     def clip_sum(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        gradients = gradients if _is_summed.is_set() else sum_over_replicas(gradients, BYTES_PER_PACK)
+        if not _is_summed.is_set():
+            # A row may occur in several slices, which only `_update` sums.
+            gradients = sum_over_replicas([tf.convert_to_tensor(each) for each in gradients], BYTES_PER_PACK)
         return by_values(lambda values: clip(optimizer, values), gradients)
 
     optimizer._clip_gradients = clip_sum

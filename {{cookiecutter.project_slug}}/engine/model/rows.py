@@ -142,6 +142,12 @@ def changes_used_rows_only(optimizer: keras.optimizers.Optimizer) -> bool:
     )
 
 
+def updates_by_element(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether the update of a row depends on this row alone. A formula that Keras has not is unknown."""
+    known = type(optimizer).update_step in {each.update_step for each in BY_ELEMENT}
+    return known or getattr(optimizer, "updates_by_element", False)
+
+
 def slices_or_dense(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable, gradient: Any, parts: int
 ) -> tf.Tensor | tf.IndexedSlices:
@@ -150,26 +156,32 @@ def slices_or_dense(
     `parts` is the number of such gradients in a step: replicas times micro-batches. Raises BadInput if --lazy-rows
     names the table, and its update cannot be by row.
     """
-    is_lazy, is_sparse = getattr(variable, "has_lazy_rows", False), isinstance(gradient, tf.IndexedSlices)
-    kind = type(optimizer).__name__
-    if is_lazy and not is_sparse:
-        reason = "whose gradient has every row, because the loss uses the table other than by looking up ids"
-        raise BadInput(f"--lazy-rows names {variable.path}, {reason}: remove it from --lazy-rows")
-    if is_lazy and not isinstance(optimizer, BY_ELEMENT):
-        remedy = f"use one of {', '.join(each.__name__ for each in BY_ELEMENT)}"
-        raise BadInput(f"--lazy-rows names {variable.path}, which {kind} does not update row by row: {remedy}")
-    number = gradient.indices.shape[0] if is_sparse else None
-    if not is_sparse:
-        variable.updated = "every row, because the loss uses all rows"
-    elif not is_lazy and not changes_used_rows_only(optimizer):
-        variable.updated = f"every row, because {kind} changes every row (see --lazy-rows)"
-    elif not is_lazy and number is not None and number * parts > variable.shape[0]:
-        variable.updated = f"every row, because a step looks up {number * parts:,} ids"
+    several_processes = isinstance(tf.distribute.get_strategy(), tf.distribute.MultiWorkerMirroredStrategy)
+    is_lazy, kind = getattr(variable, "has_lazy_rows", False), type(optimizer).__name__
+    why_not = ""
+    if not isinstance(gradient, tf.IndexedSlices):
+        why_not = "its gradient has every row"
     else:
-        decays = optimizer.weight_decay and optimizer._use_weight_decay(variable)
-        variable.updated = "the rows that it looks up" + (", and all by weight decay" if decays else "")
-        return gradient
-    return tf.convert_to_tensor(gradient)
+        # Some gradients have no shape.
+        gradient = tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(list(variable.shape), tf.int32))
+        number = gradient.indices.shape[0]
+        if number is None and several_processes:
+            # TensorFlow cannot gather them in a loop if the processes have different numbers of slices.
+            why_not = "the number of ids that a process looks up is unknown before"
+        elif is_lazy and not updates_by_element(optimizer):
+            why_not = f"{kind} does not update row by row (use {', '.join(each.__name__ for each in BY_ELEMENT)})"
+        elif not is_lazy and not changes_used_rows_only(optimizer):
+            why_not = f"{kind} changes every row (see --lazy-rows)"
+        elif not is_lazy and number is not None and number * parts > variable.shape[0]:
+            why_not = f"a step looks up {number * parts:,} ids"
+    if is_lazy and why_not:
+        raise BadInput(f"--lazy-rows names {variable.path}, but {why_not}: remove it from --lazy-rows")
+    if why_not:
+        variable.updated = f"every row, because {why_not}"
+        return tf.convert_to_tensor(gradient)
+    decays = optimizer.weight_decay and optimizer._use_weight_decay(variable)
+    variable.updated = "the rows that it looks up" + (", and all by weight decay" if decays else "")
+    return gradient
 
 
 # --- Updating ---------------------------------------------------------------------------------------------------------
@@ -200,7 +212,8 @@ class Rows:
 
     def __init__(self, variable: tf.Variable, rows: tf.Tensor) -> None:
         self.variable, self.dtype, self._rows = on_this_replica(variable), variable.dtype, rows
-        self._values = self._before = tf.gather(self.variable, rows)
+        self._values = tf.gather(self.variable, rows)
+        self._change: tuple[Any, tf.Tensor] | None = None  # A method of the variable, and what it writes.
 
     def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self._values, dtype, name=name)
@@ -209,18 +222,24 @@ class Rows:
         return factor * self._values
 
     def assign(self, values: tf.Tensor) -> None:
-        self._values = values
+        self._values, self._change = values, (self.variable.scatter_update, values)
 
     def assign_add(self, values: tf.Tensor) -> None:
-        self._values += values
+        self._add(self._values + values, self.variable.scatter_add, values)
 
     def assign_sub(self, values: tf.Tensor) -> None:
-        self._values -= values
+        self._add(self._values - values, self.variable.scatter_sub, values)
+
+    def _add(self, values: tf.Tensor, method: Any, change: tf.Tensor) -> None:
+        # Workers of parameter servers add at the same time, and writing the sum would undo what others have added.
+        self._change = (method, change) if self._change is None else (self.variable.scatter_update, values)
+        self._values = values
 
     def write(self) -> None:
-        """Writes the rows into the variable if they were assigned."""
-        if self._values is not self._before:
-            self.variable.scatter_update(tf.IndexedSlices(self._values, self._rows))
+        """Changes the rows of the variable if they were assigned."""
+        if self._change:
+            method, values = self._change
+            method(tf.IndexedSlices(values, self._rows))
 
 
 def update_by_row(optimizer: keras.optimizers.Optimizer) -> None:
