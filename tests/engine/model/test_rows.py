@@ -211,7 +211,7 @@ def test_own_slices_without_a_shape_are_added_over_micro_batches() -> None:
 
     ids = tf.constant([5, 6] * 8)
     tf.function(in_micro_batches(train_step, Config(micro_batches=4)))((ids, ids, ids))
-    assert table.numpy().sum(axis=1)[[4, 5, 7]].tolist() == [WIDTH, WIDTH * (1 - 8), WIDTH]
+    assert table.numpy().sum(axis=1)[[4, 5, 7]].tolist() == [WIDTH, WIDTH * (1 - 4), WIDTH]
 
 
 def test_overflow_in_a_row_skips_the_step() -> None:

@@ -131,7 +131,7 @@ def slow_reads(model: Any, step: Traced) -> list[str]:
     return [
         f"the step reads the table {each.path} as one tensor{reads[tuple(each.shape)]}, {reason}"
         for each in tables(model)
-        if each.shape[0] >= LARGE and tuple(each.shape) in reads and "looks up" in getattr(each, "updated", "")
+        if each.shape[0] >= LARGE and tuple(each.shape) in reads and getattr(each, "updated", "").startswith("the rows")
     ]
 
 
