@@ -517,6 +517,21 @@ def test_negative_id_reads_the_last_row_of_keras() -> None:
     np.testing.assert_array_equal(rows[0], rows[1])
 
 
+def test_id_outside_of_the_table_is_named_as_the_page_says(
+    apply: Apply, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    apply("Hashed ids")
+    prepare = task.prepare_example
+    monkeypatch.setattr(task, "prepare_example", lambda features, labels: (prepare(features, labels)[0] + 33, labels))
+    monkeypatch.setattr(task, "BUCKETS", 33)
+    with pytest.raises(SystemExit, match="2"):
+        train.main([*FLAGS, "--run-dir=runs/a"])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ERROR: ")]
+    said = "an id is outside of the table users/embeddings, whose ids are 0 to 32: fix task.prepare_example; it is] ["
+    assert said in line
+    assert said in one_line("Ids outside of the table")
+
+
 def test_hash_in_the_name_is_of_the_content(apply: Apply) -> None:
     apply("A vocabulary")
     name = make_vocabulary()
