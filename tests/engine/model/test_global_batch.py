@@ -12,7 +12,7 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model import apply_gradients, gather_batch, in_micro_batches, in_one_batch, places_in_batch, sum_over_batch
-from engine.model.gradients import prepare_optimizer
+from engine.model.optimizers import prepare_optimizer
 
 EXAMPLES, TOKENS, WIDTH = 16, 3, 2
 RANDOM = np.random.default_rng(0)

@@ -16,7 +16,8 @@ from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model.averages import follow
 from engine.model.build import build_optimizers
-from engine.model.gradients import apply_gradients, in_micro_batches, prepare_optimizer
+from engine.model.gradients import apply_gradients, in_micro_batches
+from engine.model.optimizers import prepare_optimizer
 from engine.model.variables import model_variables
 from engine.tracing import operations_of
 from rendering import run

@@ -14,7 +14,8 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model import rows
-from engine.model.gradients import apply_gradients, in_micro_batches, prepare_optimizer
+from engine.model.gradients import apply_gradients, in_micro_batches
+from engine.model.optimizers import prepare_optimizer
 from engine.tracing import operations_of
 from engine.user_errors import user_errors_named
 

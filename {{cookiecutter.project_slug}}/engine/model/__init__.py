@@ -6,6 +6,7 @@ variables       the variables of the objects by name; those that differ between 
 metrics         builds and reads the metrics, and names their results
 sums            adds up in float64 what metrics count
 gradients       micro-batches, the sum over replicas, clipping, the update
+optimizers      makes Keras's optimizers clip and update the sum over the replicas
 rows            embedding tables: reads and changes the rows that a step looks up, where that is enough
 global_batch    sums over the global batch, and the values of all its examples, for the loss of a step
 averages        the moving average of the weights and statistics; a network that follows another

@@ -16,9 +16,9 @@ from engine.errors import BadInput, Diverged
 from engine.exceptions import first_line
 from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
-from engine.model.gradients import inner_optimizers, prepare_optimizer
 from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
 from engine.model.moments import replace_moments
+from engine.model.optimizers import inner_optimizers, prepare_optimizer
 from engine.model.rows import choose_lazy_rows, read_rows
 from engine.model.sums import sum_in_float64
 from engine.model.variables import by_name

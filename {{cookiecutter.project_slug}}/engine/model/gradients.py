@@ -1,9 +1,4 @@
-"""From the tape to the changed weights: micro-batches, the sum over replicas, clipping, the update.
-
-On several replicas Keras clips each replica's gradients before the sum (tensorflow#33929), counts an accumulated
-gradient once per replica, and looks for an overflow on the first replica only, all without an error. Therefore the
-sum comes first, once, and an optimizer that would do the rest by itself is rejected.
-"""
+"""From the tape to the changed weights: micro-batches, the sum over replicas, clipping, the update."""
 
 import contextlib
 import dataclasses
@@ -17,19 +12,10 @@ import tensorflow as tf
 
 from engine.errors import BadInput
 from engine.model.global_batch import start_micro_batch, step_on, sum_over_replicas
-from engine.model.rows import by_values, slices_or_dense, sum_by_row, update_by_row, values_of
+from engine.model.optimizers import BYTES_PER_PACK, inner_optimizers, optimizer_of, summed_gradients
+from engine.model.rows import by_values, slices_or_dense, sum_by_row
 from engine.settings import Settings
 from engine.tracing import returning_loss
-
-# Arguments of a Keras optimizer that are wrong on several replicas, and the setting that is right.
-REJECTED_ARGUMENTS = {
-    "gradient_accumulation_steps": "--micro-batches",
-    "use_ema": "--ema-decay",
-    "loss_scale_factor": "--precision mixed_float16",
-}
-
-# Packed into one tensor, the gradients of a model would be in memory twice, and sums would wait for the last of them.
-BYTES_PER_PACK = 50 * 2**20
 
 Gradients = list[tf.Tensor | tf.IndexedSlices | None]
 
@@ -49,8 +35,6 @@ class _Step(threading.local):
 
 
 _step = _Step()
-# Set while Keras gets gradients that are summed already, in any thread: a loss scale calls the optimizer in new ones.
-_is_summed = threading.Event()
 
 
 @tf.autograph.experimental.do_not_convert
@@ -270,59 +254,6 @@ def _update(
     by_variable = dict(zip(map(id, used), gradients, strict=True))
     # A MultiOptimizer needs all its variables, also those without a gradient, which its optimizers leave out.
     variables = variables if inner_optimizers(optimizer) else used
-    _is_summed.set()
-    try:
+    with summed_gradients():
         optimizer.apply_gradients([(by_variable.get(id(variable)), variable) for variable in variables])
-    finally:
-        _is_summed.clear()
     return tf.cast(norm if scale is None else norm / tf.cast(scale, dtype), tf.float32)
-
-
-def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> keras.optimizers.Optimizer:
-    """Returns the optimizer, with a loss scale around it for "mixed_float16"; it clips the sum over the replicas.
-
-    Raises BadInput if it would accumulate, average or scale by itself.
-    """
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise BadInput("task.create_optimizer returned a LossScaleOptimizer: use --precision mixed_float16 instead")
-    for argument, setting in REJECTED_ARGUMENTS.items():
-        if value := getattr(optimizer, argument, None):
-            problem = f"an optimizer with {argument}={value}, which is wrong on several replicas"
-            raise BadInput(f"task.create_optimizer returned {problem}: remove it and use {setting}")
-    _sum_once(optimizer)
-    update_by_row(optimizer)
-    if precision != "mixed_float16":
-        return optimizer
-    scaled = keras.optimizers.LossScaleOptimizer(optimizer)
-    is_finite = scaled.check_finite
-    scaled.check_finite = lambda gradients: is_finite([values_of(each) for each in gradients])
-    return scaled
-
-
-def _sum_once(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes Keras sum the gradients over the replicas where it clips them, unless `_update` has summed them."""
-    clip = type(optimizer)._clip_gradients
-
-    def clip_sum(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        if not _is_summed.is_set():
-            # A row may occur in several slices, which only `_update` sums.
-            gradients = sum_over_replicas([tf.convert_to_tensor(each) for each in gradients], BYTES_PER_PACK)
-        return by_values(lambda values: clip(optimizer, values), gradients)
-
-    optimizer._clip_gradients = clip_sum
-    optimizer._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
-
-
-def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizers inside a keras.optimizers.MultiOptimizer or one like it; none for other optimizers."""
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # Inside a LossScaleOptimizer.
-    return list(getattr(optimizer, "optimizers", []))
-
-
-def optimizer_of(variable: keras.Variable, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Returns the optimizer that updates the variable: this one, or one inside it."""
-    for inner in inner_optimizers(optimizer):
-        with contextlib.suppress(KeyError):
-            inner._get_variable_index(variable)
-            return inner
-    return getattr(optimizer, "inner_optimizer", optimizer)

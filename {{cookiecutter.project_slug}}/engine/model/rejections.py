@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.gradients import inner_optimizers
 from engine.model.metrics import ResultNames, split_of
+from engine.model.optimizers import inner_optimizers
 from engine.model.variables import by_name, inner_variable, trainable_variables, variable_path
 from engine.protocols import Metrics, Task
 
