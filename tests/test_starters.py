@@ -105,7 +105,7 @@ SHORT = {
     "gan": ("--epochs=2",),
     "segmentation": ("--epochs=2",),
     "language_model": ("--epochs=2", "--layers=1", "--width=32"),
-    # Of all the test examples, a few have scores so close that rounding decides which item is the tenth.
+    # Among all test users, some have two items whose scores differ by rounding only, so one may be the tenth or not.
     "recommendation": ("--epochs=2", "--limit-steps=20", "--global-batch-size=256"),
 }
 # What goes in and what comes out, as NumPy arrays of the test examples: a program that saves them.

@@ -1,6 +1,6 @@
 """The limit on a large table: a loop in the graph that reads and changes only the rows of the batch, without Keras.
 
-Batches are taken out of a tensor in memory; there is no metric. The formulas are Keras's.
+It takes its batches out of a tensor in memory, and has no metric. The formulas are Keras's.
 """
 
 import tensorflow as tf

@@ -1,6 +1,6 @@
 """Keras 3, or tf-keras with TF_USE_LEGACY_KERAS=1, on a large table: a compiled loop around `apply_gradients`.
 
-Batches are taken out of a tensor in memory; there is no metric. Keras 3 gets the gradient as slices, as every loop of
+It takes its batches out of a tensor in memory, and has no metric. Keras 3 gets the gradient as slices, as every loop of
 its users does; its Adagrad squares the slices of a repeated id one by one, so it trains differently from the others.
 """
 

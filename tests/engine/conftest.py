@@ -2,9 +2,12 @@
 
 import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import keras
 import pytest
+import tensorflow as tf
 
 from rendering import PROJECT
 
@@ -27,6 +30,14 @@ def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(report, "write_figure", lambda path, figure: None)
     if hasattr(task, "load_digits"):
         monkeypatch.setattr(task, "load_digits", digits)
+
+
+@pytest.fixture(autouse=True)
+def settings_of_keras() -> Iterator[None]:
+    """Resets what a build sets for the whole process, because other tests of the process use Keras alone."""
+    yield
+    keras.config.set_dtype_policy("float32")
+    tf.config.run_functions_eagerly(False)
 
 
 @functools.cache

@@ -129,7 +129,6 @@ def test_gradients_cross_replicas_once(settings: dict, monkeypatch: pytest.Monke
     monkeypatch.setattr(strategy.extended, "batch_reduce_to", counted)
     train.build(Config(simulated_devices=2, **settings))
     train.graph("train")
-    keras.config.set_dtype_policy("float32")  # Other tests use Keras alone.
     assert len(sums) == 1
 
 

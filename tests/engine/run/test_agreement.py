@@ -110,7 +110,7 @@ def made(names: tuple[str, ...] = ("model/a", "model/b"), rate: float = 0.1, row
             OTHER_VARIABLES,
             "(here variable 0 is model/b (3, 2), there model/a (3, 2))",
         ),
-        (  # As with vocabularies of two lengths.
+        (  # Vocabularies of two lengths give such variables.
             made(rows=4),
             OTHER_VARIABLES,
             "(here variable 0 is model/a (4, 2), there model/a (3, 2))",

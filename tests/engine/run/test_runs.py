@@ -41,7 +41,6 @@ SHORT = ("--global-batch-size=60", "--simulated-devices=1")
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "create_model", linear_model)
-    keras.config.set_dtype_policy("float32")  # For layers that a test makes; the one before may have used another.
 
 
 @pytest.fixture

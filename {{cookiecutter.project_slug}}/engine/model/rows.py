@@ -68,7 +68,8 @@ def _call(layer: keras.layers.Embedding, inputs: Any) -> Any:
     if is_in_step():
         with tf.control_dependencies(list(filter(None, [_check_ids(layer, ids)]))):  # In eager mode it is None.
             ids = tf.identity(ids)
-    else:  # As in an export. In Keras, negative ids count from the last row.
+    else:
+        # Keras, and so a prediction or an export, counts negative ids from the last row.
         ids = tf.where(ids < 0, ids + layer.input_dim, ids)
     return tf.cast(tf.gather(on_this_replica(table), ids), layer.compute_dtype)
 
