@@ -212,6 +212,15 @@ def test_own_slices_without_a_shape_are_added_over_micro_batches() -> None:
     assert table.numpy().sum(axis=1)[[4, 5, 7]].tolist() == [WIDTH, WIDTH * (1 - 4), WIDTH]
 
 
+@pytest.mark.parametrize(("parts", "is_by_row"), [(1, True), (7, True), (8, False)])
+def test_all_rows_are_changed_if_a_step_looks_up_more_ids_than_rows(parts: int, is_by_row: bool) -> None:
+    table = keras.Variable(np.ones((ROWS, WIDTH)), name="table")
+    slices = tf.IndexedSlices(tf.ones([40, WIDTH]), tf.range(40), [ROWS, WIDTH])
+    gradient = rows.slices_or_dense(keras.optimizers.SGD(0.1), table, slices, parts)
+    assert isinstance(gradient, tf.IndexedSlices) == is_by_row
+    assert is_by_row or table.updated == "every row, because a step looks up 320 ids"
+
+
 def test_overflow_in_a_row_skips_the_step() -> None:
     optimizer = prepare_optimizer(keras.optimizers.Adagrad(0.1), "mixed_float16")
     table = keras.Variable(np.ones((ROWS, WIDTH)), name="table")
