@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rendering import Bake, rendered, run
@@ -67,7 +68,7 @@ def test_user_errors_are_one_line(project: Bake, tmp_path: Path) -> None:
     done = project.run("python", "-c", USER_ERRORS, tmp_path)
     lines = [line for line in done.stdout.splitlines() if line.startswith("2 ERROR: ")]
     reasons = [
-        "--records elsewhere has no users.jsonl: make it with prepare_data.py",
+        "--records elsewhere has no users.jsonl: make it as docs/starter.md shows",
         "--best 101 must be at most the number of items in data/records: pass 100",
         "--micro-batches is 2, and task.train_step calls engine.model.gather_batch: ",
         "--ranking-weight -1.0 must be at least 0",
@@ -136,5 +137,41 @@ def test_column_is_added_as_the_page_says(tmp_path: Path) -> None:
         path.write_text(text.replace(before, before + after), encoding="utf-8")
     project.run("python", "prepare_data.py", *SMALL)
     project.run("python", "train.py", "--epochs=1", "--global-batch-size=32", "--limit-steps=2", "--export")
-    code = re.findall(r"(?s)```python\n(.*?)```", page)[0]
+    code, _ = re.findall(r"(?s)```python\n(.*?)```", page)
     assert "item_0" in project.run("python", "-c", code.replace("country=", 'device="phone", country=')).stdout
+    project.run("python", "-m", "pytest", "-q", "tests/test_task.py", "-k", "not written")
+
+
+@pytest.mark.long
+def test_movielens_is_read_as_the_page_says(tmp_path: Path) -> None:
+    project = rendered(tmp_path / "rendered", starter="recommendation")
+    page = (project.folder / "docs/starter.md").read_text(encoding="utf-8")
+    _, program = re.findall(r"(?s)```python\n(.*?)```", page)
+    (project.folder / "movielens.py").write_text(program, encoding="utf-8")
+    task = project.folder / "task.py"
+    text = task.read_text(encoding="utf-8")
+    for columns in ("USER_COLUMNS", "ITEM_COLUMNS"):
+        (said,) = re.findall(rf"`({columns} = {{[^.`]*}})`", page)
+        text, count = re.subn(rf"(?m)^{columns} = .*$", said, text)
+        assert count == 1
+    task.write_text(text, encoding="utf-8")
+    folder = tmp_path / "ml"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    rows = [
+        f"{user},{movie},{random.integers(1, 11) / 2},{random.integers(10**9)}"
+        for user in range(60)
+        for movie in random.choice(40, 12, replace=False)
+    ]
+    (folder / "ratings.csv").write_text("\n".join(["userId,movieId,rating,timestamp", *rows]) + "\n")
+    movies = [f'{movie},"Film, {movie}",{("Drama", "Drama|War")[movie % 2]}' for movie in range(40)]
+    (folder / "movies.csv").write_text("\n".join(["movieId,title,genres", *movies]) + "\n")
+    project.run("python", "movielens.py", folder)
+    flags = ("--epochs=1", "--global-batch-size=60", "--new-items-only")
+    project.run("python", "train.py", f"--records={folder / 'records'}", *flags)
+    (project.folder / "some.jsonl").write_text('{"user_id": "7"}\n')
+    project.run("python", "predict.py", "runs/default", "some.jsonl", "--output=predictions.npz")
+    best = np.load(project.folder / "predictions.npz")["items"][0].astype(str)
+    mine = sorted((int(row.split(",")[3]), row.split(",")[1]) for row in rows if row.startswith("7,"))
+    assert len({*best}) == 10
+    assert not {movie for _, movie in mine[:-2]} & {*best}

@@ -30,16 +30,17 @@ class Catalog:
 @functools.cache
 def read_catalog(records: Path, user_columns: tuple[str, ...], item_columns: tuple[str, ...]) -> Catalog:
     """Returns the catalog of a folder that prepare_data.py made. Raises BadInput if it cannot be used."""
-    users = read_rows(records / USERS, user_columns)
-    items = read_rows(records / ITEMS, ("item_id", "count", *item_columns))
+    users = [row for _, row in read_rows(records / USERS, texts=user_columns)]
+    lists = [name for name in item_columns if name != "item_id"]
+    items = []
+    for place, row in read_rows(records / ITEMS, texts=("item_id",), lists=lists):
+        if not isinstance(count := row.get("count"), int) or count < 0:
+            raise BadInput(f"{place} has the count {count!r}, which must be an integer from 0 on: fix it")
+        items.append(row)
     texts = {name: vocabulary(texts_of(row, name) for row in users) for name in user_columns}
-    of_items = {
-        name: vocabulary(texts_of(row, name) for row in items) for name in {"item_id": 0} | dict.fromkeys(item_columns)
-    }
+    of_items = {name: vocabulary(texts_of(row, name) for row in items) for name in ("item_id", *lists)}
     if len(of_items["item_id"]) < len(items):
         raise BadInput(f"{records / ITEMS} has several lines of one item_id: keep one of them")
-    if wrong := [row["count"] for row in items if not isinstance(row["count"], int) or row["count"] < 0]:
-        raise BadInput(f"{records / ITEMS} has the count {wrong[0]!r}, which must be an integer from 0 on: fix it")
     counts = np.array([0, *(row["count"] for row in items)], np.float64)
     frequencies = np.maximum(counts, 1.0) / max(counts.sum(), 1.0)
     # Hooks call this while they are traced; without init_scope the tensors would belong to that graph.
@@ -54,13 +55,28 @@ def read_catalog(records: Path, user_columns: tuple[str, ...], item_columns: tup
         )
 
 
+@functools.cache
+def read_known_items(records: Path, user_columns: tuple[str, ...], item_columns: tuple[str, ...]) -> tf.Tensor:
+    """Returns the items that each user has in training, int32 [users + 1, most of a user], padded with 0."""
+    tables = read_catalog(records, user_columns, item_columns).tables
+    fields = {name: tf.io.FixedLenFeature([], tf.string, "") for name in ("user_id", "item_id")}
+    found = []
+    with tf.init_scope(), tf.device("CPU:0"):
+        for batch in tf.data.TFRecordDataset(str(records / "train.tfrecord")).batch(10_000):
+            parsed = tf.io.parse_example(batch, fields)
+            found.append(np.stack([tables[name].lookup(parsed[name]).numpy() for name in fields]))
+        users, items = np.unique(np.concatenate(found, axis=1), axis=1)  # In the order of the users.
+        counts = np.bincount(users, minlength=tables["user_id"].size().numpy() + 1)
+        first = np.cumsum(counts) - counts
+        known = np.zeros((len(counts), counts[1:].max(initial=1)), np.int32)
+        of_known = users > 0
+        known[users[of_known], (np.arange(len(users)) - first[users])[of_known]] = items[of_known]
+        return tf.constant(known)
+
+
 def texts_of(row: Values, column: str) -> list[str]:
-    """Returns the texts of a row's column, which is one text or a list of them. Raises BadInput if it is neither."""
-    value = row[column]
-    several = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, str) for each in several):
-        raise BadInput(f"column {column!r} has the value {value!r}, which must be a text or a list of texts: quote it")
-    return several
+    """Returns the texts of a row's column, which is one text or a list of them."""
+    return row[column] if isinstance(row[column], list) else [row[column]]
 
 
 def vocabulary(rows: Iterable[list[str]]) -> list[str]:

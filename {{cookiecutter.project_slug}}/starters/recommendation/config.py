@@ -30,6 +30,8 @@ class Config(Settings):
     """Weight of the loss of predicting whether the user liked the item."""
     items_at_once: int = 4096
     """Items of a block, when all items are ranked: a larger block needs more memory. Does not affect results."""
+    new_items_only: bool = False
+    """Rank only items that the user does not have in training, in evaluations and predictions."""
     best: int = 10
     """Number of items that predictions and the exported model return."""
 
@@ -44,10 +46,10 @@ class Config(Settings):
         super().__post_init__()
         for name in ("vector_length", "hidden", "items_at_once", "best"):
             if getattr(self, name) < 1:
-                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
+                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1: pass 1 or more")
         for name in ("retrieval_weight", "ranking_weight"):
             if not 0.0 <= getattr(self, name) < float("inf"):
-                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 0")
+                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 0: pass 0 or more")
 
 
 # Before TensorFlow is imported, which takes seconds: --help and wrong flags are answered at once.

@@ -23,7 +23,9 @@ from engine.errors import BadInput, CannotWrite, exit_codes
 
 USERS, ITEMS, RECALL = "users.jsonl", "items.jsonl", "recall.json"  # Beside the record files.
 LABEL = "liked"
-K = 10  # Of recall@10.
+K = 10  # The 10 of recall@10.
+RECORDS_CHECKED = 1000
+MAKE = "make it as docs/starter.md shows"
 USERS_AT_ONCE = 1024
 
 TOPICS = 32
@@ -228,43 +230,79 @@ def make_records(arguments: Arguments) -> dict[str, float]:
     return found
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> list[Values]:
-    """Returns the rows of users.jsonl or items.jsonl. Raises BadInput unless each has the columns."""
-    rows = []
+def read_rows(path: Path, texts: Sequence[str] = (), lists: Sequence[str] = ()) -> Iterator[tuple[str, Values]]:
+    """Yields the place and the content of each line of users.jsonl or items.jsonl.
+
+    Raises BadInput if a line is not an object, or lacks a text in a column of `texts`, or a text or a list of texts in
+    one of `lists`.
+    """
+    place = ""
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
+                place = f"{path}, line {number}"
                 row = json.loads(line)
                 if not isinstance(row, dict):
-                    raise BadInput(f"{path}, line {number} is not an object: give a JSON object on each line")
-                if missing := [name for name in columns if name not in row]:
-                    raise BadInput(
-                        f"{path}, line {number} has no {missing[0]!r}: add it, or remove the column from task.py"
-                    )
-                rows.append(row)
+                    raise BadInput(f"{place} is not an object: give a JSON object on each line")
+                check_texts(row, place, texts, lists)
+                yield place, row
     except FileNotFoundError as problem:
-        raise BadInput(f"--records {path.parent} has no {path.name}: make it with prepare_data.py") from problem
-    except (OSError, ValueError) as problem:
-        reason = f"{path} cannot be read ({problem}): give a JSON object on each line"
-        raise BadInput(reason) from problem
-    if not rows:
-        raise BadInput(f"{path} is empty: make it with prepare_data.py")
-    return rows
+        raise BadInput(f"--records {path.parent} has no {path.name}: {MAKE}") from problem
+    except json.JSONDecodeError as problem:
+        raise BadInput(f"{place} is not JSON ({problem.msg}): give a JSON object on each line") from problem
+    except (OSError, UnicodeError) as problem:
+        raise BadInput(f"{path} cannot be read ({problem}): restore it from a backup") from problem
+    if not place:
+        raise BadInput(f"{path} is empty: {MAKE}")
 
 
-def check_records(path: Path) -> None:
-    """Raises BadInput if the first record of a file is not a user's choice of an item."""
+def check_texts(row: Values, place: str, texts: Sequence[str], lists: Sequence[str] = ()) -> None:
+    """Raises BadInput unless a row has a text in each column of `texts`, and a text or a list of them in `lists`."""
+    for name in (*texts, *lists):
+        if name not in row:
+            raise BadInput(f"{place} has no {name!r}: add it, or remove the column from task.py")
+        several = row[name] if name in lists and isinstance(row[name], list) else [row[name]]
+        if not all(isinstance(each, str) for each in several):
+            kind = "a text or a list of texts" if name in lists else "a text"
+            raise BadInput(f"{place} has the {name} {row[name]!r}, which must be {kind}: quote numbers")
+
+
+def check_records(path: Path, tables: dict[str, Any]) -> None:
+    """Raises BadInput if the first records of a file are not users' choices of items.
+
+    `tables` look up the texts of the users' columns. If all are unknown, their vectors would stay untrained.
+    """
     import tensorflow as tf
 
+    text = {name: tf.io.FixedLenFeature([], tf.string, "") for name in tables}
     fields = {"item_id": tf.io.FixedLenFeature([], tf.string), LABEL: tf.io.FixedLenFeature([], tf.int64)}
+    records = list(read_first(path))
     try:
-        for record in tf.data.TFRecordDataset(str(path)).take(1):
-            tf.io.parse_single_example(record, fields)
-    except tf.errors.NotFoundError as problem:
-        raise BadInput(f"--records {path.parent} has no {path.name}: make it with prepare_data.py") from problem
+        parsed = tf.io.parse_example(records, {**text, **fields})
     except tf.errors.OpError as problem:
         reason = problem.message.splitlines()[0].split("}} ")[-1]
-        raise BadInput(f"{path} contains no such records ({reason}): make it with prepare_data.py") from problem
+        raise BadInput(f"{path} contains other records ({reason}): {MAKE}") from problem
+    for name, table in tables.items():
+        if not tf.reduce_any(table.lookup(parsed[name]) > 0):
+            fact = f"none of the first {len(records):,} records of {path} has a {name} of {USERS}"
+            raise BadInput(f"{fact}: write the user's columns into each record, with the texts of {USERS}")
+
+
+def read_first(path: Path) -> Iterator[bytes]:
+    """Yields the first records of a file. Raises BadInput if it has none, or they cannot be read."""
+    import tensorflow as tf
+
+    number = 0
+    try:
+        for record in tf.data.TFRecordDataset(str(path)).take(RECORDS_CHECKED).as_numpy_iterator():
+            yield record
+            number += 1
+    except tf.errors.NotFoundError as problem:
+        raise BadInput(f"--records {path.parent} has no {path.name}: {MAKE}") from problem
+    except tf.errors.DataLossError as problem:
+        raise BadInput(f"{path} is damaged at record {number}, counted from 0: restore it from a backup") from problem
+    if not number:
+        raise BadInput(f"{path} is empty: {MAKE}")
 
 
 def main() -> None:

@@ -12,11 +12,11 @@ from config import Config
 import keras
 import tensorflow as tf
 
-from catalog import Catalog, read_catalog, texts_of
+from catalog import Catalog, read_catalog, read_known_items
 from engine.data import Records
 from engine.errors import BadInput
 from engine.model import apply_gradients, gather_batch, places_in_batch
-from prepare_data import LABEL, Arguments, K, check_records, make_records, read_rows, serialized
+from prepare_data import LABEL, Arguments, K, check_records, check_texts, make_records, read_rows, serialized
 from towers import create_ranking_head, create_tower
 
 # The columns of users.jsonl and items.jsonl that the towers use, and the length of the vectors in the table of each. An
@@ -42,7 +42,7 @@ def load_examples(split: str) -> Records:
     if config.best > (items := catalog().items):
         raise BadInput(f"--best {config.best} must be at most the number of items in {config.records}: pass {items}")
     path = config.records / f"{split}.tfrecord"
-    check_records(path)
+    check_records(path, {name: catalog().tables[name] for name in USER_COLUMNS})
     return Records(path)
 
 
@@ -71,11 +71,11 @@ def read_inputs(path: Path) -> Iterable[tuple[int | str, bytes]]:
     Change it together with load_examples. Here `path` is a file like users.jsonl, and a user is named by the line's
     number. A column that is missing is unknown.
     """
-    for number, row in enumerate(read_rows(path, ()), start=1):
-        user = {name: row.get(name, "") for name in USER_COLUMNS}
-        for name in user:
-            texts_of(user, name)
-        yield number, serialized(user)
+    for number, (place, row) in enumerate(read_rows(path), start=1):
+        if not (given := [name for name in USER_COLUMNS if name in row]):
+            raise BadInput(f"{place} has none of the columns {', '.join(USER_COLUMNS)}: give at least one")
+        check_texts(row, place, given)
+        yield number, serialized({name: row.get(name, "") for name in USER_COLUMNS})
 
 
 # --- Objects: made once by train.build(), inside strategy.scope(); the steps below use them ---------------------------
@@ -211,7 +211,8 @@ def evaluation_step(split: str, batch) -> tf.Tensor:
     features, labels, sample_weights = batch
     predictions = predict_pairs(features, labels["item"], training=False)
     # The exact softmax, over all items, does not depend on the batch.
-    retrieval_loss, ranks = compare_with_all(predictions["user"], predictions["item"], labels["item"])
+    pair = predictions["user"], predictions["item"]
+    retrieval_loss, ranks = compare_with_all(*pair, labels["item"], features["user_id"])
     loss, losses = compute_loss(labels, predictions, retrieval_loss, sample_weights)
     update_metrics(split, labels, predictions, losses, sample_weights)
     is_found = ranks < K
@@ -222,7 +223,9 @@ def evaluation_step(split: str, batch) -> tf.Tensor:
     return loss
 
 
-def compare_with_all(users: tf.Tensor, vectors: tf.Tensor, items: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def compare_with_all(
+    users: tf.Tensor, vectors: tf.Tensor, items: tf.Tensor, user_ids: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the loss of finding each user's item among all, and the rank of its score (float32, [batch] each).
 
     The rank is the number of other items whose score is not smaller, so 0 is the best one. With "is larger" instead, a
@@ -232,7 +235,7 @@ def compare_with_all(users: tf.Tensor, vectors: tf.Tensor, items: tf.Tensor) -> 
     log_sums, ranks = tf.fill(tf.shape(own_scores), -float("inf")), tf.zeros_like(own_scores)
     for first in tf.range(1, catalog().items + 1, config.items_at_once):
         block = item_block(first)
-        scores = tf.matmul(users, item_vectors(block, training=False), transpose_b=True)
+        scores = block_scores(users, block, user_ids, items)
         log_sums = tf.reduce_logsumexp(tf.stack([log_sums, tf.reduce_logsumexp(scores, axis=-1)]), axis=0)
         is_before = ~(scores < own_scores[:, None]) & (items[:, None] != block)
         ranks += tf.reduce_sum(tf.cast(is_before, tf.float32), axis=-1)
@@ -242,6 +245,25 @@ def compare_with_all(users: tf.Tensor, vectors: tf.Tensor, items: tf.Tensor) -> 
 def item_block(first: tf.Tensor) -> tf.Tensor:
     """Returns the numbers of --items-at-once items from `first` on, or of those that are left."""
     return tf.range(first, tf.minimum(first + config.items_at_once, catalog().items + 1))
+
+
+def block_scores(users: tf.Tensor, block: tf.Tensor, user_ids: tf.Tensor, own: tf.Tensor | None = None) -> tf.Tensor:
+    """Returns the scores of a block of items for each user, [n, block].
+
+    With --new-items-only an item that the user has in training, and that is not the user's `own` one (int32, [n]), has
+    the score -inf. `user_ids` are int32 [n, 1].
+    """
+    scores = tf.matmul(users, item_vectors(block, training=False), transpose_b=True)
+    if not config.new_items_only:
+        return scores
+    known = tf.gather(read_known_items(config.records, tuple(USER_COLUMNS), tuple(ITEM_COLUMNS)), user_ids[:, 0])
+    if own is not None:
+        known = tf.where(known == own[:, None], 0, known)
+    columns = known - block[0]
+    rows = tf.repeat(tf.range(tf.shape(known)[0])[:, None], tf.shape(known)[1], axis=1)
+    in_block = (columns >= 0) & (columns < tf.size(block))
+    places = tf.boolean_mask(tf.stack([rows, columns], axis=-1), in_block)
+    return tf.tensor_scatter_nd_update(scores, places, tf.fill([tf.shape(places)[0]], -float("inf")))
 
 
 def predict_step(features: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -255,7 +277,7 @@ def predict_step(features: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     best_scores, best_items = tf.fill([count, config.best], -float("inf")), tf.zeros([count, config.best], tf.int32)
     for first in tf.range(1, catalog().items + 1, config.items_at_once):
         block = item_block(first)
-        scores = tf.matmul(users, item_vectors(block, training=False), transpose_b=True)
+        scores = block_scores(users, block, features["user_id"])
         candidates = tf.concat([best_items, tf.repeat(block[None], count, axis=0)], axis=1)
         best_scores, places = tf.math.top_k(tf.concat([best_scores, scores], axis=1), config.best)
         best_items = tf.gather(candidates, places, batch_dims=1)

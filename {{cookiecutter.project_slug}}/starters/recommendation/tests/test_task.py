@@ -1,5 +1,6 @@
 """What is special to a recommender: negatives of all replicas, the correction by frequency, and ranks among all."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -16,7 +17,18 @@ import task
 import train
 from catalog import read_catalog
 from engine.errors import BadInput
-from prepare_data import ITEMS, RECALL, USERS, Arguments, World, draw_world, make_records, recalls, serialized
+from prepare_data import (
+    ITEMS,
+    RECALL,
+    USERS,
+    Arguments,
+    World,
+    check_records,
+    draw_world,
+    make_records,
+    recalls,
+    serialized,
+)
 
 SMALL = {"users": 200, "items": 100}
 
@@ -157,10 +169,11 @@ def test_columns_become_numbers_and_lists_are_padded(tmp_path: Path) -> None:
         read_catalog(tmp_path, ("user_id",), ("color",))
     for line, reason in (
         ("[]", "line 1 is not an object"),
-        ("{", "give a JSON object on each line"),
+        ('{"item_id": "x", "count": 1}\n{', "line 2 is not JSON"),
         ("", "is empty"),
-        ('{"item_id": "x", "count": 1.5}', "has the count 1.5"),
-        ('{"item_id": 3, "count": 1}', "column 'item_id' has the value 3"),
+        ('{"item_id": "x", "count": 1.5}', "line 1 has the count 1.5"),
+        ('{"item_id": 3, "count": 1}', "line 1 has the item_id 3, which must be a text"),
+        ('{"item_id": ["x", "y"], "count": 1}', r"line 1 has the item_id \['x', 'y'\], which must be a text"),
         ('{"item_id": "x", "count": 1}\n{"item_id": "x", "count": 1}', "several lines of one item_id"),
     ):
         (tmp_path / ITEMS).write_text(line)
@@ -168,16 +181,43 @@ def test_columns_become_numbers_and_lists_are_padded(tmp_path: Path) -> None:
             read_catalog(tmp_path, ("user_id",), ("item_id",))
 
 
-def test_inputs_are_users_and_a_missing_column_is_unknown(small: Config, tmp_path: Path) -> None:
+def test_inputs_are_users_and_a_missing_column_is_unknown(small: Config, records: Path, tmp_path: Path) -> None:
     task.config, path = small, tmp_path / "users.jsonl"
-    path.write_text('{"user_id": "user_00007", "country": "country_00", "age_group": "65+"}\n{"age_group": "?"}\n')
+    user = (records / USERS).read_text().splitlines()[7]
+    path.write_text(f'{user}\n{{"user_id": "?"}}\n')
     (first, known), (second, unknown) = task.read_inputs(path)
     assert (first, second) == (1, 2)
     assert all(int(each[0]) > 0 for each in task.prepare_example(tf.constant(known))[0].values())
     assert all(int(each[0]) == 0 for each in task.prepare_example(tf.constant(unknown))[0].values())
-    path.write_text('{"user_id": 7}\n')
-    with pytest.raises(BadInput, match="column 'user_id' has the value 7"):
-        list(task.read_inputs(path))
+    for line, reason in (
+        ('{"user_id": 7}', "line 1 has the user_id 7, which must be a text: quote numbers"),
+        ('{"user_id": ["a", "b"]}', "line 1 has the user_id .* which must be a text"),
+        ('{"userid": "a"}', "line 1 has none of the columns user_id, "),
+    ):
+        path.write_text(line)
+        with pytest.raises(BadInput, match=reason):
+            list(task.read_inputs(path))
+
+
+def test_records_that_no_table_knows_are_rejected(small: Config, records: Path, tmp_path: Path) -> None:
+    """Otherwise these rows would keep their random start, and nothing would say so."""
+    task.config, path = small, tmp_path / "train.tfrecord"
+    tables = {name: task.catalog().tables[name] for name in task.USER_COLUMNS}
+    user, pair = json.loads((records / USERS).read_text().splitlines()[0]), {"item_id": "item_00001", "liked": 1}
+    name = list(task.USER_COLUMNS)[-1]
+    for record, reason in (
+        ({**user, **pair}, ""),
+        ({**user, **pair, name: "another"}, f"none of the first 1 records of .* has a {name} of users.jsonl: write"),
+        ({**{key: user[key] for key in user if key != name}, **pair}, f"none of the first 1 .* has a {name} of users"),
+        (user, "contains other records .*: make it as docs/starter.md shows"),
+    ):
+        with tf.io.TFRecordWriter(str(path)) as file:
+            file.write(serialized(record))
+        with pytest.raises(BadInput, match=reason) if reason else contextlib.nullcontext():
+            check_records(path, tables)
+    path.write_bytes(b"damage" * 10)
+    with pytest.raises(BadInput, match="damaged at record 0, counted from 0: restore it"):
+        check_records(path, tables)
 
 
 # --- Unknown ids ------------------------------------------------------------------------------------------------------
@@ -265,7 +305,7 @@ def test_example_alone_in_its_batch_has_no_negatives(small: Config) -> None:
 def test_recall_ndcg_and_loss_are_numpys_over_all_items(replicas: int, small: Config) -> None:
     train.build(dataclasses.replace(small, simulated_devices=replicas))
     set_random_weights()
-    recall, gain, losses = [], [], []
+    recall, gain, losses, ranks = [], [], [], []
     every = all_vectors()
     for features, labels, weights in global_batches("validation"):
         users = task.model["user"](features).numpy().astype(np.float64)
@@ -274,15 +314,44 @@ def test_recall_ndcg_and_loss_are_numpys_over_all_items(replicas: int, small: Co
                 scores = every @ user
                 losses.append(np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[item - 1])
                 order = np.argsort(-scores).tolist()
-                rank = order.index(item - 1)
+                ranks.append(rank := order.index(item - 1))
                 recall.append(rank < 10)
                 gain.append(1.0 / np.log2(2 + rank) if rank < 10 else 0.0)
     assert len(recall) == 13
-    assert 0 < sum(recall) < 13
+    assert len({*ranks}) > 5
     run_all("validation")
     expected = {"recall_at_10": recall, "ndcg_at_10": gain, "retrieval_loss": losses}
     results = {name: float(task.metrics["validation"][name].result()) for name in expected}
     assert results == pytest.approx({name: np.mean(values) for name, values in expected.items()}, rel=1e-5)
+
+
+def test_new_items_only_removes_the_items_of_training(small: Config, records: Path) -> None:
+    train.build(dataclasses.replace(small, new_items_only=True))
+    set_random_weights()
+    every, known = all_vectors(), {}
+    for record in tf.data.TFRecordDataset(str(records / "train.tfrecord")).as_numpy_iterator():
+        features, labels = task.prepare_example(tf.constant(record))
+        known.setdefault(int(features["user_id"][0]), set()).add(int(labels["item"]))
+    were_removed = 0
+    for features, labels, weights in global_batches("validation"):
+        users = task.model["user"](features)
+        own = tf.constant(labels["item"])
+        loss, ranks = task.compare_with_all(
+            users, task.item_vectors(own, training=False), own, tf.constant(features["user_id"])
+        )
+        for place in np.flatnonzero(weights > 0):
+            item, has = labels["item"][place], known[int(features["user_id"][place, 0])]
+            scores = every @ users[place].numpy().astype(np.float64)
+            rest = [each for each in range(1, 101) if each == item or each not in has]
+            own_score = scores[item - 1]
+            assert int(ranks[place]) == sum(scores[each - 1] >= own_score for each in rest if each != item)
+            expected = np.log(np.exp(scores[np.array(rest) - 1] - own_score).sum())
+            assert float(loss[place]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+            were_removed += 100 - len(rest)
+        best = task.predict_step(features)["items"].numpy().astype(str)
+        for row, user in zip(best, features["user_id"][:, 0], strict=True):
+            assert not {f"item_{each - 1:05d}" for each in known.get(int(user), ())} & {*row}
+    assert were_removed > 20
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
@@ -292,7 +361,7 @@ def test_equal_scores_and_nan_find_nothing(value: float, small: Config) -> None:
         variable.assign(tf.fill(variable.shape, value))
     items = tf.constant([1, 50, 100])
     vectors = task.item_vectors(items, training=False)
-    _, ranks = task.compare_with_all(tf.ones_like(vectors), vectors, items)
+    _, ranks = task.compare_with_all(tf.ones_like(vectors), vectors, items, tf.ones([3, 1], tf.int32))
     assert ranks.numpy().tolist() == [99] * 3
 
 
