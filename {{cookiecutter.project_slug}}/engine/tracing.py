@@ -4,6 +4,7 @@ A run can be repeated and resumed only if its random numbers and its state follo
 """
 
 import dataclasses
+import os
 import pickle
 import random
 import sysconfig
@@ -24,7 +25,8 @@ TABLE_CHANGES = frozenset({"LookupTableImportV2", "LookupTableInsertV2", "Lookup
 DRAW_NOTHING = ("CudnnRNN", "RandomShuffleQueue")
 
 ENGINE = Path(__file__).parent
-LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
+LIBRARIES = [sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")]
+NOT_OF_THE_USER = (*LIBRARIES, "<", f"{ENGINE}{os.sep}", str(ENGINE.parent / "train.py"))  # How such file names begin.
 DRAWN_ONCE = "drawn_once"  # A graph's collection of the generators of Python from which its hooks drew.
 # Read while nothing is being traced: within a trace it would be the status of the functions around a hook.
 _STATUS = tf.__internal__.autograph.control_status_ctx()
@@ -87,9 +89,8 @@ class Traced:
     ones, nor operations of a generator, which keeps its state in a variable."""
     python_calls: list[str]  # Python functions in tf.py_function or tf.numpy_function.
     table_changes: list[str]  # Changes of lookup tables.
-    complete_reads: dict[
-        tuple[int | None, ...], str
-    ]  # The shapes of variables that it reads as one tensor, with a place.
+    complete_reads: dict[tuple[int | None, ...], tf.Operation]
+    """The shapes of the variables that it reads as one tensor, and an operation that does."""
     drawn_once: list[str]  # Values that Python draws while the function is traced: each call uses the same ones.
 
 
@@ -111,7 +112,7 @@ def look_at(graph: tf.Graph) -> Traced:
         python_calls=described(PYTHON_CALLS.__contains__),
         table_changes=described(TABLE_CHANGES.__contains__),
         complete_reads={
-            tuple(each.outputs[0].shape): place(each)
+            tuple(each.outputs[0].shape): each
             for each in operations
             if each.type == "ReadVariableOp" and each.outputs[0].shape.rank is not None
         },
@@ -155,10 +156,8 @@ def _draws(kind: str) -> bool:
 def place(operation: tf.Operation) -> str:
     """Returns the innermost place in the user's files that made an operation."""
     for frame in reversed(list(operation.traceback)):
-        file = Path(frame.filename)
-        is_ours = ENGINE in file.parents or file == ENGINE.parent / "train.py"
-        if not is_ours and not frame.filename.startswith((*LIBRARIES, "<")):
-            return f" ({file.name}:{frame.lineno} {frame.name}".rstrip() + ")"
+        if not frame.filename.startswith(NOT_OF_THE_USER):
+            return f" ({Path(frame.filename).name}:{frame.lineno} {frame.name}".rstrip() + ")"
     return ""
 
 

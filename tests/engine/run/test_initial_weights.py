@@ -145,6 +145,13 @@ def test_damaged_file_is_named_as_such(
             load_initial_weights(path, small_model(), partial=partial)
 
 
+class Stored(dict):
+    """Values in place of those in a checkpoint, of which no run would write these."""
+
+    def read(self, names: list[str]) -> dict[str, tf.Tensor]:
+        return {name: tf.constant(self[name]) for name in names}
+
+
 @pytest.mark.parametrize("form", ["run directory", ".weights.h5", ".keras", "tf.train.Checkpoint of the model"])
 def test_weights_that_are_nan_are_named(form: str, trained: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
     folder = shutil.copytree(trained[0], tmp_path / "run")
@@ -161,7 +168,7 @@ def test_weights_that_are_nan_are_named(form: str, trained: tuple[Path, dict[str
         tf.train.Checkpoint(model).write(str(folder / "model"))
         values = {name: variable.numpy() for name, variable in model_variables(model).items()}
         with pytest.MonkeyPatch.context() as patching:
-            patching.setattr(initial_weights, "read_checkpoint", lambda path, values=values: (values, {}))
+            patching.setattr(initial_weights, "read_checkpoint", lambda path, values=values: (Stored(values), {}))
             with pytest.raises(
                 BadInput, match=r"contains NaN in model/sequential/dense/bias: pass weights from before"
             ):

@@ -109,7 +109,7 @@ class Workers:
         """
         if self.count == 1:
             return function()
-        name = getattr(function, "__qualname__", "another call")
+        name = getattr(getattr(function, "func", function), "__qualname__", "another call")
         outcome: tuple[Any, Exception | None] = (None, None)
         packed, large = np.zeros(0, np.uint8), []
         if self.is_chief:

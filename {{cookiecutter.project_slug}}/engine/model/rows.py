@@ -14,7 +14,7 @@ from engine.errors import BadInput
 from engine.memory import memory_of_machine
 from engine.model.global_batch import is_in_step
 from engine.model.variables import by_name, layers_of
-from engine.tracing import Traced
+from engine.tracing import Traced, place
 from engine.user_errors import OUTSIDE_TABLE
 
 KERAS_CALL, KERAS_BUILD = keras.layers.Embedding.call, keras.layers.Embedding.build
@@ -130,7 +130,7 @@ def slow_reads(model: Any, step: Traced) -> list[str]:
     """Returns a text for each large table that is updated by row, but that a step reads as one tensor."""
     reads, reason = step.complete_reads, "which takes time in proportion to its rows: see docs/tables.md"
     return [
-        f"the step reads the table {each.path} as one tensor{reads[tuple(each.shape)]}, {reason}"
+        f"the step reads the table {each.path} as one tensor{place(reads[tuple(each.shape)])}, {reason}"
         for each in tables(model)
         if each.shape[0] >= LARGE and tuple(each.shape) in reads and getattr(each, "updated", "").startswith("the rows")
     ]

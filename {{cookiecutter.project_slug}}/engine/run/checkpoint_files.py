@@ -6,17 +6,18 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from engine.errors import Damaged, Unavailable
 from engine.exceptions import first_line
 from engine.files import file_sha256
 from engine.retries import until_read
-from engine.run.state import Values, as_array
+from engine.run.state import as_array
 
 PROGRESS = "progress.json"
 INDEX = "state.index"
@@ -43,22 +44,56 @@ def place(path: Path) -> tuple[int, int]:
     return int(step), int(number or 0)
 
 
-def read_checkpoint(path: Path) -> tuple[Values, dict[str, Any]]:
+class StoredValues(Mapping[str, np.ndarray]):
+    """The values in a checkpoint, each read when it is asked for: together they may not fit into memory twice."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads each value once, which compares its checksum. Raises Damaged or Unavailable as `read_record` does."""
+        self.path = path
+
+        def kinds() -> dict[str, tuple[tf.DType, tuple[int, ...]]]:
+            with plain_name(path / "state") as prefix:
+                try:
+                    reader = tf.train.load_checkpoint(prefix)
+                except tf.errors.NotFoundError as problem:
+                    # TensorFlow takes any error for a file that is absent; this raises it, or tries again.
+                    if (path / INDEX).stat():
+                        raise OSError(errno.EIO, first_line(problem)) from problem
+                dtypes = reader.get_variable_to_dtype_map()
+                return {name: (dtype, np.shape(reader.get_tensor(name))) for name, dtype in dtypes.items()}
+
+        with _damage_named(path):
+            self.kinds = until_read(kinds, path)
+
+    def read(self, names: Sequence[str]) -> dict[str, tf.Tensor]:
+        """Returns some of the values, in host memory. Raises as the constructor does."""
+
+        def read() -> dict[str, tf.Tensor]:
+            with plain_name(self.path / "state") as prefix, tf.device("CPU:0"):
+                dtypes = [self.kinds[name][0] for name in names]
+                # A variable takes over the memory of such a tensor. Making one of an array needs twice its memory.
+                tensors = tf.raw_ops.RestoreV2(
+                    prefix=prefix, tensor_names=names, shape_and_slices=[""] * len(names), dtypes=dtypes
+                )
+                return dict(zip(names, tensors, strict=True))
+
+        with _damage_named(self.path):
+            return until_read(read, self.path)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return as_array(self.read([name])[name].numpy())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kinds)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+
+def read_checkpoint(path: Path) -> tuple[StoredValues, dict[str, Any]]:
     """Returns the values and the record of the checkpoint at `path`. Raises as `read_record` does."""
     record = read_record(path)
-
-    def read() -> Values:
-        with plain_name(path / "state") as prefix:
-            try:
-                reader = tf.train.load_checkpoint(prefix)
-            except tf.errors.NotFoundError as problem:
-                # TensorFlow takes any error for a file that is absent; this raises it, or tries again.
-                if (path / INDEX).stat():
-                    raise OSError(errno.EIO, first_line(problem)) from problem
-            return {name: as_array(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}
-
-    with _damage_named(path):
-        return until_read(read, path), record
+    return StoredValues(path), record
 
 
 def read_record(path: Path) -> dict[str, Any]:

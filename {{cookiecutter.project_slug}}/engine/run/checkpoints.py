@@ -24,6 +24,7 @@ from engine.retries import until_written
 from engine.run.checkpoint_files import (
     CHECKSUMS,
     PROGRESS,
+    StoredValues,
     checkpoint_paths,
     checksums,
     place,
@@ -82,13 +83,13 @@ class Checkpoints:
         from_chief(lambda: self.writer.submit(lambda: self._write(path, values, record)))
         return path
 
-    def read(self, path: Path) -> tuple[Values, dict[str, Any]]:
+    def read(self, path: Path) -> tuple[StoredValues, dict[str, Any]]:
         """Returns the values and the record of the checkpoint at `path`; changes nothing. Only the chief calls it.
 
         Raises Damaged if a file is missing, cut short or changed; BadInput if its variables differ from the model's.
         """
         values, record = read_checkpoint(path)
-        if differences := self.state.differences(values):
+        if differences := self.state.differences(values.kinds):
             raise BadInput(
                 f"{path} belongs to another model or optimizer ({len(differences)} variables differ: "
                 f"{', '.join(differences[:3])}): restore its hooks, or start a new run"
@@ -98,7 +99,7 @@ class Checkpoints:
     def restore(self, path: Path) -> None:
         """Sets the state, on all workers, from the checkpoint at `path`. Raises as `read` does."""
 
-        def read() -> Values:
+        def read() -> StoredValues:
             self.writer.wait()
             return self.read(path)[0]
 
@@ -117,7 +118,8 @@ class Checkpoints:
         # TensorFlow cannot do this for numbers of one byte.
         if name in self.state.mirrored and math.prod(value.shape) >= LARGE and dtype.size > 1:
             # On a GPU this takes 2 ms for 2 GiB, and 400 ms on the host. For small values the calls take longer.
-            value = self.state.read(name)
+            if "GPU" in self.state.device(name):
+                value = self.state.read(name)  # Elsewhere this may be one more copy.
             with tf.device(value.device):
                 return bool(tf.reduce_all(tf.math.is_finite(value)))
         return bool(np.isfinite(value).all())
@@ -175,7 +177,7 @@ class Checkpoints:
                 _remove(path)
 
 
-def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Values, Progress] | None:
+def read_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, StoredValues, Progress] | None:
     """Returns the path, values and progress of the newest checkpoint that is intact, with intact best weights.
 
     Prints which ones are damaged; returns None if there is no checkpoint. Raises BadInput if none is intact, its

@@ -20,7 +20,7 @@ from engine.exceptions import first_line, may_pass
 from engine.model.variables import by_name, is_seed, model_variables
 from engine.run.checkpoint_files import PROGRESS, checkpoint_paths, plain_name, read_checkpoint
 from engine.run.directory import BEST, CHECKPOINTS
-from engine.run.state import Variables, one_of_replicas
+from engine.run.state import Variables, one_of_replicas, portions
 
 FORMS = "a run directory, a checkpoint in one, a .weights.h5 or .keras file, or the prefix of a tf.train.Checkpoint"
 NOT_WEIGHTS = {"optimizer", "_optimizer", "_seed_generators", "seed_generator"}  # Groups in a Keras file.
@@ -106,15 +106,16 @@ def _find_checkpoint(path: Path) -> Path | None:
 def _load_checkpoint(checkpoint: Path, variables: Variables) -> int:
     values, _ = read_checkpoint(checkpoint)
     kinds = {name.split("/", 1)[0] for name in variables}
-    found = {name: value for name, value in values.items() if name.split("/", 1)[0] in kinds and not is_seed(name)}
+    found = {name for name in values if name.split("/", 1)[0] in kinds and not is_seed(name)}
     used = 0
-    for name in found.keys() & variables.keys():
-        value, shape = found[name], tuple(variables[name].shape)
-        if value.shape[1:] == shape and value.shape != shape:
-            value = one_of_replicas(value)
-        if value.shape == shape:
-            variables[name].assign(value)
-            used += 1
+    for names in portions({name: variable for name, variable in variables.items() if name in found}):
+        for name, value in values.read(names).items():
+            shape = variables[name].shape
+            if value.shape[1:] == shape and value.shape != shape:
+                value = one_of_replicas(value.numpy())
+            if value.shape == shape:
+                variables[name].assign(value)
+                used += 1
     return len(found) - used
 
 

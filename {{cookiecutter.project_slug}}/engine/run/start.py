@@ -21,7 +21,7 @@ from engine.run.directory import RESULT, RunDirectory
 from engine.run.initial_weights import load_initial_weights
 from engine.run.progress import Progress
 from engine.run.run import Run
-from engine.run.state import State, Values
+from engine.run.state import State
 from engine.run.summary import describe_run, describe_start, print_summary
 from engine.settings import CONFIG, Settings
 from engine.tracing import unrepeatable_in_preparation, unrepeatable_in_step
@@ -176,13 +176,12 @@ def initialize(run: Run) -> str:
     weights = {name: each for name, each in objects.weights.items() if not is_seed(name)}
     state = State(run.strategy, run.workers, weights)
 
-    def load() -> tuple[str, Values]:
+    def load() -> str:
         assert settings.init_from is not None  # The callers check that.
-        report = load_initial_weights(settings.init_from, objects.model, partial=settings.init_partial)
-        return report, state.mirrored_values()  # The other workers make no call meanwhile.
+        return load_initial_weights(settings.init_from, objects.model, partial=settings.init_partial)
 
-    report, values = run.workers.from_chief(load)
-    state.assign(values)
+    report = run.workers.from_chief(load)
+    state.assign(state.mirrored_values())
     objects.average.start_over()
     return report
 

@@ -7,8 +7,9 @@ saved, because otherwise a resumed run would differ slightly.
 
 import functools
 import hashlib
+import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from engine.model.variables import is_seed, spread_seeds
 
 Variables = dict[str, tf.Variable]
 Values = dict[str, np.ndarray | tf.Tensor]
+PORTION = 2**26  # Bytes.
 ROUNDING = 1e-3  # Of a variable's largest value. Machines of several kinds may differ by this much between two saves.
 
 
@@ -81,6 +83,10 @@ class State:
         # The first replica's variable is read, because reading the mirrored one takes five times as long.
         return _read(self.strategy.experimental_local_results(self.mirrored[name])[0])
 
+    def device(self, name: str) -> str:
+        """Returns where the value of a mirrored variable is."""
+        return self.strategy.experimental_local_results(self.mirrored[name])[0].device
+
     def check_workers(self, read: Values, cause: str = "something in the hooks or train.py") -> None:
         """Raises BadInput, on every worker, if the mirrored values of one differ from the chief's.
 
@@ -114,31 +120,46 @@ class State:
         for name in differing:
             self.mirrored[name].assign(chiefs[name])
 
-    def assign(self, values: Values) -> None:
-        """Sets every variable. Per-replica values of another number of replicas are combined first."""
-        for name, variable in self.mirrored.items():
-            variable.assign(values[name])
+    def assign(self, values: Mapping[str, np.ndarray | tf.Tensor]) -> None:
+        """Sets every variable to the chief's value; the `values` of other workers are not used. All of them call it.
+
+        Per-replica values of another number of replicas are combined first. Few values are in memory at a time.
+        """
         seeds = []
-        for name, variable in self.per_replica.items():
-            local, rows = self.strategy.experimental_local_results(variable), values[name]
-            replicas = len(local) * self.workers.count
-            if len(rows) != replicas:
-                rows = _for_replicas(rows, variable, replicas)
-                seeds += [variable] if is_seed(name) else []
-            first = len(local) * self.workers.index
-            for each, row in zip(local, rows[first : first + len(local)], strict=True):
-                each.assign(row)
+        for names in portions({**self.mirrored, **self.per_replica}):
+            portion = self.workers.from_chief(functools.partial(self._some_of, values, names))
+            for name in names:
+                if name in self.mirrored:
+                    self.mirrored[name].assign(portion.pop(name))
+                elif self._assign_rows(self.per_replica[name], as_array(portion.pop(name))) and is_seed(name):
+                    seeds.append(self.per_replica[name])
         spread_seeds(self.strategy, seeds)
 
-    def differences(self, values: Values) -> list[str]:
-        """Returns a text for each variable whose name, dtype or shape differs from `values`."""
+    def _some_of(self, values: Mapping[str, np.ndarray | tf.Tensor], names: list[str]) -> Values:
+        read = getattr(values, "read", None)  # Stored values are read together.
+        some = read(names) if read else {name: values[name] for name in names}
+        return some if self.workers.count == 1 else {name: as_array(value) for name, value in some.items()}
+
+    def _assign_rows(self, variable: tf.Variable, rows: np.ndarray) -> bool:
+        """Sets a per-replica variable; returns whether the rows are of another number of replicas."""
+        local = self.strategy.experimental_local_results(variable)
+        replicas = len(local) * self.workers.count
+        if is_other := len(rows) != replicas:
+            rows = _for_replicas(rows, variable, replicas)
+        first = len(local) * self.workers.index
+        for each, row in zip(local, rows[first : first + len(local)], strict=True):
+            each.assign(row)
+        return is_other
+
+    def differences(self, kinds: Mapping[str, tuple[Any, tuple[int, ...]]]) -> list[str]:
+        """Returns a text for each variable whose name, dtype or shape differs from those of stored values."""
         expected = {
             name: _kind(variable.dtype, variable.shape)
             for name, variable in {**self.mirrored, **self.per_replica}.items()
         }
         found = {
-            name: _kind(value.dtype, value.shape[1:] if name in self.per_replica else value.shape)
-            for name, value in values.items()
+            name: _kind(dtype, shape[1:] if name in self.per_replica else shape)
+            for name, (dtype, shape) in kinds.items()
         }
         return [
             f"{name} {found.get(name, 'absent')} there and {expected.get(name, 'absent')} now"
@@ -147,8 +168,23 @@ class State:
         ]
 
 
+def portions(variables: Variables) -> Iterator[list[str]]:
+    """Yields all names in lists, of which each has one large variable, or several that take PORTION together."""
+    names, size = [], 0
+    for name, variable in variables.items():
+        names.append(name)
+        size += math.prod(variable.shape) * variable.dtype.size
+        if size >= PORTION:
+            yield names
+            names, size = [], 0
+    if names:
+        yield names
+
+
 def as_array(value: Any) -> np.ndarray:
-    """Returns a value as TensorFlow gives it to NumPy, a single text too, as an array; texts are objects there."""
+    """Returns a value that TensorFlow has given as an array, which shares its memory; texts are objects in it."""
+    if tf.is_tensor(value) and value.dtype == tf.string:
+        value = value.numpy()
     return np.array(value, object) if isinstance(value, bytes) else np.asarray(value)
 
 
@@ -156,10 +192,10 @@ def weights_sha256(variables: dict[str, tf.Variable]) -> str:
     """Returns the SHA-256, in hex, over each variable's name, dtype, shape and bytes, in the order given."""
     digest = hashlib.sha256()
     for name, variable in variables.items():
-        value = as_array(variable.numpy())
+        value = as_array(variable.read_value())
         digest.update(f"{name} {value.dtype} {value.shape}\n".encode())
         # An array of texts contains their addresses.
-        digest.update(repr(value.tolist()).encode() if value.dtype == object else value.tobytes())
+        digest.update(repr(value.tolist()).encode() if value.dtype == object else _bytes(value))
     return digest.hexdigest()
 
 
@@ -168,7 +204,12 @@ def _digest(value: np.ndarray | tf.Tensor) -> int:
     array = as_array(value)
     if array.dtype == object:  # An array of texts contains their addresses.
         return zlib.crc32(repr(array.tolist()).encode())
-    return zlib.crc32(array.reshape(-1).view(np.uint8).data)
+    return zlib.crc32(_bytes(array))
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    """Returns the bytes of an array without a copy of them."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _differ_by_rounding(value: np.ndarray | tf.Tensor, chiefs: np.ndarray | tf.Tensor) -> bool:

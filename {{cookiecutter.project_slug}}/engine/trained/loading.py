@@ -155,9 +155,9 @@ def _restore_best(run_dir: Path, model: Any, hidden: HiddenState) -> Path:
         raise BadInput(f"{path} does not contain {min(missing)}, a variable of task.predict_step: {remedy}")
     # Other unlisted variables in the checkpoint are of metrics and optimizers.
     unlisted = {name: each for name, each in hidden.unlisted.items() if name in values}
-    values = {name: value for name, value in values.items() if name in unlisted or not name.startswith("hidden/")}
+    kinds = {name: kind for name, kind in values.kinds.items() if name in unlisted or not name.startswith("hidden/")}
     state = State(strategy, workers, model_variables(model), unlisted)
-    if differences := state.differences(values):
+    if differences := state.differences(kinds):
         listed = f"{len(differences)} variables differ: {', '.join(differences[:3])}"
         raise BadInput(f"{path} is of another model ({listed}): restore the hooks it was made with")
     state.assign(values)
