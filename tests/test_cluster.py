@@ -416,7 +416,7 @@ def test_cluster_that_is_killed_once_ends_bit_equal(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("sent", "times"), [(signal.SIGKILL, 10), (signal.SIGTERM, 4)], ids=["killed", "stopped"])
+@pytest.mark.parametrize(("sent", "times"), [(signal.SIGKILL, 5), (signal.SIGTERM, 3)], ids=["killed", "stopped"])
 def test_cluster_that_is_disturbed_often_ends_bit_equal(
     sent: signal.Signals, times: int, launched: Callable[..., Launched], tmp_path: Path
 ) -> None:

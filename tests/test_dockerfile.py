@@ -7,8 +7,9 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from rendering import PROJECT, STARTERS, Bake, run
+from rendering import PROJECT, Bake, run
 
+LONG = pytest.mark.long
 DOCKERFILE = (PROJECT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
 INSTRUCTIONS = [line.split() for line in DOCKERFILE.splitlines() if line and not line.startswith("#")]
 
@@ -49,7 +50,9 @@ def image(project: Path, folder: Path, *more: list[str]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "starter", [STARTERS[0], *(pytest.param(each, marks=pytest.mark.long) for each in STARTERS[1:])]
+    "starter",
+    # Without data in the project, with a program that makes some, and with a text.
+    ["image_classification", *(pytest.param(each, marks=LONG) for each in ("recommendation", "language_model"))],
 )
 def test_what_the_image_contains_is_enough_to_train(starter: str, bake: Callable[..., Bake], tmp_path: Path) -> None:
     project = bake(starter=starter).folder

@@ -401,25 +401,20 @@ WAYS = {
 }
 
 
-def cases(*short: str) -> list:
-    """Returns each kind of optimizer in each way; those that no word of `short` names are long."""
-    each = [(kind, way) for kind in OPTIMIZERS for way in WAYS]
-    return [pytest.param(*one, marks=[pytest.mark.long] * (not set(short) & set(one))) for one in each]
-
-
-@pytest.mark.parametrize(("kind", "way"), cases("2 replicas", "several"))
+@pytest.mark.parametrize(
+    ("kind", "way"), [(kind, way) for kind in OPTIMIZERS for way in WAYS if kind == "several" or way == "2 replicas"]
+)
 def test_clipping_by_the_optimizer_is_that_of_keras_on_one_device(kind: str, way: str) -> None:
     expected = by_keras(OPTIMIZERS[kind](), "float32")
     assert_same(by_engine(OPTIMIZERS[kind], "float32", **WAYS[way]), expected, 1e-6)
 
 
-@pytest.mark.parametrize("way", list(WAYS)[:4])
 @pytest.mark.parametrize(
-    ("kind", "dtype", "tolerance"),
+    ("kind", "dtype", "tolerance", "way"),
     [
-        ("clipnorm", "float64", 1e-6),
-        pytest.param("no clipping", "float64", 1e-6, marks=pytest.mark.long),
-        pytest.param("no clipping", "bfloat16", 0.05, marks=pytest.mark.long),
+        *(("clipnorm", "float64", 1e-6, way) for way in list(WAYS)[:4]),
+        ("no clipping", "float64", 1e-6, "4 replicas, 2 micro-batches"),
+        ("no clipping", "bfloat16", 0.05, "4 replicas, 2 micro-batches"),
     ],
 )
 def test_variables_of_several_dtypes_train_as_in_keras(kind: str, dtype: str, tolerance: float, way: str) -> None:
@@ -499,6 +494,7 @@ def overflow_on_the_last(monkeypatch: pytest.MonkeyPatch) -> tf.Variable:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("small")
 def test_float16_ends_where_float32_does_though_a_step_overflowed(overflow_on_the_last: tf.Variable) -> None:
     found = {}
     for precision in ("float32", "mixed_float16"):
