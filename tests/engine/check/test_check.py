@@ -19,7 +19,7 @@ from engine.check.check import check_task
 from engine.check.measure import Measured
 from engine.check.results import as_texts, differing_gradients
 from engine.data import CompiledSteps
-from engine.model import apply_gradients, gather_batch, places_in_batch, sum_over_batch
+from engine.model import apply_gradients, gather_batch, places_in_batch, rows, sum_over_batch
 from engine.model.global_batch import sum_over_replicas
 
 Check = Callable[..., tuple[bool, list[str]]]
@@ -96,6 +96,25 @@ def test_options_an_odd_batch_and_layers_of_many_kinds_are_no_false_alarm(check:
     }
     lines = assert_sound(check({"create_model": model_of_many_layers}, **options))
     assert any("not the same on one replica and two: dropout, gaussian_noise" in line for line in lines)
+
+
+class TableReadByKeras(keras.layers.Embedding):
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return keras.ops.take(self.embeddings, inputs, axis=0)
+
+
+@pytest.mark.long
+def test_table_that_a_step_reads_as_one_tensor_is_named(check: Check) -> None:
+    def model_with_a_table() -> keras.Model:
+        ids = [keras.layers.Reshape((64,)), keras.layers.Lambda(lambda pixels: tf.cast(pixels, tf.int32))]
+        table = TableReadByKeras(rows.LARGE, 2, name="users")
+        return keras.Sequential([keras.Input((8, 8, 1)), *ids, table, keras.layers.Flatten(), keras.layers.Dense(10)])
+
+    hooks = {"create_model": model_with_a_table, "create_optimizer": lambda total_steps: keras.optimizers.SGD(0.1)}
+    (line,) = [line for line in assert_sound(check(hooks)) if "as one tensor" in line]
+    assert re.match(
+        r"ok +task\.py train_step +the step reads the table sequential/users/embeddings as one tensor", line
+    )
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ from engine.check.results import (
 )
 from engine.check.steps import check_loss, check_metrics, check_updated_metrics, draws, jumps
 from engine.cluster.strategy import create_strategy
+from engine.model.rows import slow_reads
 from engine.model.variables import by_name, model_variables
 from engine.protocols import Task
 from engine.run.evaluation import Program
@@ -224,6 +225,9 @@ def _check_training(program: Program, task: Task, settings: Settings, *, compare
             text += f". Its epsilon is {smallest:g}, so rounding may decide the update where a gradient is almost 0: "
             text += "pass epsilon=1e-5"
         yield Check(False, "task.py create_optimizer", text)
+    if step := program.run.hidden.training:
+        for text in slow_reads(program.run.objects.model, step):
+            yield Check(True, "task.py train_step", text)
     stack, first, _ = measure.first_stacks(program)[0]
     losses = [float(program.run_steps["train"](stack, first, 1)[0]) for _ in range(REPEATED_STEPS)]
     # Opposing losses, as in a GAN, need not decrease; that of a batch whose weights are all 0 cannot.
