@@ -16,10 +16,7 @@ from rendering import PROJECT, TEMPLATE
 
 PROGRAMS = (
     "loops/ours.py mlp --replicas=2",
-    "checkpoint_cost.py --rounds 1 -- --epochs=2",
     "language_model.py --rounds 1 --layers=1 --width=32",
-    "live_line.py --rounds 1",
-    "resume_cost.py --rounds 1 --examples 10000",
     "step_cost.py --rounds 1",
 )
 

@@ -106,7 +106,7 @@ def test_finished_run_says_so_continues_with_more_epochs_and_starts_over(
     ("arguments", "reason"),
     [
         (("--epochs", "0"), "--epochs 0 must be from 1 to 2147483647"),
-        (("--simulated-devices", "3"), "--global-batch-size 32 cannot be shared equally by 3 replicas: use 30 or 33"),
+        (("--simulated-devices", "3", "--global-batch-size", "2"), "--global-batch-size 2 is too small for 3 replica"),
     ],
     ids=["a value", "a combination"],
 )

@@ -77,7 +77,7 @@ class Settings:
     steps_per_epoch: int | None = None
     """Steps per epoch. Passes over the examples then follow each other without a gap. Default: one pass."""
     global_batch_size: int
-    """Examples per step, over all replicas together. Must be divisible by the number of replicas."""
+    """Examples per step, over all replicas together. If these cannot share it equally, some get padding of weight 0."""
     learning_rate: ChangeableOnResume[float]
     """Peak learning rate of the optimizer. May be changed when a run is resumed; the change is recorded."""
     seed: int = 0

@@ -120,7 +120,7 @@ def test_table_that_a_step_reads_as_one_tensor_is_named(check: Check) -> None:
 @pytest.mark.long
 def test_batch_that_two_replicas_cannot_share_is_named_with_the_one_used(check: Check) -> None:
     (line,) = [line for line in assert_sound(check(global_batch_size=65)) if "--global-batch-size" in line]
-    assert "65 can be shared by 1, 5, 13, 65 replicas; one replica and two are compared with 64" in line
+    assert "65 can be shared equally by 1, 5, 13, 65 replicas; one replica and two are compared with 64" in line
 
 
 @pytest.mark.long

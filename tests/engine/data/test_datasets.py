@@ -1,5 +1,6 @@
 """Splits that are missing or have several sets, batches of their own size, and epochs of any number of steps."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -130,14 +131,17 @@ def test_steps_are_those_that_all_workers_can_take() -> None:
         return numbers(0, 41)
 
     task = SimpleNamespace(load_examples=hook, prepare_example=lambda features, label: (features, label))
-    config = Config(global_batch_size=8)
-    made = load_splits(
-        ("train", "test"), task, config, tf.distribute.get_strategy(), tf.distribute.InputContext(2, 0), gather
-    )
+    config = Config(global_batch_size=8, simulated_devices=2)
+    context = tf.distribute.InputContext(2, 0)
+    made = load_splits(("train", "test"), task, config, create_strategy(config), context, gather)
     assert calls == ["task.load_examples('train')", "task.load_examples('test')"]
     # Of each batch, 4 examples are of each worker: the one with 25 has 6 times 4.
     assert (made["train"].steps_per_pass, made["train"].dropped, made["train"].number_of_examples) == (6, 18, 66)
     assert made["test"].steps_per_pass == 11
+    remedy = "with input_context each takes its part from files of its own; use a multiple of that"
+    with pytest.raises(BadInput, match=f"--global-batch-size 9 cannot be shared equally by 2 workers: {remedy}"):
+        odd = dataclasses.replace(config, global_batch_size=9)
+        load_splits(("train",), task, odd, create_strategy(config), context, gather)
 
 
 def test_evaluation_batches_have_a_size_of_their_own() -> None:
@@ -157,8 +161,8 @@ def test_evaluation_batches_have_a_size_of_their_own() -> None:
         "test/b": (20, 10, 1),
     }
     assert features(batches["validation"]) == [list(range(20)), list(range(20, 37))]
-    with pytest.raises(BadInput, match="--evaluation-batch-size 21 cannot be shared equally by 2 replicas: use 20 or"):
-        load(examples, replicas=2, evaluation_batch_size=21)
+    with pytest.raises(BadInput, match=r"--evaluation-batch-size 1 is too small for 2 replica\(s\): use 2 or more"):
+        load(examples, replicas=2, evaluation_batch_size=1)
 
 
 # --- Epochs of --steps-per-epoch --------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Settings, run directories and hooks that cannot work end in one line and exit code 2, and leave nothing behind."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -7,9 +8,13 @@ from pathlib import Path
 import keras
 import pytest
 import tensorflow as tf
+from small import linear_model
 
 import task
 import train
+from config import Config
+from engine.errors import BadInput
+from engine.model import gather_batch
 
 Refused = Callable[..., str]
 
@@ -36,10 +41,15 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     ("arguments", "reason"),
     [
         (("--global-batch-size=5000",), "--global-batch-size 5000 is larger than the 1258 examples"),
-        (("--simulated-devices=4", "--global-batch-size=3"), "--global-batch-size 3 cannot be shared equally by 4"),
-        (("--simulated-devices=2", "--global-batch-size=33"), "--global-batch-size 33 cannot be shared equally by 2"),
+        (
+            ("--simulated-devices=4", "--global-batch-size=3"),
+            "--global-batch-size 3 is too small for 4 replica(s): use 4",
+        ),
         (("--simulated-devices=9",), "--simulated-devices 9 is more than 5, with which TensorFlow has already started"),
-        (("--micro-batches=3",), "--micro-batches 3 does not divide the 32 examples of a per-replica batch: use"),
+        (
+            ("--micro-batches=33",),
+            "--global-batch-size 32 is too small for 1 replica(s), in 33 micro-batches each: use 33",
+        ),
         (("--strategy=one_device", "--simulated-devices=2"), "--simulated-devices 2 is too high for --strategy one"),
         (("--strategy=mirrored",), "--strategy mirrored needs GPUs and this machine shows none"),
         (
@@ -315,3 +325,41 @@ def test_divergence_ends_with_its_step_and_exit_code_3(
     assert "ERROR: the loss of train step 2 of epoch 2 is inf" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
     assert not (tmp_path / "result.json").exists()
+
+
+def test_padding_that_would_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_layer(layer: keras.layers.Layer) -> None:
+        monkeypatch.setattr(task, "create_model", lambda: linear_model(keras.layers.Activation("relu"), layer))
+
+    uneven = "--global-batch-size 32 cannot be shared equally by 3 replica"
+    settings = Config(simulated_devices=3)
+    for layer, reason in (
+        (keras.layers.BatchNormalization(synchronized=True, name="a"), "the layer a normalizes the batch"),
+        (keras.layers.ActivityRegularization(0.1, name="b"), "the layer b has an activity regularizer"),
+    ):
+        with_layer(layer)
+        with pytest.raises(BadInput) as refused:
+            train.build(settings)
+        assert str(refused.value).startswith(uneven)
+        assert str(refused.value).endswith(f", and {reason}, which would count the padding: use 30 or 33")
+        train.build(dataclasses.replace(settings, evaluate_only=True))  # Which takes the padding out of the metrics.
+    with_layer(keras.layers.BatchNormalization(trainable=False))
+    train.build(settings)
+    compute_loss = task.compute_loss
+
+    def gathering(labels: tf.Tensor, *more: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        gather_batch(labels)
+        return compute_loss(labels, *more)
+
+    monkeypatch.setattr(task, "compute_loss", gathering)
+    train.build(settings)
+    with pytest.raises(
+        BadInput, match=r"by 3 replica\(s\), and task.train_step calls engine.model.gather_batch, which"
+    ):
+        train.graph("train")
+    train.build(dataclasses.replace(settings, global_batch_size=36, micro_batches=1))
+    train.graph("train")
+    monkeypatch.setattr(task, "compute_loss", compute_loss)
+    with_layer(keras.layers.BatchNormalization())
+    with pytest.raises(BadInput, match=r"by 1 replica\(s\) in 5 micro-batches each, and .*: use 30 or 35"):
+        train.build(Config(simulated_devices=1, micro_batches=5))

@@ -684,7 +684,7 @@ def test_run_stopped_in_a_validation_between_epochs_ends_bit_equal(
         return keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Dropout(0.2), keras.layers.Dense(10)])
 
     monkeypatch.setattr(task, "create_model", each_on_its_own)
-    flags = ("--epochs=2", "--simulated-devices=3", "--steps-per-execution=1", "--validate-every-steps=8")
+    flags = ("--epochs=2", "--simulated-devices=2", "--steps-per-execution=1", "--validate-every-steps=8")
     flags += ("--ema-decay=0.9",)
     # In the validation after 8 steps; then in the second epoch's.
     assert_stopped_run_ends_equal((9, 16 + 20 + 5), tmp_path, flags, ended, monkeypatch)

@@ -44,7 +44,7 @@ def check_examples(program: Program, settings: Settings, global_batch_size: int)
     sizes = ", ".join(f"{name} {each.number_of_examples}" for name, each in program.batches.items())
     yield Check(True, "task.py load_examples", f"{sizes} examples of one structure, in the same order twice")
     divisors = (str(number) for number in range(1, global_batch_size + 1) if global_batch_size % number == 0)
-    text = f"{global_batch_size} can be shared by {', '.join(divisors)} replicas"
+    text = f"{global_batch_size} can be shared equally by {', '.join(divisors)} replicas"
     if settings.global_batch_size != global_batch_size:
         text += f"; one replica and two are compared with {settings.global_batch_size}"
     yield Check(True, "--global-batch-size", text)

@@ -32,13 +32,15 @@ class Batches:
     Every batch is full and has three parts: (features, labels, sample_weights). `sample_weights` is float32 [batch]:
     the example's own sample weight, 1 if it has none, 0 for padding. In training the examples that fill no batch are
     dropped, others in each pass. In evaluation, and in training with --keep-last-batch, the last batch is padded with
-    copies of weight 0, so that each example counts exactly once.
+    copies of weight 0, so that each example counts exactly once. If the replicas, or their micro-batches, cannot share
+    a batch equally, the shares of some are padded in the same way.
 
     Attributes:
         split: "train", "validation" or "test".
         name: the split, or "<split>/<dataset>" if it has several.
         number_of_examples: the examples of the dataset, on all processes.
-        global_batch_size, per_replica_batch_size: examples in a batch, and those of it on one replica.
+        global_batch_size: examples in a batch.
+        per_replica_batch_size: examples of a batch on one replica, padding included.
         steps_per_pass: batches in one pass.
         steps_per_epoch: batches in an epoch or evaluation: a pass, without --steps-per-epoch and --limit-steps.
         dropped: examples that one pass drops.
@@ -72,10 +74,16 @@ class Batches:
         evaluation_size = None if self._training else settings.evaluation_batch_size
         self.global_batch_size = size = evaluation_size or settings.global_batch_size
         flag = "--evaluation-batch-size" if evaluation_size else "--global-batch-size"
-        self.per_replica_batch_size = per_replica_batch_size(size, strategy.num_replicas_in_sync, flag)
+        loaders = len(lengths)  # The processes, if each loads files of its own; else 1.
+        replicas, processes = strategy.num_replicas_in_sync, context.num_input_pipelines
+        parts = settings.micro_batches if self._training else 1
+        self.per_replica_batch_size = per_replica_batch_size(size, replicas, parts, flag)
+        if size % loaders:
+            remedy = "with input_context each takes its part from files of its own; use a multiple of that"
+            raise BadInput(f"{flag} {size} cannot be shared equally by {loaders} workers: {remedy}")
+        self._shares = shares(size // loaders, replicas // loaders)
         self._lengths = list(lengths)
         self._count_steps(settings)
-        loaders = len(lengths)  # The processes, if each loads files of its own; else 1.
         self._is_alone = context.num_input_pipelines == 1
         self._loader = context.input_pipeline_id % loaders
         self.examples, self._preparation = examples, preparation
@@ -87,15 +95,18 @@ class Batches:
         batch_spec = batched(unbatched(self._prepared.batch_spec), self.per_replica_batch_size)
         self.element_spec = batch_spec[:3]
         self.stacks = Stacks(strategy, batch_spec, self._prepared.padding)
-        bytes_of_batch = strategy.num_replicas_in_sync * bytes_of(self.element_spec)
-        self._bytes_of_share = bytes_of_batch // context.num_input_pipelines
+        bytes_of_batch = replicas * bytes_of(self.element_spec)
+        self._bytes_of_share = bytes_of_batch // processes
         bytes_read = size * bytes_of(example_spec) if is_static(example_spec) else 0
         self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, bytes_of_batch)))
-        from_loader, from_process = size // loaders, size // context.num_input_pipelines
-        first = context.input_pipeline_id * from_process % from_loader
-        self._shard = Shard(from_loader, slice(first, first + from_process), self.steps_per_pass * from_loader)
+        from_loader, of_process = size // loaders, replicas // processes
+        first_replica = context.input_pipeline_id * of_process % len(self._shares)
+        first = sum(self._shares[:first_replica])
+        self._shares = self._shares[first_replica : first_replica + of_process]
+        places = slice(first, first + sum(self._shares))
+        self._shard = Shard(from_loader, places, self.steps_per_pass * from_loader)
         self._iterator: StackIterator | None = None
-        self._limit_bytes_ahead(bytes_read // context.num_input_pipelines)
+        self._limit_bytes_ahead(bytes_read // processes)
 
     def _limit_bytes_ahead(self, bytes_read: int) -> None:
         prepared = self._shard.size * bytes_of(unbatched(self.element_spec))
@@ -193,14 +204,13 @@ class Batches:
         """Returns stacks of these `sizes` from a step of a pass on: tuples of one for each replica of this process."""
         self.examples.cache()
         sizes_of_first, sizes_of_others = (tf.constant(each.pattern, tf.int64) for each in sizes)
-        replicas = self._shard.size // self.per_replica_batch_size
 
         @tf.autograph.experimental.do_not_convert
         def one_pass(number: tf.Tensor) -> tf.data.Dataset:
             is_first = number == first_pass
             first = tf.where(is_first, tf.constant(first_step, tf.int64), 0)
             sizes_of_pass = tf.cond(is_first, lambda: sizes_of_first, lambda: sizes_of_others)
-            return stacked(self._pass(number, first), sizes_of_pass, replicas, self.per_replica_batch_size)
+            return stacked(self._pass(number, first), sizes_of_pass, self._shares, self.per_replica_batch_size)
 
         # Endless, so that the next pass's first batches are prepared while this one is validated.
         endless = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(one_pass)
@@ -238,10 +248,18 @@ class Batches:
         return examples.rejection(problem, one_by_one, f"in the batches from step {step + 1} of epoch {epoch + 1} on")
 
 
-def per_replica_batch_size(size: int, replicas: int, flag: str = "--global-batch-size") -> int:
-    """Returns how many examples of a global batch one replica gets. Raises BadInput unless all get equally many."""
-    if rest := size % replicas:
-        below = size - rest
-        use = " or ".join(str(each) for each in (below, below + replicas) if each)
-        raise BadInput(f"{flag} {size} cannot be shared equally by {replicas} replicas: use {use}")
-    return size // replicas
+def per_replica_batch_size(size: int, replicas: int, parts: int = 1, flag: str = "--global-batch-size") -> int:
+    """Returns how many examples each replica gets of a global batch, padding included, in `parts` micro-batches.
+
+    Raises BadInput if a micro-batch would be padding only.
+    """
+    if size < replicas * parts:
+        micro_batches = f", in {parts} micro-batches each" if parts > 1 else ""
+        problem = f"{flag} {size} is too small for {replicas} replica(s){micro_batches}"
+        raise BadInput(f"{problem}: use {replicas * parts} or more")
+    return parts * -(-size // (replicas * parts))
+
+
+def shares(size: int, replicas: int) -> list[int]:
+    """Returns how many examples of a global batch each replica gets; the first ones may get one more."""
+    return [size // replicas + (replica < size % replicas) for replica in range(replicas)]

@@ -67,11 +67,6 @@ def load_splits(
     if settings.validate_every_steps and not any(each.split == "validation" for each in batches.values()):
         problem = "task.load_examples('validation') returned None, so there is no validation: remove the flag"
         raise BadInput(f"--validate-every-steps {settings.validate_every_steps}: {problem}")
-    size, count = batches["train"].per_replica_batch_size, settings.micro_batches
-    if size % count:
-        divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
-        problem = f"--micro-batches {count} does not divide the {size} examples of a per-replica batch"
-        raise BadInput(f"{problem}: use one of {divisors}")
     return batches
 
 

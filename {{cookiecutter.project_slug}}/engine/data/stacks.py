@@ -13,7 +13,7 @@ import itertools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -238,15 +238,24 @@ def stack_sizes(steps: int, first_step: int, bytes_of_share: int) -> tuple[Sizes
     return Sizes((*growing, *[largest] * STACKS_UNTIL_SMALL), steps - first_step), whole
 
 
-def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, per_replica_batch_size: int) -> tf.data.Dataset:
+def stacked(
+    prepared: tf.data.Dataset, sizes: tf.Tensor, shares: Sequence[int], per_replica_batch_size: int
+) -> tf.data.Dataset:
     """Returns stacks, [batches, per-replica batch, ...] each, in tuples of one for each replica.
 
-    Elements of `prepared` are any number of examples, [n, ...]; the per-replica batches of a batch follow each other.
-    `sizes` (int64) says how many batches go into each stack, again and again.
+    Elements of `prepared` are any number of examples, [n, ...]; the replicas' `shares` of a batch follow each other.
+    Shares of less than a per-replica batch are padded with copies of weight 0. `sizes` (int64) says how many batches go
+    into each stack, again and again.
     """
-    size = per_replica_batch_size
+    size, replicas = per_replica_batch_size, len(shares)
+    is_padded = any(share < size for share in shares)
 
     def for_replica(replica: int, part: tf.Tensor) -> tf.Tensor:
+        if is_padded:
+            first = sum(shares[:replica])
+            rows = [first + min(row, shares[replica] - 1) for row in range(size)]
+            of_each = tf.reshape(part, [-1, sum(shares), part.shape[1:].num_elements()])
+            return tf.reshape(tf.gather(of_each, rows, axis=1), [-1, size, *part.shape[1:]])
         if replicas == 1:
             return tf.reshape(part, [-1, size, *part.shape[1:]])
         # Complete per-replica batches side by side, so that each is copied in one piece.
@@ -254,9 +263,16 @@ def stacked(prepared: tf.data.Dataset, sizes: tf.Tensor, replicas: int, per_repl
         return tf.reshape(tf.gather(of_each, replica, axis=1), [-1, size, *part.shape[1:]])
 
     def split(*stack: Any) -> tuple[Any, ...]:
-        return tuple(tf.nest.map_structure(functools.partial(for_replica, each), stack) for each in range(replicas))
+        parts = [tf.nest.map_structure(functools.partial(for_replica, each), stack) for each in range(replicas)]
+        if not is_padded:
+            return tuple(parts)
+        counts = [tf.constant([float(row < share) for row in range(size)]) for share in shares]
+        return tuple(
+            (features, labels, weights * count, *lengths)
+            for (features, labels, weights, *lengths), count in zip(parts, counts, strict=True)
+        )
 
-    return prepared.rebatch(replicas * size * sizes).map(split)
+    return prepared.rebatch(sum(shares) * sizes).map(split)
 
 
 def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from engine.data.examples import hook_of
 from engine.data.pipelines import input_options
 from engine.data.preparation import pass_seed
 from engine.data.stacks import CompiledSteps, Sizes, StackIterator, Stacks
+from engine.errors import BadInput
 
 
 class WorkerPool(Protocol):
@@ -31,8 +32,13 @@ class WorkerBatches(Batches):
     """
 
     def __init__(self, *arguments: Any, load: Callable[[], Any], workers: WorkerPool) -> None:
-        """`load` calls task.load_examples; the other arguments are those of Batches."""
+        """`load` calls task.load_examples; the other arguments are those of Batches. Raises BadInput as it does."""
         super().__init__(*arguments)
+        if rest := self.per_replica_batch_size - self.global_batch_size:
+            raise BadInput(
+                f"--global-batch-size {self.global_batch_size} is not divisible by --micro-batches, which "
+                f"--strategy parameter_server needs: use {self.global_batch_size + rest}"
+            )
         self._load, self._workers = load, workers
         self.examples.may_be_cached = False  # Each worker loads them again.
         self.stacks = WorkerStacks(self.stacks.strategy, self.stacks.batch_spec, self.stacks.padding, workers)

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from engine.errors import BadInput
+from engine.settings import Settings
 from engine.tracing import converted, returning_loss
 
 
@@ -21,6 +22,7 @@ class _Step(threading.local):
 
     batch: Any = None  # The complete per-replica batch, before it is cut into micro-batches.
     micro_batches: int = 1
+    uneven: str = ""  # See `uneven_shares`.
     calls: int = 0  # How often this micro-batch has called sum_over_batch.
     sums: list[tf.Tensor] = dataclasses.field(default_factory=list)  # What these calls returned in the first one.
 
@@ -29,10 +31,13 @@ _step = _Step()
 
 
 @contextlib.contextmanager
-def step_on(batch: Any, micro_batches: int = 1) -> Iterator[None]:
-    """Says which per-replica batch (features, labels, sample_weights) the hooks that are called inside belong to."""
+def step_on(batch: Any, micro_batches: int = 1, uneven: str = "") -> Iterator[None]:
+    """Says which per-replica batch (features, labels, sample_weights) the hooks that are called inside belong to.
+
+    `uneven` is what `uneven_shares` returns.
+    """
     before = dict(vars(_step))
-    _step.batch, _step.micro_batches, _step.calls, _step.sums = batch, micro_batches, 0, []
+    _step.batch, _step.micro_batches, _step.uneven, _step.calls, _step.sums = batch, micro_batches, uneven, 0, []
     try:
         yield
     finally:
@@ -103,7 +108,7 @@ def gather_batch(values: tf.Tensor) -> tf.Tensor:
     Padded examples are among them: gather their sample weights too, and exclude examples of weight 0. Raises BadInput
     with --micro-batches, which are computed one after the other, so that no micro-batch has the values of the next.
     """
-    _reject_micro_batches("gather_batch")
+    _check_gathered("gather_batch")
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return values
@@ -124,12 +129,29 @@ def places_in_batch(values: tf.Tensor) -> tf.Tensor:
 
     Raises BadInput with --micro-batches.
     """
-    _reject_micro_batches("places_in_batch")
+    _check_gathered("places_in_batch")
     size, replica = tf.shape(values)[0], tf.distribute.get_replica_context().replica_id_in_sync_group
     return size * tf.cast(replica, "int32") + tf.range(size)
 
 
-def _reject_micro_batches(function: str) -> None:
+def uneven_shares(settings: Settings) -> str:
+    """Returns an error for shares of a training batch that are padded, with a place for what counts the padding.
+
+    It is "" if no share is.
+    """
+    size, replicas = settings.global_batch_size, tf.distribute.get_strategy().num_replicas_in_sync
+    unit = replicas * settings.micro_batches
+    if not (rest := size % unit):
+        return ""
+    parts = f" in {settings.micro_batches} micro-batches each" if settings.micro_batches > 1 else ""
+    sizes = " or ".join(str(each) for each in (size - rest, size - rest + unit) if each)
+    problem = f"--global-batch-size {size} cannot be shared equally by {replicas} replica(s){parts}"
+    return f"{problem}, and {{}}, which would count the padding: use {sizes}"
+
+
+def _check_gathered(function: str) -> None:
+    if _step.uneven:
+        raise BadInput(_step.uneven.format(f"task.train_step calls engine.model.{function}"))
     if _step.micro_batches > 1:
         problem = f"{_step.micro_batches}, and task.train_step calls engine.model.{function}"
         reason = "micro-batches are computed one after the other, so that none has the values of the next"
