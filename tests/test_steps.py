@@ -76,7 +76,6 @@ CASES = {
         "--monitor=validation/distance",
         "--monitor-direction=min",
     ),
-    "Sharpness-aware minimization (SAM)": ("",),
     "a table that is updated by row": (TABLE, "--micro-batches=2", "--global-clipnorm=0.5"),
     "Diffusion": ("", "--micro-batches=2", "--ema-decay=0.9"),
 }

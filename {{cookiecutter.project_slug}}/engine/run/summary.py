@@ -85,7 +85,7 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
     examples = [f"{name} {each.number_of_examples}" for name, each in batches.items()]
     examples += [f"no {split}" for split in ("validation", "test") if split not in splits]
     size, padded = train.global_batch_size, run.strategy.num_replicas_in_sync * train.per_replica_batch_size
-    padding = f", {padded - size} of {padded} are padding" if padded > size else ""
+    padding = f", {padded} in all with padding" if padded > size else ""
     to_evaluate = f", {settings.evaluation_batch_size} to evaluate" if settings.evaluation_batch_size else ""
     drift = f"{', '.join(drifting(run.objects.metrics))}: not added up in float64, so wrong after millions of examples"
     limited = f"to {settings.limit_steps} steps of each dataset (--limit-steps): metrics are of a part of the data"
