@@ -415,6 +415,30 @@ def test_cluster_that_is_killed_once_ends_bit_equal(
 
 
 @pytest.mark.long
+def test_two_of_three_workers_are_lost_for_good_and_the_numbers_stay(
+    one_process: tuple[Path, Path], launched: Callable[..., Launched], tmp_path: Path
+) -> None:
+    project, expected = one_process
+    run_dir, draw = tmp_path / "run", random.Random(0)
+    launcher = launched(
+        "--workers=3", "--min-workers=1", "--", *NUMBERS, *OFTEN, f"--run-dir={run_dir}", project=project
+    )
+    for lost in (1, 2):
+        before = newest_step(run_dir)
+        until(lambda before=before: launcher.has_ended() or newest_step(run_dir) > before)
+        assert launcher.send(signal.SIGKILL, "worker", draw), launcher.text
+        until(lambda lost=lost: launcher.has_ended() or launcher.text.count("is lost: starting again with") == lost)
+    assert launcher.wait(300) == 0, launcher.text
+    assert "is lost: starting again with 1 worker(s), from the checkpoint" in launcher.text
+    assert json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["replicas"] == 1
+    assert_same_numbers(expected, run_dir)
+
+
+def newest_step(run_dir: Path) -> int:
+    return max((int(path.name[5:13]) for path in run_dir.glob("checkpoints/step-*")), default=0)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("sent", "times"), [(signal.SIGKILL, 5), (signal.SIGTERM, 3)], ids=["killed", "stopped"])
 def test_cluster_that_is_disturbed_often_ends_bit_equal(
     sent: signal.Signals, times: int, launched: Callable[..., Launched], tmp_path: Path

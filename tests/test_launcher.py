@@ -1,5 +1,6 @@
 """launch.py with a small program instead of train.py: starts, ends, restarts, passes on, and leaves nothing."""
 
+import re
 import shutil
 import signal
 import subprocess
@@ -104,6 +105,26 @@ def test_death_of_one_ends_all_with_its_code(launched: Callable, project: Path) 
 def test_code_that_no_restart_fixes_is_returned_without_one(launched: Callable, project: Path, code: int) -> None:
     assert launched("--workers=2", "--max-restarts=5", "--", f"all={code}").returncode == code
     assert len(starts(project, "worker-0")) == 1
+
+
+def test_lost_workers_are_left_out_down_to_the_minimum(launched: Callable, project: Path) -> None:
+    flags = ("--workers=4", "--min-workers=2", "--max-restarts=1", "--")
+    done = launched(*flags, "worker3=kill", "worker2=42")
+    assert done.returncode == 0, done.stdout
+    told = [line for line in done.stdout.splitlines() if line.startswith("[launcher] ") and "start" in line]
+    assert len(told) == 3
+    assert "restarting (restarts left: 0)" in told[0]
+    assert [re.sub(r"worker \d", "a worker", line) for line in told[1:]] == [
+        f"[launcher] a worker is lost: starting again with {number} worker(s), from the checkpoint" for number in (3, 2)
+    ]
+    # Of four starts.
+    assert len(starts(project, "worker-3")) <= 2
+    assert len(starts(project, "worker-1")) >= 3
+    assert launched("--workers=2", "--min-workers=2", "--", "worker1=1").returncode == 1
+    for bad in ("0", "3"):
+        refused = launched("--workers=2", f"--min-workers={bad}")
+        assert refused.returncode == 2
+        assert f"--min-workers {bad} must be from 1 to the number of --workers" in refused.stderr
 
 
 @pytest.mark.parametrize("end", ["kill", "1", "42"])

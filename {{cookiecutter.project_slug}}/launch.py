@@ -2,6 +2,7 @@
 
     python launch.py --workers 2 -- --epochs 5                            two workers, the same results as one process
     python launch.py --workers 2 --max-restarts 20 -- --epochs 5          restarts the cluster when a process dies
+    python launch.py --workers 4 --min-workers 2 -- --epochs 5            continues without workers that die
     python launch.py --workers 2 --parameter-servers 1 -- --epochs 5      asynchronous: --strategy parameter_server
 
 Arguments after -- are for train.py. The workers share the GPUs in CUDA_VISIBLE_DEVICES, or all GPUs of the machine.

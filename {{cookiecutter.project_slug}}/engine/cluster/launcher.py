@@ -32,7 +32,7 @@ class Process:
     """One process of the cluster. It can be started again after its end."""
 
     def __init__(self, cluster: Cluster, arguments: list[str], environment: dict[str, str]) -> None:
-        self.job, self.name = cluster.job, cluster.name
+        self.job, self.index, self.name = cluster.job, cluster.index, cluster.name
         self._command = [sys.executable, "-u", str(PROGRAM), *arguments]
         self._environment = {**os.environ, **environment, "TF_CONFIG": cluster.tf_config()}
 
@@ -101,10 +101,13 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # Loaded 
 class Launcher:
     """Runs the cluster, restarts it if necessary, and passes on the signals that the launcher gets."""
 
-    def __init__(self, jobs: dict[str, int], arguments: list[str], visible: list[str], max_restarts: int) -> None:
+    def __init__(
+        self, jobs: dict[str, int], arguments: list[str], visible: list[str], max_restarts: int, min_workers: int
+    ) -> None:
         """`visible` is each worker's CUDA_VISIBLE_DEVICES; it is empty on a machine without GPUs."""
         self._jobs, self._arguments, self._visible = jobs, arguments, visible
-        self._restarts_left = max_restarts
+        self._restarts_left, self._min_workers = max_restarts, min_workers
+        self._first_to_end: Process | None = None
         os.environ.setdefault(START_ID, uuid.uuid4().hex)  # So --fresh moves only an older run aside.
         self._signal: int | None = None
         self._processes: list[Process] = []
@@ -115,7 +118,9 @@ class Launcher:
         """Returns the exit code of the process that ended the cluster."""
         while True:
             code = self._run_once()
-            if code == 0 or code in FINAL_CODES or self._signal or not self._may_restart(f"ended with {code}"):
+            if code == 0 or code in FINAL_CODES or self._signal:
+                return code
+            if not self._may_restart(f"ended with {code}") and not self._may_continue_with_fewer():
                 return code
 
     def _may_restart(self, why: str) -> bool:
@@ -123,6 +128,17 @@ class Launcher:
             return False
         self._restarts_left -= 1
         print_line("launcher", f"{why}: restarting (restarts left: {self._restarts_left})")
+        return True
+
+    def _may_continue_with_fewer(self) -> bool:
+        """Leaves the worker that ended first out of the next start, unless too few are left; returns whether."""
+        lost, number = self._first_to_end, self._jobs["worker"]
+        if number <= self._min_workers or lost is None:
+            return False
+        self._jobs = {**self._jobs, "worker": number - 1}
+        if self._visible:  # Its GPUs may be the cause.
+            del self._visible[lost.index]
+        print_line("launcher", f"{lost.name} is lost: starting again with {number - 1} worker(s), from the checkpoint")
         return True
 
     def _pass_on(self, number: int, _: object) -> None:
@@ -134,7 +150,7 @@ class Launcher:
     def _run_once(self) -> int:
         free = iter(_free_addresses(sum(self._jobs.values())))
         addresses = {job: [next(free) for _ in range(number)] for job, number in self._jobs.items()}
-        self._processes = []
+        self._processes, self._first_to_end = [], None
         try:
             for job, number in self._jobs.items():
                 for index in range(number):
@@ -162,6 +178,7 @@ class Launcher:
                 if (code := process.popen.poll()) is None:
                     continue
                 running.remove(process)
+                self._first_to_end = self._first_to_end or process
                 death = f"{process.name} ended with exit code {code}"
                 if code < 0:
                     death = f"{process.name} was ended by {signal.Signals(-code).name}"
@@ -218,6 +235,7 @@ def main(description: str) -> int:
     parser.add_argument("--workers", type=int, required=True, help="processes that train")
     parser.add_argument("--parameter-servers", type=int, default=0, help="processes that keep the weights")
     parser.add_argument("--max-restarts", type=int, default=0, help="restarts after a process has died or was stopped")
+    parser.add_argument("--min-workers", type=int, help="without restarts left, continue with as few; default: all")
     parser.add_argument("arguments", nargs="*", help="after --: the arguments of train.py")
     options, unknown = parser.parse_known_args()
     if unknown:
@@ -226,6 +244,10 @@ def main(description: str) -> int:
         if (value := getattr(options, name)) < least:
             parser.error(f"--{name.replace('_', '-')} {value} must be {least} or more")
     workers, gpus = options.workers, visible_gpus(os.environ)
+    min_workers = workers if options.min_workers is None else options.min_workers
+    if not 1 <= min_workers <= workers or (options.min_workers and options.parameter_servers):
+        rule = "must be from 1 to the number of --workers, without --parameter-servers, which need no such flag"
+        parser.error(f"--min-workers {min_workers} {rule}")
     # Simulated devices need no GPU. Then all GPUs are hidden, so that no process takes their memory.
     is_simulated = re.search(r"--simulated[-_]devices[ =](?!0\b)", " ".join(options.arguments))
     used = [] if is_simulated else gpus
@@ -239,4 +261,4 @@ def main(description: str) -> int:
     if options.parameter_servers:
         jobs = {"chief": 1, **jobs, "ps": options.parameter_servers}
         arguments = ["--strategy=parameter_server", *arguments]
-    return Launcher(jobs, arguments, visible, options.max_restarts).run()
+    return Launcher(jobs, arguments, visible, options.max_restarts, min_workers).run()
