@@ -1,12 +1,13 @@
 """What the environment says about a cluster."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.cluster.environment import find_cluster
+from engine.cluster.environment import find_cluster, leave_as_evaluator
 from engine.errors import BadInput
 
 TWO = ["host0:12345", "host1:12345"]
@@ -40,6 +41,29 @@ def test_job_without_processes_is_not_passed_on_because_tensorflow_crashes_at_it
     cluster = find_cluster(tf_config({"chief": [], "worker": TWO, "ps": []}))
     assert json.loads(cluster.tf_config())["cluster"] == {"worker": TWO}
     assert cluster.is_chief
+
+
+def test_managed_clouds_describe_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Vertex AI has a chief apart from the workers, fields of its own, and maybe an evaluator.
+    chief, workers = ["training-chief-0:2222"], ["training-worker-0:2222", "training-worker-1:2222"]
+    described = {"cluster": {"chief": chief, "worker": workers, "evaluator": ["training-evaluator-0:2222"]}}
+    described |= {"task": {"type": "worker", "index": 1, "cloud": "x"}, "environment": "cloud", "job": "{}"}
+    vertex = find_cluster({"TF_CONFIG": json.dumps(described)})
+    assert list(vertex.processes().values()) == chief + workers
+    assert (vertex.name, vertex.is_chief) == ("worker 1", False)
+
+    described["task"] = {"type": "evaluator", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(described))
+    leave_as_evaluator()
+    assert find_cluster(os.environ) is None
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    leave_as_evaluator()
+    assert os.environ["TF_CONFIG"] == "{}"
+
+    sagemaker = find_cluster({"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2"})
+    assert sagemaker.processes() == {"worker 0": "algo-1:12345", "worker 1": "algo-2:12345"}
+    assert sagemaker.name == "worker 1"
+    assert find_cluster({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}) is None
 
 
 def test_slurm_step_is_a_cluster_by_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +119,15 @@ MALFORMED = {
     "a negative index": (tf_config({"worker": TWO}, index=-1), "as worker -1, but only worker 0, worker 1"),
     "a second chief": (tf_config({"worker": TWO, "chief": ["a:1"]}, "chief", 1), "as chief 1, but only chief, worker"),
     "a job that is not there": (tf_config({"worker": TWO}, "chief"), "as chief, but only worker 0, worker 1"),
-    "an evaluator": (tf_config({"worker": TWO, "evaluator": ["host2:1"]}), "--evaluate-continuously"),
+    "an evaluator": (tf_config({"worker": TWO}, "evaluator"), "as an evaluator: start it with --evaluate-continuously"),
+    "no such host": (
+        {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "b"},
+        'SM_HOSTS=["algo-1"] and SM_CURRENT_HOST=b in',
+    ),
+    "hosts that are no list": (
+        {"SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"},
+        'must be like ["algo-1", "algo-2"]',
+    ),
     "two chiefs": (tf_config({"worker": TWO, "chief": ["a:1", "b:1"]}), "2 chiefs"),
     "no port": (tf_config({"worker": ["host0", "host1:1"]}), "worker 0 at 'host0': an address must be a host"),
     "a port too large": (tf_config({"worker": ["host0:1", "host1:65536"]}), "worker 1 at 'host1:65536'"),

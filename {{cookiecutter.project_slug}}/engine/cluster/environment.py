@@ -1,4 +1,4 @@
-"""The cluster that this process belongs to, as TF_CONFIG, a Slurm step or a Kubernetes Indexed Job describes it."""
+"""The cluster that this process belongs to, as TF_CONFIG, Slurm, a Kubernetes Indexed Job or SageMaker describes it."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ from engine.errors import BadInput
 
 # "host0:12345", "10.0.0.1:12345", "[fe80::1%eth0]:12345": no scheme and no space.
 ADDRESS = re.compile(r"([\w.-]+|\[[\w:.%-]+\]):(?P<port>[0-9]{1,5})")
+EVALUATOR = "TF_CONFIG describes this process as an evaluator"
 JOBS = ("chief", "worker", "ps")  # In the order in which processes are counted. A chief is the first worker.
 
 
@@ -18,7 +19,7 @@ JOBS = ("chief", "worker", "ps")  # In the order in which processes are counted.
 class Cluster:
     """The processes of a cluster, by job, and which of them this process is."""
 
-    source: str  # "TF_CONFIG", "Slurm", "Kubernetes" or "launch.py", for messages.
+    source: str  # "TF_CONFIG", "Slurm", "Kubernetes", "SageMaker" or "launch.py", for messages.
     addresses: dict[str, list[str]]  # job -> "host:port" of each of its processes.
     job: str
     index: int
@@ -62,6 +63,8 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
         cluster = _from_slurm(environment)
     elif "JOB_COMPLETION_INDEX" in environment and _number(environment, "WORKERS", 1) > 1:
         cluster = _from_kubernetes(environment)
+    elif environment.get("SM_HOSTS"):
+        cluster = _from_sagemaker(environment)
     else:
         return None
     if problem := next(_problems(cluster), ""):
@@ -75,14 +78,26 @@ def reject_cluster(flag: str) -> None:
         raise BadInput(f"{flag} is for one process, but {cluster.source} describes a cluster: start it elsewhere")
 
 
+def leave_as_evaluator() -> None:
+    """Forgets TF_CONFIG if this process is an evaluator in it, which takes no part in the training."""
+    try:
+        find_cluster(os.environ)
+    except BadInput as problem:
+        if EVALUATOR in str(problem):
+            del os.environ["TF_CONFIG"]
+
+
 def _from_tf_config(text: str) -> Cluster:
     try:
         described = json.loads(text)
         addresses, job, index = described["cluster"], described["task"]["type"], described["task"]["index"]
         has_lists = bool(addresses) and all(isinstance(each, list) for each in addresses.values())
         if has_lists and isinstance(job, str) and type(index) is int:
+            if job == "evaluator":
+                raise BadInput(f"{EVALUATOR}: start it with --evaluate-continuously")
             # TensorFlow crashes at a job without processes.
-            return Cluster("TF_CONFIG", {name: each for name, each in addresses.items() if each}, job, index)
+            of_jobs = {name: each for name, each in addresses.items() if each and name != "evaluator"}
+            return Cluster("TF_CONFIG", of_jobs, job, index)
     except (ValueError, LookupError, TypeError, AttributeError):
         pass
     example = '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}'
@@ -125,6 +140,18 @@ def _from_kubernetes(environment: Mapping[str, str]) -> Cluster:
     return Cluster("Kubernetes", {"worker": addresses}, "worker", _number(environment, "JOB_COMPLETION_INDEX", 0))
 
 
+def _from_sagemaker(environment: Mapping[str, str]) -> Cluster:
+    """Reads the variables that SageMaker's training toolkit sets: the names of all hosts, and of this one."""
+    hosts, host = environment["SM_HOSTS"], environment.get("SM_CURRENT_HOST", "")
+    try:
+        names = json.loads(hosts)
+        index, port = names.index(host), _number(environment, "PORT", 12345)
+        return Cluster("SageMaker", {"worker": [f"{name}:{port}" for name in names]}, "worker", index)
+    except (ValueError, AttributeError):
+        rule = 'they must be like ["algo-1", "algo-2"] and algo-1'
+        raise BadInput(f"SM_HOSTS={hosts} and SM_CURRENT_HOST={host} in the environment: {rule}") from None
+
+
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     value = environment.get(name) or str(default)
     if not value.isdecimal():
@@ -135,8 +162,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 def _problems(cluster: Cluster) -> Iterator[str]:
     """Yields contradictions at which TensorFlow would wait or fail without an explanation."""
     if unknown := sorted(set(cluster.addresses) - set(JOBS)):
-        hint = "; replace an evaluator by a process with --evaluate-continuously" if "evaluator" in unknown else ""
-        yield f"the job {', '.join(unknown)}: use only {', '.join(JOBS)}{hint}"
+        yield f"the job {', '.join(unknown)}: use only {', '.join(JOBS)}"
     if len(chiefs := cluster.addresses.get("chief", [])) > 1:
         yield f"{len(chiefs)} chiefs: keep one, and make the others workers"
     processes = cluster.processes()

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from engine.cluster.environment import reject_cluster
+from engine.cluster.environment import leave_as_evaluator, reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.console import console, digits, print_facts
@@ -84,6 +84,7 @@ def evaluate_continuously(program: Program, read_settings: Callable[[], Settings
 
     Raises BadInput if a setting contradicts the run's, CannotWrite if a write fails.
     """
+    leave_as_evaluator()
     reject_cluster("--evaluate-continuously")
     settings = read_settings()
     console.print(f"Validating the checkpoints of {settings.run_dir} as they appear")
