@@ -28,6 +28,9 @@ for argument in sys.argv[1:]:
     if who not in (name.replace(" ", ""), "all") or (what.endswith("once") and not first):
         continue
     what = what.removesuffix("once")
+    what, _, workers = what.partition("of")
+    if workers and int(workers) != len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]):
+        continue
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "wait":
@@ -122,6 +125,10 @@ def test_lost_workers_are_left_out_down_to_the_minimum(launched: Callable, proje
         f"[worker {index}] here is worker {index} worker3=kill worker2=42" for index in (0, 1)
     ]
     assert launched("--workers=2", "--min-workers=2", "--", "worker1=1").returncode == 1
+    # Three workers cannot share the batch, but two can. A first start that is rejected is final.
+    done = launched("--workers=4", "--min-workers=1", "--", "worker3=kill", "worker2=2of3")
+    assert (done.returncode, done.stdout.count(" is lost: ")) == (0, 2)
+    assert launched("--workers=2", "--min-workers=1", "--", "all=2").stdout.count(" is lost: ") == 0
     for bad in ("0", "3"):
         refused = launched("--workers=2", f"--min-workers={bad}")
         assert refused.returncode == 2

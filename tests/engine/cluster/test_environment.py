@@ -124,6 +124,10 @@ MALFORMED = {
         {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "b"},
         'SM_HOSTS=["algo-1"] and SM_CURRENT_HOST=b in',
     ),
+    "a text in the place of hosts": (
+        {"SM_HOSTS": '"algo-1"', "SM_CURRENT_HOST": "a"},
+        'must be like ["algo-1", "algo-2"]',
+    ),
     "hosts that are no list": (
         {"SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"},
         'must be like ["algo-1", "algo-2"]',

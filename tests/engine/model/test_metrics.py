@@ -14,6 +14,7 @@ import train
 from config import Config
 from engine.cluster import parameter_servers
 from engine.errors import BadInput
+from engine.model import sum_over_batch
 from engine.model.metrics import LARGEST_SHOWN, ResultNames, metric_results
 from engine.model.rejections import monitor_direction
 from engine.model.sums import sum_in_float64
@@ -213,3 +214,21 @@ def test_counts_of_several_workers_are_added_in_one_operation(monkeypatch: pytes
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}}')
     parameter_servers.coordinate(SimpleNamespace(others=list), timeout=1.0)
     assert assignments() == {"AssignAddVariableOp", "AssignSubVariableOp"}
+
+
+def test_metrics_that_are_built_late_go_with_sums_over_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        losses = keras.losses.sparse_categorical_crossentropy(labels, predictions, from_logits=True)
+        count = sum_over_batch(lambda features, labels, sample_weights: tf.reduce_sum(sample_weights))
+        return tf.math.divide_no_nan(tf.reduce_sum(losses * weights), count), losses
+
+    def update_metrics(
+        split: str, labels: tf.Tensor, predictions: tf.Tensor, losses: tf.Tensor, weights: tf.Tensor
+    ) -> None:
+        task.metrics[split]["f1"].update_state(tf.one_hot(labels, 10), predictions, sample_weight=weights)
+
+    monkeypatch.setattr(task, "create_metrics", lambda split: {"f1": keras.metrics.F1Score(average="macro")})
+    monkeypatch.setattr(task, "compute_loss", compute_loss)
+    monkeypatch.setattr(task, "update_metrics", update_metrics)
+    train.build(Config(simulated_devices=2, monitor="validation/f1"))
+    assert task.metrics["train"]["f1"].variables

@@ -1,9 +1,9 @@
 """Settings, run directories and hooks that cannot work end in one line and exit code 2, and leave nothing behind."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
 import pytest
@@ -328,38 +328,37 @@ def test_divergence_ends_with_its_step_and_exit_code_3(
 
 
 def test_padding_that_would_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_layer(layer: keras.layers.Layer) -> None:
-        monkeypatch.setattr(task, "create_model", lambda: linear_model(keras.layers.Activation("relu"), layer))
-
-    uneven = "--global-batch-size 32 cannot be shared equally by 3 replica"
-    settings = Config(simulated_devices=3)
-    for layer, reason in (
-        (keras.layers.BatchNormalization(synchronized=True, name="a"), "the layer a normalizes the batch"),
-        (keras.layers.ActivityRegularization(0.1, name="b"), "the layer b has an activity regularizer"),
-    ):
-        with_layer(layer)
-        with pytest.raises(BadInput) as refused:
-            train.build(settings)
-        assert str(refused.value).startswith(uneven)
-        assert str(refused.value).endswith(f", and {reason}, which would count the padding: use 30 or 33")
-        train.build(dataclasses.replace(settings, evaluate_only=True))  # Which takes the padding out of the metrics.
-    with_layer(keras.layers.BatchNormalization(trainable=False))
-    train.build(settings)
     compute_loss = task.compute_loss
+
+    def trace(layer: keras.layers.Layer, **settings: Any) -> None:
+        monkeypatch.setattr(task, "create_model", lambda: linear_model(layer))
+        train.build(Config(**{"simulated_devices": 3, **settings}))
+        train.graph("train")
+
+    def refusal(*arguments: Any, **settings: Any) -> str:
+        with pytest.raises(BadInput) as refused:
+            trace(*arguments, **settings)
+        return str(refused.value)
+
+    uneven = "--global-batch-size 32 cannot be shared equally by 3 replica(s), and"
+    counted = "which would count the padding: use 30 or 33"
+    normalization = keras.layers.BatchNormalization(synchronized=True, name="a")
+    assert refusal(normalization) == f"{uneven} the layer a normalizes the batch, {counted}"
+    own_loss = keras.layers.ActivityRegularization(0.1, name="b")
+    assert refusal(own_loss) == f"{uneven} the layer b adds a loss of its own, {counted}"
+    in_parts = refusal(keras.layers.BatchNormalization(), simulated_devices=1, micro_batches=5)
+    assert in_parts.startswith(
+        "--global-batch-size 32 cannot be shared equally by 1 replica(s) in 5 micro-batches each,"
+    )
+    assert in_parts.endswith("use 30 or 35")
+    trace(keras.layers.BatchNormalization(trainable=False))
+    trace(keras.layers.BatchNormalization(), global_batch_size=33)
 
     def gathering(labels: tf.Tensor, *more: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         gather_batch(labels)
         return compute_loss(labels, *more)
 
     monkeypatch.setattr(task, "compute_loss", gathering)
-    train.build(settings)
-    with pytest.raises(
-        BadInput, match=r"by 3 replica\(s\), and task.train_step calls engine.model.gather_batch, which"
-    ):
-        train.graph("train")
-    train.build(dataclasses.replace(settings, global_batch_size=36, micro_batches=1))
-    train.graph("train")
-    monkeypatch.setattr(task, "compute_loss", compute_loss)
-    with_layer(keras.layers.BatchNormalization())
-    with pytest.raises(BadInput, match=r"by 1 replica\(s\) in 5 micro-batches each, and .*: use 30 or 35"):
-        train.build(Config(simulated_devices=1, micro_batches=5))
+    plain = keras.layers.Activation("relu")
+    assert refusal(plain) == f"{uneven} task.train_step calls engine.model.gather_batch, {counted}"
+    trace(plain, global_batch_size=33)

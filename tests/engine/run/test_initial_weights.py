@@ -145,6 +145,18 @@ def test_damaged_file_is_named_as_such(
             load_initial_weights(path, small_model(), partial=partial)
 
 
+def test_weights_are_cast_to_the_dtypes_of_the_model(trained: tuple[Path, dict[str, np.ndarray]]) -> None:
+    folder, expected = trained
+    keras.utils.clear_session()
+    keras.config.set_dtype_policy("float64")
+    model = small_model()
+    load_initial_weights(folder / FORMS["run directory"], model, partial=False)
+    for name, variable in model_variables(model).items():
+        if name in expected:
+            assert variable.dtype == tf.float64
+            np.testing.assert_array_equal(variable.numpy(), expected[name])
+
+
 class Stored(dict):
     """Values in place of those in a checkpoint, of which no run would write these."""
 

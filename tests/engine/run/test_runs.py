@@ -29,7 +29,7 @@ from engine.model.metrics import ResultNames
 from engine.report.report import Report
 from engine.report.tables import COLUMNS
 from engine.run import start
-from engine.run.checkpoint_files import checksums, read_checkpoint
+from engine.run.checkpoint_files import StoredValues, checksums, read_checkpoint
 from engine.run.directory import RunDirectory
 from engine.run.run import Run
 from engine.run.signals import Signals, signals
@@ -765,6 +765,22 @@ def test_continuous_evaluation_waits_for_a_run_and_leaves_its_directory_alone(tm
     train.main([f"--run-dir={tmp_path / 'run'}", *SHORT, "--evaluate-continuously", "--evaluation-timeout=1"])
     assert "Nothing new for 1 s (--evaluation-timeout)" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+def test_continuous_evaluation_skips_a_checkpoint_that_is_removed_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, "--epochs=2", "--keep-checkpoints=3")
+    read = StoredValues.read
+
+    def read_late(values: StoredValues, names: list[str]) -> dict[str, tf.Tensor]:
+        if values.path.name == "step-00000020":
+            shutil.rmtree(values.path)
+        return read(values, names)
+
+    monkeypatch.setattr(StoredValues, "read", read_late)
+    train.main([f"--run-dir={tmp_path}", *SHORT, "--evaluate-continuously"])
+    assert [row["step"] for row in validations(tmp_path, "evaluations.csv")] == ["40"]
 
 
 @pytest.mark.long

@@ -144,10 +144,10 @@ def _from_sagemaker(environment: Mapping[str, str]) -> Cluster:
     """Reads the variables that SageMaker's training toolkit sets: the names of all hosts, and of this one."""
     hosts, host = environment["SM_HOSTS"], environment.get("SM_CURRENT_HOST", "")
     try:
-        names = json.loads(hosts)
+        names = list(map(str, json.loads(hosts))) if hosts.lstrip().startswith("[") else []
         index, port = names.index(host), _number(environment, "PORT", 12345)
         return Cluster("SageMaker", {"worker": [f"{name}:{port}" for name in names]}, "worker", index)
-    except (ValueError, AttributeError):
+    except ValueError:
         rule = 'they must be like ["algo-1", "algo-2"] and algo-1'
         raise BadInput(f"SM_HOSTS={hosts} and SM_CURRENT_HOST={host} in the environment: {rule}") from None
 

@@ -107,6 +107,7 @@ class Launcher:
         """`visible` is each worker's CUDA_VISIBLE_DEVICES; it is empty on a machine without GPUs."""
         self._jobs, self._arguments, self._visible = jobs, arguments, visible
         self._restarts_left, self._min_workers = max_restarts, min_workers
+        self._first_number = jobs["worker"]
         self._first_to_end: Process | None = None
         os.environ.setdefault(START_ID, uuid.uuid4().hex)  # So --fresh moves only an older run aside.
         self._signal: int | None = None
@@ -118,9 +119,11 @@ class Launcher:
         """Returns the exit code of the process that ended the cluster."""
         while True:
             code = self._run_once()
-            if code == 0 or code in FINAL_CODES or self._signal:
+            # A batch that is rejected on fewer workers may be taken by even fewer.
+            is_rejected = code == BadInput.exit_code and self._jobs["worker"] < self._first_number
+            if code == 0 or (code in FINAL_CODES and not is_rejected) or self._signal:
                 return code
-            if not self._may_restart(f"ended with {code}") and not self._may_continue_with_fewer():
+            if (is_rejected or not self._may_restart(f"ended with {code}")) and not self._may_continue_with_fewer():
                 return code
 
     def _may_restart(self, why: str) -> bool:

@@ -34,11 +34,10 @@ class WorkerBatches(Batches):
     def __init__(self, *arguments: Any, load: Callable[[], Any], workers: WorkerPool) -> None:
         """`load` calls task.load_examples; the other arguments are those of Batches. Raises BadInput as it does."""
         super().__init__(*arguments)
-        if rest := self.per_replica_batch_size - self.global_batch_size:
-            raise BadInput(
-                f"--global-batch-size {self.global_batch_size} is not divisible by --micro-batches, which "
-                f"--strategy parameter_server needs: use {self.global_batch_size + rest}"
-            )
+        if self.per_replica_batch_size > self.global_batch_size:  # None of its batches is padded.
+            size = f"--global-batch-size {self.global_batch_size}"
+            rule = "--strategy parameter_server needs one that is divisible by --micro-batches"
+            raise BadInput(f"{size}: {rule}: use {self.per_replica_batch_size}")
         self._load, self._workers = load, workers
         self.examples.may_be_cached = False  # Each worker loads them again.
         self.stacks = WorkerStacks(self.stacks.strategy, self.stacks.batch_spec, self.stacks.padding, workers)

@@ -16,7 +16,7 @@ from engine.errors import BadInput, Diverged
 from engine.exceptions import first_line
 from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
-from engine.model.global_batch import uneven_shares
+from engine.model.global_batch import watch_added_losses
 from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
 from engine.model.moments import replace_moments
 from engine.model.optimizers import inner_optimizers, prepare_optimizer
@@ -47,6 +47,7 @@ def set_up(task: Task, settings: Settings) -> None:
     keras.config.set_dtype_policy(settings.precision)
     replace_moments()
     read_rows()
+    watch_added_losses()
     sum_in_float64()
 
 
@@ -187,7 +188,6 @@ def finish_objects(
     task.optimizer = build_optimizers(task.optimizer, task.model, settings.precision)
     if not (settings.evaluate_only or settings.evaluate_continuously):
         rejections.check_trainable(task.optimizer, task.model)
-        rejections.check_padding(task.model, uneven_shares(settings))
     choose_lazy_rows(task.model, settings.lazy_rows or ())
     rejections.check_weight_decay(task.optimizer, task.model)
     build_metrics(task, strategy, batch_specs, recorded)

@@ -9,11 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
 from engine.settings import Settings
 from engine.tracing import converted, returning_loss
+
+KERAS_ADD_LOSS = keras.layers.Layer.add_loss
 
 
 @dataclasses.dataclass
@@ -23,6 +26,7 @@ class _Step(threading.local):
     batch: Any = None  # The complete per-replica batch, before it is cut into micro-batches.
     micro_batches: int = 1
     uneven: str = ""  # See `uneven_shares`.
+    counter: str = ""  # What counts the padding of these shares.
     calls: int = 0  # How often this micro-batch has called sum_over_batch.
     sums: list[tf.Tensor] = dataclasses.field(default_factory=list)  # What these calls returned in the first one.
 
@@ -34,12 +38,15 @@ _step = _Step()
 def step_on(batch: Any, micro_batches: int = 1, uneven: str = "") -> Iterator[None]:
     """Says which per-replica batch (features, labels, sample_weights) the hooks that are called inside belong to.
 
-    `uneven` is what `uneven_shares` returns.
+    `uneven` is what `uneven_shares` returns. Raises BadInput at the end if something inside counts the padding.
     """
     before = dict(vars(_step))
     _step.batch, _step.micro_batches, _step.uneven, _step.calls, _step.sums = batch, micro_batches, uneven, 0, []
+    _step.counter = ""
     try:
         yield
+        if _step.counter:
+            raise BadInput(uneven.format(_step.counter))
     finally:
         vars(_step).update(before)
 
@@ -149,9 +156,27 @@ def uneven_shares(settings: Settings) -> str:
     return f"{problem}, and {{}}, which would count the padding: use {sizes}"
 
 
-def _check_gathered(function: str) -> None:
+def note_padding(counter: str) -> None:
+    """Notes that the step that is being traced would count the padding of its shares, if they have any.
+
+    Raised here, Keras would wrap the error in a text of its own.
+    """
     if _step.uneven:
-        raise BadInput(_step.uneven.format(f"task.train_step calls engine.model.{function}"))
+        _step.counter = _step.counter or counter
+
+
+def watch_added_losses() -> None:
+    """Makes a layer's add_loss, which activity regularizers call too, reject padded shares."""
+    keras.layers.Layer.add_loss = _add_loss
+
+
+def _add_loss(layer: keras.layers.Layer, loss: Any) -> None:
+    note_padding(f"the layer {layer.name} adds a loss of its own")
+    KERAS_ADD_LOSS(layer, loss)
+
+
+def _check_gathered(function: str) -> None:
+    note_padding(f"task.train_step calls engine.model.{function}")
     if _step.micro_batches > 1:
         problem = f"{_step.micro_batches}, and task.train_step calls engine.model.{function}"
         reason = "micro-batches are computed one after the other, so that none has the values of the next"

@@ -42,9 +42,9 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings)
     """Returns a step that runs `train_step` on equal micro-batches, one after the other, and updates once.
 
     Only one micro-batch's activations are in memory at a time. Of n micro-batches the m-th contains every n-th example
-    from the m-th on, so that all replicas' m-th micro-batches contain the same examples for any number of replicas. The
-    losses are summed. `train_step` takes one replica's (features, labels, sample_weights), divides the loss by the
-    global batch size, and updates by `apply_gradients`.
+    from the m-th on, so that all replicas' m-th micro-batches contain the same examples for any number of replicas that
+    can share the batch equally. The losses are summed. `train_step` takes one replica's (features, labels,
+    sample_weights), divides the loss by the global batch size, and updates by `apply_gradients`.
     """
     step, count = returning_loss(train_step), settings.micro_batches
     options = {

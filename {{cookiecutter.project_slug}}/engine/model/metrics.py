@@ -7,7 +7,7 @@ A result is a number, an array, or a dictionary of these. Each number has its ow
 import collections
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.errors import BadInput
+from engine.model.global_batch import step_on
 from engine.model.variables import inner_variable
 from engine.protocols import Metrics, Task
 
@@ -38,7 +39,12 @@ def build_metrics(
         local = [each for variable in variables for each in strategy.experimental_local_results(variable)]
         before = [tf.identity(each) for each in local]
         step = task.train_step if split == "train" else functools.partial(task.evaluation_step, split)
-        strategy.run(step, args=(zeros(batch_spec),))
+
+        def run(batch: Any, step: Callable[[Any], Any] = step) -> None:
+            with step_on(batch):
+                step(batch)
+
+        strategy.run(run, args=(zeros(batch_spec),))
         for each, value in zip(local, before, strict=True):
             each.assign(value)
         for metric in task.metrics[split].values():

@@ -10,7 +10,7 @@ import tensorflow as tf
 from engine.errors import BadInput
 from engine.model.metrics import ResultNames, split_of
 from engine.model.optimizers import inner_optimizers
-from engine.model.variables import by_name, inner_variable, layers_of, trainable_variables, variable_path
+from engine.model.variables import by_name, inner_variable, trainable_variables, variable_path
 from engine.protocols import Metrics, Task
 
 CREATE_HOOKS = ("create_model", "create_optimizer", "create_loss_objects", "create_metrics")
@@ -71,18 +71,6 @@ def check_trainable(optimizer: Any, model: Any) -> None:
             problem = f"{', '.join(map(repr, trained))} without trainable variables, so there is nothing to train"
             remedy = "unfreeze a layer by layer.trainable = True, or create no optimizer for it"
             raise BadInput(f"task.create_model returned {problem}: {remedy}")
-
-
-def check_padding(model: Any, uneven: str) -> None:
-    """Raises BadInput if replicas pad their shares of a batch, and a layer would count the padding.
-
-    `uneven` is what engine.model.global_batch.uneven_shares returns.
-    """
-    for layer in (layer for one in by_name(model, "model").values() for layer in layers_of(one)):
-        if uneven and isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-            raise BadInput(uneven.format(f"the layer {layer.name} normalizes the batch"))
-        if uneven and getattr(layer, "activity_regularizer", None):
-            raise BadInput(uneven.format(f"the layer {layer.name} has an activity regularizer"))
 
 
 def check_weight_decay(optimizer: Any, model: Any) -> None:

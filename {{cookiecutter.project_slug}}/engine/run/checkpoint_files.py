@@ -20,7 +20,7 @@ from engine.retries import until_read
 from engine.run.state import as_array
 
 PROGRESS = "progress.json"
-INDEX = "state.index"
+INDEX, DATA = "state.index", "state.data-00000-of-00001"
 CHECKSUMS = "SHA256SUMS"
 
 
@@ -52,13 +52,8 @@ class StoredValues(Mapping[str, np.ndarray]):
         self.path = path
 
         def kinds() -> dict[str, tuple[tf.DType, tuple[int, ...]]]:
-            with plain_name(path / "state") as prefix:
-                try:
-                    reader = tf.train.load_checkpoint(prefix)
-                except tf.errors.NotFoundError as problem:
-                    # TensorFlow takes any error for a file that is absent; this raises it, or tries again.
-                    if (path / INDEX).stat():
-                        raise OSError(errno.EIO, first_line(problem)) from problem
+            with plain_name(path / "state") as prefix, _absence_checked(path):
+                reader = tf.train.load_checkpoint(prefix)
                 dtypes = reader.get_variable_to_dtype_map()
                 return {name: (dtype, np.shape(reader.get_tensor(name))) for name, dtype in dtypes.items()}
 
@@ -69,7 +64,7 @@ class StoredValues(Mapping[str, np.ndarray]):
         """Returns some of the values, in host memory. Raises as the constructor does."""
 
         def read() -> dict[str, tf.Tensor]:
-            with plain_name(self.path / "state") as prefix, tf.device("CPU:0"):
+            with plain_name(self.path / "state") as prefix, _absence_checked(self.path), tf.device("CPU:0"):
                 dtypes = [self.kinds[name][0] for name in names]
                 # A variable takes over the memory of such a tensor. Making one of an array needs twice its memory.
                 tensors = tf.raw_ops.RestoreV2(
@@ -106,6 +101,16 @@ def read_record(path: Path) -> dict[str, Any]:
 
     with _damage_named(path):
         return until_read(read, path)
+
+
+@contextlib.contextmanager
+def _absence_checked(path: Path) -> Iterator[None]:
+    """TensorFlow takes any error for a file that is absent; this raises it, or an OSError if the files are there."""
+    try:
+        yield
+    except tf.errors.NotFoundError as problem:
+        if all((path / name).stat() for name in (INDEX, DATA)):
+            raise OSError(errno.EIO, first_line(problem)) from problem
 
 
 @contextlib.contextmanager

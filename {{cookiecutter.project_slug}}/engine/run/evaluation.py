@@ -114,10 +114,10 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
     while isinstance(path := _wait_for(new, settings), Path):
         try:
             values, _ = run.checkpoints.read(path)
+            run.checkpoints.state.assign(values)
         except Damaged:  # It may also have been removed meanwhile.
             seen.add(path)
             continue
-        run.checkpoints.state.assign(values)
         run.objects.reset("validation")  # The checkpoint may be from the middle of a validation.
         with run.evaluation_weights(), run.live.shown():
             metrics = program.validate()

@@ -114,7 +114,7 @@ def _load_checkpoint(checkpoint: Path, variables: Variables) -> int:
             if value.shape[1:] == shape and value.shape != shape:
                 value = one_of_replicas(value.numpy())
             if value.shape == shape:
-                variables[name].assign(value)
+                variables[name].assign(tf.cast(value, variables[name].dtype))
                 used += 1
     return len(found) - used
 

@@ -9,7 +9,7 @@ from engine.cluster.workers import Workers
 from engine.console import console, print_result
 from engine.data.batches import Batches
 from engine.data.examples import hook_of
-from engine.errors import BadInput, Unavailable
+from engine.errors import BadInput, Damaged, Unavailable
 from engine.files import exists, read_json, write_json, writing
 from engine.model.rows import slow_reads
 from engine.model.variables import is_seed
@@ -157,7 +157,10 @@ def _resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tupl
     is_shared_alike = progress.workers == workers or not batches["train"].shards_by_file
     changed = _changed_data(settings, progress.data, data) if is_shared_alike else {}
     created = _created_rates(run)
-    run.checkpoints.state.assign(values)
+    try:
+        run.checkpoints.state.assign(values)
+    except Damaged as problem:  # It was intact a moment ago.
+        raise BadInput(f"{problem} since the start: start the same command again") from problem
     kept: Collection[str] = batches
     if changed:  # An evaluation starts over anyway, but an epoch only if its own examples have changed.
         kept = ["train"] if "train" not in changed or "train" in progress.metrics else []

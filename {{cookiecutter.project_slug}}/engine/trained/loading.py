@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,9 @@ def _restore_best(run_dir: Path, model: Any, hidden: HiddenState) -> Path:
     workers = Workers(strategy)
     none = State(strategy, workers, {})
     checkpoints, best = (Checkpoints(run_dir / each, none, keep=1) for each in (CHECKPOINTS, BEST))
-    try:
+    with _damage_named():
         path = find_best(checkpoints, best)
         values, _ = read_checkpoint(path)
-    except Damaged as problem:
-        raise BadInput(f"{problem}: restore it from a backup") from problem
     if missing := hidden.used_in_evaluation().keys() - values.keys():
         remedy = "use it in the evaluation too, or make it with add_weight"
         raise BadInput(f"{path} does not contain {min(missing)}, a variable of task.predict_step: {remedy}")
@@ -160,8 +159,17 @@ def _restore_best(run_dir: Path, model: Any, hidden: HiddenState) -> Path:
     if differences := state.differences(kinds):
         listed = f"{len(differences)} variables differ: {', '.join(differences[:3])}"
         raise BadInput(f"{path} is of another model ({listed}): restore the hooks it was made with")
-    state.assign(values)
+    with _damage_named():
+        state.assign(values)
     return path
+
+
+@contextlib.contextmanager
+def _damage_named() -> Iterator[None]:
+    try:
+        yield
+    except Damaged as problem:
+        raise BadInput(f"{problem}: restore it from a backup, or try again if the run is still training") from problem
 
 
 def _placeholder(leaf: tf.TensorSpec, features: list[tf.Tensor]) -> tf.Tensor:
