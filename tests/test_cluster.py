@@ -439,15 +439,13 @@ def newest_step(run_dir: Path) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("sent", "times"), [(signal.SIGKILL, 5), (signal.SIGTERM, 3)], ids=["killed", "stopped"])
-def test_cluster_that_is_disturbed_often_ends_bit_equal(
-    sent: signal.Signals, times: int, launched: Callable[..., Launched], tmp_path: Path
-) -> None:
+def test_cluster_that_is_killed_often_ends_bit_equal(launched: Callable[..., Launched], tmp_path: Path) -> None:
+    times = 5
     flags = (*OFTEN, f"--epochs={5 * times}")
     clusters.train(PROJECT, tmp_path / "whole", 2, *flags)
     seed = int(time.time())
     draw = random.Random(seed)
-    run_dir = tmp_path / f"disturbed-by-{seed}"
+    run_dir = tmp_path / f"killed-by-{seed}"
     launcher = launched("--workers=2", "--max-restarts=20", "--", *flags, f"--run-dir={run_dir}")
     for _ in range(times):
         # At a random moment, after every second restart only when training has started.
@@ -456,18 +454,14 @@ def test_cluster_that_is_disturbed_often_ends_bit_equal(
             until(lambda starts=starts: launcher.has_ended() or launcher.text.count("run directory") == starts)
         time.sleep(draw.uniform(0, 2))
         restarts = launcher.text.count(": restarting (")
-        while not launcher.has_ended() and not launcher.send(sent, "worker", draw):
+        while not launcher.has_ended() and not launcher.send(signal.SIGKILL, "worker", draw):
             time.sleep(0.05)
-        # Until the cluster has ended; in the moment of its start TensorFlow may swallow a SIGTERM.
-        swallowed = time.monotonic() + 30
-        while launcher.text.count(": restarting (") == restarts and time.monotonic() < swallowed:
-            if launcher.has_ended():
-                break
-            time.sleep(0.05)
+        until(
+            lambda restarts=restarts: launcher.has_ended() or launcher.text.count(": restarting (") > restarts,
+            seconds=60,
+        )
     assert launcher.wait(1200) == 0, launcher.text
     assert launcher.text.count(": restarting (") >= 0.7 * times
-    if sent == signal.SIGTERM:
-        assert "stopped by a signal to worker" in launcher.text
     assert outcome(run_dir) == outcome(tmp_path / "whole")
 
 

@@ -34,28 +34,10 @@ BROKEN_RULES = {
         {"test_padding_does_not_count"},
         r"task\.py update_metrics +validation/accuracy depends on examples of weight 0",
     ),
-    "a layer of each replica's own": (
-        ("keras.layers.Flatten(),", "keras.layers.Flatten(),\n            keras.layers.BatchNormalization(),"),
-        SAME_NUMBERS,
-        r"task\.py create_model +the statistics of 'batch_normalization' are of one replica's batch",
-    ),
     "training mode in validation": (
         ("model(features, training=False)", "model(features, training=True)"),
         {"test_padding_does_not_count", "test_evaluation_changes_nothing"},
         r"task\.py evaluation_step +validation draws random numbers in dropout.*: call the model with training=False",
-    ),
-    "an own sum of gradients": (
-        (
-            "    apply_gradients(optimizer, tape, loss, model.trainable_variables)",
-            (
-                "    gradients = tape.gradient(loss, model.trainable_variables)\n"
-                "    gradients = tf.distribute.get_replica_context().all_reduce('SUM', gradients)\n"
-                "    apply_gradients(optimizer, tape, loss, model.trainable_variables, gradients)"
-            ),
-        ),
-        # With "all", clipping makes a gradient that is too large look right.
-        SAME_NUMBERS - {"test_one_and_more_replicas_agree[all]"},
-        r"task\.py train_step +the loss agrees, and the gradient of .* differs: .* without a sum of your own",
     ),
 }
 

@@ -68,7 +68,6 @@ FLAGS = ("--epochs=2", "--global-batch-size=20", "--steps-per-execution=1", "--l
 CASES = {
     "A mean over tokens": (ROWS, "--micro-batches=2", "--keep-last-batch"),
     "Contrastive learning of one encoder (SimCLR)": ("", "--keep-last-batch"),
-    "Mean teacher": ("", "--micro-batches=2"),
     # Few steps, because five updates in each make rounding grow five times as fast.
     "WGAN-GP with five critic updates": (
         "",
@@ -77,7 +76,6 @@ CASES = {
         "--monitor-direction=min",
     ),
     "a table that is updated by row": (TABLE, "--micro-batches=2", "--global-clipnorm=0.5"),
-    "Diffusion": ("", "--micro-batches=2", "--ema-decay=0.9"),
 }
 
 
