@@ -16,7 +16,6 @@ from rendering import PROJECT, TEMPLATE
 
 PROGRAMS = (
     "loops/ours.py mlp --replicas=2",
-    "language_model.py --rounds 1 --layers=1 --width=32",
     "step_cost.py --rounds 1",
 )
 

@@ -156,32 +156,3 @@ from pathlib import Path
 from prepare_data import Arguments, make_records
 make_records(Arguments(records=Path(sys.argv[1])))
 """
-
-
-AGREE = """
-import sys
-import numpy as np
-import task, train
-from config import Config
-from engine.cluster.strategy import create_strategy
-
-create_strategy(Config(strategy="mirrored", simulated_devices=2))
-weights, metrics = [], []
-for replicas in (1, 2):
-    flags = ["--dropout=0", "--layers=1", "--width=32", "--epochs=2", "--global-batch-size=64"]
-    result = train.main([*flags, f"--simulated-devices={replicas}", f"--run-dir={sys.argv[1]}/{replicas}"])
-    assert train.strategy.num_replicas_in_sync == replicas
-    metrics.append({name: value for name, value in result.items() if name.startswith("test/")})
-    weights.append([variable.numpy() for variable in task.model.trainable_variables])
-assert metrics[0].keys() == {"test/loss", "test/accuracy", "test/f1"}
-for name, value in metrics[0].items():
-    np.testing.assert_allclose(metrics[1][name], value, rtol=1e-5, err_msg=name)
-for variable, one, two in zip(task.model.trainable_variables, *weights, strict=True):
-    np.testing.assert_allclose(two, one, atol=1e-5, err_msg=variable.path)
-print("agree")
-"""
-
-
-@pytest.mark.long
-def test_one_and_two_replicas_agree(project: Bake, tmp_path: Path) -> None:
-    assert "agree\n" in project.run("python", "-c", AGREE, tmp_path).stdout
