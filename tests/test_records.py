@@ -59,9 +59,8 @@ def one_process(project: Path) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [3])
-def test_workers_and_replicas_agree(number: int, project: Path, one_process: Path, tmp_path: Path) -> None:
-    clusters.train(project, tmp_path / "run", number, *FLAGS)
+def test_workers_and_replicas_agree(project: Path, one_process: Path, tmp_path: Path) -> None:
+    clusters.train(project, tmp_path / "run", 3, *FLAGS)
     assert_same_numbers(one_process, tmp_path / "run")
 
 

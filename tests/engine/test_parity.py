@@ -139,7 +139,7 @@ CASES = {
 # How many replicas, and examples in their batch. Three replicas show most; test_reference.py has one and two.
 SIZES = {
     "synchronized BatchNorm": (5, 65),
-    # Some replicas' shares of these batches are padded.
+    # The replicas cannot share these batches equally, so some per-replica batches are padded.
     "SGD, L2, clipping, 2 micro-batches": (4, 47),
     "weighted examples, a short last batch, clipping, 4 micro-batches": (3, 46),
     "a label per pixel": (5, 48),

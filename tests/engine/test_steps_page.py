@@ -94,7 +94,6 @@ def assert_close(found: Any, expected: Any, rtol: float = 2e-5) -> None:
         np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol * scale, err_msg=str(path))
 
 
-TWO_REPLICAS = pytest.mark.parametrize("replicas", [2])
 REPLICAS = pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.long)])
 
 
@@ -136,8 +135,7 @@ def test_blocks_are_short() -> None:
 # --- Random numbers ---------------------------------------------------------------------------------------------------
 
 
-@TWO_REPLICAS
-def test_noise_is_that_of_the_example(replicas: int, apply: Apply) -> None:
+def test_noise_is_that_of_the_example(apply: Apply) -> None:
     apply("Random numbers in a step")
 
     def loss(features: Any, labels: np.ndarray, sample_weights: np.ndarray) -> float:
@@ -145,7 +143,7 @@ def test_noise_is_that_of_the_example(replicas: int, apply: Apply) -> None:
         logits = task.model(features["image"] + 0.1 * np.stack(noise)).numpy()
         return cross_entropy(labels, logits).mean()
 
-    assert_same_on_one(replicas, loss, micro_batches=2)
+    assert_same_on_one(2, loss, micro_batches=2)
     seeds = [batch[0]["seed"] for batch in (*batches(3), next(train.batches["train"].one_by_one(1)))]
     assert len({tuple(seed) for each in seeds for seed in np.asarray(each)}) == 4 * 16
 
@@ -199,8 +197,7 @@ def box_model() -> keras.Model:
 
 
 @pytest.mark.long
-@TWO_REPLICAS
-def test_boxes_are_averaged_over_the_objects(replicas: int, apply: Apply) -> None:
+def test_boxes_are_averaged_over_the_objects(apply: Apply) -> None:
     hooks = {"load_examples": boxes, "create_model": box_model, "prepare_example": prepare_plainly}
     apply("A term for positives only", **hooks)
 
@@ -210,7 +207,7 @@ def test_boxes_are_averaged_over_the_objects(replicas: int, apply: Apply) -> Non
         entropy = np.log1p(np.exp(np.where(is_object, -1, 1) * found["is_object"][:, 0]))
         return entropy.mean() + np.square(labels["box"] - found["box"])[is_object].mean()
 
-    assert_same_on_one(replicas, loss, micro_batches=2, monitor="validation/box_loss")
+    assert_same_on_one(2, loss, micro_batches=2, monitor="validation/box_loss")
 
 
 def two_heads(split: str) -> tf.data.Dataset | None:
@@ -227,8 +224,7 @@ def two_headed_model() -> keras.Model:
     return keras.Model(inputs, {"digit": keras.layers.Dense(10)(hidden), "is_odd": keras.layers.Dense(2)(hidden)})
 
 
-@TWO_REPLICAS
-def test_heads_are_averaged_over_their_labels(replicas: int, apply: Apply) -> None:
+def test_heads_are_averaged_over_their_labels(apply: Apply) -> None:
     hooks = {"load_examples": two_heads, "create_model": two_headed_model, "prepare_example": prepare_plainly}
     apply("Several heads with missing labels", **hooks)
 
@@ -236,7 +232,7 @@ def test_heads_are_averaged_over_their_labels(replicas: int, apply: Apply) -> No
         logits = {head: each.numpy()[labels[head] >= 0] for head, each in task.model(features).items()}
         return sum(cross_entropy(labels[head][labels[head] >= 0], each).mean() for head, each in logits.items())
 
-    assert_same_on_one(replicas, loss, micro_batches=2, monitor="validation/digit_loss")
+    assert_same_on_one(2, loss, micro_batches=2, monitor="validation/digit_loss")
 
 
 # --- Losses across the batch ------------------------------------------------------------------------------------------
@@ -268,8 +264,7 @@ def test_simclr_has_the_negatives_of_all_replicas(replicas: int, apply: Apply) -
     assert (views[:, 0] != views[:, 1]).any(axis=(1, 2, 3)).sum() > 8
 
 
-@TWO_REPLICAS
-def test_clip_has_the_pairs_of_all_replicas(replicas: int, apply: Apply) -> None:
+def test_clip_has_the_pairs_of_all_replicas(apply: Apply) -> None:
     apply("Contrastive learning of two encoders (CLIP)")
 
     def loss(features: Any, labels: np.ndarray, sample_weights: np.ndarray) -> float:
@@ -278,7 +273,7 @@ def test_clip_has_the_pairs_of_all_replicas(replicas: int, apply: Apply) -> None
         scores, places = image @ text.T, np.arange(len(image))
         return (cross_entropy(places, scores).mean() + cross_entropy(places, scores.T).mean()) / 2
 
-    _, after, _ = assert_same_on_one(replicas, loss, learning_rate=0.05)
+    _, after, _ = assert_same_on_one(2, loss, learning_rate=0.05)
     (factor,) = (value for name, value in after.items() if "log_factor" in name)
     assert factor != np.float32(np.log(1 / 0.07))
 
@@ -300,14 +295,13 @@ def test_mixup_partners_are_of_the_global_batch(replicas: int, apply: Apply) -> 
 
 
 @pytest.mark.long
-@TWO_REPLICAS
 @pytest.mark.parametrize(
     "title", ["Contrastive learning of one encoder (SimCLR)", "Contrastive learning of two encoders (CLIP)", "Mixup"]
 )
-def test_padding_is_not_compared(title: str, replicas: int, apply: Apply) -> None:
+def test_padding_is_not_compared(title: str, apply: Apply) -> None:
     """The last of the batches of training has 8 examples and 8 of padding."""
     apply(title, **({"create_model": encoder} if "SimCLR" in title else {}))
-    assert_same_on_one(replicas, steps=8, keep_last_batch=True, learning_rate=0.01)
+    assert_same_on_one(2, steps=8, keep_last_batch=True, learning_rate=0.01)
     last = batches(8)[-1]
     assert last[2].tolist() == [1.0] * 8 + [0.0] * 8
 
@@ -331,8 +325,7 @@ def partly_labelled(split: str) -> tf.data.Dataset | None:
     return examples and examples.map(lambda image, label: (image, tf.where(label > 4, -1, label)))
 
 
-@TWO_REPLICAS
-def test_student_learns_from_labels_and_the_teacher(replicas: int, apply: Apply) -> None:
+def test_student_learns_from_labels_and_the_teacher(apply: Apply) -> None:
     apply("Mean teacher", load_examples=partly_labelled)
 
     def loss(features: Any, labels: np.ndarray, sample_weights: np.ndarray) -> float:
@@ -341,7 +334,7 @@ def test_student_learns_from_labels_and_the_teacher(replicas: int, apply: Apply)
         of_label = (cross_entropy(np.maximum(labels, 0), logits) * (labels >= 0)).mean()
         return of_label + np.square(np.exp(log_softmax(logits)) - np.exp(log_softmax(targets))).mean()
 
-    assert_same_on_one(replicas, loss, micro_batches=2, learning_rate=0.01)
+    assert_same_on_one(2, loss, micro_batches=2, learning_rate=0.01)
 
 
 @pytest.mark.long
@@ -359,8 +352,7 @@ def test_teacher_follows_once_a_step(apply: Apply) -> None:
 
 
 @pytest.mark.long
-@TWO_REPLICAS
-def test_student_learns_from_the_teacher_in_a_file(replicas: int, apply: Apply, tmp_path: Path) -> None:
+def test_student_learns_from_the_teacher_in_a_file(apply: Apply, tmp_path: Path) -> None:
     teacher = encoder(10)
     teacher.save(tmp_path / "teacher.keras")
     apply("Distillation from a trained teacher")
@@ -372,17 +364,16 @@ def test_student_learns_from_the_teacher_in_a_file(replicas: int, apply: Apply, 
         return (0.1 * cross_entropy(labels, logits) + 0.9 * 16 * soft).mean()
 
     settings = {"teacher": tmp_path / "teacher.keras", "learning_rate": 0.01}
-    _, after, _ = assert_same_on_one(replicas, loss, micro_batches=2, **settings)
+    _, after, _ = assert_same_on_one(2, loss, micro_batches=2, **settings)
     assert len(after) == 4  # The student's; the teacher is not in the state.
     for one, other in zip(task.teacher.get_weights(), before, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.long
-@TWO_REPLICAS
-def test_critic_is_updated_five_times(replicas: int, apply: Apply) -> None:
+def test_critic_is_updated_five_times(apply: Apply) -> None:
     apply("WGAN-GP with five critic updates")
-    _, after, _ = assert_same_on_one(replicas, learning_rate=1e-3, **WGAN)
+    _, after, _ = assert_same_on_one(2, learning_rate=1e-3, **WGAN)
     assert [int(task.optimizer[name].iterations.numpy()) for name in ("critic", "generator")] == [15, 3]
 
     # The same in a plain loop, of fifths of the batches.
@@ -441,18 +432,16 @@ def test_sam_updates_by_the_gradient_at_the_moved_weights(replicas: int, apply: 
 
 
 @pytest.mark.long
-@TWO_REPLICAS
-def test_sam_agrees_on_one_replica(replicas: int, apply: Apply) -> None:
+def test_sam_agrees_on_one_replica(apply: Apply) -> None:
     apply("Sharpness-aware minimization (SAM)")
-    assert_same_on_one(replicas)
+    assert_same_on_one(2)
 
 
-@TWO_REPLICAS
-def test_large_gradients_change_nothing(replicas: int, apply: Apply, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_gradients_change_nothing(apply: Apply, monkeypatch: pytest.MonkeyPatch) -> None:
     apply("Updates that are skipped", create_optimizer=lambda total_steps: keras.optimizers.AdamW(0.01, epsilon=1e-5))
-    expected = assert_same_on_one(replicas)
+    expected = assert_same_on_one(2)
     monkeypatch.setattr(task, "LARGEST_NORM", 1e-9)
-    train.build(config.Config(global_batch_size=16, simulated_devices=replicas, limit_steps=3))
+    train.build(config.Config(global_batch_size=16, simulated_devices=2, limit_steps=3))
     before = [each.numpy() for each in (*task.model.trainable_variables, *task.optimizer.variables)]
     for stack, first, count in train.batches["train"].iterator().take(3):
         train.run_steps["train"](stack, first, count)
@@ -469,8 +458,7 @@ def test_sam_without_the_gradient_of_the_batch_is_refused(settings: dict[str, An
         trained(1, simulated_devices=1, **settings)
 
 
-@TWO_REPLICAS
-def test_attack_moves_each_pixel_by_epsilon(replicas: int, apply: Apply) -> None:
+def test_attack_moves_each_pixel_by_epsilon(apply: Apply) -> None:
     apply("Adversarial examples (FGSM)")
 
     def loss(features: np.ndarray, labels: np.ndarray, sample_weights: np.ndarray) -> float:
@@ -485,7 +473,7 @@ def test_attack_moves_each_pixel_by_epsilon(replicas: int, apply: Apply) -> None
         assert (attacked > plain).mean() > 0.9
         return attacked.mean()
 
-    assert_same_on_one(replicas, loss, micro_batches=2)
+    assert_same_on_one(2, loss, micro_batches=2)
 
 
 # --- Generation -------------------------------------------------------------------------------------------------------
@@ -496,8 +484,7 @@ def small_denoiser() -> keras.Model:
     return keras.Model({"image": image, "angle": angle}, keras.layers.Dense(1)(image * angle))
 
 
-@TWO_REPLICAS
-def test_noise_and_time_are_those_of_the_example(replicas: int, apply: Apply) -> None:
+def test_noise_and_time_are_those_of_the_example(apply: Apply) -> None:
     apply("Diffusion")
 
     def loss(features: Any, labels: np.ndarray, sample_weights: np.ndarray) -> float:
@@ -512,7 +499,7 @@ def test_noise_and_time_are_those_of_the_example(replicas: int, apply: Apply) ->
             losses.append(np.square(found - (np.cos(angle) * noise - np.sin(angle) * image)).mean())
         return np.mean(losses)
 
-    assert_same_on_one(replicas, loss, micro_batches=2, learning_rate=0.01)
+    assert_same_on_one(2, loss, micro_batches=2, learning_rate=0.01)
 
 
 def test_known_velocity_leads_to_the_image(apply: Apply) -> None:
@@ -547,15 +534,14 @@ def filling_model() -> keras.Model:
 
 
 @pytest.mark.long
-@TWO_REPLICAS
-def test_masked_tokens_are_those_of_the_example(replicas: int, apply: Apply) -> None:
+def test_masked_tokens_are_those_of_the_example(apply: Apply) -> None:
     apply("A mean over tokens", load_examples=sentences, create_model=filling_model)
     apply("Masked language model")
 
     def loss(features: np.ndarray, labels: np.ndarray, sample_weights: np.ndarray) -> float:
         return cross_entropy(labels, task.model(features).numpy())[labels != 0].mean()
 
-    assert_same_on_one(replicas, loss, micro_batches=2)
+    assert_same_on_one(2, loss, micro_batches=2)
 
 
 def test_eight_of_ten_hidden_tokens_are_masks(apply: Apply) -> None:
@@ -583,17 +569,15 @@ def with_convolution() -> keras.Model:
 
 
 @pytest.mark.long
-@TWO_REPLICAS
-def test_late_layers_agree_on_one_replica(replicas: int, apply: Apply) -> None:
+def test_late_layers_agree_on_one_replica(apply: Apply) -> None:
     apply("Layers that are frozen until a step", create_model=with_convolution)
-    assert_same_on_one(replicas, steps=7, epochs=3, learning_rate=0.01, micro_batches=2)
+    assert_same_on_one(2, steps=7, epochs=3, learning_rate=0.01, micro_batches=2)
 
 
-@TWO_REPLICAS
-def test_encoder_starts_at_its_step(replicas: int, apply: Apply) -> None:
+def test_encoder_starts_at_its_step(apply: Apply) -> None:
     apply("Layers that are frozen until a step", create_model=with_convolution)
     # 7 steps an epoch; of 21 steps the first 7 are without the encoder.
-    train.build(config.Config(global_batch_size=16, simulated_devices=replicas, epochs=3, learning_rate=0.1))
+    train.build(config.Config(global_batch_size=16, simulated_devices=2, epochs=3, learning_rate=0.1))
     kernel = next(name for name in weights() if "conv2d/kernel" in name)
     values = [weights()[kernel]]
     for stack, first, count in train.batches["train"].iterator().take(7):
@@ -647,10 +631,7 @@ def test_only_networks_that_are_trained_are_averaged(apply: Apply) -> None:
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])
-@TWO_REPLICAS
-def test_statistics_of_a_follower_are_not_forgotten_by_the_average(
-    is_frozen: bool, replicas: int, apply: Apply
-) -> None:
+def test_statistics_of_a_follower_are_not_forgotten_by_the_average(is_frozen: bool, apply: Apply) -> None:
     """A follower measures nothing itself, so an average of what its layers have measured would stay at 0 and 1."""
     apply("Mean teacher", load_examples=partly_labelled)
 
@@ -664,7 +645,7 @@ def test_statistics_of_a_follower_are_not_forgotten_by_the_average(
         return models
 
     task.create_model = create_model
-    train.build(config.Config(global_batch_size=16, simulated_devices=replicas, ema_decay=0.5))
+    train.build(config.Config(global_batch_size=16, simulated_devices=2, ema_decay=0.5))
     for stack, first, _ in train.batches["train"].iterator().take(4):
         train.run_steps["train"](stack, first, 1)
     name = next(name for name in train.objects.weights if "teacher" in name and name.endswith("moving_mean"))
@@ -841,7 +822,7 @@ def put_with_data(title: str, apply: Apply, folder: Path) -> dict[str, Any]:
     return settings
 
 
-# Of recipes with the same kind of loss, one.
+# Recipes whose loss is of the same kind as another one's.
 ALIKE = {
     "A term for positives only",
     "Contrastive learning of two encoders (CLIP)",

@@ -186,13 +186,13 @@ def test_gpu_that_cannot_grow_any_more_is_reported(machine: Machine, monkeypatch
 
 def test_plan_and_config_name_the_devices(machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(8))
-    settings = Config(simulated_devices=2)
-    train.build(settings)
+    train.build(Config(simulated_devices=2, global_batch_size=33))
     print_summary(train.run, train.batches, "with new weights")
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
     assert lines["devices"] == "2 simulated on 8 CPU cores"
     assert lines["all-reduce"] == "one_device"
     assert lines["arithmetic"] == "float32"
+    assert lines["batch"] == "33 examples, 17 on each replica, 34 in all with padding"
     recorded = describe_run(train.run, train.batches, {})
     assert (recorded["devices"], recorded["arithmetic"]) == ("2 simulated on 8 CPU cores", "float32")
 

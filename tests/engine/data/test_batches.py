@@ -232,11 +232,11 @@ def test_shuffle_goes_through_a_small_buffer(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("replicas", "parts", "padded", "processes", "is_streamed"),
+    ("replicas", "micro_batches", "padded", "processes", "is_streamed"),
     [(3, 1, 9, 3, False), (3, 2, 12, 1, True), (5, 1, 10, 5, True), (5, 1, 10, 1, False)],
 )
-def test_padded_shares_have_the_same_examples_in_the_same_order(
-    replicas: int, parts: int, padded: int, processes: int, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
+def test_padded_batches_have_the_same_examples_in_the_same_order(
+    replicas: int, micro_batches: int, padded: int, processes: int, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_streamed:
         stream(monkeypatch, buffer_size=20)
@@ -244,24 +244,25 @@ def test_padded_shares_have_the_same_examples_in_the_same_order(
         expected = whole(batches(split), first_step=first_step)
         found: list[list[list[np.ndarray]]] = [[] for _ in expected]
         for index in range(processes):
-            process = batches(split, replicas=replicas, pipelines=(processes, index), micro_batches=parts)
+            process = batches(split, replicas=replicas, pipelines=(processes, index), micro_batches=micro_batches)
             assert process.steps_per_pass == len(expected) + first_step
-            for step, shares in enumerate(shares_of_process(process, first_step)):
-                found[step] += shares
+            for step, of_replicas in enumerate(batches_of_process(process, first_step)):
+                found[step] += of_replicas
         for batch, (features, labels, weights) in zip(found, expected, strict=True):
             of_batch = padded if split == "train" else replicas * -(-8 // replicas)
-            assert {len(share[0]) for share in batch} == {of_batch // replicas}
+            assert {len(of_replica[0]) for of_replica in batch} == {of_batch // replicas}
             own = [
                 [part[: 8 // replicas + (number < 8 % replicas)] for part in each] for number, each in enumerate(batch)
             ]
             for found_part, part in zip(zip(*own, strict=True), (features, labels, weights), strict=True):
                 np.testing.assert_array_equal(np.concatenate(found_part), part)
-            for share, kept in zip(batch, own, strict=True):
-                assert not share[2][len(kept[2]) :].any()
-                assert set(share[0][len(kept[0]) :]) <= {kept[0][-1]}  # Padding is no new number, so no new fault.
+            for (numbers, _, sample_weights), kept in zip(batch, own, strict=True):
+                assert not sample_weights[len(kept[2]) :].any()
+                # The padding repeats an example: other values could fail where no example does.
+                assert set(numbers[len(kept[0]) :]) <= {kept[0][-1]}
 
 
-def shares_of_process(found: Batches, first_step: int) -> list[list[list[np.ndarray]]]:
+def batches_of_process(found: Batches, first_step: int) -> list[list[list[np.ndarray]]]:
     """Returns each batch of a pass as [features, labels, weights] for each replica of this process."""
     sizes = stack_sizes(found.steps_per_pass, first_step, found._bytes_of_share)
     stacks = iter(found._stacks_of_process(0, first_step, sizes))
@@ -273,15 +274,13 @@ def shares_of_process(found: Batches, first_step: int) -> list[list[list[np.ndar
 
 
 def test_batch_that_is_too_small_for_the_replicas_is_refused() -> None:
-    assert [per_replica_batch_size(65, 5), per_replica_batch_size(33, 2), per_replica_batch_size(33, 2, 4)] == [
-        13,
-        17,
-        20,
-    ]
+    assert per_replica_batch_size(65, 5) == 13
+    assert per_replica_batch_size(33, 2) == 17
+    assert per_replica_batch_size(33, 2, micro_batches=4) == 20
     with pytest.raises(BadInput, match=r"--global-batch-size 2 is too small for 4 replica\(s\): use 4 or more"):
         per_replica_batch_size(2, 4)
     with pytest.raises(BadInput, match=r"too small for 4 replica\(s\), in 2 micro-batches each: use 8 or more"):
-        per_replica_batch_size(7, 4, 2)
+        per_replica_batch_size(7, 4, micro_batches=2)
 
 
 def no_labels(_: str) -> tf.data.Dataset:

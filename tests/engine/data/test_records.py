@@ -74,7 +74,7 @@ def whole(found: Batches, *, epoch: int = 0, first_step: int = 0) -> list[list[n
 def shares(
     loaded: Records, number: int, *, size: int = 24, first_step: int = 0, seed: int | None = 7
 ) -> list[np.ndarray]:
-    """Returns what each of so many processes reads of an epoch: places and numbers, [steps, its part of a batch, 2]."""
+    """Returns the places and numbers of the records that each process reads in an epoch, [steps, per batch, 2]."""
     examples = loaded.examples("load_examples", None if seed is None else 2**29)
     steps = examples.length // size
     first, seed = tf.constant(first_step * size, tf.int64), None if seed is None else tf.constant(seed, tf.int64)

@@ -11,7 +11,6 @@ from engine.errors import BadInput
 
 # "host0:12345", "10.0.0.1:12345", "[fe80::1%eth0]:12345": no scheme and no space.
 ADDRESS = re.compile(r"([\w.-]+|\[[\w:.%-]+\]):(?P<port>[0-9]{1,5})")
-EVALUATOR = "TF_CONFIG describes this process as an evaluator"
 JOBS = ("chief", "worker", "ps")  # In the order in which processes are counted. A chief is the first worker.
 
 
@@ -57,6 +56,8 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
 
     Raises BadInput if the description is malformed or contradicts itself.
     """
+    if _is_evaluator(environment):
+        raise BadInput("TF_CONFIG describes this process as an evaluator: start it with --evaluate-continuously")
     if environment.get("TF_CONFIG"):
         cluster = _from_tf_config(environment["TF_CONFIG"])
     elif _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
@@ -80,11 +81,15 @@ def reject_cluster(flag: str) -> None:
 
 def leave_as_evaluator() -> None:
     """Forgets TF_CONFIG if this process is an evaluator in it, which takes no part in the training."""
+    if _is_evaluator(os.environ):
+        del os.environ["TF_CONFIG"]
+
+
+def _is_evaluator(environment: Mapping[str, str]) -> bool:
     try:
-        find_cluster(os.environ)
-    except BadInput as problem:
-        if EVALUATOR in str(problem):
-            del os.environ["TF_CONFIG"]
+        return json.loads(environment["TF_CONFIG"])["task"]["type"] == "evaluator"
+    except (ValueError, LookupError, TypeError):
+        return False
 
 
 def _from_tf_config(text: str) -> Cluster:
@@ -93,9 +98,7 @@ def _from_tf_config(text: str) -> Cluster:
         addresses, job, index = described["cluster"], described["task"]["type"], described["task"]["index"]
         has_lists = bool(addresses) and all(isinstance(each, list) for each in addresses.values())
         if has_lists and isinstance(job, str) and type(index) is int:
-            if job == "evaluator":
-                raise BadInput(f"{EVALUATOR}: start it with --evaluate-continuously")
-            # TensorFlow crashes at a job without processes.
+            # TensorFlow crashes at a job without processes. An evaluator takes no part in the training.
             of_jobs = {name: each for name, each in addresses.items() if each and name != "evaluator"}
             return Cluster("TF_CONFIG", of_jobs, job, index)
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -108,7 +108,7 @@ class Launcher:
         self._jobs, self._arguments, self._visible = jobs, arguments, visible
         self._restarts_left, self._min_workers = max_restarts, min_workers
         self._first_number = jobs["worker"]
-        self._first_to_end: Process | None = None
+        self._lost: Process | None = None  # The first process of a start that failed.
         os.environ.setdefault(START_ID, uuid.uuid4().hex)  # So --fresh moves only an older run aside.
         self._signal: int | None = None
         self._processes: list[Process] = []
@@ -123,7 +123,9 @@ class Launcher:
             is_rejected = code == BadInput.exit_code and self._jobs["worker"] < self._first_number
             if code == 0 or (code in FINAL_CODES and not is_rejected) or self._signal:
                 return code
-            if (is_rejected or not self._may_restart(f"ended with {code}")) and not self._may_continue_with_fewer():
+            if not is_rejected and self._may_restart(f"ended with {code}"):
+                continue
+            if not self._may_continue_with_fewer(is_rejected):
                 return code
 
     def _may_restart(self, why: str) -> bool:
@@ -133,15 +135,16 @@ class Launcher:
         print_line("launcher", f"{why}: restarting (restarts left: {self._restarts_left})")
         return True
 
-    def _may_continue_with_fewer(self) -> bool:
-        """Leaves the worker that ended first out of the next start, unless too few are left; returns whether."""
-        lost, number = self._first_to_end, self._jobs["worker"]
+    def _may_continue_with_fewer(self, is_rejected: bool) -> bool:
+        """Removes the worker that failed first, unless too few would be left; returns whether."""
+        lost, number = self._lost, self._jobs["worker"]
         if number <= self._min_workers or lost is None:
             return False
         self._jobs = {**self._jobs, "worker": number - 1}
         if self._visible:  # Its GPUs may be the cause.
             del self._visible[lost.index]
-        print_line("launcher", f"{lost.name} is lost: starting again with {number - 1} worker(s), from the checkpoint")
+        why = f"{number} workers ended with {BadInput.exit_code}" if is_rejected else f"{lost.name} is lost"
+        print_line("launcher", f"{why}: resuming with {number - 1} worker(s)")
         return True
 
     def _pass_on(self, number: int, _: object) -> None:
@@ -153,7 +156,7 @@ class Launcher:
     def _run_once(self) -> int:
         free = iter(_free_addresses(sum(self._jobs.values())))
         addresses = {job: [next(free) for _ in range(number)] for job, number in self._jobs.items()}
-        self._processes, self._first_to_end = [], None
+        self._processes, self._lost = [], None
         try:
             for job, number in self._jobs.items():
                 for index in range(number):
@@ -181,7 +184,8 @@ class Launcher:
                 if (code := process.popen.poll()) is None:
                     continue
                 running.remove(process)
-                self._first_to_end = self._first_to_end or process
+                if code and not self._lost:
+                    self._lost = process
                 death = f"{process.name} ended with exit code {code}"
                 if code < 0:
                     death = f"{process.name} was ended by {signal.Signals(-code).name}"
@@ -203,7 +207,7 @@ class Launcher:
                         for other in running:
                             other.popen.terminate()
             if time.monotonic() > deadline:
-                names = ", ".join(process.name for process in running)
+                self._lost, names = running[0], ", ".join(process.name for process in running)
                 print_line("launcher", f"{names} did not end within {SECONDS_TO_FOLLOW:g} s of the others")
                 return ending or 1
         return ending

@@ -33,7 +33,7 @@ class Batches:
     the example's own sample weight, 1 if it has none, 0 for padding. In training the examples that fill no batch are
     dropped, others in each pass. In evaluation, and in training with --keep-last-batch, the last batch is padded with
     copies of weight 0, so that each example counts exactly once. If the replicas, or their micro-batches, cannot share
-    a batch equally, the shares of some are padded in the same way.
+    a batch equally, some per-replica batches are padded in the same way.
 
     Attributes:
         split: "train", "validation" or "test".
@@ -76,12 +76,11 @@ class Batches:
         flag = "--evaluation-batch-size" if evaluation_size else "--global-batch-size"
         loaders = len(lengths)  # The processes, if each loads files of its own; else 1.
         replicas, processes = strategy.num_replicas_in_sync, context.num_input_pipelines
-        parts = settings.micro_batches if self._training else 1
-        self.per_replica_batch_size = per_replica_batch_size(size, replicas, parts, flag)
+        micro_batches = settings.micro_batches if self._training else 1
+        self.per_replica_batch_size = per_replica_batch_size(size, replicas, micro_batches, flag)
         if size % loaders:
             remedy = "with input_context each takes its part from files of its own; use a multiple of that"
             raise BadInput(f"{flag} {size} cannot be shared equally by {loaders} workers: {remedy}")
-        self._shares = shares(size // loaders, replicas // loaders)
         self._lengths = list(lengths)
         self._count_steps(settings)
         self._is_alone = context.num_input_pipelines == 1
@@ -100,10 +99,11 @@ class Batches:
         bytes_read = size * bytes_of(example_spec) if is_static(example_spec) else 0
         self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, bytes_of_batch)))
         from_loader, of_process = size // loaders, replicas // processes
-        first_replica = context.input_pipeline_id * of_process % len(self._shares)
-        first = sum(self._shares[:first_replica])
-        self._shares = self._shares[first_replica : first_replica + of_process]
-        places = slice(first, first + sum(self._shares))
+        of_replicas = examples_of_replicas(from_loader, replicas // loaders)
+        first_replica = context.input_pipeline_id * of_process % len(of_replicas)
+        first = sum(of_replicas[:first_replica])
+        self._of_replicas = of_replicas[first_replica : first_replica + of_process]
+        places = slice(first, first + sum(self._of_replicas))
         self._shard = Shard(from_loader, places, self.steps_per_pass * from_loader)
         self._iterator: StackIterator | None = None
         self._limit_bytes_ahead(bytes_read // processes)
@@ -210,7 +210,7 @@ class Batches:
             is_first = number == first_pass
             first = tf.where(is_first, tf.constant(first_step, tf.int64), 0)
             sizes_of_pass = tf.cond(is_first, lambda: sizes_of_first, lambda: sizes_of_others)
-            return stacked(self._pass(number, first), sizes_of_pass, self._shares, self.per_replica_batch_size)
+            return stacked(self._pass(number, first), sizes_of_pass, self._of_replicas, self.per_replica_batch_size)
 
         # Endless, so that the next pass's first batches are prepared while this one is validated.
         endless = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(one_pass)
@@ -248,18 +248,18 @@ class Batches:
         return examples.rejection(problem, one_by_one, f"in the batches from step {step + 1} of epoch {epoch + 1} on")
 
 
-def per_replica_batch_size(size: int, replicas: int, parts: int = 1, flag: str = "--global-batch-size") -> int:
-    """Returns how many examples each replica gets of a global batch, padding included, in `parts` micro-batches.
+def per_replica_batch_size(size: int, replicas: int, micro_batches: int = 1, flag: str = "--global-batch-size") -> int:
+    """Returns how many examples of a global batch are on one replica, padding included, for equal micro-batches.
 
     Raises BadInput if a micro-batch would be padding only.
     """
-    if size < replicas * parts:
-        micro_batches = f", in {parts} micro-batches each" if parts > 1 else ""
-        problem = f"{flag} {size} is too small for {replicas} replica(s){micro_batches}"
-        raise BadInput(f"{problem}: use {replicas * parts} or more")
-    return parts * -(-size // (replicas * parts))
+    unit = replicas * micro_batches
+    if size < unit:
+        each = f", in {micro_batches} micro-batches each" if micro_batches > 1 else ""
+        raise BadInput(f"{flag} {size} is too small for {replicas} replica(s){each}: use {unit} or more")
+    return micro_batches * -(-size // unit)
 
 
-def shares(size: int, replicas: int) -> list[int]:
-    """Returns how many examples of a global batch each replica gets; the first ones may get one more."""
+def examples_of_replicas(size: int, replicas: int) -> list[int]:
+    """Returns how many examples of a batch each replica gets, without padding; the first ones may get one more."""
     return [size // replicas + (replica < size % replicas) for replica in range(replicas)]

@@ -239,22 +239,22 @@ def stack_sizes(steps: int, first_step: int, bytes_of_share: int) -> tuple[Sizes
 
 
 def stacked(
-    prepared: tf.data.Dataset, sizes: tf.Tensor, shares: Sequence[int], per_replica_batch_size: int
+    prepared: tf.data.Dataset, sizes: tf.Tensor, of_replicas: Sequence[int], per_replica_batch_size: int
 ) -> tf.data.Dataset:
     """Returns stacks, [batches, per-replica batch, ...] each, in tuples of one for each replica.
 
-    Elements of `prepared` are any number of examples, [n, ...]; the replicas' `shares` of a batch follow each other.
-    Shares of less than a per-replica batch are padded with copies of weight 0. `sizes` (int64) says how many batches go
-    into each stack, again and again.
+    Elements of `prepared` are any number of examples, [n, ...]. Of each batch `of_replicas` says how many examples each
+    replica gets, one replica after the other; a per-replica batch that lacks some is padded with copies of weight 0.
+    `sizes` (int64) says how many batches go into each stack, again and again.
     """
-    size, replicas = per_replica_batch_size, len(shares)
-    is_padded = any(share < size for share in shares)
+    size, replicas = per_replica_batch_size, len(of_replicas)
+    is_padded = any(count < size for count in of_replicas)
 
     def for_replica(replica: int, part: tf.Tensor) -> tf.Tensor:
         if is_padded:
-            first = sum(shares[:replica])
-            rows = [first + min(row, shares[replica] - 1) for row in range(size)]
-            of_each = tf.reshape(part, [-1, sum(shares), part.shape[1:].num_elements()])
+            first = sum(of_replicas[:replica])
+            rows = [first + min(row, of_replicas[replica] - 1) for row in range(size)]
+            of_each = tf.reshape(part, [-1, sum(of_replicas), part.shape[1:].num_elements()])
             return tf.reshape(tf.gather(of_each, rows, axis=1), [-1, size, *part.shape[1:]])
         if replicas == 1:
             return tf.reshape(part, [-1, size, *part.shape[1:]])
@@ -266,13 +266,13 @@ def stacked(
         parts = [tf.nest.map_structure(functools.partial(for_replica, each), stack) for each in range(replicas)]
         if not is_padded:
             return tuple(parts)
-        counts = [tf.constant([float(row < share) for row in range(size)]) for share in shares]
+        factors = [tf.constant([float(row < count) for row in range(size)]) for count in of_replicas]
         return tuple(
-            (features, labels, weights * count, *lengths)
-            for (features, labels, weights, *lengths), count in zip(parts, counts, strict=True)
+            (features, labels, weights * factor, *lengths)
+            for (features, labels, weights, *lengths), factor in zip(parts, factors, strict=True)
         )
 
-    return prepared.rebatch(sum(shares) * sizes).map(split)
+    return prepared.rebatch(sum(of_replicas) * sizes).map(split)
 
 
 def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:

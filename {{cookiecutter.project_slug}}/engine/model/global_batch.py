@@ -25,8 +25,8 @@ class _Step(threading.local):
 
     batch: Any = None  # The complete per-replica batch, before it is cut into micro-batches.
     micro_batches: int = 1
-    uneven: str = ""  # See `uneven_shares`.
-    counter: str = ""  # What counts the padding of these shares.
+    padded: str = ""  # See `why_padded`.
+    counts_padding: str = ""  # The first thing that counts the padding.
     calls: int = 0  # How often this micro-batch has called sum_over_batch.
     sums: list[tf.Tensor] = dataclasses.field(default_factory=list)  # What these calls returned in the first one.
 
@@ -35,18 +35,18 @@ _step = _Step()
 
 
 @contextlib.contextmanager
-def step_on(batch: Any, micro_batches: int = 1, uneven: str = "") -> Iterator[None]:
+def step_on(batch: Any, micro_batches: int = 1, padded: str = "") -> Iterator[None]:
     """Says which per-replica batch (features, labels, sample_weights) the hooks that are called inside belong to.
 
-    `uneven` is what `uneven_shares` returns. Raises BadInput at the end if something inside counts the padding.
+    `padded` is what `why_padded` returns. Raises BadInput at the end if something inside counts the padding.
     """
     before = dict(vars(_step))
-    _step.batch, _step.micro_batches, _step.uneven, _step.calls, _step.sums = batch, micro_batches, uneven, 0, []
-    _step.counter = ""
+    _step.batch, _step.micro_batches, _step.calls, _step.sums = batch, micro_batches, 0, []
+    _step.padded, _step.counts_padding = padded, ""
     try:
         yield
-        if _step.counter:
-            raise BadInput(uneven.format(_step.counter))
+        if _step.counts_padding:
+            raise BadInput(padded.format(_step.counts_padding))
     finally:
         vars(_step).update(before)
 
@@ -113,7 +113,8 @@ def gather_batch(values: tf.Tensor) -> tf.Tensor:
 
     They are numbers or truth values, and have gradients: a value gets the sum of what all replicas' losses make of it.
     Padded examples are among them: gather their sample weights too, and exclude examples of weight 0. Raises BadInput
-    with --micro-batches, which are computed one after the other, so that no micro-batch has the values of the next.
+    with --micro-batches, which are computed one after the other, so that no micro-batch has the values of the next; and
+    in a training whose batches the replicas cannot share equally, where padding would be between the examples.
     """
     _check_gathered("gather_batch")
     context = tf.distribute.get_replica_context()
@@ -134,17 +135,17 @@ def gather_batch(values: tf.Tensor) -> tf.Tensor:
 def places_in_batch(values: tf.Tensor) -> tf.Tensor:
     """Returns the place (int32, [batch]) of each example in what gather_batch returns for such values [batch, ...].
 
-    Raises BadInput with --micro-batches.
+    Raises BadInput as gather_batch does.
     """
     _check_gathered("places_in_batch")
     size, replica = tf.shape(values)[0], tf.distribute.get_replica_context().replica_id_in_sync_group
     return size * tf.cast(replica, "int32") + tf.range(size)
 
 
-def uneven_shares(settings: Settings) -> str:
-    """Returns an error for shares of a training batch that are padded, with a place for what counts the padding.
+def why_padded(settings: Settings) -> str:
+    """Returns why per-replica batches of the training are padded, as an error with a place for what counts the padding.
 
-    It is "" if no share is.
+    It is "" if none is padded.
     """
     size, replicas = settings.global_batch_size, tf.distribute.get_strategy().num_replicas_in_sync
     unit = replicas * settings.micro_batches
@@ -156,17 +157,17 @@ def uneven_shares(settings: Settings) -> str:
     return f"{problem}, and {{}}, which would count the padding: use {sizes}"
 
 
-def note_padding(counter: str) -> None:
-    """Notes that the step that is being traced would count the padding of its shares, if they have any.
+def note_padding(counts_padding: str) -> None:
+    """Notes what would count the padding, if per-replica batches of the step that is being traced are padded.
 
-    Raised here, Keras would wrap the error in a text of its own.
+    `step_on` raises the error, because Keras would wrap one from inside a layer in a text of its own.
     """
-    if _step.uneven:
-        _step.counter = _step.counter or counter
+    if _step.padded:
+        _step.counts_padding = _step.counts_padding or counts_padding
 
 
 def watch_added_losses() -> None:
-    """Makes a layer's add_loss, which activity regularizers call too, reject padded shares."""
+    """Makes a layer's add_loss, which activity regularizers call too, note that it counts padding."""
     keras.layers.Layer.add_loss = _add_loss
 
 

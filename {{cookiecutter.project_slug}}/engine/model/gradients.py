@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.global_batch import start_micro_batch, step_on, sum_over_replicas, uneven_shares
+from engine.model.global_batch import start_micro_batch, step_on, sum_over_replicas, why_padded
 from engine.model.optimizers import BYTES_PER_PACK, inner_optimizers, optimizer_of, summed_gradients
 from engine.model.rows import by_values, slices_or_dense, sum_by_row
 from engine.settings import Settings
@@ -66,7 +66,7 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings)
 
         _step.global_clipnorm, _step.jit, _step.micro_batches = settings.global_clipnorm, settings.jit, count
         try:
-            with step_on(batch, count, uneven_shares(settings)):
+            with step_on(batch, count, why_padded(settings)):
                 loss = take(0, None)
                 if count > 1:
                     loss = take(count - 1, _take_until(count - 1, take, loss))

@@ -160,7 +160,7 @@ def _resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tupl
     try:
         run.checkpoints.state.assign(values)
     except Damaged as problem:  # It was intact a moment ago.
-        raise BadInput(f"{problem} since the start: start the same command again") from problem
+        raise BadInput(f"{problem}: start the same command again") from problem
     kept: Collection[str] = batches
     if changed:  # An evaluation starts over anyway, but an epoch only if its own examples have changed.
         kept = ["train"] if "train" not in changed or "train" in progress.metrics else []

@@ -22,7 +22,7 @@ from engine.model.variables import is_seed, spread_seeds
 
 Variables = dict[str, tf.Variable]
 Values = dict[str, np.ndarray | tf.Tensor]
-PORTION = 2**26  # Bytes.
+PORTION = 2**26  # Bytes of variables that are restored together.
 ROUNDING = 1e-3  # Of a variable's largest value. Machines of several kinds may differ by this much between two saves.
 
 

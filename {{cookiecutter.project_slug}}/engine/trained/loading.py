@@ -146,7 +146,7 @@ def _restore_best(run_dir: Path, model: Any, hidden: HiddenState) -> Path:
     workers = Workers(strategy)
     none = State(strategy, workers, {})
     checkpoints, best = (Checkpoints(run_dir / each, none, keep=1) for each in (CHECKPOINTS, BEST))
-    with _damage_named():
+    with _damage_rejected():
         path = find_best(checkpoints, best)
         values, _ = read_checkpoint(path)
     if missing := hidden.used_in_evaluation().keys() - values.keys():
@@ -159,13 +159,13 @@ def _restore_best(run_dir: Path, model: Any, hidden: HiddenState) -> Path:
     if differences := state.differences(kinds):
         listed = f"{len(differences)} variables differ: {', '.join(differences[:3])}"
         raise BadInput(f"{path} is of another model ({listed}): restore the hooks it was made with")
-    with _damage_named():
+    with _damage_rejected():
         state.assign(values)
     return path
 
 
 @contextlib.contextmanager
-def _damage_named() -> Iterator[None]:
+def _damage_rejected() -> Iterator[None]:
     try:
         yield
     except Damaged as problem:
