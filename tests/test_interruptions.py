@@ -22,7 +22,7 @@ LAYOUTS = {
     "one_device": ("--simulated-devices=1",),
     "two_replicas": ("--simulated-devices=2", "--async-checkpoints", "--keep-checkpoints=1"),
 }
-TIME_COLUMNS = ("seconds", "examples_per_second")
+TIME_COLUMNS = ("seconds", "examples_per_second", "goodput")
 
 Lives = list[dict[str, Any]]
 
@@ -47,20 +47,36 @@ def outcome(run_dir: Path) -> tuple[Any, Any]:
 def steps_run(folder: Path) -> dict[str, int]:
     steps: dict[str, int] = collections.Counter()
     for line in Path(f"{folder}.log").read_text(encoding="utf-8").splitlines():
-        name, count = line.split()
+        name, count = line.split()[:2]
         steps[name] += int(count)
     return dict(steps)
+
+
+def seconds_that_count(folder: Path) -> float:
+    """Returns the seconds of the training steps from which no resume went back, without the first ones of a start."""
+    chunks: list[tuple[int, float]] = []  # After which step, and the seconds.
+    resumed = 0
+    for line in Path(f"{folder}.log").read_text(encoding="utf-8").splitlines():
+        name, _, after, seconds, is_first = line.split()
+        if name != "train":
+            continue
+        if int(is_first):
+            resumed = int(after)
+            chunks = [each for each in chunks if each[0] < resumed]
+        if int(after) > resumed:
+            chunks.append((int(after), float(seconds)))
+    return sum(seconds for _, seconds in chunks)
 
 
 @pytest.fixture(scope="session", params=["two_replicas", pytest.param("one_device", marks=pytest.mark.long)])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
     """A run that nothing interrupts, and the arguments of its layout."""
     folder = tmp_path_factory.mktemp("whole") / request.param
-    assert lives(folder, *LAYOUTS[request.param]) == [{"place": "anywhere", "ended": 0}]
+    assert [each["ended"] for each in lives(folder, *LAYOUTS[request.param])] == [0]
     return folder, LAYOUTS[request.param]
 
 
-def assert_killed_run_ends_equal(uninterrupted: Path, folder: Path, *layout: str, ends: int, **options: int) -> None:
+def assert_killed_run_ends_equal(uninterrupted: Path, folder: Path, *layout: str, ends: int, **options: Any) -> Lives:
     found = lives(folder, *layout, ends=ends, signal="SIGKILL", **options)
     killed = collections.Counter(life["place"] for life in found if life["ended"] == -signal.SIGKILL)
     assert set(killed) == {"anywhere", "saving", "validation"}
@@ -69,6 +85,7 @@ def assert_killed_run_ends_equal(uninterrupted: Path, folder: Path, *layout: str
     assert outcome(folder) == outcome(uninterrupted)
     # Half-written files of the killed are gone.
     assert not [path for path in folder.rglob(".*") if path.name != ".lock"]
+    return found
 
 
 def test_killed_run_ends_bit_equal(whole: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
@@ -82,7 +99,13 @@ def test_often_killed_run_ends_bit_equal(tmp_path: Path) -> None:
     lives(tmp_path / "whole", *layout, epochs=20)
     seed = int(time.time())
     killed = tmp_path / f"killed_by_{seed}"
-    assert_killed_run_ends_equal(tmp_path / "whole", killed, *layout, ends=25, seed=seed, epochs=20)
+    found = assert_killed_run_ends_equal(tmp_path / "whole", killed, *layout, ends=25, seed=seed, epochs=20, pause=0.02)
+    goodput = json.loads((killed / "result.json").read_text(encoding="utf-8"))["goodput"]
+    assert goodput["starts"] == len(found)
+    seconds = goodput["seconds"]
+    assert sum(seconds.values()) == pytest.approx(sum(each["seconds"] for each in found), rel=0.05)
+    assert seconds["training"] == pytest.approx(seconds_that_count(killed), rel=0.05)
+    assert seconds["repeated"] > 0
 
 
 @pytest.mark.long

@@ -35,6 +35,9 @@ for argument in sys.argv[1:]:
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "wait":
         time.sleep(60)
+    elif what == "late":
+        time.sleep(1)
+        sys.exit(1)
     elif what == "save":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
         print("waiting", flush=True)
@@ -131,6 +134,24 @@ def test_cluster_continues_without_lost_workers_down_to_the_minimum(launched: Ca
         refused = launched("--workers=2", f"--min-workers={bad}")
         assert refused.returncode == 2
         assert f"--min-workers {bad} must be from 1 to the number of --workers" in refused.stderr
+
+
+def test_lost_worker_is_the_one_that_failed_or_does_not_end(launched: Callable, project: Path) -> None:
+    """Not the first to end, which may have lost another one and ends with 43."""
+    module = project / "engine/cluster/launcher.py"
+    text = module.read_text(encoding="utf-8")
+    assert "SECONDS_OF_THE_CAUSE = 20.0" in text
+    module.write_text(text.replace("SECONDS_OF_THE_CAUSE = 20.0", "SECONDS_OF_THE_CAUSE = 2.0"), encoding="utf-8")
+    assert launched("--workers=2", "--", "worker0=43", "worker1=late").returncode == 1
+    flags = ("--workers=3", "--min-workers=2", "--", "worker0=43of3", "worker2=43of3")
+    for end, why in (("late", "ended with exit code 1"), ("wait", "did not end within 2 s of the others")):
+        done = launched(*flags, f"worker1={end}of3")
+        assert done.returncode == 0, done.stdout
+        assert f"[launcher] worker 1 {why}\n[launcher] worker 1 is lost: resuming with 2" in done.stdout
+    # All say that another one is gone, as after a fault of the network.
+    done = launched("--workers=2", "--max-restarts=1", "--", "all=43")
+    assert done.returncode == 43
+    assert done.stdout.count("ended with 43: restarting") == 1
 
 
 @pytest.mark.parametrize("end", ["kill", "1", "42"])

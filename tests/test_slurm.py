@@ -18,13 +18,19 @@ from rendering import PROJECT, run
 START_ID = "TRAINING_START_ID"  # engine/cluster/launcher.py says what it means.
 
 
-def started(tmp_path: Path, code: int, **environment: str) -> tuple[list[str], str]:
-    """Runs the script where srun ends with `code`; returns how srun was called, and what scontrol was told."""
+def started(tmp_path: Path, code: int, nodes: str = "2", **environment: str) -> tuple[list[str], str]:
+    """Runs the script where srun ends with `code`; returns how srun was called last, and what scontrol was told.
+
+    `nodes` are the answers to how many nodes the job has, one after the other.
+    """
     calls = tmp_path / "calls"
     calls.mkdir()
+    (calls / "nodes").write_text("\n".join(nodes.split()) + "\n", encoding="utf-8")
     stand_ins = {
         "srun": f'echo "${START_ID}" "$@" > {calls}/srun\nexit {code}',
         "scontrol": f'echo "$@" > {calls}/scontrol',
+        # The last answer is given again and again.
+        "squeue": f"head -n1 {calls}/nodes\n[ $(wc -l <{calls}/nodes) -eq 1 ] || sed -i 1d {calls}/nodes",
     }
     for name, body in stand_ins.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
@@ -32,37 +38,70 @@ def started(tmp_path: Path, code: int, **environment: str) -> tuple[list[str], s
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     environment = {**inherited, "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9", **environment}
     command = ["bash", PROJECT / "deploy/slurm.sh", "--epochs", "5"]
-    assert subprocess.run(command, env=environment, check=False, timeout=20).returncode == code
+    done = subprocess.run(command, env=environment, cwd=tmp_path, check=False, timeout=20)
+    assert done.returncode == code
     told = (calls / "scontrol").read_text(encoding="utf-8").strip() if (calls / "scontrol").exists() else ""
     return (calls / "srun").read_text(encoding="utf-8").split(), told
 
 
+@pytest.mark.parametrize(("code", "seen"), [(0, 0), (1, 1), (2, 2), (3, 3), (42, 42), (43, 1)])
+def test_process_that_lost_another_one_does_not_hide_its_exit_code(code: int, seen: int, tmp_path: Path) -> None:
+    """srun ends with the highest one."""
+    script = (PROJECT / "deploy/slurm.sh").read_text(encoding="utf-8")
+    (line,) = re.findall("(?m)^train='(.*)'$", script)
+    (tmp_path / "train.py").write_text(f"import sys\nassert sys.argv[1:] == ['a b']\nsys.exit({code})\n")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", line, "train.py", "a b"], cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == seen
+
+
 @pytest.mark.parametrize(
-    ("code", "restarts", "told"),
+    ("code", "failures", "told"),
     [
-        *((code, "", "") for code in (0, 2, 3)),
-        (42, "", "requeue 9"),
-        (42, "500", "requeue 9"),
-        (1, "", "requeue 9"),
-        (137, "19", "requeue 9"),
-        (1, "20", ""),
+        *((code, 0, "") for code in (0, 2, 3)),
+        (42, 0, "requeue 9"),
+        (42, 20, "requeue 9"),
+        (1, 0, "requeue 9"),
+        (43, 0, "requeue 9"),
+        (137, 19, "requeue 9"),
+        (1, 20, ""),
     ],
 )
-def test_job_is_requeued_if_that_can_help(code: int, restarts: str, told: str, tmp_path: Path) -> None:
-    assert started(tmp_path, code, SLURM_RESTART_COUNT=restarts)[1] == told
+def test_job_is_requeued_if_that_can_help(code: int, failures: int, told: str, tmp_path: Path) -> None:
+    # However often it was requeued after signals.
+    counted = tmp_path / "slurm-9.failures"
+    counted.write_text("exit code 1\n" * failures, encoding="utf-8")
+    assert started(tmp_path, code, SLURM_RESTART_COUNT="500")[1] == told
+    after = counted.read_text(encoding="utf-8").splitlines() if counted.exists() else []
+    assert len(after) == {0: 0, 2: 0, 3: 0, 42: failures}.get(code, failures + 1)
+
+
+def test_job_that_loses_a_node_continues_on_the_others(tmp_path: Path) -> None:
+    words, told = started(tmp_path, 43, nodes="3 2 2 2")
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= set(words)
+    assert told == "requeue 9"  # The second failure is of a program, not of a node.
+    assert (tmp_path / "slurm-9.failures").read_text(encoding="utf-8") == "exit code 43\n"
 
 
 def test_arguments_and_cores_are_passed_on(tmp_path: Path) -> None:
     (start_id, *words), _ = started(tmp_path, 0)
     assert start_id == "slurm-9"
-    assert words[-5:] == ["python", "-u", "train.py", "--epochs", "5"]
+    assert words[-3:] == ["train.py", "--epochs", "5"]
     assert not [word for word in words if word.startswith("--cpus-per-task")]
 
 
 def test_job_of_an_array_has_a_run_directory_and_is_requeued_alone(tmp_path: Path) -> None:
     array = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3", "SLURM_CPUS_PER_TASK": "4"}
     words, told = started(tmp_path, 42, **array)
-    assert words[words.index("train.py") :] == ["train.py", "--run-dir", "runs/3", "--seed", "3", "--epochs", "5"]
+    assert words[len(words) - words[::-1].index("train.py") - 1 :] == [
+        "train.py",
+        "--run-dir",
+        "runs/3",
+        "--seed",
+        "3",
+        "--epochs",
+        "5",
+    ]
     assert "--cpus-per-task=4" in words
     assert told == "requeue 9_3"
 
@@ -72,13 +111,22 @@ def test_job_of_an_array_has_a_run_directory_and_is_requeued_alone(tmp_path: Pat
 needs_slurm = pytest.mark.skipif(
     not slurm.is_installed(), reason="needs Slurm and munge, and root or sudo without a password"
 )
-FLAGS = ("--epochs=20", "--checkpoint-every-steps=20")
+FLAGS = ("--epochs=20", "--checkpoint-every-steps=20", "--global-batch-size=31")  # Two nodes pad each batch.
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = tmp_path_factory.mktemp("slurm_project") / "project"
     return shutil.copytree(PROJECT, project, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+
+
+@pytest.fixture(scope="module")
+def alone(project: Path) -> dict[str, float]:
+    """The test metrics of a run of one replica."""
+    done = run("python", "train.py", *FLAGS, "--run-dir=runs/alone", folder=project)
+    assert done.returncode == 0, done.stderr
+    metrics = result(project / "runs/alone")
+    return {name: float(value) for name, value in metrics.items() if name.startswith("test/")}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +148,7 @@ def log_of(project: Path, job: str) -> str:
 
 def result(run_dir: Path) -> dict[str, object]:
     values = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
-    return {name: value for name, value in values.items() if name != "seconds"}
+    return {name: value for name, value in values.items() if name not in ("seconds", "goodput")}
 
 
 def has_checkpoint(run_dir: Path) -> bool:
@@ -109,9 +157,9 @@ def has_checkpoint(run_dir: Path) -> bool:
 
 @pytest.mark.long
 @needs_slurm
-def test_job_on_two_nodes_trains_and_one_that_is_stopped_resumes(cluster: slurm.Slurm, project: Path) -> None:
-    alone = run("python", "train.py", *FLAGS, "--simulated-devices=2", "--run-dir=runs/alone", folder=project)
-    assert alone.returncode == 0, alone.stderr
+def test_job_on_two_nodes_trains_and_one_that_is_stopped_resumes(
+    cluster: slurm.Slurm, project: Path, alone: dict[str, float]
+) -> None:
     whole = submit(cluster, project, *FLAGS, "--run-dir=runs/whole")
     assert cluster.wait(whole, seconds=240) == "COMPLETED", log_of(project, whole)
     # --exclusive binds the process of a node to all of its cores.
@@ -127,9 +175,23 @@ def test_job_on_two_nodes_trains_and_one_that_is_stopped_resumes(cluster: slurm.
     assert "resumed from step-" in written
     equal = result(project / "runs/whole")
     assert result(project / "runs/stopped") == equal
-    for name, value in result(project / "runs/alone").items():
-        if name.startswith("test/"):
-            assert equal[name] == pytest.approx(value, rel=1e-5)
+    assert {name: equal[name] for name in alone} == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.long
+@needs_slurm
+def test_job_continues_without_a_node_that_fails(cluster: slurm.Slurm, project: Path, alone: dict[str, float]) -> None:
+    job = submit(cluster, project, *FLAGS, "--run-dir=runs/fewer", options=("--nodes=1-2",))
+    until(lambda: has_checkpoint(project / "runs/fewer"), 120)
+    assert cluster.field(job, "NumNodes") == "2"
+    cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    assert cluster.wait(job, seconds=240) == "COMPLETED", log_of(project, job)
+    written = log_of(project, job)
+    assert "slurm.sh: 1 of 2 nodes failed; resuming on 1" in written
+    assert "resumed from step-" in written
+    assert cluster.field(job, "Restarts") == "0"
+    fewer = result(project / "runs/fewer")
+    assert {name: fewer[name] for name in alone} == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.long

@@ -189,7 +189,7 @@ with open("users.jsonl", "w") as users, tf.io.TFRecordWriter("users.tfrecord") a
 with open("chosen.json", "w") as file:
     json.dump(chosen, file)
 """
-TIMES = ("seconds", "examples_per_second")
+TIMES = ("seconds", "examples_per_second", "goodput")
 
 
 @pytest.fixture(scope="module", params=STARTERS)

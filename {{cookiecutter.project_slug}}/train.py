@@ -44,6 +44,7 @@ from engine.run import (
     evaluate,
     evaluate_continuously,
     lock_and_find_result,
+    saving_on_exit,
     signals,
     start_run,
 )
@@ -239,7 +240,7 @@ def train(settings: Config) -> dict[str, Any]:
             if not result:
                 build(settings)
                 start_run(run, directory, batches)  # From a checkpoint, or else --init-from, or else new weights.
-                with run.saving_on_exit():
+                with saving_on_exit(run):
                     run_epochs()
                 result = run.finish(test)
             if settings.export:

@@ -26,7 +26,7 @@ import tagging
 
 LENGTHS = (8, 16, 64)
 FLAGS = ("--epochs=1", "--global-batch-size=8", "--learning-rate=0.1", "--keep-last-batch")
-TIMES = ("seconds", "examples_per_second")
+TIMES = ("seconds", "examples_per_second", "goodput")
 
 
 @pytest.fixture(autouse=True)

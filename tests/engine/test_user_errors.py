@@ -27,7 +27,7 @@ from engine.exceptions import first_line
 from engine.model.build import TaskObjects
 from engine.user_errors import where_raised
 
-TIMES = ("seconds", "examples_per_second")
+TIMES = ("seconds", "examples_per_second", "goodput")
 FLAGS = ("--epochs=2", "--global-batch-size=60", "--simulated-devices=1")
 LOAD_EXAMPLES = task.load_examples
 

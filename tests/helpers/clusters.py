@@ -18,7 +18,8 @@ from programs import Program, run_program
 
 from rendering import PROJECT
 
-TIME_COLUMNS = ("seconds", "examples_per_second")
+TIME_COLUMNS = ("seconds", "examples_per_second", "goodput")
+LOST = 43  # The exit code of a process that has lost another one.
 
 # What is added to the default task.py where the numbers are compared: a normalization that needs all replicas.
 NORMALIZED = """

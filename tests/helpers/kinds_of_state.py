@@ -249,7 +249,7 @@ def interesting(text: str) -> list[str]:
 
 def outcome(run_dir: Path) -> str:
     result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
-    del result["seconds"]
+    del result["seconds"], result["goodput"]
     return json.dumps(result)
 
 

@@ -5,12 +5,14 @@
 The task is the default one, with a small model that has dropout. The program is imported once and every life is a fork
 of that, because to import TensorFlow takes longer than all the rest. SIGKILL comes at a random time, in the middle of a
 save, or in a validation, in turns; any other signal comes at a random time. With --sets 2, validation and test are of
-two sets, "0" and "1". Stdout has one JSON line per life, which
-says how it ended; the log has a line per chunk of steps, which says how many they were.
+two sets, "0" and "1". Stdout has one JSON line per life, which says how it ended and how many seconds it took; the log
+has a line per chunk of steps: how many they were, after which training step, how many seconds they took, and whether
+they were the first ones of the life. Each chunk takes --pause seconds longer.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -29,6 +31,7 @@ sys.path.insert(0, str(PROJECT))
 import keras
 import tensorflow as tf
 
+import engine
 import task
 import train
 
@@ -73,8 +76,9 @@ def killed_at(call: float | None) -> Callable[[Callable[..., Any]], Callable[...
     return decorate
 
 
-def live(arguments: list[str], end: End, log: Path, sets: int) -> int:
+def live(arguments: list[str], end: End, log: Path, sets: int, pause: float) -> int:
     """Runs the program in this process; returns its exit code."""
+    engine.imported_at = time.monotonic()  # It was imported long before.
     compile_steps, load_examples = train.compile_steps, task.load_examples
     kill = killed_at(end.call)
 
@@ -83,12 +87,15 @@ def live(arguments: list[str], end: End, log: Path, sets: int) -> int:
         return keras.Sequential([keras.Input((8, 8, 1)), *hidden, keras.layers.Dense(10)])
 
     def compile_logged(split: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        steps = compile_steps(split, step)
+        steps, calls = compile_steps(split, step), itertools.count()
 
         def logged(stack: Any, first: Any, count: Any) -> Any:
+            started = time.monotonic()
             losses = steps(stack, first, count)
+            time.sleep(pause)
+            seconds, after = time.monotonic() - started, train.run.progress.step
             with log.open("a", encoding="utf-8") as lines:
-                lines.write(f"{split} {int(count)}\n")
+                lines.write(f"{split} {int(count)} {after} {seconds} {int(next(calls) == 0)}\n")
             return losses
 
         if end.place == split == "validation":
@@ -112,12 +119,12 @@ def live(arguments: list[str], end: End, log: Path, sets: int) -> int:
     return 0
 
 
-def lead(arguments: list[str], end: End, number: int, log: Path, sets: int) -> int:
+def lead(arguments: list[str], end: End, number: int, log: Path, sets: int, pause: float) -> int:
     """Runs one life and ends it with the signal `number`; returns its exit code, or the signal as a negative number."""
     chunks_before = chunks(log)
     child = os.fork()
     if not child:
-        code = live(arguments, end, log, sets)
+        code = live(arguments, end, log, sets, pause)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -149,14 +156,16 @@ def main() -> None:
     parser.add_argument("--signal", default="SIGKILL")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sets", type=int, default=1)
+    parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()
     draw, number = random.Random(options.seed), signal.Signals[options.signal]
     places = ("anywhere", "saving", "validation") if number == signal.SIGKILL else ("anywhere",)
     ends = [draw_end(places[life % len(places)], draw) for life in range(options.ends)]
     for end in (*ends, End()):
-        code = lead([f"--run-dir={options.run_dir}", *options.arguments], end, number, options.log, options.sets)
-        print(json.dumps({"place": end.place, "ended": code}), flush=True)
+        began, arguments = time.monotonic(), [f"--run-dir={options.run_dir}", *options.arguments]
+        code = lead(arguments, end, number, options.log, options.sets, options.pause)
+        print(json.dumps({"place": end.place, "ended": code, "seconds": time.monotonic() - began}), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@
 # a file system that the nodes share. One process per node uses all devices of the node. docs/clusters.md has more.
 
 #SBATCH --job-name=training
+# A range, as sbatch --nodes=2-4, takes as many as are free whenever the job starts.
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
+# A node that fails leaves the job, and the others continue without it.
+#SBATCH --no-kill
 #SBATCH --time=24:00:00
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
@@ -29,6 +31,9 @@
 # A requeued job keeps its number. So --fresh starts a new run once, and then resumes it.
 export TRAINING_START_ID=slurm-$SLURM_JOB_ID
 job=$SLURM_JOB_ID
+# srun ends with the highest code of the processes: 43, of one that has lost another one, would hide that one's 2 or 3.
+train='trap : TERM; python -u train.py "$@"; code=$?; [ "$code" -ne 43 ] || code=1; exit "$code"'
+number_of_nodes() { squeue --noheader --jobs="$SLURM_JOB_ID" --format=%D; }
 
 # Each job of an array (sbatch --array=0-9 deploy/slurm.sh) has its own run directory and seed.
 if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
@@ -37,18 +42,30 @@ if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
 
-# Since Slurm 22.05 srun does not take --cpus-per-task from the job. A process that loses a peer ends by itself and says
-# which; --wait ends whatever is left after 60 s.
-srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --distribution=block --kill-on-bad-exit=0 \
-    --wait=60 python -u train.py "$@"
-code=$?
+while true; do
+    nodes=$(number_of_nodes)
+    # Since Slurm 22.05 srun does not take --cpus-per-task from the job. A process that loses a peer ends by itself and
+    # says which; --wait ends whatever is left after 60 s.
+    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --distribution=block --kill-on-bad-exit=0 --wait=60 \
+        ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} bash -c "$train" train.py "$@"
+    code=$?
+    case $code in 0 | 2 | 3 | 42) break ;; esac
+    left=$(number_of_nodes)
+    [ "${left:-0}" -ge 1 ] && [ "$left" -lt "$nodes" ] || break
+    echo "slurm.sh: $((nodes - left)) of $nodes nodes failed; resuming on $left"
+done
 
-# 42: stopped by a signal with the state saved. 0, 2 (bad input) and 3 (a loss that is not finite) are final; after
-# anything else, as a process that was killed, the job is tried again, up to 20 times. Signals count among these times,
-# so a job that has run for ten minutes is always tried again.
+# 42: stopped by a signal with the state saved. 0, 2 (bad input) and 3 (a loss that is not finite) are final. After
+# anything else, as a process that was killed, the job is tried again, unless that happened 20 times in a row, each time
+# within ten minutes of its start. A file beside the log has a line for each.
+failures=slurm-$job.failures
 case $code in
-0 | 2 | 3) ;;
+0 | 2 | 3) rm -f "$failures" ;;
 42) scontrol requeue "$job" ;;
-*) [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] && [ "$SECONDS" -lt 600 ] || scontrol requeue "$job" ;;
+*)
+    [ "$SECONDS" -lt 600 ] || rm -f "$failures"
+    echo "exit code $code" >>"$failures"
+    [ "$(wc -l <"$failures")" -gt 20 ] || scontrol requeue "$job"
+    ;;
 esac
 exit "$code"

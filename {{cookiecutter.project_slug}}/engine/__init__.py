@@ -20,8 +20,11 @@ hand over what the engine needs.
 
 import atexit
 import gc
+import time
 
 from engine.quiet_start import filter_stderr
+
+imported_at: float | None = time.monotonic()  # None once a run has started: engine/report/goodput.py.
 
 # Before TensorFlow is imported.
 filter_stderr()

@@ -185,6 +185,17 @@ def gpu_memory() -> str:
     return f"GPU {max(used) / 1e9:.1f} GB" if used else ""
 
 
+def goodput_text(goodput: Mapping[str, Any]) -> str:
+    """Returns a record of engine/report/goodput.py as a text: "62 % of 40.1 s in 2 starts (starting 25 %, ...)"."""
+    total = max(sum(goodput["seconds"].values()), 1e-9)
+    others = {kind: each / total for kind, each in goodput["seconds"].items() if kind != "training"}
+    largest = sorted(others, key=lambda kind: -others[kind])
+    listed = ", ".join(f"{kind} {others[kind]:.0%}" for kind in largest if others[kind] >= 0.005)
+    starts = "1 start" if goodput["starts"] == 1 else f"{goodput['starts']} starts"
+    text = f"{goodput['fraction']:.0%} of {total:,.1f} s in {starts} were training steps that count ({listed})"
+    return text.replace("%", " %")
+
+
 def print_result(result: dict[str, Any], settings: Settings) -> None:
     """Prints the results in result.json, without elements of arrays ("test/f1/3"), and the commands to type next."""
     test = {name: value for name, value in result.items() if name.split("/")[0] == "test" and value is not None}
@@ -197,6 +208,8 @@ def print_result(result: dict[str, Any], settings: Settings) -> None:
     facts["best epoch"] = f"{result.get('best_epoch')} of {result['epochs']}, {settings.monitor} {best}"
     took = f"{seconds:.1f} s" if seconds < 60 else str(datetime.timedelta(seconds=round(seconds)))
     facts["trained"] = f"{result['step']:,} steps in {took}"
+    if goodput := result.get("goodput"):
+        facts["goodput"] = goodput_text(goodput)
     facts["weights_sha256"] = result["weights_sha256"][: 16 if console.is_terminal else None]
     files = ["result.json", "metrics.csv", "curves.png", "best/", "checkpoints/", *["export/"] * settings.export]
     facts["files"] = f"{run_dir}: {', '.join(files)}"

@@ -48,7 +48,14 @@ class CannotWrite(ProgramExit):
 
 
 class PeerLost(ProgramExit):
-    """Another process is gone or did not join, or this one's port is in use. Another start of all may succeed."""
+    """Another process is gone. What starts this one again need not count its end: it counts the other one's."""
+
+    exit_code = 43
+
+
+class NotJoined(PeerLost):
+    """The cluster did not form: a process is missing, or this one's port is in use. Of those that
+    waited, one ends so, to be counted."""
 
     exit_code = 1
 

@@ -12,7 +12,7 @@ import train
 from engine.errors import Stopped
 from engine.run.signals import Signals
 
-TIME_COLUMNS = ("seconds", "examples_per_second")
+TIME_COLUMNS = ("seconds", "examples_per_second", "goodput")
 
 
 @pytest.fixture(scope="module")

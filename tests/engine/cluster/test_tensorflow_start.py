@@ -18,13 +18,12 @@ from engine.cluster import tensorflow_start
 from engine.errors import end_at_signals
 
 end_at_signals()
-tensorflow_start.SECONDS_FOR_THE_LINE = 2
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # Could get the signals, as NumPy's threads could.
 c, ignore = ctypes.PyDLL(None), 1
 
 def start():
     for child in open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read().split():
-        if "print_late" in open(f"/proc/{{child}}/cmdline").read():
+        if "end_late" in open(f"/proc/{{child}}/cmdline").read():
             print(child, end=" ", flush=True)
     c.signal({number}, ignore)
     print("starts", flush=True)
@@ -47,7 +46,7 @@ def starting(sleep: float, seconds: float, other: int = 1) -> subprocess.Popen[s
 def test_start_that_takes_too_long_ends_the_process_and_names_who_is_gone() -> None:
     process = starting(60, 0.5)
     out, err = process.communicate(timeout=50)
-    assert (process.returncode, out.split()[-1]) == (1, "starts")
+    assert (process.returncode, out.split()[-1]) == (43, "starts")
     late = (
         "ERROR: TensorFlow did not start on all of worker 0, worker 1 within 0.5 s (worker 1 (127.0.0.1:1) is gone): "
     )

@@ -17,7 +17,7 @@ def executions(
     from_chief: Callable[[Callable[[], int]], int] = lambda length: length(), count: int = 1, **settings: Any
 ) -> Executions:
     """Returns those of a process whose own numbers are the chief's, unless `from_chief` says otherwise."""
-    workers = SimpleNamespace(from_chief=from_chief, is_chief=True, check_all_do=str, count=count)
+    workers = SimpleNamespace(from_chief=from_chief, is_chief=True, check_all_do=lambda *_: [0.0] * count, count=count)
     return Executions(Config(**settings), workers)
 
 

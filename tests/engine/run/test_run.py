@@ -15,7 +15,7 @@ from config import Config
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, Diverged, InterruptedStep, Stopped
 from engine.model.averages import MovingAverage
-from engine.run import start
+from engine.run import saving_on_exit, start
 from engine.run.progress import Progress
 from engine.run.run import Run
 from engine.run.signals import signals
@@ -226,7 +226,7 @@ def test_stopped_run_saves_and_goes_on_with_the_same_decisions(
     run.objects.scores = iter(scores)  # Also if the run is stopped before its epochs.
     with monkeypatch.context() as stopping:
         stopping.setattr(signals, "check", check)
-        with pytest.raises(Stopped, match="the state is in"), run.saving_on_exit():
+        with pytest.raises(Stopped, match="the state is in"), saving_on_exit(run):
             run_epochs(run, scores, names=names)
     done = len(scores) - len(list(run.objects.scores))
     *_, newest = run.checkpoints.paths()
@@ -294,7 +294,7 @@ def test_rate_of_an_epoch_is_the_one_it_ended_with_and_a_change_is_printed_once(
     run, scores = continue_run(Progress()), [4.0, 3.0, 2.0, 1.0]
     run.objects.scores = iter(scores)  # Also if the run is stopped before its epochs.
     try:
-        with run.saving_on_exit():
+        with saving_on_exit(run):
             run_epochs(run, scores)
     except Stopped:
         left = iter(range(99))
@@ -331,7 +331,7 @@ def test_loss_that_is_not_finite_ends_the_run_with_the_step(begin: Callable[...,
     put_into_train_py(run, Batches("train"), losses=lambda step: np.inf if step == 13 else 0.0)
     with (
         pytest.raises(Diverged, match=r"step 14 of epoch 3 is inf\. Nothing was saved\. Start over with --fresh"),
-        run.saving_on_exit(),
+        saving_on_exit(run),
     ):
         train.train_epoch(2)
     assert run.progress.step == 10
@@ -342,7 +342,7 @@ def test_steps_before_what_cannot_be_read_count(begin: Callable[..., Run]) -> No
     run = begin(steps_per_execution=10)
     put_into_train_py(run, Batches("train", unreadable=17))
     message = r"unreadable; the same command, .* resumes from .*step-000000"
-    with pytest.raises(BadInput, match=message), run.saving_on_exit():
+    with pytest.raises(BadInput, match=message), saving_on_exit(run):
         train.train_epoch()
     assert (run.progress.step, run.progress.steps_of_pass) == (16, {"train": 16})
     assert float(run.checkpoints.read(run.checkpoints.paths()[-1])[0]["weight"]) == 16
@@ -377,7 +377,7 @@ def test_steps_that_were_not_counted_are_not_saved(begin: Callable[..., Run]) ->
         return 0.0
 
     put_into_train_py(run, Batches("train"), losses=fail)
-    with pytest.raises(BadInput, match=r"a mistake .* resumes from .*step-00000010"), run.saving_on_exit():
+    with pytest.raises(BadInput, match=r"a mistake .* resumes from .*step-00000010"), saving_on_exit(run):
         train.train_epoch()
     assert float(run.objects.weight) > 10
     assert saved(run) == ["step-00000010"]
@@ -393,7 +393,7 @@ def test_user_error_after_a_validation_does_not_restart_it(
 
     monkeypatch.setattr(run, "end_epoch", fail)
 
-    with pytest.raises(InterruptedStep), run.saving_on_exit():
+    with pytest.raises(InterruptedStep), saving_on_exit(run):
         run_epochs(run, [1.0, 2.0])
     assert run.progress.steps_of_pass == {}
 

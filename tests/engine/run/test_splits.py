@@ -17,7 +17,7 @@ import train
 from engine.errors import Stopped
 from engine.run.signals import Signals
 
-TIMES = ("seconds", "examples_per_second")
+TIMES = ("seconds", "examples_per_second", "goodput")
 LOAD_EXAMPLES, CREATE_METRICS, UPDATE_METRICS = task.load_examples, task.create_metrics, task.update_metrics
 # Of 120 examples in passes of 6 steps, epochs of 8. Validations after 5, 8, 10, 15 and 16 steps, of 3 and 2 steps.
 FLAGS = (

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from engine.cluster.environment import Cluster
 from engine.cluster.nvidia import VISIBLE, visible_gpus
-from engine.errors import BadInput, Diverged, Stopped
+from engine.errors import BadInput, Diverged, PeerLost, Stopped
 
 PROGRAM = Path(__file__).parents[2] / "train.py"
 # An environment variable that whatever restarts a stopped program sets to the same value for all restarts.
@@ -25,6 +25,7 @@ FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)  # Exit codes of train.py
 # When one process ends by decision, the others do so too, but the first may have to write gigabytes before. When one
 # dies, they do not.
 SECONDS_TO_FOLLOW = 300.0
+SECONDS_OF_THE_CAUSE = 20.0  # After a process has lost another one, that one ends within this time, or is frozen.
 SECONDS_BETWEEN_CHECKS = 0.2
 
 
@@ -108,7 +109,7 @@ class Launcher:
         self._jobs, self._arguments, self._visible = jobs, arguments, visible
         self._restarts_left, self._min_workers = max_restarts, min_workers
         self._first_number = jobs["worker"]
-        self._lost: Process | None = None  # The first process of a start that failed.
+        self._lost: Process | None = None  # The process because of which a start failed.
         os.environ.setdefault(START_ID, uuid.uuid4().hex)  # So --fresh moves only an older run aside.
         self._signal: int | None = None
         self._processes: list[Process] = []
@@ -136,9 +137,9 @@ class Launcher:
         return True
 
     def _may_continue_with_fewer(self, is_rejected: bool) -> bool:
-        """Removes the worker that failed first, unless too few would be left; returns whether."""
-        lost, number = self._lost, self._jobs["worker"]
-        if number <= self._min_workers or lost is None:
+        """Removes the worker that failed, or the last one if all say that another one did, down to the minimum."""
+        lost, number = self._lost or self._processes[-1], self._jobs["worker"]
+        if number <= self._min_workers:
             return False
         self._jobs = {**self._jobs, "worker": number - 1}
         if self._visible:  # Its GPUs may be the cause.
@@ -174,7 +175,8 @@ class Launcher:
 
     def _wait(self) -> int:
         """Shows the processes' output until the cluster has ended; returns its exit code."""
-        ending, deadline = 0, float("inf")  # The exit code of the first to end, and when the others must have ended.
+        # The exit code of the first to end, and how soon after it the others must have ended.
+        ending, deadline, seconds = 0, float("inf"), 0.0
         running = list(self._processes)
         while running:
             unread = [process for process in self._processes if process.is_open]
@@ -184,31 +186,34 @@ class Launcher:
                 if (code := process.popen.poll()) is None:
                     continue
                 running.remove(process)
-                if code and not self._lost:
+                if code not in (0, PeerLost.exit_code) and not self._lost:
                     self._lost = process
                 death = f"{process.name} ended with exit code {code}"
                 if code < 0:
                     death = f"{process.name} was ended by {signal.Signals(-code).name}"
                 if self._replaces(process, death, running):
                     continue
+                if code not in (0, PeerLost.exit_code) and ending == PeerLost.exit_code:
+                    ending = 0  # This process is the cause of that end.
                 if code < 0:
                     print_line("launcher", death)
                     # A signal that it got while Python started.
                     return ending or (Stopped.exit_code if self._signal == -code else 128 - code)
                 if process.job == "chief":
                     return code
-                if code not in (0, Stopped.exit_code, *FINAL_CODES):
+                if code not in (0, Stopped.exit_code, PeerLost.exit_code, *FINAL_CODES):
                     print_line("launcher", death)
                     return ending or code
                 if not ending:
-                    ending, deadline = code, time.monotonic() + SECONDS_TO_FOLLOW
+                    seconds = SECONDS_OF_THE_CAUSE if code == PeerLost.exit_code else SECONDS_TO_FOLLOW
+                    ending, deadline = code, time.monotonic() + seconds
                     # Stopped by a signal of its own before the rendezvous, where the others would wait for it.
                     if code == Stopped.exit_code and not self._signal:
                         for other in running:
                             other.popen.terminate()
             if time.monotonic() > deadline:
                 self._lost, names = running[0], ", ".join(process.name for process in running)
-                print_line("launcher", f"{names} did not end within {SECONDS_TO_FOLLOW:g} s of the others")
+                print_line("launcher", f"{names} did not end within {seconds:g} s of the others")
                 return ending or 1
         return ending
 

@@ -17,10 +17,19 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster, find_cluster
-from engine.cluster.rendezvous import FROZEN, SECONDS_UNTIL_FREE, did_not_join, is_free, is_listening, lost, wait_for
+from engine.cluster.rendezvous import (
+    FROZEN,
+    SECONDS_UNTIL_FREE,
+    did_not_join,
+    is_free,
+    is_listening,
+    lost,
+    missing_error,
+    wait_for,
+)
 from engine.cluster.tensorflow_start import start_tensorflow
 from engine.console import console
-from engine.errors import BadInput, PeerLost
+from engine.errors import BadInput, NotJoined, PeerLost
 from engine.settings import Settings
 
 PIECES_PER_WORKER = 4  # The pieces of an execution for each worker, so that a fast worker can take more of them.
@@ -81,14 +90,14 @@ def _wait_until_free(cluster: Cluster, timeout: float) -> None:
     if not is_free(address):
         print(f"{fact}: waits up to {seconds:g} s for the port", file=sys.stderr, flush=True)
         if not wait_for(lambda: is_free(address), seconds):
-            raise PeerLost(f"{fact}: end the program that uses the port, or choose another port")
+            raise NotJoined(f"{fact}: end the program that uses the port, or choose another port")
 
 
 def _wait_until_listening(cluster: Cluster, names: Iterable[str], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while missing := [name for name in names if not is_listening(cluster.processes()[name])]:
         if time.monotonic() > deadline:
-            raise PeerLost(did_not_join(cluster, missing, timeout))
+            raise missing_error(cluster, missing, did_not_join(cluster, missing, timeout))
         time.sleep(0.2)
 
 

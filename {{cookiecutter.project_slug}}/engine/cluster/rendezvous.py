@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from engine.cluster.environment import Cluster, is_loopback
-from engine.errors import BadInput, PeerLost
+from engine.errors import BadInput, NotJoined, PeerLost
 
 Hello = dict[str, Any]
 
@@ -40,7 +40,8 @@ def rendezvous(
 
     The `facts` must be equal in all processes. Both are JSON values; of dictionaries, messages name only the keys that
     differ. The chief waits `timeout` seconds for the others, and the others for the chief. Raises BadInput if a process
-    has other facts or another description of the cluster, PeerLost if one is missing or this one's port is not free.
+    has other facts or another description of the cluster, PeerLost or NotJoined if one is missing, NotJoined if this
+    one's port is not free.
     """
     hello: Hello = {"task": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}}
     # The chief sets one of them as soon as it knows the outcome; of two, `missing` first.
@@ -58,6 +59,12 @@ def did_not_join(cluster: Cluster, missing: list[str], timeout: float) -> str:
     if unknown:
         remedy = f"{cluster.name} cannot resolve the name {_host_and_port(unknown)[0]}, so correct it, or the DNS"
     return f"{named} did not join within {timeout:g} s (--cluster-timeout): {remedy}"
+
+
+def missing_error(cluster: Cluster, missing: list[str], text: str) -> PeerLost:
+    """Returns the error for a process that waited for others: on the first one that is there it is counted."""
+    first = next(name for name in cluster.processes() if name not in missing)
+    return (NotJoined if first == cluster.name else PeerLost)(text)
 
 
 def wait_for(function: Callable[[], Any], seconds: float) -> Any:
@@ -93,7 +100,7 @@ def _gather(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict[st
         # A process that knows the outcome stops answering, or rejects too.
         seconds = SECONDS_FOR_REJECTION if hello["rejection"] else timeout
         wait_for(lambda: all(answer["rejection"] for answer in ask_all().values()), seconds)
-    _raise_rejection(hello)
+    _raise_rejection(cluster, hello)
     return hello["everyone"]
 
 
@@ -107,18 +114,20 @@ def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict
                 # Wait until the chief has found the difference too, or is gone.
                 wait_for(lambda: not (reply := _ask(address)) or reply["rejection"], SECONDS_FOR_REJECTION)
                 raise BadInput(difference)
-            _raise_rejection(answer)
+            _raise_rejection(cluster, answer)
             if answer["everyone"]:
                 return answer["everyone"]
             deadline = time.monotonic() + timeout  # The chief has a deadline too, and knows who is missing.
         elif time.monotonic() > deadline:
-            raise PeerLost(did_not_join(cluster, [chief], timeout))
+            raise missing_error(cluster, [chief], did_not_join(cluster, [chief], timeout))
         time.sleep(SECONDS_BETWEEN_QUESTIONS)
 
 
-def _raise_rejection(outcome: Hello) -> None:
+def _raise_rejection(cluster: Cluster, outcome: Hello) -> None:
+    if outcome["missing"]:
+        raise missing_error(cluster, outcome["missing"], outcome["rejection"])
     if outcome["rejection"]:
-        raise (PeerLost if outcome["missing"] else BadInput)(outcome["rejection"])
+        raise BadInput(outcome["rejection"])
 
 
 def _difference(name: str, other: Hello, own: Hello) -> str:
@@ -195,7 +204,7 @@ def _server(cluster: Cluster, seconds: float) -> socket.socket:
             if problem.errno != errno.EADDRINUSE:
                 raise BadInput(f"{fact}: choose another port") from None
             if time.monotonic() > started + seconds:
-                raise PeerLost(f"{fact}: end the program that uses the port, or choose another port") from None
+                raise NotJoined(f"{fact}: end the program that uses the port, or choose another port") from None
             if not told:
                 print(f"{fact}: waits up to {seconds:g} s for the port", file=sys.stderr, flush=True)
                 told = True

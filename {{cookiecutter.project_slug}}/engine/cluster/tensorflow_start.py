@@ -6,7 +6,7 @@ and no signal handler of Python can run. It also replaces the handler of SIGTERM
 
 import concurrent.futures
 import contextlib
-import faulthandler
+import ctypes
 import os
 import select
 import signal
@@ -20,13 +20,12 @@ from typing import TypeVar
 
 from engine.cluster.environment import Cluster, find_cluster
 from engine.cluster.rendezvous import lost
-from engine.errors import SIGNALS
+from engine.errors import SIGNALS, PeerLost
 
 PROJECT = Path(__file__).parents[2]
 # The processes start together: calculated, 1,000 of them leave the rendezvous within about 10 s. TensorFlow needs a
 # second, on a busy machine or with many GPUs perhaps 20.
 MOST_SECONDS = 60.0
-SECONDS_FOR_THE_LINE = 5.0
 SECONDS_TO_WAIT = 0.05  # After which the main thread waits for signals.
 
 Started = TypeVar("Started")
@@ -35,8 +34,8 @@ Started = TypeVar("Started")
 def start_tensorflow(cluster: Cluster, timeout: float, start: Callable[[], Started]) -> Started:
     """Sets TF_CONFIG, and returns what `start` returns.
 
-    Ends the process with a line and exit code 1 if that takes MOST_SECONDS, or `timeout` seconds if they are fewer. So
-    do the others, and all can be started again.
+    Ends the process as PeerLost does if that takes MOST_SECONDS, or `timeout` seconds if they are fewer. So do the
+    others, and all can be started again.
     """
     os.environ["TF_CONFIG"] = cluster.tf_config()
     with _ended_after(min(timeout, MOST_SECONDS)):
@@ -45,31 +44,31 @@ def start_tensorflow(cluster: Cluster, timeout: float, start: Callable[[], Start
 
 @contextlib.contextmanager
 def _ended_after(seconds: float) -> Iterator[None]:
-    """Ends the process with a line and exit code 1 if the code inside takes longer."""
-    code = f"from {__name__} import print_late; print_late({seconds}, {time.monotonic() + seconds})"
+    """Ends the process with a line and PeerLost's exit code if the code inside takes longer."""
+    code = f"from {__name__} import end_late; end_late({os.getpid()}, {seconds}, {time.monotonic() + seconds})"
     command, environment = [sys.executable, "-c", code], {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        # Another process prints the line, because this one cannot.
-        late = subprocess.Popen(command, env=environment, cwd=PROJECT, stdin=subprocess.PIPE, start_new_session=True)
-        faulthandler.dump_traceback_later(seconds + SECONDS_FOR_THE_LINE, exit=True, file=nowhere)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            late.communicate()  # Closes its stdin, which ends it.
-    if late.returncode:
-        sys.exit(1)  # The line is printed.
+    # Python code cannot run here, so another process prints the line and sends a signal. The C function _exit handles
+    # it, whose argument, the number of the signal, becomes the exit code.
+    c = ctypes.CDLL(None)
+    c.signal(PeerLost.exit_code, ctypes.cast(c._exit, ctypes.c_void_p))
+    late = subprocess.Popen(command, env=environment, cwd=PROJECT, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        late.communicate()  # Closes its stdin, which ends it.
 
 
-def print_late(seconds: float, end: float) -> None:
-    """Prints why the start did not end by `end`, on the clock time.monotonic; returns if stdin is closed before."""
+def end_late(process: int, seconds: float, end: float) -> None:
+    """Ends a process at `end`, on the clock time.monotonic, and prints why; returns if stdin is closed before."""
     cluster = find_cluster(os.environ)
     if select.select([0], [], [], max(0.0, end - time.monotonic()))[0] or cluster is None:
         return
     gone = ", ".join(lost(cluster)) or "one of them hangs or is too slow"
     names = ", ".join(cluster.processes())
     remedy = "check its log, then start the same command, without --fresh, on all"
-    sys.exit(f"ERROR: TensorFlow did not start on all of {names} within {seconds:g} s ({gone}): {remedy}")
+    line = f"ERROR: TensorFlow did not start on all of {names} within {seconds:g} s ({gone}): {remedy}"
+    print(line, file=sys.stderr, flush=True)
+    os.kill(process, PeerLost.exit_code)
 
 
 def _keeping_signals(start: Callable[[], Started]) -> Started:

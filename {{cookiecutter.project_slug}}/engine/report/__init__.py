@@ -5,6 +5,7 @@ tables      the CSV files
 summaries   TensorBoard
 curves      curves.png, and panels of curves
 comparison  --compare: several runs in one table and one picture
+goodput     goodput.json: what the seconds of a run were spent on
 """
 
 from engine.report.comparison import compare

@@ -61,18 +61,28 @@ class Report:
         self.direction, self._resumed = direction, resumed
         self._curves_drawn = time.monotonic()
         self._sums = np.zeros(4)  # Since the last row of steps.csv: steps, their losses, full batches and seconds.
+        self._delays = np.zeros(1)  # The seconds for which each worker kept the others waiting, since the last row.
         self._on_report_failed, self._on_report_seconds = False, 0.0
         self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
 
     def steps(
-        self, step: int, epoch: int, losses: np.ndarray, batches: float, seconds: float, rates: Callable[[], Row]
+        self,
+        step: int,
+        epoch: int,
+        losses: np.ndarray,
+        batches: float,
+        seconds: float,
+        rates: Callable[[], Row],
+        delays: np.ndarray | None = None,
     ) -> None:
         """Counts an execution of training steps; writes a row of steps.csv about once a second.
 
         `step`, the last one over all epochs, and `epoch` count from 1. `losses` are the steps' losses ([count]), whose
         mean is over `batches`, and `seconds` their time. `rates` returns the learning rates, for a row that is due.
+        `delays` are the seconds for which each worker kept the others waiting since the last call ([workers]).
         """
         self._sums += len(losses), np.sum(losses, dtype=np.float64), batches, seconds
+        self._delays = self._delays + (0.0 if delays is None else delays)
         self._last_steps = step, epoch
         if self._sums[-1] >= SECONDS_PER_ROW:
             self._end_row(rates())
@@ -81,7 +91,10 @@ class Report:
         step, epoch = self._last_steps
         count, loss, batches, seconds = self._sums.tolist()
         row = {"loss": loss / batches, "steps_per_second": count / max(seconds, 1e-9), **rates}
-        self._sums[:] = 0.0
+        if np.size(self._delays) > 1:
+            delay = float(np.max(self._delays) - np.min(self._delays))
+            row |= {"slowest_worker": int(np.argmax(self._delays)), "slowest_delay": delay / max(seconds, 1e-9)}
+        self._sums[:], self._delays = 0.0, np.zeros(1)
         path = self.run_dir / STEPS
         self._step_columns = append_row(path, {"step": step, "epoch": epoch, **row}, self._step_columns)
         self._summaries.add(step, {f"steps/{name}": value for name, value in row.items()})

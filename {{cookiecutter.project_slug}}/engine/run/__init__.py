@@ -1,6 +1,7 @@
 """One run: how it starts, how far it has come, and what it keeps on disk.
 
-run               which steps come next, what is due between them, which weights are best, when and how it ends
+run               which steps come next, what is due between them, which weights are best, and when it ends
+endings           what is saved when a signal or an error ends it
 passes            the steps of a pass, cut into executions
 start             resumes a run, or starts one with other weights or with new ones
 agreement         what must be the same in all processes before they train
@@ -17,9 +18,19 @@ evaluation        --evaluate-only, --evaluate-continuously; the parts of train.p
 """
 
 from engine.run.directory import RunDirectory
+from engine.run.endings import saving_on_exit
 from engine.run.evaluation import evaluate, evaluate_continuously
 from engine.run.run import Run
 from engine.run.signals import signals
 from engine.run.start import lock_and_find_result, start_run
 
-__all__ = ["Run", "RunDirectory", "evaluate", "evaluate_continuously", "lock_and_find_result", "signals", "start_run"]
+__all__ = [
+    "Run",
+    "RunDirectory",
+    "evaluate",
+    "evaluate_continuously",
+    "lock_and_find_result",
+    "saving_on_exit",
+    "signals",
+    "start_run",
+]

@@ -37,6 +37,9 @@ class Executions:
         self._every = [each for each in (settings.checkpoint_every_steps, settings.validate_every_steps) if each]
         self._lengths: dict[str, int] = {}
         self._trained = 0  # Executions of training steps so far.
+        self._called: set[str] = set()  # The splits whose compiled function was called.
+        self._ended: float | None = None  # When the last execution ended.
+        self._waited = 0.0  # For how many seconds it waited for batches.
 
     def length(self, split: str, *, left: int, step: int) -> int:
         """Returns how many steps to run now, when `left` steps of the pass remain, after training step `step`."""
@@ -82,16 +85,34 @@ class Executions:
         finally:
             timer.cancel()
 
+    def agree(self, doing: str) -> np.ndarray:
+        """Raises BadInput unless all workers do the same; returns for how long each kept the others waiting at most.
+
+        That is, in seconds ([workers]), what it did since the last execution, and its waiting for batches in that one.
+        """
+        since = 0.0 if self._ended is None else time.monotonic() - self._ended
+        return self.workers.check_all_do(doing, since + self._waited)
+
+    def end(self, waited: float) -> None:
+        """Notes that an execution has ended, in which this process `waited` for batches, in seconds."""
+        self._ended, self._waited = time.monotonic(), waited
+
     @property
     def _profiles_next(self) -> bool:
         return self._settings.profile and self._trained == PROFILED
 
-    def took(self, split: str, count: int, seconds: float) -> None:
-        """Adjusts the length to the time that an execution took; every worker must call it."""
+    def took(self, split: str, count: int, seconds: float) -> bool:
+        """Adjusts the length to the time that an execution took; returns whether it was the split's first one.
+
+        Every worker must call it.
+        """
+        is_first = split not in self._called
+        self._called.add(split)
         if self._is_measured and count == self._lengths[split]:
             # The first call compiles and so looks slow; from its one step the length at most doubles each time.
             fitting = int(count / seconds * (SECONDS_ALONE if self.workers.count == 1 else SECONDS_TOGETHER))
             self._lengths[split] = self.workers.from_chief(lambda: max(1, min(2 * count, fitting)))
+        return is_first
 
     def report_missing_profile(self) -> None:
         if self._settings.profile and self._trained <= PROFILED:
@@ -107,6 +128,7 @@ class Pass:
         done: how many of its `steps` are taken and counted; `uncounted` ones are taken, and not counted yet.
         has_ended: whether its metrics have been read.
         watch: is open during an execution; close it if that fails.
+        delays: before an execution, for how long each worker has kept the others waiting ([workers]); one process: [0].
         waits: whether the next execution is empty, because a resumed run still owes a validation.
     """
 
@@ -125,7 +147,7 @@ class Pass:
         # A pass that ended before a stop keeps its metrics until the evaluation or the epoch ends.
         self.has_ended = self.name in progress.metrics and (self.split != "train" or epoch == progress.epoch)
         self.done = self.steps if self.has_ended else progress.steps_of_pass.setdefault(self.name, 0)
-        self.uncounted, self.waits = 0, False
+        self.uncounted, self.waits, self.delays = 0, False, np.zeros(1)
         self._progress, self._executions = progress, executions
         self._iterator = batches.iterator(epoch or 0, first_step=self.done) if self.steps_left else None
         self._count = 0  # Steps of the current execution.
@@ -148,7 +170,7 @@ class Pass:
         self._count = self._executions.length(self.split, left=self.steps_left, step=self._progress.step)
         if self._executions.workers.count > 1:
             # Workers whose steps are in other stacks wait for each other for ever.
-            self._executions.workers.check_all_do(f"{self}, in stacks {self._iterator.plan(self._count)}")
+            self.delays = self._executions.agree(f"{self}, in stacks {self._iterator.plan(self._count)}")
         self._started, self._waited = time.monotonic(), self._iterator.seconds_waited
         self.watch.enter_context(self._executions.watched(self.split, self._iterator))
         try:
@@ -176,10 +198,11 @@ class Pass:
         seconds = time.monotonic() - self._started
         # compute_loss divides by the global batch size, so the loss of a padded batch is smaller.
         examples = self._batches.examples_in(self.epoch or 0, self.done, len(values))
-        self._executions.took(self.split, len(values), seconds)
+        is_first = self._executions.took(self.split, len(values), seconds)
         self.done, self.uncounted, self._count = self.done + len(values), 0, 0
         waited = self._iterator.seconds_waited - self._waited if self._iterator else 0.0
-        self._progress.add(self.name, len(values), seconds, waited)
+        self._executions.end(waited)
+        self._progress.add(self.name, len(values), seconds, waited, is_first=is_first)
         return values, examples / self._batches.global_batch_size, seconds
 
     @property

@@ -37,6 +37,8 @@ class Progress:
     data: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # dataset -> its fingerprint
     rates_of_epoch: dict[str, float] = dataclasses.field(default_factory=dict)
     """The learning rates with which the last training ended, or those to which train.py has changed them since."""
+    spent: dict[str, float] = dataclasses.field(default_factory=dict)
+    """A kind of engine/report/goodput.py -> the seconds that led to this state, of this start and of earlier ones."""
     user_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What train.py keeps in `run.user_state`."""
     format: int = FORMAT
@@ -59,11 +61,23 @@ class Progress:
             if before.get(name, rate) != rate:
                 console.print(f"{name.replace('_', ' ', 1)} {before[name]:g} -> {rate:g}")
 
-    def add(self, name: str, steps: int, seconds: float, waited: float) -> None:
-        """Counts steps of a pass over a dataset, the seconds that they took, and the seconds waited for batches."""
+    def spend(self, kind: str, seconds: float) -> None:
+        self.spent[kind] = self.spent.get(kind, 0.0) + seconds
+
+    def add(self, name: str, steps: int, seconds: float, waited: float, *, is_first: bool = False) -> None:
+        """Counts steps of a pass over a dataset, the seconds that they took, and the seconds waited for batches.
+
+        The first steps of a compiled function are those in which it is compiled.
+        """
+        waited = min(waited, seconds)
         if name == "train":
             self.step += steps
             self.seconds_waited += waited
+        if is_first or name != "train":
+            self.spend("starting" if is_first else "evaluating", seconds)
+        else:
+            self.spend("training", seconds - waited)
+            self.spend("waiting", waited)
         self.steps_of_pass[name] = self.steps_of_pass.get(name, 0) + steps
         self.seconds_of_epoch[name] = self.seconds_of_epoch.get(name, 0.0) + seconds
 

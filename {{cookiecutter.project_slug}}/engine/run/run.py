@@ -1,6 +1,7 @@
 """One run: which steps come next, what is due between them, which weights are best, and when it ends."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from engine.cluster.strategy import strategy_info
 from engine.cluster.workers import Workers
 from engine.console import LiveLine, console, print_result
 from engine.data.batches import Batches
-from engine.errors import BadInput, Damaged, Diverged, InterruptedStep, Stopped, Unavailable
+from engine.errors import BadInput, Damaged, InterruptedStep
 from engine.files import write_json
 from engine.model.build import TaskObjects
 from engine.model.hidden_state import HiddenState
 from engine.model.metrics import split_of
+from engine.report.goodput import Goodput, start_time
 from engine.report.report import Report
 from engine.run.checkpoints import Checkpoints
 from engine.run.directory import BEST, CHECKPOINTS, RESULT
@@ -36,7 +38,8 @@ class Run:
         hidden: the variables of the steps that Keras does not list.
         checkpoints: the complete state, after each epoch and every --checkpoint-every-steps.
         best: the weights with the best --monitor.
-        report: lines, tables and curves; the chief has one once the run has started.
+        passes: those that have not ended: a validation may be inside an epoch.
+        report: lines, tables and curves; the chief has one once the run has started, and its goodput.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class Run:
         self.settings, self.strategy, self.workers = settings, strategy, workers
         self.objects, self.hidden, self.progress = objects, hidden, Progress()
         self.report: Report | None = None
+        self.goodput: Goodput | None = None
+        self.began = start_time()
         state = State(strategy, workers, objects.mirrored(), objects.per_replica(), hidden.changed)
         weights = State(strategy, workers, objects.weights, hidden=hidden.used_in_evaluation)
         writer, keep = Writer(in_thread=settings.async_checkpoints), settings.keep_checkpoints
@@ -59,7 +64,7 @@ class Run:
         self.best = Checkpoints(settings.run_dir / BEST, weights, keep=keep + 1, writer=writer)
         self.live = LiveLine(settings.epochs, can_be_drawn=not settings.eager)
         self._executions = Executions(settings, workers, strategy_info(strategy).all_reduce)
-        self._passes: list[Pass] = []  # The passes that have not ended: a validation may be inside an epoch.
+        self.passes: list[Pass] = []
         self._examples = 0  # Examples in an epoch of training.
         self._saved_step: int | None = None
 
@@ -78,7 +83,7 @@ class Run:
         one_pass = Pass(batches, epoch, self.progress, self._executions, self.hidden.seeds(self.objects.weights))
         one_pass.waits = self.validation_is_due(one_pass)  # The run was stopped before or in that validation.
         if not one_pass.has_ended:
-            self._passes.append(one_pass)
+            self.passes.append(one_pass)
             if one_pass.split == "train":
                 self.progress.report_changes(self.objects.learning_rates())
             self.live.begin(one_pass.name, one_pass.epoch, one_pass.done, one_pass.steps)
@@ -94,7 +99,8 @@ class Run:
         taken = one_pass.record(losses)
         self.live.took(*taken[:2])
         if one_pass.split == "train" and self.report:
-            self.report.steps(self.progress.step, self.epoch + 1, *taken, self.objects.learning_rates)
+            self.report.steps(self.progress.step, self.epoch + 1, *taken, self.objects.learning_rates, one_pass.delays)
+        self._write_goodput()
         self.objects.check_loss_scales(self.progress.step)
 
     def save_is_due(self, training: Pass) -> bool:
@@ -124,7 +130,7 @@ class Run:
             self.progress.end_pass(one_pass.name, self.workers.from_chief(lambda: results))
             one_pass.give_back_seeds()
             one_pass.has_ended = True
-            self._passes.remove(one_pass)
+            self.passes.remove(one_pass)
             if one_pass.split == "train":  # Afterwards train.py may change them for the next epoch.
                 self.progress.rates_of_epoch = self.objects.learning_rates()
         return self.progress.metrics[one_pass.name]
@@ -168,7 +174,7 @@ class Run:
         """Saves the weights if --monitor has never been better. Call it within `evaluation_weights`."""
         score = {**self.progress.metrics.get("train", {}), **metrics}.get(self.settings.monitor)
         if score is not None and self.progress.consider(score, self.objects.monitor_direction):
-            self.best.save(self.progress.step, self.progress.record())
+            self._save_to(self.best)
 
     def end_validation(self, metrics: dict[str, float]) -> None:
         """Reports a validation within an epoch."""
@@ -176,7 +182,7 @@ class Run:
         self._report(lambda report: report.validation(self.progress.step, metrics, is_best=self.progress.is_best()))
         if self.progress.is_best():  # In best/ there is room for only one set of weights that no checkpoint names.
             self.save()
-        for training in self._passes[-1:]:
+        for training in self.passes[-1:]:
             self.live.begin(training.name, training.epoch, training.done, training.steps)
 
     def end_epoch(self, metrics: dict[str, float]) -> None:
@@ -203,53 +209,23 @@ class Run:
 
     def save(self) -> Path:
         """Saves the state as a checkpoint; returns where. An evaluation that has drawn numbers will start over."""
-        for one_pass in self._passes:
+        for one_pass in self.passes:
             if one_pass.has_drawn:
                 one_pass.start_over()
                 self.objects.reset(one_pass.name)
         self._saved_step = self.progress.step
-        return self.checkpoints.save(self.progress.step, self.progress.record())
+        return self._save_to(self.checkpoints)
 
-    @contextlib.contextmanager
-    def saving_on_exit(self) -> Iterator[None]:
-        """Saves the state if a signal or bad input ends the epochs inside; returns when all files are written.
+    def _save_to(self, checkpoints: Checkpoints) -> Path:
+        started = time.monotonic()
+        path = checkpoints.save(self.progress.step, self.progress.record())
+        self.progress.spend("saving", time.monotonic() - started)
+        self._write_goodput(is_due=True)
+        return path
 
-        The messages of BadInput, Diverged and Stopped name the newest checkpoint, if there is one.
-        """
-        from_chief, checkpoints = self.workers.from_chief, self.checkpoints
-        started = self.progress.position()
-        try:
-            with self.steps_named():
-                self.stop_if_asked()  # Before the first steps are compiled.
-                yield
-                from_chief(checkpoints.writer.wait)
-        except Stopped as problem:
-            saved = self.save()
-            from_chief(checkpoints.writer.wait)
-            raise Stopped(f"{problem}, the state is in {saved}") from problem
-        except Diverged as problem:
-            from_chief(checkpoints.writer.wait)
-            advice = "Nothing was saved. Start over with --fresh"
-            if paths := checkpoints.paths():
-                advice = f"The last good checkpoint is {paths[-1]}; nothing later was saved. "
-                advice += f"Start a new --run-dir with --init-from {paths[-1]}"
-            remedy = "and a smaller --learning-rate or --global-clipnorm, or find the cause with --check"
-            raise Diverged(f"{problem}. {advice} {remedy}") from problem
-        except BadInput as problem:
-            # A step that failed may be half done, and uncounted steps cannot be saved. Other workers may not know of
-            # the failure, and a save would wait for them.
-            is_partial = isinstance(problem, InterruptedStep) or any(each.uncounted for each in self._passes)
-            may_save = self.workers.count == 1 and not is_partial
-            if may_save and self.progress.position() != started:
-                self.save()
-            checkpoints.writer.wait()
-            paths = checkpoints.paths()
-            kept = f"the same command, without --fresh, resumes from {paths[-1]}" if paths else "nothing was saved yet"
-            stopped = may_save and isinstance(problem, Unavailable) and signals.signal
-            raise (Stopped if stopped else type(problem))(f"{problem}; {kept}") from problem
-        except BaseException:
-            checkpoints.writer.wait()  # The other workers may not know of it.
-            raise
+    def _write_goodput(self, *, is_due: bool = False) -> None:
+        if self.goodput:
+            self.goodput.write(self.progress.spent, is_due=is_due)
 
     # --- The end ------------------------------------------------------------------------------------------------------
 
@@ -277,6 +253,7 @@ class Run:
             f"best_{settings.monitor}": progress.best_score,
             "epochs_without_improvement": without_improvement,
             "seconds": progress.seconds,
+            "goodput": self.workers.from_chief(lambda: self.goodput and self.goodput.record(progress.spent)),
             "weights_sha256": fingerprint,
         }
         self._report(lambda report: report.result(progress.step, metrics, progress.best_score or 0.0))
@@ -288,10 +265,10 @@ class Run:
     def steps_named(self) -> Iterator[None]:
         """Turns an exception of the user's code into BadInput with its place and the steps."""
         try:
-            with user_errors_named(lambda: str(self._passes[-1] if self._passes else "")), self.live.shown():
+            with user_errors_named(lambda: str(self.passes[-1] if self.passes else "")), self.live.shown():
                 yield
         except InterruptedStep as problem:
-            one_pass = self._passes[-1] if self._passes else None
+            one_pass = self.passes[-1] if self.passes else None
             if one_pass is None or one_pass.split == "train" or self.workers.count > 1:
                 raise
             # An evaluation changes its metrics only. It starts over, so that the training before it can be saved.
@@ -299,5 +276,5 @@ class Run:
             self.objects.reset(one_pass.name)
             raise BadInput(str(problem)) from problem
         finally:
-            for each in self._passes:
+            for each in self.passes:
                 each.watch.close()

@@ -1,6 +1,7 @@
 """How a run starts: from its newest checkpoint, from other weights, or from new ones."""
 
 import os
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine.errors import BadInput, Damaged, Unavailable
 from engine.files import exists, read_json, write_json, writing
 from engine.model.rows import slow_reads
 from engine.model.variables import is_seed
+from engine.report.goodput import Goodput
 from engine.report.report import Report
 from engine.retries import until_written
 from engine.run.agreement import check_objects, same_data
@@ -75,6 +77,7 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
     progress.workers, progress.data = run.workers.count, data
     run.start(progress)
     from_chief(lambda: _write_files(run, directory, batches, fresh))
+    progress.spend("starting", time.monotonic() - run.began)
     print_summary(run, batches, message)
 
 
@@ -251,5 +254,6 @@ def _write_files(run: Run, directory: RunDirectory, batches: dict[str, Batches],
     # First of all, because a directory with other files and without it counts as foreign.
     write_json(settings.run_dir / CONFIG, config)
     run.report = Report(settings, run.objects.names, direction, resumed=resumed, **done)
+    run.goodput = Goodput(settings.run_dir, progress.spent, run.began)
     with writing(settings.run_dir / RESULT):
         until_written(lambda: (settings.run_dir / RESULT).unlink(missing_ok=True), settings.run_dir / RESULT)
