@@ -93,6 +93,7 @@ def _facts(run: Compared) -> dict[str, str]:
         "time": f"{seconds / 60:,.1f} min" if seconds >= 60 else f"{seconds:.1f} s",
         f"best {monitor}": f"{best[1]:.4g}" if best else "",
         "in epoch": f"{best[0]:g}" if best else "",
+        "goodput": f"{100 * run.result['goodput']['fraction']:.0f} %" if run.result.get("goodput") else "",
         **tests,
     }
 

@@ -1,0 +1,134 @@
+"""goodput.json over several starts, some of which are killed; and which worker keeps the others waiting."""
+
+import csv
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config import Config
+from engine.console import goodput_text
+from engine.model.metrics import ResultNames
+from engine.report import goodput as module
+from engine.report.goodput import Goodput
+from engine.report.report import Report
+from engine.run.progress import Progress
+
+
+class Clock:
+    """time.monotonic, as the test sets it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def train(progress: Progress, clock: Clock, seconds: float, waited: float) -> None:
+    clock.now += seconds
+    progress.add("train", 10, seconds, waited)
+
+
+def start(folder: Path, progress: Progress, clock: Clock, seconds: float = 9.0) -> Goodput:
+    began = clock.now
+    made = Goodput(folder, progress.spent, began)
+    clock.now += seconds
+    progress.spend("starting", seconds)
+    return made
+
+
+def written(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "goodput.json").read_text(encoding="utf-8"))
+
+
+def test_seconds_of_all_starts_are_added_up(tmp_path: Path, clock: Clock) -> None:
+    progress = Progress()
+    first = start(tmp_path, progress, clock)
+    train(progress, clock, 20.0, waited=5.0)
+    clock.now += 2.0
+    progress.spend("saving", 2.0)
+    saved = json.dumps(progress.record())
+    train(progress, clock, 7.0, waited=1.0)  # Done again by the second start, as what follows.
+    clock.now += 4.0
+    progress.add("validation", 3, 4.0, 0.0)
+    clock.now += 3.0  # A hook.
+    first.write(progress.spent, is_due=True)
+    clock.now += 500.0  # It is killed, and nothing runs.
+
+    # This one is killed before it saves anything.
+    progress = Progress(**json.loads(saved))
+    second = start(tmp_path, progress, clock)
+    train(progress, clock, 6.0, waited=0.0)
+    second.write(progress.spent, is_due=True)
+
+    progress = Progress(**json.loads(saved))
+    third = start(tmp_path, progress, clock)
+    train(progress, clock, 8.0, waited=0.5)
+    found = third.record(progress.spent)
+    assert found["starts"] == 3
+    expected = {"training": 15.0 + 7.5, "waiting": 5.5, "evaluating": 0.0, "repeated": 7.0 + 4.0 + 6.0}
+    expected |= {"starting": 27.0, "saving": 2.0, "other": 3.0}
+    assert found["seconds"] == pytest.approx(expected)
+    assert found["fraction"] == pytest.approx(22.5 / sum(expected.values()), abs=1e-4)
+    text = "29 % of 77.0 s in 3 starts were training steps that count"
+    assert goodput_text(found) == f"{text} (starting 35 %, repeated 22 %, waiting 7 %, other 4 %, saving 3 %)"
+
+
+def test_file_is_written_often_enough_and_no_more(tmp_path: Path, clock: Clock) -> None:
+    progress = Progress()
+    made = start(tmp_path, progress, clock, seconds=0.5)
+    made.write(progress.spent)
+    assert not (tmp_path / "goodput.json").exists()
+    times = []
+    for _ in range(20_000):
+        train(progress, clock, 1.0, waited=0.0)
+        made.write(progress.spent)
+        if (found := written(tmp_path)["seconds"]["training"]) not in times[-1:]:
+            times.append(found)
+    # A kill loses a second, a hundredth, or a minute.
+    gaps = {time: after - time for time, after in itertools.pairwise(times)}
+    assert max(gap for time, gap in gaps.items() if time < 50) <= 2.0
+    assert all(gap <= max(2.0, 0.011 * time + 1.0) for time, gap in gaps.items())
+    assert max(gaps.values()) <= 61.0
+    assert len(times) < 1_000
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"seconds": 3, "starts": 2}', '{"seconds": {"training": "x"}}'])
+def test_damaged_file_is_replaced(text: str, tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "goodput.json").write_text(text, encoding="utf-8")
+    progress = Progress(spent={"training": 30.0, "starting": 5.0})
+    made = start(tmp_path, progress, clock)
+    assert made.record(progress.spent)["seconds"] == pytest.approx(
+        {"training": 30.0, "waiting": 0.0, "evaluating": 0.0, "starting": 14.0, "saving": 0.0}
+        | {"repeated": 0.0, "other": 0.0}
+    )
+
+
+def test_first_calls_of_compiled_functions_belong_to_the_start() -> None:
+    progress = Progress()
+    progress.add("train", 1, 12.0, 1.0, is_first=True)
+    progress.add("train", 1, 2.0, 3.0)  # Never more than all of it.
+    progress.add("validation", 1, 4.0, 0.0, is_first=True)
+    progress.add("validation/b", 1, 0.5, 0.0)
+    assert progress.spent == {"starting": 16.0, "training": 0.0, "waiting": 2.0, "evaluating": 0.5}
+
+
+def test_worker_that_keeps_the_others_waiting_is_in_steps_csv(tmp_path: Path) -> None:
+    names = ResultNames({"train": {}}, ["train"])
+    report = Report(Config(run_dir=tmp_path), names, "min", epochs_done=0, validated_step=0, step=0, resumed=[])
+    for delays in ([0.1, 0.4, 0.1], [0.1, 0.0, 0.2]):
+        report.steps(1, 1, np.ones(1), 1.0, 0.5, lambda: {"learning_rate": 0.1}, np.array(delays))
+    (found,) = csv.DictReader((tmp_path / "steps.csv").read_text(encoding="utf-8").splitlines())
+    # They kept the others waiting for 0.2, 0.4 and 0.3 s in 1 s of steps.
+    assert (found["slowest_worker"], float(found["slowest_delay"])) == ("1", pytest.approx(0.2))
