@@ -38,7 +38,7 @@ Manifests = dict[str, dict[str, Any]]  # By kind.
 def without_marks(text: str) -> str:
     """Returns a manifest with all its optional lines, after the commands of docs/clusters.md."""
     page = (PROJECT / "docs" / "clusters.md").read_text(encoding="utf-8")
-    commands = re.findall(r"(?m)^sed -i -E ('.*') deploy/\*\.yaml", page)
+    commands = re.findall(r"(?m)^ *sed -i -E ('.*') deploy/\*\.yaml", page)
     assert len(commands) == 3
     for command in commands:
         text = subprocess.run(
