@@ -1,4 +1,4 @@
-"""deploy/kubernetes.yaml: valid by the published schema, and its environment is one in which the workers train."""
+"""The manifests in deploy/: valid by the published schemas, and what the pods are given makes them train one run."""
 
 import contextlib
 import json
@@ -15,78 +15,268 @@ import as_root
 import kubernetes_validate
 import pytest
 import yaml
+from kubeflow_trainer_api import models
 
 from rendering import PROJECT, run
 
-START_ID = "TRAINING_START_ID"  # engine/cluster/launcher.py says what it means.
-MANIFEST = PROJECT / "deploy" / "kubernetes.yaml"
+sys.path.insert(0, str(PROJECT))
+
+from engine.cluster.environment import find_cluster
+from engine.errors import BadInput, Diverged, PeerLost, Stopped
+
+ENGINES = ("kubernetes", "jobset", "kubeflow")
+TEXTS = {name: (PROJECT / "deploy" / f"{name}.yaml").read_text(encoding="utf-8") for name in (*ENGINES, "shared")}
+DOCKERFILE = (PROJECT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+MODELS = {
+    ("jobset.x-k8s.io/v1alpha2", "JobSet"): models.JobsetV1alpha2JobSet,
+    ("trainer.kubeflow.org/v1alpha1", "ClusterTrainingRuntime"): models.TrainerV1alpha1ClusterTrainingRuntime,
+    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): models.TrainerV1alpha1TrainJob,
+}
+Manifests = dict[str, dict[str, Any]]  # By kind.
 
 
-def manifest(text: str = MANIFEST.read_text(encoding="utf-8")) -> dict[str, dict[str, Any]]:
-    return {each["kind"]: each for each in yaml.safe_load_all(text)}
+def without_marks(text: str) -> str:
+    """Returns a manifest with all its optional lines, after the commands of docs/clusters.md."""
+    page = (PROJECT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    commands = re.findall(r"(?m)^ *sed -i -E ('.*') deploy/\*\.yaml", page)
+    assert len(commands) == 3
+    for command in commands:
+        text = subprocess.run(
+            ["bash", "-c", f"sed -E {command}"], input=text, capture_output=True, text=True, check=True
+        ).stdout
+    return text
 
 
-def container(described: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    (only,) = described["Job"]["spec"]["template"]["spec"]["containers"]
+def manifests(name: str, text: str | None = None) -> Manifests:
+    return {each["kind"]: each for each in yaml.safe_load_all(text or TEXTS[name])}
+
+
+def jobset_spec(described: Manifests) -> dict[str, Any] | None:
+    """Returns the specification of the JobSet, which a runtime contains; None of a plain Job."""
+    if runtime := described.get("ClusterTrainingRuntime"):
+        return runtime["spec"]["template"]["spec"]
+    return described["JobSet"]["spec"] if "JobSet" in described else None
+
+
+def job_spec(described: Manifests) -> dict[str, Any]:
+    if jobset := jobset_spec(described):
+        (only,) = jobset["replicatedJobs"]
+        return only["template"]["spec"]
+    return described["Job"]["spec"]
+
+
+def pod_spec(described: Manifests) -> dict[str, Any]:
+    return job_spec(described)["template"]["spec"]
+
+
+def container(described: Manifests) -> dict[str, Any]:
+    """Returns the container as the pods have it: Trainer puts the TrainJob's fields in the place of the runtime's."""
+    (only,) = pod_spec(described)["containers"]
+    if "TrainJob" in described:
+        trainer = described["TrainJob"]["spec"]["trainer"]
+        return only | {"args": trainer["args"], "resources": trainer["resourcesPerNode"]}
     return only
 
 
-def environment_given() -> dict[str, str]:
-    return {each["name"]: each["value"] for each in container(manifest())["env"] if "value" in each}
-
-
-def validate(described: dict[str, dict[str, Any]]) -> None:
-    for each in described.values():
+def validate(each: dict[str, Any]) -> None:
+    """Raises an exception if a manifest is not valid, or has a field that its schema does not know."""
+    if model := MODELS.get((each["apiVersion"], each["kind"])):
+        # from_dict drops what it does not know.
+        assert model.from_dict(each).to_dict() == each
+    else:
         # The oldest version in which pod failure policies are stable.
         kubernetes_validate.validate(each, "1.31", strict=True)
-    volumes = {each["name"] for each in described["Job"]["spec"]["template"]["spec"]["volumes"]}
-    assert {each["name"] for each in container(described)["volumeMounts"]} == volumes
 
 
-def test_manifest_is_valid_and_its_parts_fit_together() -> None:
-    described = manifest()
-    validate(described)
-    job, pod = described["Job"]["spec"], described["Job"]["spec"]["template"]
-    environment = environment_given()
-    assert job["completions"] == job["parallelism"] == int(environment["WORKERS"])
-    assert job["backoffLimit"] == 20 * job["completions"]  # All workers fail when one does.
-    assert environment["JOB_NAME"] == described["Job"]["metadata"]["name"]
-    assert environment["SERVICE_NAME"] == described["Service"]["metadata"]["name"] == pod["spec"]["subdomain"]
-    labels = pod["metadata"]["labels"]
-    assert described["Service"]["spec"]["selector"] == labels
-    # Only the workers reach each other, whatever the port.
-    policy = described["NetworkPolicy"]["spec"]
-    workers = {"podSelector": {"matchLabels": labels}}
-    assert policy == {**workers, "policyTypes": ["Ingress"], "ingress": [{"from": [workers]}]}
-    (start,) = [each["valueFrom"] for each in container(described)["env"] if each["name"] == START_ID]
-    # Kubernetes gives it to every pod of a Job: https://kubernetes.io/docs/reference/labels-annotations-taints/
-    assert start == {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
+@pytest.mark.parametrize("marks", [True, False], ids=["with marks", "without marks"])
+@pytest.mark.parametrize("name", [*ENGINES, "shared"])
+def test_manifests_are_valid(name: str, marks: bool) -> None:
+    text = TEXTS[name] if marks else without_marks(TEXTS[name])
+    assert not re.findall(r"(?m)^ +#(?:gpu|data|queue) ", text) or marks
+    described = manifests(name, text)
+    for each in described.values():
+        validate(each)
+    if name == "shared":
+        return
+    # The models know the fields of a pod, but not all their values.
+    kind, metadata = described[next(iter(described.keys() - {"Service", "TrainJob"}))]["kind"], {"name": "training"}
+    assert kind in ("Job", "JobSet", "ClusterTrainingRuntime")
+    validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job_spec(described)})
+    volumes = {volume["name"]: volume for volume in pod_spec(described)["volumes"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container(described)["volumeMounts"]}
+    assert set(mounts.values()) == set(volumes)
+    assert list(mounts) == ["/runs", "/tmp", *([] if marks else ["/dev/shm", "/data"])]
+    claim = volumes[mounts["/runs"]]["persistentVolumeClaim"]["claimName"]
+    assert claim == manifests("shared")["PersistentVolumeClaim"]["metadata"]["name"]
+    owner = described.get("TrainJob") or described[kind]
+    if marks:
+        assert "limits" not in container(described)["resources"]
+        assert "labels" not in owner["metadata"]
+    else:
+        assert container(described)["resources"]["limits"] == {"nvidia.com/gpu": 8}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        assert list(owner["metadata"]["labels"]) == ["kueue.x-k8s.io/queue-name"]
+
+
+def test_schemas_reject_fields_versions_and_values_that_they_do_not_know() -> None:
+    described = manifests("jobset")["JobSet"]
+    (job,) = described["spec"]["replicatedJobs"]
+    job["template"]["spec"]["template"]["spec"]["containers"][0]["arguments"] = []
+    with pytest.raises(AssertionError):
+        validate(described)
+    described = manifests("kubeflow")["TrainJob"]
+    with pytest.raises(kubernetes_validate.SchemaNotFoundError):
+        validate(described | {"apiVersion": "trainer.kubeflow.org/v1"})
+    described["spec"]["trainer"]["numNodes"] = "2"
+    with pytest.raises(ValueError, match="numNodes"):
+        validate(described)
+
+
+def test_pods_are_the_same_on_all_engines() -> None:
+    def common(name: str) -> dict[str, Any]:
+        described = manifests(name)
+        pod = {key: value for key, value in pod_spec(described).items() if key != "subdomain"}
+        node = {key: value for key, value in container(described).items() if key != "env"}
+        return pod | {"containers": [node], "metadata": job_spec(described)["template"]["metadata"]}
+
+    assert common("kubernetes") == common("jobset") == common("kubeflow")
+
+
+def test_pods_have_no_rights_that_they_do_not_need() -> None:
+    pod, node = pod_spec(manifests("jobset")), container(manifests("jobset"))
+    assert pod["automountServiceAccountToken"] is False
+    assert node["securityContext"].pop("readOnlyRootFilesystem") is True
+    # What the standard "restricted" asks for: https://kubernetes.io/docs/concepts/security/pod-security-standards/
+    assert node["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     # The user of the image, as a number, because Kubernetes does not know its name.
-    (user,) = re.findall(r"(?m)^USER (.*)$", (PROJECT / "deploy" / "Dockerfile").read_text(encoding="utf-8"))
-    assert pod["spec"]["securityContext"]["runAsNonRoot"]
-    assert pod["spec"]["securityContext"]["runAsUser"] == int(user) > 0
+    (user,) = re.findall(r"(?m)^USER (.*)$", DOCKERFILE)
+    assert pod["securityContext"]["runAsUser"] == int(user) > 0
+    # Only the workers reach each other, whatever the port.
+    workers = {"podSelector": {"matchLabels": job_spec(manifests("jobset"))["template"]["metadata"]["labels"]}}
+    policy = manifests("shared")["NetworkPolicy"]["spec"]
+    assert policy == {**workers, "policyTypes": ["Ingress"], "ingress": [{"from": [workers]}]}
 
 
-def test_lines_for_gpus_and_data_are_valid_without_their_marks(tmp_path: Path) -> None:
-    text = MANIFEST.read_text(encoding="utf-8")
-    commands = re.findall(r"(?m)^#   (sed .*? deploy/kubernetes\.yaml) ", text)
-    assert len(commands) == 2
-    (tmp_path / "deploy").mkdir()
-    changed = tmp_path / "deploy" / "kubernetes.yaml"
-    changed.write_text(text, encoding="utf-8")
-    for command in commands:
-        subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
-    described = manifest(changed.read_text(encoding="utf-8"))
-    validate(described)
-    assert not re.findall(r"(?m)^ +#(?:gpu|data) ", changed.read_text(encoding="utf-8"))
-    trains, pod = container(described), described["Job"]["spec"]["template"]["spec"]
-    assert trains["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    assert [each["mountPath"] for each in trains["volumeMounts"]] == ["/runs", "/dev/shm", "/data"]
-    assert [each.get("emptyDir", {}).get("medium") for each in pod["volumes"]] == [None, "Memory", None]
+# How pods end, and how often the incident counts; None ends the training for good.
+PEER_LOST = PeerLost.exit_code
+DISRUPTED = "DisruptionTarget"
+INCIDENTS = {
+    "stopped with the state saved": ([Stopped.exit_code] * 8, 0),
+    "one of eight crashes": ([1] + [PEER_LOST] * 7, 1),
+    "one of eight is killed": ([PEER_LOST] * 7 + [137], 1),
+    "only the network fails": ([PEER_LOST] * 2, 0),
+    "a node is lost": ([PEER_LOST] * 3 + [DISRUPTED], 0),
+    "bad input": ([BadInput.exit_code] * 2, None),
+    "a loss that is not finite": ([Diverged.exit_code] * 2, None),
+    "bad input on one": ([PEER_LOST, BadInput.exit_code], None),
+}
+
+
+def rule_of(job: dict[str, Any], end: int | str) -> tuple[int, str] | None:
+    """Returns the index and the action of the first rule that fits the end of a pod: an exit code, or a condition."""
+    for index, rule in enumerate(job["podFailurePolicy"]["rules"]):
+        codes = rule.get("onExitCodes", {"operator": "In", "values": []})
+        assert codes["operator"] == "In"
+        if end in codes["values"] or end in [each["type"] for each in rule.get("onPodConditions", [])]:
+            return index, rule["action"]
+    return None
+
+
+def counts(described: Manifests, ends: list[int | str]) -> int | None:
+    """Returns how often an incident counts; None if it ends the training for good. As is documented:
+
+    https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
+    https://jobset.sigs.k8s.io/docs/tasks/failure_policy/
+    """
+    job, jobset = job_spec(described), jobset_spec(described)
+    rules = [rule_of(job, end) for end in ends]
+    failed = [index for index, action in filter(None, rules) if action == "FailJob"]
+    if jobset is None:
+        return None if failed else rules.count(None)
+    if failed:
+        reason, message = "PodFailurePolicy", f"... with exit code ... matching FailJob rule at index {failed[0]}"
+    elif rules.count(None) > job["backoffLimit"]:
+        reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+    else:
+        return 0  # The Job replaces the pods, and the JobSet takes no notice.
+    for rule in jobset["failurePolicy"]["rules"]:
+        patterns = rule.get("onJobFailureMessagePatterns", [""])
+        if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
+            return {"FailJobSet": None, "RestartJobSet": 1, "RestartJobSetAndIgnoreMaxRestarts": 0}[rule["action"]]
+    return 1
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_twenty_incidents_are_allowed_and_only_some_count(name: str) -> None:
+    described = manifests(name)
+    jobset = jobset_spec(described)
+    limit = jobset["failurePolicy"]["maxRestarts"] if jobset else job_spec(described)["backoffLimit"]
+    assert limit == 20
+    for incident, (ends, expected) in INCIDENTS.items():
+        assert counts(described, ends) == counts(described, ends[::-1]) == expected, incident
+
+
+def environment(name: str, index: int) -> dict[str, str]:
+    """Returns the variables that a pod gets, and under "hostname" the name by which the others reach it."""
+    described = manifests(name)
+    labels = {"batch.kubernetes.io/controller-uid": "uid-of-the-job"}
+    if jobset := jobset_spec(described):
+        # A JobSet has the name of its TrainJob. The first, and only, Job of a ReplicatedJob ends with -0.
+        owner = described["TrainJob" if name == "kubeflow" else "JobSet"]["metadata"]["name"]
+        job, service = f"{owner}-{jobset['replicatedJobs'][0]['name']}-0", owner
+        labels |= {"jobset.sigs.k8s.io/jobset-name": owner, "jobset.sigs.k8s.io/jobset-uid": "uid-of-the-jobset"}
+        assert "network" not in jobset  # It could give the Service another name.
+    else:
+        job, service = described["Job"]["metadata"]["name"], described["Service"]["metadata"]["name"]
+        assert described["Service"]["spec"]["selector"] == job_spec(described)["template"]["metadata"]["labels"]
+        assert pod_spec(described)["subdomain"] == service
+    labels["batch.kubernetes.io/job-name"] = job
+    given = {"JOB_COMPLETION_INDEX": str(index), "hostname": f"{job}-{index}.{service}"}
+    if name == "kubeflow":
+        # The policy "torch" of Trainer 2.
+        assert described["ClusterTrainingRuntime"]["spec"]["mlPolicy"]["torch"] == {}
+        nodes = described["TrainJob"]["spec"]["trainer"]["numNodes"]
+        given |= {"PET_NNODES": str(nodes), "PET_NODE_RANK": str(index), "PET_NPROC_PER_NODE": "2"}
+        given |= {"PET_MASTER_ADDR": f"{job}-0.{service}", "PET_MASTER_PORT": "29400"}
+    for variable in container(described)["env"]:
+        if "value" in variable:
+            given[variable["name"]] = variable["value"]
+        else:
+            (label,) = re.findall(r"^metadata\.labels\['(.*)'\]$", variable["valueFrom"]["fieldRef"]["fieldPath"])
+            given[variable["name"]] = labels[label]
+    return given
+
+
+def workers(name: str) -> int:
+    described = manifests(name)
+    if "TrainJob" in described:
+        runtime, job = described["ClusterTrainingRuntime"], described["TrainJob"]["spec"]
+        assert job["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+        # Trainer fills in the numbers of the Job that has this label.
+        (replicated,) = jobset_spec(described)["replicatedJobs"]
+        assert replicated["template"]["metadata"]["labels"] == {
+            "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+        }
+        return job["trainer"]["numNodes"]
+    assert job_spec(described)["completions"] == job_spec(described)["parallelism"]
+    return job_spec(described)["completions"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_each_pod_finds_all_of_them(name: str) -> None:
+    given = [environment(name, index) for index in range(workers(name))]
+    for index, each in enumerate(given):
+        cluster = find_cluster(each)
+        assert cluster.addresses == {"worker": [f"{pod['hostname']}:12345" for pod in given]}
+        assert (cluster.source, cluster.name) == ("Kubernetes", f"worker {index}")
+        # It must outlive a restart: a JobSet then makes a new Job.
+        assert each["TRAINING_START_ID"] == ("uid-of-the-job" if name == "kubernetes" else "uid-of-the-jobset")
 
 
 @contextlib.contextmanager
-def pods(names: list[str]) -> Iterator[list[str]]:
+def network(names: list[str]) -> Iterator[list[str]]:
     """Makes a network namespace for each of two pods, with an address of its own under the pod's name."""
     spaces = [f"pod{number}-{os.getpid()}" for number in range(len(names))]
     hosts = "".join(f"10.231.0.{number + 1} {name}\n" for number, name in enumerate(names))
@@ -117,26 +307,52 @@ def may_make_namespaces() -> bool:
     return made
 
 
+# The volumes of a pod, in the mount namespace that `ip netns exec` makes; the rest can only be read.
+MOUNTS = """
+set -e
+mount -t tmpfs tmpfs /mnt && mkdir /mnt/runs /mnt/training /mnt/python
+mount --bind "$1" /mnt/runs
+mount --bind "$2" /mnt/training && mount -o remount,bind,ro /mnt/training
+mount --bind "$3" /mnt/python && mount -o remount,bind,ro /mnt/python
+mount -t tmpfs -o mode=1777 tmpfs /tmp
+mount -o remount,bind,ro /
+shift 3
+cd /mnt/training
+exec "$@"
+"""
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not may_make_namespaces(), reason="needs iproute2, and may make network namespaces")
-def test_processes_in_the_environment_of_the_manifest_train_one_run(tmp_path: Path) -> None:
-    arguments = [each.replace("/runs", str(tmp_path)) for each in container(manifest())["args"]]
+def test_pods_train_one_run(tmp_path: Path) -> None:
+    # Starting TensorFlow is most of the time, so the first pod is one of the JobSet and the second one of the TrainJob,
+    # which have the same names. The pods of the plain Job are given what the JobSet's are.
+    given = [environment(name, index) for index, name in enumerate(["jobset", "kubeflow"])]
+    names = [each.pop("hostname") for each in given]
+    (entry_point,) = re.findall(r"(?m)^ENTRYPOINT (.*)$", DOCKERFILE)
+    arguments = [each.replace("/runs", "/mnt/runs") for each in container(manifests("jobset"))["args"]]
     arguments[arguments.index("--epochs") + 1] = "2"
-    environment = environment_given()
-    names = [f"{environment['JOB_NAME']}-{index}.{environment['SERVICE_NAME']}" for index in range(2)]
-    with pods(names) as spaces:
-        # Only entering the namespace needs root; the program runs as whoever runs the test.
-        me = ("setpriv", f"--reuid={os.getuid()}", f"--regid={os.getgid()}", "--clear-groups")
-        given = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1", **environment}
-        variables = [f"{name}={value}" for name, value in given.items()]
-        program = (sys.executable, "-u", "train.py", *arguments)
-        started = []
-        for index, space in enumerate(spaces):
-            enter = (*(as_root.prefix() or ()), "ip", "netns", "exec", space, *me)
-            command = [*enter, "env", "-i", *variables, f"JOB_COMPLETION_INDEX={index}", *program]
-            started.append(
-                subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # Only making the pod needs root; the program runs as whoever runs the test, without root's rights.
+    user = ("setpriv", f"--reuid={os.getuid()}", f"--regid={os.getgid()}", "--clear-groups")
+    rights = ("--no-new-privs", "--bounding-set=-all", "--inh-caps=-all")
+    started = []
+    with network(names) as spaces:
+        for space, variables in zip(spaces, given, strict=True):
+            enter = (*(as_root.prefix() or ()), "ip", "netns", "exec", space, "sh", "-c", MOUNTS, "sh")
+            variables |= {"PATH": f"/mnt/python/bin:{os.environ['PATH']}", "HOME": "/tmp"}
+            pod = ("env", "-i", *(f"{key}={value}" for key, value in variables.items()))
+            command = (
+                *enter,
+                tmp_path,
+                PROJECT,
+                sys.prefix,
+                *user,
+                *rights,
+                *pod,
+                *json.loads(entry_point),
+                *arguments,
             )
+            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         try:
             written = [process.communicate(timeout=180)[0] for process in started]
         finally:

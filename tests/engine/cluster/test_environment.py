@@ -105,6 +105,18 @@ def test_kubernetes_indexed_job_is_a_cluster() -> None:
         find_cluster({**pod, "SERVICE_NAME": ""})
     with pytest.raises(BadInput, match="WORKERS=two in the environment must be a whole number"):
         find_cluster({**pod, "WORKERS": "two"})
+    # Kubeflow Trainer has another name for the number.
+    trainer = {**pod, "WORKERS": "", "PET_NNODES": "2"}
+    assert find_cluster(trainer) == cluster
+    assert find_cluster({**trainer, "PET_NNODES": "1"}) is None
+    with pytest.raises(BadInput, match="PET_NNODES=2:4 in the environment must be a whole number"):
+        find_cluster({**trainer, "PET_NNODES": "2:4"})
+    with pytest.raises(BadInput, match="JOB_NAME, SERVICE_NAME is not set beside JOB_COMPLETION_INDEX"):
+        find_cluster({"JOB_COMPLETION_INDEX": "0", "PET_NNODES": "2"})
+    # As a runtime of another version might.
+    with pytest.raises(BadInput, match="JOB_NAME=digits names a cluster, but neither WORKERS nor PET_NNODES is"):
+        find_cluster({**trainer, "PET_NNODES": ""})
+    assert find_cluster({"JOB_COMPLETION_INDEX": "1", "SERVICE_NAME": "any"}) is None
 
 
 MALFORMED = {

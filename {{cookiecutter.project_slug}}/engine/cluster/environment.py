@@ -62,7 +62,7 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
         cluster = _from_tf_config(environment["TF_CONFIG"])
     elif _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
         cluster = _from_slurm(environment)
-    elif "JOB_COMPLETION_INDEX" in environment and _number(environment, "WORKERS", 1) > 1:
+    elif "JOB_COMPLETION_INDEX" in environment and _pods(environment) > 1:
         cluster = _from_kubernetes(environment)
     elif environment.get("SM_HOSTS"):
         cluster = _from_sagemaker(environment)
@@ -134,13 +134,22 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
 
 
 def _from_kubernetes(environment: Mapping[str, str]) -> Cluster:
-    """Reads the variables of deploy/kubernetes.yaml: an Indexed Job's pods are called <job>-<index>.<service>."""
+    """Reads the variables of the manifests in deploy/: an Indexed Job's pods are called <job>-<index>.<service>."""
     if missing := [name for name in ("JOB_NAME", "SERVICE_NAME") if not environment.get(name)]:
         raise BadInput(f"{', '.join(missing)} is not set beside JOB_COMPLETION_INDEX: see deploy/kubernetes.yaml")
     job, service = environment["JOB_NAME"], environment["SERVICE_NAME"]
     port = _number(environment, "PORT", 12345)
-    addresses = [f"{job}-{index}.{service}:{port}" for index in range(_number(environment, "WORKERS", 1))]
+    addresses = [f"{job}-{index}.{service}:{port}" for index in range(_pods(environment))]
     return Cluster("Kubernetes", {"worker": addresses}, "worker", _number(environment, "JOB_COMPLETION_INDEX", 0))
+
+
+def _pods(environment: Mapping[str, str]) -> int:
+    """Returns the number of pods that train together: WORKERS, or PET_NNODES, which Kubeflow Trainer sets."""
+    given = [name for name in ("WORKERS", "PET_NNODES") if environment.get(name)]
+    if not given and environment.get("JOB_NAME") and environment.get("SERVICE_NAME"):
+        problem = f"JOB_NAME={environment['JOB_NAME']} names a cluster, but neither WORKERS nor PET_NNODES is set"
+        raise BadInput(f"{problem}: set WORKERS to the number of pods that train together, as deploy/jobset.yaml does")
+    return _number(environment, given[0], 1) if given else 1
 
 
 def _from_sagemaker(environment: Mapping[str, str]) -> Cluster:
