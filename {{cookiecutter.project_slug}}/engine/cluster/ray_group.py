@@ -1,5 +1,7 @@
 """What deploy/ray_train.py tells Ray about the workers: how they end, their metrics, the nodes that are missing."""
 
+import contextlib
+import logging
 import os
 import sys
 import threading
@@ -66,9 +68,11 @@ def report_to_ray(task: ModuleType) -> None:
             users(row, *rest)
 
     def join_reports() -> None:
-        while True:
-            ray_train.report({})
+        with contextlib.suppress(ray.exceptions.RayError):  # When the group ends.
+            while True:
+                ray_train.report({})
 
+    logging.getLogger().setLevel(logging.WARNING)  # Ray lowers it, and then prints two lines for each report.
     if ray_train.get_context().get_world_rank():
         threading.Thread(target=join_reports, daemon=True).start()
     else:
