@@ -129,8 +129,10 @@ def test_lost_and_added_nodes_leave_the_metrics_as_they_are(
     ray = start(*elastic, "--", *flags, "--run-dir=elastic")
 
     until(lambda: any((run_dir / "checkpoints").glob("step-*")) or ray.process.poll() is not None)
+    assert ray.process.poll() is None, ray.read()
     cluster.remove_node(lost)
     until(lambda: len(contents(run_dir, "config.json")["starts"]) == 2 or ray.process.poll() is not None)
+    assert ray.process.poll() is None, ray.read()
     cluster.add_node(num_cpus=1)
     alone = run("python", "train.py", *flags, f"--run-dir={tmp_path / 'alone'}", folder=PROJECT)
     assert alone.returncode == 0, alone.stderr

@@ -19,7 +19,7 @@ with exit_codes():
         from engine.cluster.ray_group import Restarts, code_of, report_to_ray, start_ray
     except ImportError as problem:
         raise BadInput(f'Ray Train cannot be imported ({problem}): pip install -e ".[ray]"') from None
-FOLDER = os.getcwd()
+FOLDER, PROJECT = Path.cwd(), Path(__file__).resolve().parents[1]
 
 
 def train_worker(given: dict) -> None:
@@ -52,7 +52,7 @@ if __name__ == "__main__":
     run.failure_config = FailureConfig(max_failures=options.max_restarts)
     scaling = ScalingConfig(num_workers=most if least == most else (least, most), use_gpu=options.gpus > 0)
     scaling.resources_per_worker, scaling.elastic_resize_monitor_interval_s = needs, options.resize_seconds
-    os.chdir(sys.path[0])  # Ray's processes import from the folder of the program that starts them.
+    os.chdir(PROJECT)  # Ray's processes import from the folder of the program that starts them.
     start_ray(least, needs)
     try:
         TensorflowTrainer(train_worker, train_loop_config=given, scaling_config=scaling, run_config=run).fit()
