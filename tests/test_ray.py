@@ -126,7 +126,7 @@ def test_lost_and_added_nodes_leave_the_metrics_as_they_are(
     lost, run_dir = cluster.add_node(num_cpus=1), tmp_path / "elastic"
     cluster.add_node(num_cpus=1)
     elastic = ("--workers=2", "--min-workers=1", "--resize-seconds=3")
-    ray = start(*elastic, "--", *flags, "--run-dir=elastic")
+    ray = start(*elastic, "--", *flags, "--run-dir=elastic", RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="5")
 
     until(lambda: any((run_dir / "checkpoints").glob("step-*")) or ray.process.poll() is not None)
     assert ray.process.poll() is None, ray.read()

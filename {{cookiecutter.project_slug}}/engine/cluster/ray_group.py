@@ -22,6 +22,8 @@ DEFAULTS = {
     "RAY_worker_niceness": "0",
     # Each check takes one report of a worker, and the training waits until the one before it is taken.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # After a loss Ray may ask for as many workers as before, and for fewer only when they did not start in this time.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
     # Otherwise print() in a hook becomes a line of a log at the level INFO, which is not shown.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
 }
