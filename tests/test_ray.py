@@ -122,7 +122,7 @@ def test_two_workers_have_the_weights_of_launch_and_report_each_epoch(
 def test_lost_and_added_nodes_leave_the_metrics_as_they_are(
     cluster: Any, start: Callable[..., SimpleNamespace], tmp_path: Path
 ) -> None:
-    flags = ("--epochs=60", "--checkpoint-every-steps=20", "--seed=1")
+    flags = ("--epochs=30", "--checkpoint-every-steps=20", "--seed=1")
     lost, run_dir = cluster.add_node(num_cpus=1), tmp_path / "elastic"
     cluster.add_node(num_cpus=1)
     elastic = ("--workers=2", "--min-workers=1", "--resize-seconds=3")

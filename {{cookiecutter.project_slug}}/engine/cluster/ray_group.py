@@ -75,10 +75,9 @@ def report_to_ray(task: ModuleType) -> None:
                 ray_train.report({})
 
     logging.getLogger().setLevel(logging.WARNING)  # Ray lowers it, and then prints two lines for each report.
+    task.on_report = on_report  # type: ignore[attr-defined]
     if ray_train.get_context().get_world_rank():
         threading.Thread(target=join_reports, daemon=True).start()
-    else:
-        task.on_report = on_report  # type: ignore[attr-defined]
 
 
 def room_for_workers(nodes: list[dict[str, Any]], needs: dict[str, float]) -> int:
