@@ -18,7 +18,7 @@ from engine.exceptions import first_line
 
 SECONDS_BETWEEN_CHECKS = 5.0
 DEFAULTS = {
-    # Ray gives its workers the least priority (15), with which training hardly moves beside another busy program.
+    # Ray gives its workers a low priority (nice 15), with which training is slow beside another busy program.
     "RAY_worker_niceness": "0",
     # Each check takes one report of a worker, and the training waits until the one before it is taken.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
