@@ -1,0 +1,52 @@
+"""What the ends of workers mean to Ray, and how many workers fit on its nodes."""
+
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def ray_group() -> Any:
+    pytest.importorskip("ray.train")
+    from engine.cluster import ray_group
+
+    return ray_group
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_final_exit_code_of_any_worker_ends_the_training(
+    code: int, ray_group: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ray.train import ControllerError
+
+    with pytest.raises(ControllerError) as raised:
+        ray_group.Restarts().after_exception(None, {0: RuntimeError("node\ngone"), 1: SystemExit(code)})
+    assert raised.value.controller_failure.code == code
+    said = capsys.readouterr().out
+    assert said == f"ended: worker 0 (RuntimeError: node), worker 1 (exit code {code})\n"
+    assert ray_group.code_of(raised.value) == code
+
+
+def test_stop_is_not_counted_and_a_failure_is(ray_group: Any) -> None:
+    from ray.train import FailureConfig, PreemptionError, WorkerGroupError
+    from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+
+    policy = DefaultFailurePolicy(FailureConfig(max_failures=1))
+    for _ in range(3):
+        with pytest.raises(PreemptionError) as raised:
+            ray_group.Restarts().after_exception(None, {0: SystemExit(42), 1: SystemExit(42)})
+        assert policy.make_decision(raised.value) == FailureDecision.RETRY
+    failures = {0: SystemExit(43), 1: RuntimeError("gone")}
+    ray_group.Restarts().after_exception(None, failures)  # Raises nothing, so Ray's own rule applies.
+    decisions = [policy.make_decision(WorkerGroupError("", failures)) for _ in range(2)]
+    assert decisions == [FailureDecision.RETRY, FailureDecision.RAISE]
+
+
+def test_room_counts_whole_workers_on_living_nodes(ray_group: Any) -> None:
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 7.0, "GPU": 1.0}},
+        {"Alive": True, "Resources": {"CPU": 4.0}},
+        {"Alive": False, "Resources": {"CPU": 64.0}},
+    ]
+    assert ray_group.room_for_workers(nodes, {"CPU": 2.0}) == 5
+    assert ray_group.room_for_workers(nodes, {"CPU": 2.0, "GPU": 1.0}) == 1

@@ -1,0 +1,144 @@
+"""deploy/ray_train.py without Ray, and on a real Ray of several nodes."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from processes import is_alive, until
+
+from rendering import PROJECT, run
+
+PROGRAM = PROJECT / "deploy/ray_train.py"
+# Loaded by Ray's controller: writes the metrics that all workers have reported.
+REPORTED = """
+import json, os
+from ray.train import UserCallback
+
+class Reported(UserCallback):
+    def after_report(self, run_context, metrics, checkpoint):
+        with open(os.environ["REPORTED"], "a") as file:
+            file.write(json.dumps(metrics) + "\\n")
+"""
+
+
+def test_absent_ray_is_one_line_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\")", encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "--workers", "2"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    line = "ERROR: Ray Train cannot be imported (No module named 'ray'): pip install -e \".[ray]\"\n"
+    assert done.stderr == line
+
+
+# --- On a real Ray ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Ray whose nodes are processes of this machine: a head without CPUs, to which tests add nodes."""
+    pytest.importorskip("ray.train")
+    # A short path, because sockets lie in it.
+    with tempfile.TemporaryDirectory(prefix="r") as folder:
+        settings = {"USAGE_STATS_ENABLED": "0", "AUTH_MODE": "disabled", "TMPDIR": folder, "worker_niceness": "0"}
+        for name, value in settings.items():
+            monkeypatch.setenv(f"RAY_{name}", value)
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        try:
+            yield cluster
+        finally:
+            cluster.shutdown()
+            until(lambda: not processes_below(folder), 30)
+
+
+def processes_below(folder: str) -> list[int]:
+    """Returns the processes that have a Ray's folder in their command line or environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            texts = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+        except OSError:
+            continue
+        if folder.encode() + b"/" in texts and int(path.name) != os.getpid() and is_alive(int(path.name)):
+            found.append(int(path.name))
+    return found
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., SimpleNamespace]]:
+    """Starts deploy/ray_train.py in tmp_path."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, **environment: str) -> SimpleNamespace:
+        log = tmp_path / f"log-{len(started)}"
+        with log.open("w") as file:
+            command, variables = [sys.executable, PROGRAM, *arguments], {**os.environ, **environment}
+            started.append(subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=file, stderr=file, text=True))
+        return SimpleNamespace(process=started[-1], read=lambda: log.read_text(encoding="utf-8"))
+
+    yield start
+    for process in started:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def contents(run_dir: Path, name: str) -> dict[str, Any]:
+    path = run_dir / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"starts": []}
+
+
+@pytest.mark.long
+def test_two_workers_have_the_weights_of_launch_and_report_each_epoch(
+    cluster: Any, start: Callable[..., SimpleNamespace], tmp_path: Path
+) -> None:
+    (tmp_path / "reported.py").write_text(REPORTED, encoding="utf-8")
+    cluster.add_node(num_cpus=2)
+    callback = {"RAY_TRAIN_CALLBACKS": "reported.Reported", "PYTHONPATH": str(tmp_path), "REPORTED": f"{tmp_path}/rows"}
+    ray = start("--workers", "2", "--", "--epochs=2", "--run-dir=of_ray", **callback)
+    launched = ("launch.py", "--workers", "2", "--", "--epochs=2", f"--run-dir={tmp_path / 'launched'}")
+    done = run("python", *launched, folder=PROJECT)
+    assert done.returncode == 0, done.stdout
+    assert ray.process.wait(300) == 0, ray.read()
+    weights = [contents(tmp_path / name, "result.json")["weights_sha256"] for name in ("of_ray", "launched")]
+    assert weights[0] == weights[1]
+    rows = [json.loads(line)[0] for line in (tmp_path / "rows").read_text(encoding="utf-8").splitlines()]
+    assert [row["epoch"] for row in rows] == [1, 2]
+
+
+@pytest.mark.long
+def test_lost_and_added_nodes_leave_the_metrics_as_they_are(
+    cluster: Any, start: Callable[..., SimpleNamespace], tmp_path: Path
+) -> None:
+    flags = ("--epochs=30", "--checkpoint-every-steps=20", "--seed=1")
+    lost, run_dir = cluster.add_node(num_cpus=1), tmp_path / "elastic"
+    cluster.add_node(num_cpus=1)
+    elastic = ("--workers=2", "--min-workers=1", "--resize-seconds=3")
+    ray = start(*elastic, "--", *flags, "--run-dir=elastic", RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="5")
+
+    until(lambda: any((run_dir / "checkpoints").glob("step-*")) or ray.process.poll() is not None)
+    assert ray.process.poll() is None, ray.read()
+    cluster.remove_node(lost)
+    until(lambda: len(contents(run_dir, "config.json")["starts"]) == 2 or ray.process.poll() is not None)
+    assert ray.process.poll() is None, ray.read()
+    cluster.add_node(num_cpus=1)
+    alone = run("python", "train.py", *flags, f"--run-dir={tmp_path / 'alone'}", folder=PROJECT)
+    assert alone.returncode == 0, alone.stderr
+    assert ray.process.wait(300) == 0, ray.read()
+    starts = contents(run_dir, "config.json")["starts"]
+    assert len(starts) == 3, starts
+    expected, found = (contents(tmp_path / name, "result.json") for name in ("alone", "elastic"))
+    for name in ("test/loss", "test/accuracy"):
+        assert math.isclose(found[name], expected[name], abs_tol=1e-5), name
