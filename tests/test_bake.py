@@ -49,14 +49,16 @@ def test_template_lists_what_its_project_needs() -> None:
         tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         for folder in (TEMPLATE, PROJECT)
     )
-    needed = project["dependencies"] + project["optional-dependencies"]["dev"]
+    extras = project["optional-dependencies"]
+    needed = project["dependencies"] + extras["dev"] + extras["sweep"]
     assert set(needed) <= set(template["dependencies"])
 
 
 def test_every_dependency_of_the_project_has_an_upper_bound() -> None:
     # The template's list has the same lines: see the test above.
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for each in project["dependencies"] + project["optional-dependencies"]["gpu"]:
+    extras = project["optional-dependencies"]
+    for each in project["dependencies"] + extras["gpu"] + extras["sweep"]:
         assert re.search(r">=[\d.]+,<[\d.]+$", each), each
 
 

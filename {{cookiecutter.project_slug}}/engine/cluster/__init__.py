@@ -10,4 +10,5 @@ parameter_servers  asynchronous training
 devices       GPUs and simulated devices, as TensorFlow lists them
 nvidia        GPUs, as the driver and the environment describe them
 launcher      python launch.py: a local cluster
+train_process  train.py as a process that another program follows by its run's files
 """
