@@ -70,7 +70,7 @@ def run_trials(trials: "Trials", options: argparse.Namespace, monitor: str) -> b
                     shared = gpus[slot :: options.parallel] or gpus[slot % max(1, len(gpus)) :][:1]
                     run_dir = options.sweep_dir / f"trial_{trial.number:03}"
                     running[slot] = trial, TrainProcess([*options.arguments, *trial.flags], run_dir, shared)
-            if asked_to_stop.wait(0.5) or time.monotonic() - began > options.timeout:
+            if asked_to_stop.wait(0.2) or time.monotonic() - began > options.timeout:
                 return False
             for slot, (trial, process) in [*running.items()]:
                 if has_ended(trials, trial, process, monitor):
@@ -115,9 +115,10 @@ def main() -> None:
         from engine.trials import Trials
 
         settings = read_settings(Config, options.arguments)
+        if settings.fresh or settings.check or settings.evaluates or settings.compare:
+            raise BadInput("each trial trains, and is resumed: remove --fresh, --check, --evaluate-... and --compare")
         if settings.monitor_direction == "auto" and "loss" not in settings.monitor:
-            rule = "needs --monitor-direction: pass --monitor-direction min or max after --"
-            raise BadInput(f"--monitor {settings.monitor} {rule}")
+            raise BadInput(f"--monitor {settings.monitor} needs --monitor-direction min or max: add it after --")
         trials = Trials(options.sweep_dir, settings.monitor_direction.replace("auto", "min"), options.pruner)
         for number in SIGNALS:
             signal.signal(number, lambda *_: asked_to_stop.set())

@@ -44,7 +44,7 @@ class Trials:
     """All trials of a folder, which may be on several machines that share its file system and its locks."""
 
     def __init__(self, folder: Path, direction: str, pruner: str) -> None:
-        """Opens the study in a folder, or starts one. `direction` is that of the score: "min" or "max".
+        """Opens the study in a folder, or starts one. `direction` says which score is best: "min" or "max".
 
         Raises BadInput if the folder cannot be used, or its study has the other direction.
         """

@@ -30,7 +30,7 @@ class TrainProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C goes to the program that started it only.
-                preexec_fn=end_with_launcher,  # noqa: PLW1509 - No thread of this program takes a lock.
+                preexec_fn=end_with_launcher,  # noqa: PLW1509 - There is one thread.
             )
 
     def exit_code(self) -> int | None:
