@@ -78,7 +78,7 @@ class Project:
 
     def run(self, *arguments: str, code: int = 0, **environment: str) -> tuple[str, str]:
         """Runs sweep.py to its end; returns its output. Fails unless it ends with `code`."""
-        out, err = self.start(*arguments, **environment).communicate(timeout=150)
+        out, err = self.start(*arguments, **environment).communicate(timeout=400)
         assert self.started[-1].returncode == code, (out, err)
         return out, err
 
@@ -248,6 +248,8 @@ def test_programs_share_the_trials_and_take_over_from_a_killed_one(make: Callabl
     assert sorted(set(names)) == [f"trial_{number:03}" for number in range(6)]
     assert len(names) == 7
     assert all(trial.state.name == "COMPLETE" for trial in project.trials())
+    for name in ("importances", "trials"):
+        assert (project.folder / f"runs/sweep/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_stopped_sweep_ends_with_42_and_continues(make: Callable[..., Project]) -> None:
@@ -304,7 +306,7 @@ def test_pruners_are_those_of_the_engine() -> None:
 
 @pytest.mark.long
 def test_killed_sweep_of_real_runs_ends_bit_equal(make: Callable[..., Project]) -> None:
-    """Over learning rate and width; the third trial diverges. Two programs run the sweep that is left alone."""
+    """Over learning rate and width; the second trial diverges. Two programs run the sweep that is left alone."""
     alone, killed = make("alone", seconds=0), make("killed", seconds=0)
     for project in (alone, killed):
         config, task = project.folder / "config.py", project.folder / "task.py"
@@ -321,11 +323,12 @@ def test_killed_sweep_of_real_runs_ends_bit_equal(make: Callable[..., Project]) 
     flags = ("--trials=3", "--", "--epochs=4", "--limit-steps=10", "--checkpoint-every-steps=5")
     both = [alone.start(*flags), alone.start(*flags)]
     for process in both:
-        assert process.wait(timeout=120) == 0
-    draw = random.Random(1)
-    for _ in range(3):
+        assert process.wait(timeout=400) == 0
+    sweep_dir = killed.folder / "runs/sweep"
+    for moment in ("trial_000", "trial_000/checkpoints/step*", "trial_001", "trial_002/checkpoints/step*"):
         process = killed.start(*flags)
-        time.sleep(draw.uniform(4.0, 8.0))
+        until(lambda moment=moment: list(sweep_dir.glob(moment)), 200)
+        assert process.poll() is None
         process.kill()
         process.wait()
     killed.run(*flags)

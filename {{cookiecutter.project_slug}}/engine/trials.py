@@ -25,7 +25,7 @@ PRUNERS = {
     "none": optuna.pruners.NopPruner,
 }
 FAILURES_IN_A_ROW = 3
-TRIALS_TO_DRAW = 10  # The importance of a setting, guessed from fewer, would be noise.
+TRIALS_TO_DRAW = 5  # An importance that is estimated from fewer scores would be noise.
 
 Space = Callable[[optuna.Trial], list[str]]  # Suggests the values of a trial; returns its flags.
 
