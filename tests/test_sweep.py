@@ -183,7 +183,8 @@ def test_slashes_and_spaces_reach_train_as_they_are(make: Callable[..., Project]
 
 def test_failed_trial_is_recorded_and_three_alike_end_the_sweep(make: Callable[..., Project]) -> None:
     project = make()
-    (project.folder / "trial_001").write_text("DIR: the loss is nan in step 17")
+    for number in (1, 2):
+        (project.folder / f"trial_{number:03}").write_text(f"DIR: the loss is nan in step {number}")
     for number in (3, 4, 5):
         (project.folder / f"trial_{number:03}").write_text("DIR cannot be trained")
     out, err = project.run("--trials=9", "--", "--epochs=2", code=2)
@@ -191,15 +192,15 @@ def test_failed_trial_is_recorded_and_three_alike_end_the_sweep(make: Callable[.
     states = {trial.number: (trial.state.name, trial.user_attrs.get("error")) for trial in project.trials()}
     failed = ("FAIL", "ERROR: RUN_DIR cannot be trained")
     complete = ("COMPLETE", None)
-    nan = ("FAIL", "ERROR: RUN_DIR: the loss is nan in step 17")
-    assert states == {0: complete, 1: nan, 2: complete, 3: failed, 4: failed, 5: failed}
-    assert re.search(r"(?m)^trial 1 +fail +ERROR: RUN_DIR: the loss is nan in step 17 \(best \d", out)
+    nan = [("FAIL", f"ERROR: RUN_DIR: the loss is nan in step {number}") for number in (1, 2)]
+    assert states == {0: complete, 1: nan[0], 2: nan[1], 3: failed, 4: failed, 5: failed}
+    assert re.search(r"(?m)^trial 1 +fail +ERROR: RUN_DIR: the loss is nan in step 1 \(best \d", out)
     # The cause is removed. The next trials run, and the table has the failed ones, too.
     for number in range(6, 9):
         assert not (project.folder / f"trial_{number:03}").exists()
     out, _ = project.run("--trials=8", "--", "--epochs=2")
     table = re.findall(r"(?m)^trial (\d+) +(\w+) +(\S+)", out.split("\n\n")[1 if out.startswith("trial") else 0])
-    assert [state for _, state, _ in table] == ["complete"] * 4 + ["fail"] * 4
+    assert [state for _, state, _ in table] == ["complete"] * 3 + ["fail"] * 5
     scores = [float(score) for _, state, score in table if state == "complete"]
     assert scores == sorted(scores)
 
@@ -232,6 +233,15 @@ def test_sweep_that_is_killed_ends_as_one_left_alone(make: Callable[..., Project
         assert trial.value == pytest.approx((math.log10(trial.params["learning_rate"]) + 2.5) ** 2 + 1 / 5)
     best = min(completed, key=lambda trial: trial.value)
     assert f"again: python train.py --epochs=5 --learning-rate={best.params['learning_rate']} " in out
+
+
+def test_no_training_outlives_a_killed_sweep(make: Callable[..., Project]) -> None:
+    project = make(seconds=60)
+    process = project.start("--trials=2", "--parallel=2")
+    until(lambda: len(project.starts()) == 2, 60)
+    process.kill()
+    process.wait()
+    until(lambda: not any(is_alive(pid) for pid, *_ in project.starts()), 20)
 
 
 def test_programs_share_the_trials_and_take_over_from_a_killed_one(make: Callable[..., Project]) -> None:
