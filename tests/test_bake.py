@@ -50,7 +50,7 @@ def test_template_lists_what_its_project_needs() -> None:
         for folder in (TEMPLATE, PROJECT)
     )
     extras = project["optional-dependencies"]
-    needed = project["dependencies"] + extras["dev"] + extras["ray"]
+    needed = project["dependencies"] + extras["dev"] + extras["ray"] + extras["sweep"]
     assert set(needed) <= set(template["dependencies"])
 
 
@@ -58,7 +58,7 @@ def test_every_dependency_of_the_project_has_an_upper_bound() -> None:
     # The template's list has the same lines: see the test above.
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    for each in project["dependencies"] + extras["gpu"] + extras["ray"]:
+    for each in project["dependencies"] + extras["gpu"] + extras["ray"] + extras["sweep"]:
         assert re.search(r">=[\d.]+,<[\d.]+$", each), each
 
 

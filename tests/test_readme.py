@@ -16,7 +16,9 @@ def code_of(starter: str) -> dict[str, str]:
     shared = (path for path in PROJECT.rglob("*.py") if PROJECT / "starters" not in path.parents)
     paths = {path.relative_to(PROJECT): path for path in shared}
     paths |= {path.relative_to(own): path for path in own.rglob("*.py")}
-    return {str(name): paths[name].read_text(encoding="utf-8") for name in sorted(paths)}
+    # The search comes last, because it needs a task.
+    names = sorted(paths, key=lambda name: (name.name == "sweep.py", name))
+    return {str(name): paths[name].read_text(encoding="utf-8") for name in names}
 
 
 @pytest.mark.parametrize("starter", STARTERS)

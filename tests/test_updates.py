@@ -27,7 +27,7 @@ USERS = {
     ),
 }
 TEMPLATES = {
-    "task.py": ("# TODO(you): Choose the losses.", "# TODO(you): Choose a loss."),
+    "task.py": ("# TODO(you): Choose the losses;", "# TODO(you): Choose a loss;"),
     "tests/test_task.py": ("\nimport ", "\nimport this\nimport "),
     "config.py": ('"""Your settings.', '"""Your own settings.'),
     "train.py": ("srun ... python train.py  ", "mpirun ... python train.py"),

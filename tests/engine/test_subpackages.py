@@ -11,7 +11,7 @@ from rendering import PROJECT
 
 ENGINE = PROJECT / "engine"
 GROUND = {"command_line", "console", "errors", "files", "memory", "protocols", "quiet_start", "settings", "tracing"}
-GROUND |= {"exceptions", "retries", "user_errors", "versions"}
+GROUND |= {"exceptions", "retries", "trials", "user_errors", "versions"}
 MAY_IMPORT = {
     "ground": {"ground"},
     "cluster": {"ground", "cluster"},

@@ -12,6 +12,7 @@ console    output                                         user_errors  what the 
 protocols  what the engine uses of task.py                retries      reads again after faults that pass
 files      files that are written completely or not       versions  the code and the packages that a run depends on
 tracing    what a traced function does                   quiet_start  hides TensorFlow's lines about itself
+trials     an Optuna study that several programs share
 
 check and trained import run; these three import cluster, data and model; run imports report, and report model. No other
 subpackage imports another, and the files beside them import none. Nothing here imports train, task or config, which

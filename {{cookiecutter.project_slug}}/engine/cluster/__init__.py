@@ -11,4 +11,5 @@ devices       GPUs and simulated devices, as TensorFlow lists them
 nvidia        GPUs, as the driver and the environment describe them
 launcher      python launch.py: a local cluster
 ray_group     deploy/ray_train.py: a cluster of Ray
+train_process  train.py as a process that another program follows by its run's files
 """

@@ -48,7 +48,7 @@ class Process:
             stderr=subprocess.STDOUT,
             # Ctrl-C in a terminal goes to the launcher only, which passes it on.
             start_new_session=True,
-            preexec_fn=_end_with_launcher,  # noqa: PLW1509 - There is one thread.
+            preexec_fn=end_with_launcher,  # noqa: PLW1509 - There is one thread.
         )
         os.close(its_end)
         self._line = b""
@@ -87,7 +87,7 @@ def print_line(name: str, text: str) -> None:
         print(f"[{name}] {text}", flush=True)
 
 
-def _end_with_launcher() -> None:
+def end_with_launcher() -> None:
     """Has Linux end this process when the launcher is gone for any reason; elsewhere the user must end it."""
     if _prctl:
         _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

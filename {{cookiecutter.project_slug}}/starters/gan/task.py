@@ -106,7 +106,7 @@ def create_optimizer(total_steps: int) -> dict[str, keras.optimizers.Optimizer]:
 
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
     """Returns one loss per term of compute_loss, by name."""
-    # TODO(you): Choose the losses.
+    # TODO(you): Choose the losses; compute_loss combines them.
     # KEEP: reduction="none" gives a value per example; others give one for all, and means are divided by the replicas.
     return {"is_real": keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")}
 
@@ -126,7 +126,6 @@ def compute_loss(features: dict[str, tf.Tensor], labels: tf.Tensor, predictions,
 
     Each model has a loss of its own: the generator's falls as the discriminator's rises.
     """
-    # TODO(you): Combine your loss terms.
     digit, is_real = features["digit"], loss_objects["is_real"]
     with tf.GradientTape() as tape:
         tape.watch(labels)

@@ -110,7 +110,7 @@ def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
 
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
     """Returns one loss per term of compute_loss, by name."""
-    # TODO(you): Choose the losses.
+    # TODO(you): Choose the losses; compute_loss combines them.
     # KEEP: reduction="none" gives a value per token; others give one for all, and means are divided by the replicas.
     return {"token": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")}
 
@@ -142,7 +142,6 @@ def count_tokens(features: dict[str, tf.Tensor], labels: tf.Tensor, sample_weigh
 
 def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns this replica's part of the batch's loss (scalar) and the loss of each token ([batch, length])."""
-    # TODO(you): Combine your loss terms.
     token_losses = loss_objects["token"](tf.where(labels >= 0, labels, 0), predictions)
     weighted = token_losses * token_weights(labels, sample_weights)
     # KEEP: Divided by the tokens of the global batch, over replicas and micro-batches, whose gradients are summed.

@@ -111,7 +111,7 @@ def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
 
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
     """Returns one loss per term of compute_loss, by name."""
-    # TODO(you): Choose the losses.
+    # TODO(you): Choose the losses; compute_loss combines them.
     # KEEP: reduction="none" gives a value per example; others give one for all, and means are divided by the replicas.
     return {
         "retrieval": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
@@ -171,7 +171,6 @@ def compute_loss(
     labels: dict[str, tf.Tensor], predictions: dict[str, tf.Tensor], retrieval_loss: tf.Tensor, sample_weights
 ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
     """Returns this replica's part of the batch's loss (scalar) and the losses of each example by name ([batch])."""
-    # TODO(you): Combine your loss terms.
     ranking_loss = loss_objects["ranking"](labels[LABEL][:, None], predictions[LABEL])
     per_example_loss = config.retrieval_weight * retrieval_loss + config.ranking_weight * ranking_loss
     # KEEP: One value per example; a mean, or [batch, batch], would train without an error but wrongly.

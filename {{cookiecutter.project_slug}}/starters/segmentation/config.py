@@ -1,6 +1,7 @@
 """Your settings. Each one is a flag of train.py: python train.py --help."""
 
 import dataclasses
+from typing import Literal
 
 from engine.command_line import check_command_line
 from engine.settings import Settings
@@ -22,6 +23,7 @@ class Config(Settings):
     global_batch_size: int = 16
     learning_rate: float = 3e-3
     monitor: str = "validation/mean_iou"
+    monitor_direction: Literal["auto", "min", "max"] = "max"
 
 
 # Before TensorFlow is imported, which takes seconds: --help and wrong flags are answered at once.

@@ -107,7 +107,7 @@ def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
 
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
     """Returns one loss per term of compute_loss, by name."""
-    # TODO(you): Choose the losses.
+    # TODO(you): Choose the losses; compute_loss combines them.
     # KEEP: reduction="none" gives a value per pixel; others give one for all, and means are divided by the replicas.
     return {"pixel": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")}
 
@@ -133,7 +133,6 @@ def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.T
     of the class weights: each replica knows that sum for its own examples only, so the parts of several replicas, each
     divided by another sum, would not add up to the loss of the global batch.
     """
-    # TODO(you): Combine your loss terms.
     pixel_weights = tf.gather(tf.constant(config.class_weights), labels)
     per_example_loss = tf.reduce_mean(pixel_weights * loss_objects["pixel"](labels, predictions), axis=[1, 2])
     # KEEP: One value per example; a mean, or [batch, batch], would train without an error but wrongly.

@@ -141,7 +141,7 @@ class WarmUpThenLinear(keras.optimizers.schedules.LearningRateSchedule):
 
 def create_loss_objects() -> dict[str, keras.losses.Loss]:
     """Returns one loss per term of compute_loss, by name."""
-    # TODO(you): Choose the losses.
+    # TODO(you): Choose the losses; compute_loss combines them.
     # KEEP: reduction="none" gives a value per example; others give one for all, and means are divided by the replicas.
     return {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")}
 
@@ -159,7 +159,6 @@ def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
 
 def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, sample_weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns this replica's part of the batch's loss (scalar) and the loss of each example ([batch])."""
-    # TODO(you): Combine your loss terms.
     per_example_loss = loss_objects["label"](labels, predictions)
     # KEEP: One value per example; a mean, or [batch, batch], would train without an error but wrongly.
     per_example_loss = tf.ensure_shape(per_example_loss, sample_weights.shape)

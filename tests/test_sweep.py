@@ -1,0 +1,355 @@
+"""sweep.py with a small program instead of train.py, and with train.py itself: killed, shared, pruned, failed."""
+
+import ast
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+import optuna
+import pytest
+from processes import is_alive, until
+
+from rendering import PROJECT
+
+# Replaces train.py: a run has a row per epoch, whose score follows from its flags, and resumes after its last row. A
+# file that is named as the run is makes it fail with that text. Every start is a line in "starts".
+PROGRAM = """
+import json, math, os, pathlib, signal, sys, time
+import filelock
+if sys.argv[1] == "--compare":
+    pathlib.Path("compared").write_text(" ".join(sys.argv[2:]))
+    sys.exit()
+flags = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--") and "=" in word)
+run_dir = pathlib.Path(flags["run-dir"])
+with open("starts", "a") as starts:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "what there is")
+    starts.write(json.dumps([os.getpid(), os.getppid(), run_dir.name, visible, sys.argv[1:]]) + "\\n")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
+if pathlib.Path(run_dir.name).exists():
+    sys.exit("ERROR: " + pathlib.Path(run_dir.name).read_text().replace("DIR", str(run_dir)))
+run_dir.mkdir(parents=True, exist_ok=True)
+try:
+    lock = filelock.FileLock(run_dir / ".lock")
+    lock.acquire(timeout=0)
+except filelock.Timeout:
+    print(f"ERROR: --run-dir {run_dir} is in use by another run: wait, or use another one")
+    sys.exit(2)
+rows, epochs = run_dir / "metrics.csv", int(flags.get("epochs", 4))
+if not rows.exists():
+    rows.write_text("epoch,validation/loss\\n")
+scores = [(math.log10(float(flags["learning-rate"])) + 2.5) ** 2 + 1 / epoch for epoch in range(1, epochs + 1)]
+for epoch in range(len(rows.read_text().splitlines()), epochs + 1):
+    time.sleep(SECONDS)
+    with rows.open("a") as file:
+        file.write(f"{epoch},{scores[epoch - 1]}\\n")
+(run_dir / "result.json").write_text(json.dumps({"best_validation/loss": min(scores)}))
+"""
+
+
+class Project:
+    """A folder with sweep.py and what it needs."""
+
+    def __init__(self, folder: Path, seconds: float = 0.05) -> None:
+        """`seconds` is the time that the small program takes for an epoch; 0 is for train.py itself."""
+        self.folder = folder
+        ignored = shutil.ignore_patterns("__pycache__", "starters", "runs", ".*_cache")
+        shutil.copytree(PROJECT, folder, ignore=ignored)
+        self.started: list[subprocess.Popen] = []
+        if seconds:
+            (folder / "train.py").write_text(PROGRAM.replace("SECONDS", str(seconds)), encoding="utf-8")
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
+        command = [sys.executable, "sweep.py", *arguments]
+        environment = {**os.environ, **environment}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.started.append(subprocess.Popen(command, cwd=self.folder, env=environment, **pipes))
+        return self.started[-1]
+
+    def run(self, *arguments: str, code: int = 0, **environment: str) -> tuple[str, str]:
+        """Runs sweep.py to its end; returns its output. Fails unless it ends with `code`."""
+        out, err = self.start(*arguments, **environment).communicate(timeout=400)
+        assert self.started[-1].returncode == code, (out, err)
+        return out, err
+
+    def starts(self) -> list[tuple[int, int, str, str, list[str]]]:
+        """Returns the process, its parent, the run, the visible GPUs and the arguments of each start of train.py."""
+        file = self.folder / "starts"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def trials(self, sweep_dir: str = "runs/sweep") -> list[optuna.trial.FrozenTrial]:
+        backend = optuna.storages.journal.JournalFileBackend(str(self.folder / sweep_dir / "journal.log"))
+        return optuna.load_study(study_name="sweep", storage=optuna.storages.JournalStorage(backend)).trials
+
+    def put_space(self, *lines: str) -> None:
+        """Replaces the body of the function of the space."""
+        file = self.folder / "sweep.py"
+        code, replaced = re.subn(
+            r"(?s)(    # TODO\(you\).*?)\n\n\n", lambda _: "\n".join(lines) + "\n\n\n", file.read_text("utf-8"), count=1
+        )
+        assert replaced
+        file.write_text(code, encoding="utf-8")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Project]]:
+    made: list[Project] = []
+
+    def create(name: str = "project", **options: Any) -> Project:
+        made.append(Project(tmp_path / name, **options))
+        return made[-1]
+
+    yield create
+    for project in made:
+        for process in project.started:
+            process.kill()
+            process.communicate()
+
+
+def outcomes(trials: list[optuna.trial.FrozenTrial]) -> list[tuple]:
+    return [(each.number, each.state.name, each.params, each.value, each.intermediate_values) for each in trials]
+
+
+def test_sweep_has_at_most_80_lines_of_code() -> None:
+    code = (PROJECT / "sweep.py").read_text(encoding="utf-8")
+    texts = set()
+    for node in ast.walk(ast.parse(code)):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+            texts |= {*range(node.lineno, node.end_lineno + 1)}
+    lines = [line for number, line in enumerate(code.splitlines(), 1) if number not in texts]
+    assert sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines) <= 80
+
+
+def test_without_optuna_help_and_error_name_the_extra(make: Callable[..., Project], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['optuna'] = None\n", encoding="utf-8")
+    project = make()
+    assert 'pip install -e ".[sweep]"' in project.run("--help", PYTHONPATH=str(tmp_path))[0]
+    out, err = project.run(code=2, PYTHONPATH=str(tmp_path))
+    assert (out, err) == ("", 'ERROR: Optuna is not installed: pip install -e ".[sweep]"\n')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--parallel=0",), "ERROR: --parallel 0 must be at least 1\n"),
+        (("--", "--epoch=5"), "ERROR: Unrecognized options: --epoch=5: use --epochs INT"),
+        (("--", "--epochs=0"), "ERROR: --epochs 0 must be"),
+        (
+            ("--", "--monitor=validation/accuracy"),
+            "--monitor validation/accuracy needs --monitor-direction min or max: add it after --",
+        ),
+        (("--", "--fresh"), "ERROR: each trial trains, and is resumed: remove --fresh, --check,"),
+        (("--sweep-dir=file",), "ERROR: --sweep-dir file cannot be used (File exists): use another one"),
+        (("--sweep-dir=lower", "--", "--monitor-direction=max"), "has scores to minimize, and"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], line: str, make: Callable[..., Project]) -> None:
+    project = make()
+    (project.folder / "file").touch()
+    if "--sweep-dir=lower" in arguments:
+        project.run("--sweep-dir=lower", "--trials=0")
+    _, err = project.run(*arguments, code=2)
+    assert line in err
+    assert err.count("\n") == 1
+    assert not project.starts()
+
+
+def test_slashes_and_spaces_reach_train_as_they_are(make: Callable[..., Project]) -> None:
+    project = make()
+    choices = "trial.suggest_categorical('head/init from', ['runs/a b/c'])"
+    project.put_space(f"    return ['--learning-rate=0.01', '--init-from=' + {choices}]")
+    out, _ = project.run("--trials=2", "--sweep-dir=my sweeps/a/b", "--", "--epochs=2", "--seed", "3")
+    for number, (_, _, name, _, arguments) in enumerate(project.starts()):
+        assert name == f"trial_{number:03}"
+        run_dir = f"--run-dir=my sweeps/a/b/{name}"
+        assert arguments == ["--epochs=2", "--seed", "3", "--learning-rate=0.01", "--init-from=runs/a b/c", run_dir]
+    assert [trial.params for trial in project.trials("my sweeps/a/b")] == [{"head/init from": "runs/a b/c"}] * 2
+    best = "python train.py --epochs=2 --seed 3 --learning-rate=0.01 '--init-from=runs/a b/c' --run-dir=runs/best"
+    assert f"again: {best}\n" in out
+    assert (project.folder / "my sweeps/a/b/compared").read_text() == "trial_000 trial_001"
+
+
+def test_failed_trial_is_recorded_and_three_alike_end_the_sweep(make: Callable[..., Project]) -> None:
+    project = make()
+    for number in (1, 2):
+        (project.folder / f"trial_{number:03}").write_text(f"DIR: the loss is nan in step {number}")
+    for number in (3, 4, 5):
+        (project.folder / f"trial_{number:03}").write_text("DIR cannot be trained")
+    out, err = project.run("--trials=9", "--", "--epochs=2", code=2)
+    assert err == "ERROR: 3 trials in a row ended with: ERROR: RUN_DIR cannot be trained\n"
+    states = {trial.number: (trial.state.name, trial.user_attrs.get("error")) for trial in project.trials()}
+    failed = ("FAIL", "ERROR: RUN_DIR cannot be trained")
+    complete = ("COMPLETE", None)
+    nan = [("FAIL", f"ERROR: RUN_DIR: the loss is nan in step {number}") for number in (1, 2)]
+    assert states == {0: complete, 1: nan[0], 2: nan[1], 3: failed, 4: failed, 5: failed}
+    assert re.search(r"(?m)^trial 1 +fail +ERROR: RUN_DIR: the loss is nan in step 1 \(best \d", out)
+    # The cause is removed. The next trials run, and the table has the failed ones, too.
+    for number in range(6, 9):
+        assert not (project.folder / f"trial_{number:03}").exists()
+    out, _ = project.run("--trials=8", "--", "--epochs=2")
+    table = re.findall(r"(?m)^trial (\d+) +(\w+) +(\S+)", out.split("\n\n")[1 if out.startswith("trial") else 0])
+    assert [state for _, state, _ in table] == ["complete"] * 3 + ["fail"] * 5
+    scores = [float(score) for _, state, score in table if state == "complete"]
+    assert scores == sorted(scores)
+
+
+def test_sweep_that_is_killed_ends_as_one_left_alone(make: Callable[..., Project]) -> None:
+    """The trials and scores, and what was pruned when, are the same; no train.py outlives a kill."""
+    alone, killed = make("alone"), make("killed")
+    flags = ("--trials=10", "--", "--epochs=5")
+    left_alone = alone.start(*flags)
+    draw, kills = random.Random(0), 0
+    while kills < 5:
+        process = killed.start(*flags)
+        count = len(killed.starts())
+        until(lambda count=count, process=process: len(killed.starts()) > count or process.poll() is not None, 20)
+        time.sleep(draw.uniform(0.0, 1.2))
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+        kills += 1
+        until(lambda: not any(is_alive(pid) for pid, *_ in killed.starts()), 10)
+    out, _ = killed.run(*flags)
+    left_alone.communicate(timeout=60)
+    trials = killed.trials()
+    assert outcomes(trials) == outcomes(alone.trials())
+    assert {trial.state.name for trial in trials} == {"COMPLETE", "PRUNED"}
+    assert len({trial.params["learning_rate"] for trial in trials}) == 10
+    assert len(alone.starts()) == 10 < len(killed.starts())
+    completed = [trial for trial in trials if trial.state.name == "COMPLETE"]
+    for trial in completed:
+        assert trial.value == pytest.approx((math.log10(trial.params["learning_rate"]) + 2.5) ** 2 + 1 / 5)
+    best = min(completed, key=lambda trial: trial.value)
+    assert f"again: python train.py --epochs=5 --learning-rate={best.params['learning_rate']} " in out
+
+
+def test_no_training_outlives_a_killed_sweep(make: Callable[..., Project]) -> None:
+    project = make(seconds=60)
+    process = project.start("--trials=2", "--parallel=2")
+    until(lambda: len(project.starts()) == 2, 60)
+    process.kill()
+    process.wait()
+    until(lambda: not any(is_alive(pid) for pid, *_ in project.starts()), 20)
+
+
+def test_programs_share_the_trials_and_take_over_from_a_killed_one(make: Callable[..., Project]) -> None:
+    project = make(seconds=0.2)
+    flags = ("--trials=6", "--pruner=none", "--", "--epochs=4")
+    first, second = project.start(*flags), project.start(*flags)
+    until(lambda: sum(parent == first.pid for _, parent, *_ in project.starts()) == 2, 60)
+    first.kill()  # In its second trial, which takes almost a second.
+    first.wait()
+    _, err = second.communicate(timeout=60)
+    assert second.returncode == 0, err
+    names = [name for _, _, name, *_ in project.starts()]
+    # Only the trial that the killed program was in is started twice.
+    assert sorted(set(names)) == [f"trial_{number:03}" for number in range(6)]
+    assert len(names) == 7
+    assert all(trial.state.name == "COMPLETE" for trial in project.trials())
+    for name in ("importances", "trials"):
+        assert (project.folder / f"runs/sweep/{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stopped_sweep_ends_with_42_and_continues(make: Callable[..., Project]) -> None:
+    project = make(seconds=0.3)
+    flags = ("--trials=2", "--", "--epochs=6")
+    process = project.start(*flags)
+    metrics = project.folder / "runs/sweep/trial_000/metrics.csv"
+    until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2, 20)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 42, err
+    assert err.startswith("The sweep was stopped; to continue, start the same command again")
+    assert [trial.state.name for trial in project.trials()] == ["RUNNING"]
+    project.run("--timeout=0.1", *flags, code=42)
+    assert [trial.state.name for trial in project.trials()] == ["RUNNING"]
+    project.run(*flags)
+    assert [len(trial.intermediate_values) for trial in project.trials()] == [6, 6]
+    assert [name for _, _, name, *_ in project.starts()] == ["trial_000"] * 3 + ["trial_001"]
+
+
+def test_run_in_use_is_no_failed_trial(make: Callable[..., Project]) -> None:
+    """Bad input ends a program with 2, too. The text that tells them apart is in the engine."""
+    text = "is in use by another run"
+    assert text in (PROJECT / "engine/run/directory.py").read_text(encoding="utf-8")
+    assert text in (PROJECT / "sweep.py").read_text(encoding="utf-8")
+    project = make()
+    with filelock.FileLock(project.folder / "runs/sweep/trial_000/.lock"):
+        process = project.start("--trials=1")
+        until(lambda: len(project.starts()) >= 2, 20)
+        assert process.poll() is None
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert [trial.state.name for trial in project.trials()] == ["COMPLETE"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "parallel", "expected"),
+    [("0,1,2", 2, {"0,2", "1"}), ("0,1", 3, {"0", "1"}), ("", 2, {""}), ("4,5", 1, {"4,5"})],
+)
+def test_trials_share_the_gpus(visible: str, parallel: int, expected: set[str], make: Callable[..., Project]) -> None:
+    project = make()
+    project.run("--trials=3", f"--parallel={parallel}", "--", "--epochs=2", CUDA_VISIBLE_DEVICES=visible)
+    assert {visible for _, _, _, visible, _ in project.starts()} == expected
+
+
+def test_pruners_are_those_of_the_engine() -> None:
+    offered, known = (
+        ast.parse((PROJECT / name).read_text(encoding="utf-8")).body for name in ("sweep.py", "engine/trials.py")
+    )
+    (offered,) = (each.value.elts for each in offered if ast.unparse(each).startswith("PRUNERS"))
+    (known,) = (each.value.keys for each in known if ast.unparse(each).startswith("PRUNERS"))
+    assert [each.value for each in offered] == [each.value for each in known]
+
+
+@pytest.mark.long
+def test_killed_sweep_of_real_runs_ends_bit_equal(make: Callable[..., Project]) -> None:
+    """Over learning rate and width; the second trial diverges. Two programs run the sweep that is left alone."""
+    alone, killed = make("alone", seconds=0), make("killed", seconds=0)
+    for project in (alone, killed):
+        config, task = project.folder / "config.py", project.folder / "task.py"
+        code = config.read_text("utf-8").replace("    # Any setting", "    width: int = 8\n\n    # Any setting")
+        config.write_text(code, encoding="utf-8")
+        layers = '[keras.layers.Flatten(), keras.layers.Dense(config.width, "gelu"), keras.layers.Dense(10)]'
+        model = f"    return keras.Sequential([keras.Input((8, 8, 1)), *{layers}])\n    # TODO(you): Build"
+        task.write_text(task.read_text("utf-8").replace("    # TODO(you): Build", model), encoding="utf-8")
+        project.put_space(
+            '    width = trial.suggest_int("width", 8, 16)',
+            '    rate = 1e38 if trial.number == 1 else trial.suggest_float("learning_rate", 1e-3, 1e-2, log=True)',
+            '    return [f"--learning-rate={rate}", f"--width={width}"]',
+        )
+    flags = ("--trials=3", "--", "--epochs=4", "--limit-steps=10", "--checkpoint-every-steps=5")
+    both = [alone.start(*flags), alone.start(*flags)]
+    for process in both:
+        assert process.wait(timeout=400) == 0
+    sweep_dir = killed.folder / "runs/sweep"
+    for moment in ("trial_000/checkpoints/step*", "trial_001", "trial_002/checkpoints/step*"):
+        process = killed.start(*flags)
+        until(lambda moment=moment: list(sweep_dir.glob(moment)), 200)
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+    killed.run(*flags)
+    assert outcomes(killed.trials()) == outcomes(alone.trials())
+    assert [trial.state.name for trial in killed.trials()] == ["COMPLETE", "FAIL", "COMPLETE"]
+    for name in ("trial_000", "trial_002"):
+        results = [
+            json.loads((project.folder / "runs/sweep" / name / "result.json").read_text(encoding="utf-8"))
+            for project in (alone, killed)
+        ]
+        assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    config_json = json.loads((alone.folder / "runs/sweep/trial_000/config.json").read_text(encoding="utf-8"))
+    assert len(config_json["starts"]) == 1  # Each trial was done once.
+    assert (alone.folder / "runs/sweep/comparison.png").exists()

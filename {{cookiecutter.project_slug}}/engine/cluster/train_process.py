@@ -1,0 +1,64 @@
+"""train.py as a process that another program starts, follows by its run's files, and stops. Needs no TensorFlow."""
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.cluster.launcher import PROGRAM, SECONDS_TO_FOLLOW, end_with_launcher
+from engine.cluster.nvidia import VISIBLE
+from engine.files import read_json
+
+
+class TrainProcess:
+    """A run in a process of its own. On Linux it is killed when this process ends for any reason."""
+
+    def __init__(self, arguments: Sequence[str], run_dir: Path, gpus: Sequence[str] = ()) -> None:
+        """Starts it. `gpus` are the only ones that it sees, by their names in CUDA_VISIBLE_DEVICES; none: all.
+
+        Its output is appended to a file beside `run_dir`, whose name ends in .log.
+        """
+        self._run_dir, self._log = run_dir, run_dir.with_name(f"{run_dir.name}.log")
+        with self._log.open("ab") as log:
+            self._popen = subprocess.Popen(
+                [sys.executable, str(PROGRAM), *arguments, f"--run-dir={run_dir}"],
+                env=os.environ | ({VISIBLE: ",".join(gpus)} if gpus else {}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C goes to the program that started it only.
+                preexec_fn=end_with_launcher,  # noqa: PLW1509 - There is one thread.
+            )
+
+    def exit_code(self) -> int | None:
+        """Returns the exit code, a signal as a negative number; None while it runs."""
+        return self._popen.poll()
+
+    def scores(self, column: str) -> dict[int, float]:
+        """Returns the values of a column of metrics.csv by their epochs, which are counted from 1."""
+        path = self._run_dir / "metrics.csv"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())  # The last row may be incomplete.
+        return {int(row["epoch"]): float(row[column]) for row in rows if row.get(column)}
+
+    def result(self) -> dict[str, Any]:
+        """Returns the contents of result.json, {} if the run has not finished. Raises BadInput if it is damaged."""
+        return read_json(self._run_dir / "result.json") or {}
+
+    def error(self) -> str:
+        """Returns the last line of the output, which names the error if it has failed. In it, RUN_DIR is the run's."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), f"exit code {self.exit_code()}")
+        return last.replace(str(self._run_dir), "RUN_DIR")
+
+    def stop(self) -> int:
+        """Has it save its state and end; returns the exit code."""
+        self._popen.terminate()
+        try:
+            return self._popen.wait(SECONDS_TO_FOLLOW)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            return self._popen.wait()
