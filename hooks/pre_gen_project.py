@@ -12,18 +12,19 @@ LONGEST_SLUG = 40
 OWN_FILES = {"train", "task", "config", "engine", "predict", "launch", "deploy", "docs", "tests", "test", "starters"}
 OWN_FILES |= {"catalog", "data", "distance", "item_vectors", "prepare_data", "shapes", "speed", "towers", "transformer"}
 MADE_BY_USE = {"runs", "build", "dist"}
-# The packages that `pip install -e ".[dev,ray]"` installs or uses. pip would take a project of such a name for another
+# The packages that `pip install -e ".[dev,ray,sweep]"` installs or uses. pip would take a project of such a name for another
 # version of the package, and reject it or replace the package. Names are written with _ here; to pip - is the same.
 PACKAGES = """
-absl_py annotated_types anyio ast_serialize astunparse attrs certifi cfgv charset_normalizer click cloudpickle contourpy
-cycler distlib docstring_parser filelock flatbuffers fonttools fsspec gast google_pasta grpcio h11 h5py hf_xet httpcore2
-httpx2 huggingface_hub identify idna iniconfig joblib jsonschema jsonschema_specifications kagglehub kagglesdk keras
-keras_hub kiwisolver libclang librt markdown markdown_it_py markupsafe matplotlib mdurl ml_dtypes msgpack mypy
-mypy_extensions namex narwhals nodeenv numpy opt_einsum optree packaging pandas pathspec pillow pip platformdirs pluggy
-pre_commit protobuf pyarrow pydantic pydantic_core pygments pyparsing pytest python_dateutil python_discovery pyyaml ray
-referencing regex requests rich rpds_py ruff scikit_learn scipy sentencepiece setuptools six sklearn tensorboard
-tensorboard_data_server tensorboardx tensorflow tensorflow_text termcolor threadpoolctl tokenizers tqdm truststore
-typeguard typing_extensions typing_inspection tyro tzdata urllib3 uv virtualenv werkzeug wheel wrapt
+absl_py alembic annotated_types anyio ast_serialize astunparse attrs certifi cfgv charset_normalizer click cloudpickle
+colorlog contourpy cycler distlib docstring_parser filelock flatbuffers fonttools fsspec gast google_pasta grpcio h11
+h5py hf_xet httpcore2 httpx2 huggingface_hub identify idna iniconfig joblib jsonschema jsonschema_specifications
+kagglehub kagglesdk keras keras_hub kiwisolver libclang librt mako markdown markdown_it_py markupsafe matplotlib mdurl
+ml_dtypes msgpack mypy mypy_extensions namex narwhals nodeenv numpy opt_einsum optree optuna packaging pandas pathspec
+pillow pip platformdirs pluggy pre_commit protobuf pyarrow pydantic pydantic_core pygments pyparsing pytest
+python_dateutil python_discovery pyyaml ray referencing regex requests rich rpds_py ruff scikit_learn scipy
+sentencepiece setuptools six sklearn sqlalchemy tensorboard tensorboard_data_server tensorboardx tensorflow
+tensorflow_text termcolor threadpoolctl tokenizers tqdm truststore typeguard typing_extensions typing_inspection tyro
+tzdata urllib3 uv virtualenv werkzeug wheel wrapt
 """
 WINDOWS_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 

@@ -96,10 +96,10 @@ def test_killed_run_ends_bit_equal(whole: tuple[Path, tuple[str, ...]], tmp_path
 @pytest.mark.long
 def test_often_killed_run_ends_bit_equal(tmp_path: Path) -> None:
     layout = LAYOUTS["two_replicas"]
-    lives(tmp_path / "whole", *layout, epochs=20)
+    lives(tmp_path / "whole", *layout)
     seed = int(time.time())
     killed = tmp_path / f"killed_by_{seed}"
-    found = assert_killed_run_ends_equal(tmp_path / "whole", killed, *layout, ends=25, seed=seed, epochs=20, pause=0.02)
+    found = assert_killed_run_ends_equal(tmp_path / "whole", killed, *layout, ends=12, seed=seed, pause=0.02)
     goodput = json.loads((killed / "result.json").read_text(encoding="utf-8"))["goodput"]
     assert goodput["starts"] == len(found)
     seconds = goodput["seconds"]

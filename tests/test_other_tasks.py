@@ -29,11 +29,6 @@ BROKEN_RULES = {
         SAME_NUMBERS,
         r"task\.py compute_loss +the loss is .* divide by config\.global_batch_size",
     ),
-    "a metric that counts padding": (
-        ("update_state(labels, predictions, sample_weight=sample_weights)", "update_state(labels, predictions)"),
-        {"test_padding_does_not_count"},
-        r"task\.py update_metrics +validation/accuracy depends on examples of weight 0",
-    ),
     "an own sum of gradients": (
         (
             "    apply_gradients(optimizer, tape, loss, model.trainable_variables)",

@@ -829,6 +829,8 @@ ALIKE = {
     "Distillation from a trained teacher",
     "Adversarial examples (FGSM)",
     "Random numbers in a step",
+    "Masked language model",
+    "Updates that are skipped",
 }
 
 

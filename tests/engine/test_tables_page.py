@@ -147,9 +147,7 @@ def test_table_is_updated_by_row_with_an_optimizer_of_its_own(replicas: int, app
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "title", ["Updates by row", "A vocabulary that has grown", "Several tables in one", "Lists of ids"]
-)
+@pytest.mark.parametrize("title", ["Updates by row", "Lists of ids"])
 def test_recipe_passes_all_checks(title: str, apply: Apply, capsys: pytest.CaptureFixture[str]) -> None:
     settings: dict[str, Any] = {"pad_to": (4, 16)} if title == "Lists of ids" else {}
     before = {

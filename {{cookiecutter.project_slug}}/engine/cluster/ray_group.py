@@ -42,7 +42,7 @@ class Restarts(ray_train.UserCallback):
         names = [f"worker {worker} ({end})" for worker, end in zip(codes, ends, strict=True)]
         print(f"ended: {', '.join(names)}", flush=True)
         if final := [code for code in codes.values() if code in FINAL_CODES]:
-            raise ray_train.ControllerError(SystemExit(final[0]))
+            raise ray_train.ControllerError(SystemExit(final[0]))  # type: ignore[arg-type] # Ray passes it on.
         if set(codes.values()) == {Stopped.exit_code}:
             raise ray_train.PreemptionError(ray_train.PreemptionInfo(None, {}))
 
@@ -92,7 +92,7 @@ def start_ray(least: int, needs: dict[str, float]) -> None:
     `least` is the number of workers that must fit, and `needs` are the resources of each.
     """
     os.environ.update(DEFAULTS | os.environ)
-    ray.init(logging_level="ERROR", logging_config=ray.LoggingConfig(log_level="ERROR"))
+    ray.init(logging_level=logging.ERROR, logging_config=ray.LoggingConfig(log_level="ERROR"))
     threading.Thread(target=_report_missing_nodes, args=(least, needs), daemon=True).start()
 
 
