@@ -9,11 +9,25 @@ from collections.abc import Iterator
 
 LONGEST_SLUG = 40
 # The files and folders of the project, its starters included, and those that its use creates.
-OWN_FILES = {"train", "task", "config", "engine", "predict", "launch", "deploy", "docs", "tests", "test", "starters"}
+OWN_FILES = {
+    "train",
+    "task",
+    "config",
+    "engine",
+    "predict",
+    "launch",
+    "deploy",
+    "docs",
+    "tests",
+    "test",
+    "starters",
+    "sweep",
+}
 OWN_FILES |= {"catalog", "data", "distance", "item_vectors", "prepare_data", "shapes", "speed", "towers", "transformer"}
 MADE_BY_USE = {"runs", "build", "dist"}
-# The packages that `pip install -e ".[dev,ray,sweep]"` installs or uses. pip would take a project of such a name for another
-# version of the package, and reject it or replace the package. Names are written with _ here; to pip - is the same.
+# The packages that `pip install -e ".[dev,ray,sweep]"` installs or uses. pip would take a project of such a name for
+# another version of the package, and reject it or replace the package. Names are written with _ here,
+# which to pip is the same as -.
 PACKAGES = """
 absl_py alembic annotated_types anyio ast_serialize astunparse attrs certifi cfgv charset_normalizer click cloudpickle
 colorlog contourpy cycler distlib docstring_parser filelock flatbuffers fonttools fsspec gast google_pasta grpcio h11
