@@ -25,12 +25,13 @@ def started(tmp_path: Path, code: int, nodes: str = "2", **environment: str) -> 
     """
     calls = tmp_path / "calls"
     calls.mkdir()
-    (calls / "nodes").write_text("\n".join(nodes.split()) + "\n", encoding="utf-8")
+    (calls / "nodes").write_text("".join(f"{each}\n" for each in nodes.split()), encoding="utf-8")
     stand_ins = {
         "srun": f'echo "${START_ID}" "$@" > {calls}/srun\nexit {code}',
         "scontrol": f'echo "$@" > {calls}/scontrol',
         # The last answer is given again and again.
-        "squeue": f"head -n1 {calls}/nodes\n[ $(wc -l <{calls}/nodes) -eq 1 ] || sed -i 1d {calls}/nodes",
+        "squeue": f'echo "$@" > {calls}/squeue\n'
+        + f"head -n1 {calls}/nodes\n[ $(wc -l <{calls}/nodes) -le 1 ] || sed -i 1d {calls}/nodes",
     }
     for name, body in stand_ins.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
@@ -104,6 +105,13 @@ def test_job_of_an_array_has_a_run_directory_and_is_requeued_alone(tmp_path: Pat
     ]
     assert "--cpus-per-task=4" in words
     assert told == "requeue 9_3"
+    # By the array's number Slurm would answer for all of its jobs.
+    assert "--jobs=9_3" in (tmp_path / "calls/squeue").read_text(encoding="utf-8")
+
+
+def test_job_whose_controller_is_away_uses_the_nodes_that_it_began_with(tmp_path: Path) -> None:
+    words, _ = started(tmp_path, 0, nodes="", SLURM_JOB_NUM_NODES="4")
+    assert {"--nodes=4", "--ntasks=4"} <= set(words)
 
 
 # --- On a real Slurm --------------------------------------------------------------------------------------------------

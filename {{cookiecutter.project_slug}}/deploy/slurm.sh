@@ -33,7 +33,6 @@ export TRAINING_START_ID=slurm-$SLURM_JOB_ID
 job=$SLURM_JOB_ID
 # srun ends with the highest code of the processes: 43, of one that has lost another one, would hide that one's 2 or 3.
 train='trap : TERM; python -u train.py "$@"; code=$?; [ "$code" -ne 43 ] || code=1; exit "$code"'
-number_of_nodes() { squeue --noheader --jobs="$SLURM_JOB_ID" --format=%D; }
 
 # Each job of an array (sbatch --array=0-9 deploy/slurm.sh) has its own run directory and seed.
 if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
@@ -42,8 +41,10 @@ if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
 
+number_of_nodes() { squeue --noheader --jobs="$job" --format=%D; }
 while true; do
     nodes=$(number_of_nodes)
+    nodes=${nodes:-$SLURM_JOB_NUM_NODES} # Slurm's controller may be away for a while.
     # Since Slurm 22.05 srun does not take --cpus-per-task from the job. A process that loses a peer ends by itself and
     # says which; --wait ends whatever is left after 60 s.
     srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --distribution=block --kill-on-bad-exit=0 --wait=60 \
@@ -51,7 +52,7 @@ while true; do
     code=$?
     case $code in 0 | 2 | 3 | 42) break ;; esac
     left=$(number_of_nodes)
-    [ "${left:-0}" -ge 1 ] && [ "$left" -lt "$nodes" ] || break
+    [ "${left:-$nodes}" -lt "$nodes" ] && [ "$left" -ge 1 ] || break
     echo "slurm.sh: $((nodes - left)) of $nodes nodes failed; resuming on $left"
 done
 
