@@ -41,6 +41,7 @@ def test_run_leaves_what_the_design_says(trained: tuple[Path, str]) -> None:
         "checkpoints",
         "config.json",
         "curves.png",
+        "goodput.json",
         "metrics.csv",
         "result.json",
         "steps.csv",

@@ -143,7 +143,7 @@ def test_lost_worker_is_the_one_that_failed_or_does_not_end(launched: Callable, 
     assert "SECONDS_OF_THE_CAUSE = 20.0" in text
     module.write_text(text.replace("SECONDS_OF_THE_CAUSE = 20.0", "SECONDS_OF_THE_CAUSE = 2.0"), encoding="utf-8")
     assert launched("--workers=2", "--", "worker0=43", "worker1=late").returncode == 1
-    flags = ("--workers=3", "--min-workers=2", "--", "worker0=43of3", "worker2=43of3")
+    flags = ("--workers=3", "--min-workers=2", "--", "worker0=44of3", "worker2=43of3")
     for end, why in (("late", "ended with exit code 1"), ("wait", "did not end within 2 s of the others")):
         done = launched(*flags, f"worker1={end}of3")
         assert done.returncode == 0, done.stdout

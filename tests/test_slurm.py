@@ -45,7 +45,7 @@ def started(tmp_path: Path, code: int, nodes: str = "2", **environment: str) -> 
     return (calls / "srun").read_text(encoding="utf-8").split(), told
 
 
-@pytest.mark.parametrize(("code", "seen"), [(0, 0), (1, 1), (2, 2), (3, 3), (42, 42), (43, 1)])
+@pytest.mark.parametrize(("code", "seen"), [(0, 0), (1, 1), (2, 2), (3, 3), (42, 42), (43, 1), (44, 1)])
 def test_process_that_lost_another_one_does_not_hide_its_exit_code(code: int, seen: int, tmp_path: Path) -> None:
     """srun ends with the highest one."""
     script = (PROJECT / "deploy/slurm.sh").read_text(encoding="utf-8")
@@ -75,6 +75,13 @@ def test_job_is_requeued_if_that_can_help(code: int, failures: int, told: str, t
     assert started(tmp_path, code, SLURM_RESTART_COUNT="500")[1] == told
     after = counted.read_text(encoding="utf-8").splitlines() if counted.exists() else []
     assert len(after) == {0: 0, 2: 0, 3: 0, 42: failures}.get(code, failures + 1)
+
+
+def test_job_whose_failures_cannot_be_counted_is_not_requeued(tmp_path: Path) -> None:
+    (
+        tmp_path / "slurm-9.failures"
+    ).mkdir()  # As on a full disk, which fails the job in its first minute, again and again.
+    assert started(tmp_path, 1)[1] == ""
 
 
 def test_job_that_loses_a_node_continues_on_the_others(tmp_path: Path) -> None:
@@ -189,7 +196,7 @@ def test_job_on_two_nodes_trains_and_one_that_is_stopped_resumes(
 @pytest.mark.long
 @needs_slurm
 def test_job_continues_without_a_node_that_fails(cluster: slurm.Slurm, project: Path, alone: dict[str, float]) -> None:
-    job = submit(cluster, project, *FLAGS, "--run-dir=runs/fewer", options=("--nodes=1-2",))
+    job = submit(cluster, project, *FLAGS, "--run-dir=runs/fewer", options=("--nodes=1-2", "--no-kill"))
     until(lambda: has_checkpoint(project / "runs/fewer"), 120)
     assert cluster.field(job, "NumNodes") == "2"
     cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")

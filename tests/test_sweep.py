@@ -37,6 +37,9 @@ with open("starts", "a") as starts:
     starts.write(json.dumps([os.getpid(), os.getppid(), run_dir.name, visible, sys.argv[1:]]) + "\\n")
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
 if pathlib.Path(run_dir.name).exists():
+    print("epoch 1", time.time())
+    if not pathlib.Path(run_dir.name).read_text():
+        os.kill(os.getpid(), signal.SIGKILL)
     sys.exit("ERROR: " + pathlib.Path(run_dir.name).read_text().replace("DIR", str(run_dir)))
 run_dir.mkdir(parents=True, exist_ok=True)
 try:
@@ -203,6 +206,18 @@ def test_failed_trial_is_recorded_and_three_alike_end_the_sweep(make: Callable[.
     assert [state for _, state, _ in table] == ["complete"] * 3 + ["fail"] * 5
     scores = [float(score) for _, state, score in table if state == "complete"]
     assert scores == sorted(scores)
+
+
+def test_three_killed_trials_in_a_row_end_the_sweep(make: Callable[..., Project]) -> None:
+    """As where memory is short: their last lines differ."""
+    project = make()
+    for number in range(1, 4):
+        (project.folder / f"trial_{number:03}").touch()
+    _, err = project.run("--trials=9", "--", "--epochs=2", code=2)
+    assert err == "ERROR: 3 trials in a row ended with: ended by SIGKILL\n"
+    # Whatever the arguments are now, the best trial is repeated with its own.
+    out, _ = project.run("--trials=0", "--", "--epochs=9")
+    assert re.search(r"again: python train\.py --epochs=2 --learning-rate=", out)
 
 
 def test_sweep_that_is_killed_ends_as_one_left_alone(make: Callable[..., Project]) -> None:

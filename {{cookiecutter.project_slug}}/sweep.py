@@ -22,7 +22,7 @@ from config import Config
 
 from engine.cluster.launcher import PROGRAM
 from engine.cluster.nvidia import visible_gpus
-from engine.cluster.train_process import TrainProcess
+from engine.cluster.train_process import TrainProcess, stop_all
 from engine.command_line import read_settings
 from engine.errors import SIGNALS, BadInput, Stopped, asked_to_stop, exit_codes
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # Optuna is an extra, and --help works without it.
 
     from engine.trials import Trial, Trials
 
-PRUNERS = ("median", "hyperband", "successive-halving", "none")  # Of Optuna, all with their defaults.
+PRUNERS = ("median", "hyperband", "successive-halving", "none")  # Optuna's pruners, with their defaults.
 
 
 def space(trial: "optuna.Trial") -> list[str]:
@@ -65,11 +65,11 @@ def run_trials(trials: "Trials", options: argparse.Namespace, monitor: str) -> b
     try:
         while trials.ended() < options.trials:
             for slot in set(range(options.parallel)) - running.keys():
-                if trial := trials.take(space, options.trials):
+                if trial := trials.take(space, options.trials, options.arguments):
                     # Each slot has its GPUs; with more slots than GPUs, several slots share one.
                     shared = gpus[slot :: options.parallel] or gpus[slot % max(1, len(gpus)) :][:1]
                     run_dir = options.sweep_dir / f"trial_{trial.number:03}"
-                    running[slot] = trial, TrainProcess([*options.arguments, *trial.flags], run_dir, shared)
+                    running[slot] = trial, TrainProcess([*trial.arguments, *trial.flags], run_dir, shared)
             if asked_to_stop.wait(0.2) or time.monotonic() - began > options.timeout:
                 return False
             for slot, (trial, process) in [*running.items()]:
@@ -81,16 +81,15 @@ def run_trials(trials: "Trials", options: argparse.Namespace, monitor: str) -> b
                     print(f"{trials.describe(trial.number)} ({best}{left:,.0f} s left)", flush=True)
         return True
     finally:
-        for _, process in running.values():
-            process.stop()
+        stop_all([process for _, process in running.values()])
 
 
 def summarize(trials: "Trials", options: argparse.Namespace) -> None:
     """Prints all trials and the command of the best one; compares the best five, and draws Optuna's plots."""
     print("", trials.table(), sep="\n", flush=True)
     if best := trials.ranked()[:5]:
-        command = ["python", "train.py", *options.arguments, *best[0].user_attrs["flags"], "--run-dir=runs/best"]
-        print(f"\nThe best one again: {shlex.join(command)}\n", flush=True)
+        words = [*best[0].user_attrs["arguments"], *best[0].user_attrs["flags"], "--run-dir=runs/best"]
+        print(f"\nThe best one again: python train.py {shlex.join(words)}\n", flush=True)
         names = [f"trial_{trial.number:03}" for trial in best]
         subprocess.run([sys.executable, PROGRAM, "--compare", *names], cwd=options.sweep_dir, check=False)
         for path in trials.draw():

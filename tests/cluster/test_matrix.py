@@ -10,7 +10,7 @@ from pathlib import Path
 
 import as_root
 import pytest
-from clusters import LOST
+from clusters import COUNTED, LOST
 from matrix import POSSIBLE, Cell, End, trial, undisturbed
 
 BEFORE_THE_RUN = ("rendezvous", "before TensorFlow's start", "TensorFlow's start")
@@ -42,8 +42,9 @@ def check_other(cell: Cell, other: End, address: str) -> None:
     if cell.phase == "end":
         assert other.code == 0
     else:
-        # A process that is missing from the start is counted, once: by the only one that waits for it here.
-        assert other.code == (1 if cell.phase == "rendezvous" else LOST)
+        # A process that is missing from the start, or frozen, does not end. So this one's end is counted.
+        silent = cell.phase == "rendezvous" or "is gone" not in other.line
+        assert other.code == (COUNTED if silent else LOST)
         assert re.match(
             rf"ERROR: .*worker {cell.victim} \({address}\) (is gone|does not answer|did not join)", other.line
         )
@@ -69,7 +70,7 @@ def check_frozen(cell: Cell, victim: End, other: End, address: str) -> None:
     if cell.phase == "end":
         assert victim.code == 0
     else:  # It was continued when the other one had ended.
-        assert victim.code == (1 if cell.phase == "rendezvous" else LOST)
+        assert victim.code == (COUNTED if cell.phase == "rendezvous" else LOST)
         assert victim.line.startswith("ERROR: ")
 
 

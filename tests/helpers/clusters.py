@@ -19,7 +19,7 @@ from programs import Program, run_program
 from rendering import PROJECT
 
 TIME_COLUMNS = ("seconds", "examples_per_second", "goodput")
-LOST = 43  # The exit code of a process that has lost another one.
+LOST, COUNTED = 43, 44  # The exit codes of processes that have lost another one; one whose end is counted ends with 44.
 
 # What is added to the default task.py where the numbers are compared: a normalization that needs all replicas.
 NORMALIZED = """

@@ -7,8 +7,6 @@
 #SBATCH --job-name=training
 # A range, as sbatch --nodes=2-4, takes as many as are free whenever the job starts.
 #SBATCH --nodes=2
-# A node that fails leaves the job, and the others continue without it.
-#SBATCH --no-kill
 #SBATCH --time=24:00:00
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
@@ -31,8 +29,8 @@
 # A requeued job keeps its number. So --fresh starts a new run once, and then resumes it.
 export TRAINING_START_ID=slurm-$SLURM_JOB_ID
 job=$SLURM_JOB_ID
-# srun ends with the highest code of the processes: 43, of one that has lost another one, would hide that one's 2 or 3.
-train='trap : TERM; python -u train.py "$@"; code=$?; [ "$code" -ne 43 ] || code=1; exit "$code"'
+# srun ends with the highest code of the processes. 43 and 44, of those that have lost another one, would hide its 2 or 3.
+train='trap : TERM; python -u train.py "$@"; code=$?; case $code in 43 | 44) code=1 ;; esac; exit "$code"'
 
 # Each job of an array (sbatch --array=0-9 deploy/slurm.sh) has its own run directory and seed.
 if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
@@ -42,6 +40,7 @@ if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
 fi
 
 number_of_nodes() { squeue --noheader --jobs="$job" --format=%D; }
+# With sbatch --no-kill a node that fails leaves the job, and the loop continues on the others.
 while true; do
     nodes=$(number_of_nodes)
     nodes=${nodes:-$SLURM_JOB_NUM_NODES} # Slurm's controller may be away for a while.
@@ -57,16 +56,15 @@ while true; do
 done
 
 # 42: stopped by a signal with the state saved. 0, 2 (bad input) and 3 (a loss that is not finite) are final. After
-# anything else, as a process that was killed, the job is tried again, unless that happened 20 times in a row, each time
-# within ten minutes of its start. A file beside the log has a line for each.
+# anything else, as a process that was killed, the job is tried again, but at most 20 times in a row without running for
+# ten minutes. A file beside the log has a line for each of these failures.
 failures=slurm-$job.failures
+[ "$SECONDS" -lt 600 ] || rm -f "$failures"
 case $code in
 0 | 2 | 3) rm -f "$failures" ;;
 42) scontrol requeue "$job" ;;
 *)
-    [ "$SECONDS" -lt 600 ] || rm -f "$failures"
-    echo "exit code $code" >>"$failures"
-    [ "$(wc -l <"$failures")" -gt 20 ] || scontrol requeue "$job"
+    echo "exit code $code" >>"$failures" && [ "$(wc -l <"$failures")" -le 20 ] && scontrol requeue "$job"
     ;;
 esac
 exit "$code"

@@ -48,16 +48,18 @@ class CannotWrite(ProgramExit):
 
 
 class PeerLost(ProgramExit):
-    """Another process is gone. What starts this one again need not count its end: it counts the other one's."""
+    """Another process is gone. Restarts need not count this end, because they count that one's."""
 
     exit_code = 43
 
 
-class NotJoined(PeerLost):
-    """The cluster did not form: a process is missing, or this one's port is in use. Of those that
-    waited, one ends so, to be counted."""
+class CountedLoss(PeerLost):
+    """Another process is missing, frozen or stuck, or this one's port is in use: nothing ends that would be counted.
 
-    exit_code = 1
+    One of the processes that waited raises it, so that restarts count one failure; the others raise PeerLost.
+    """
+
+    exit_code = 44
 
 
 class Unavailable(BadInput):

@@ -32,10 +32,11 @@ Space = Callable[[optuna.Trial], list[str]]  # Suggests the values of a trial; r
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A trial that this program has taken."""
+    """A trial that this program has taken: the flags are of the space, the arguments are those of all its trials."""
 
     number: int
     flags: list[str]
+    arguments: list[str]
     reporter: optuna.Trial
     lock: filelock.BaseFileLock  # The system releases it if this program is killed.
 
@@ -55,6 +56,8 @@ class Trials:
             folder.mkdir(parents=True, exist_ok=True)
             # Optuna's own lock would outlive a program that is killed while it has it.
             lock: Any = self._lock("journal")  # It has the two methods that Optuna calls.
+            with lock:
+                _cut(folder / "journal.log")
             journal = JournalFileBackend(str(folder / "journal.log"), lock)
             self._study = optuna.create_study(
                 storage=optuna.storages.JournalStorage(journal),
@@ -69,8 +72,11 @@ class Trials:
             has = f"has scores to {self._study.direction.name.lower()}, and --monitor-direction is {direction}"
             raise BadInput(f"--sweep-dir {folder} {has}: use another one")
 
-    def take(self, space: Space, most: int) -> Trial | None:
-        """Returns a trial that a killed program has left, or else a new one; None if there are `most`, all taken."""
+    def take(self, space: Space, most: int, arguments: list[str]) -> Trial | None:
+        """Returns a trial that a killed program has left, or else a new one; None if there are `most`, all taken.
+
+        `arguments` are recorded with a new trial. One that was left keeps its own.
+        """
         with self._lock("take"):
             trials = self._trials()
             for trial in trials:
@@ -79,7 +85,8 @@ class Trials:
                     with contextlib.suppress(filelock.Timeout):
                         lock.acquire(blocking=False)
                         reporter = optuna.Trial(self._study, trial._trial_id)
-                        return Trial(trial.number, trial.user_attrs["flags"], reporter, lock)
+                        flags, arguments = trial.user_attrs["flags"], trial.user_attrs["arguments"]
+                        return Trial(trial.number, flags, arguments, reporter, lock)
             if len(trials) >= most:
                 return None
             # A constant seed would repeat the first proposals after each start.
@@ -87,14 +94,17 @@ class Trials:
             copy = optuna.create_study(direction=self._study.direction, sampler=sampler)
             copy.add_trials(trials)
             asked = copy.ask()
-            flags = {"flags": space(asked)}
+            recorded = {"flags": space(asked), "arguments": arguments}
             # One write adds the trial with all its values, so that a kill cannot leave some of them.
             self._study.add_trial(
                 optuna.create_trial(
-                    state=TrialState.RUNNING, params=asked.params, distributions=asked.distributions, user_attrs=flags
+                    state=TrialState.RUNNING,
+                    params=asked.params,
+                    distributions=asked.distributions,
+                    user_attrs=recorded,
                 )
             )
-        return self.take(space, most)
+        return self.take(space, most, arguments)
 
     def prune(self, trial: Trial, scores: Mapping[int, float]) -> bool:
         """Reports the scores of a trial by epoch, from 1; records that it ends early if one is too poor; returns that.
@@ -119,7 +129,7 @@ class Trials:
         trial.reporter.set_user_attr("error", error)
         self._end(trial, state=TrialState.FAIL)
         last = [each for each in self._trials() if each.state.is_finished()][-FAILURES_IN_A_ROW:]
-        if len(last) == FAILURES_IN_A_ROW and all(each.user_attrs.get("error") == error for each in last):
+        if len(last) == FAILURES_IN_A_ROW and all(_error(each) == error for each in last):
             raise BadInput(f"{FAILURES_IN_A_ROW} trials in a row ended with: {error}")
 
     def _end(self, trial: Trial, score: float | None = None, state: TrialState | None = None) -> None:
@@ -140,7 +150,7 @@ class Trials:
         """Returns a line about a trial: its state, its score, and its error or its flags."""
         trial = self._trials()[number]
         score = "" if trial.value is None else f"{trial.value:.4g}"
-        text = trial.user_attrs.get("error") or shlex.join(trial.user_attrs["flags"])
+        text = _error(trial) or shlex.join(trial.user_attrs["flags"])
         return f"trial {number:<4} {trial.state.name.lower():<9} {score:<9} {text}"
 
     def table(self) -> str:
@@ -166,3 +176,15 @@ class Trials:
 
     def _lock(self, name: object) -> filelock.BaseFileLock:
         return filelock.FileLock(self._folder / f".{name}.lock", fallback_to_soft=False)
+
+
+def _error(trial: FrozenTrial) -> str:
+    """Returns the error of a failed trial, "" of others: a killed program may leave one in a trial that is resumed."""
+    return trial.user_attrs.get("error", "") if trial.state == TrialState.FAIL else ""
+
+
+def _cut(journal: Path) -> None:
+    """Removes half a line at the end, as a full disk leaves it. Optuna would append to it, and never read it again."""
+    if journal.exists():
+        with journal.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from engine.cluster.environment import Cluster
 from engine.cluster.nvidia import VISIBLE, visible_gpus
-from engine.errors import BadInput, Diverged, PeerLost, Stopped
+from engine.errors import BadInput, CountedLoss, Diverged, PeerLost, Stopped
 
 PROGRAM = Path(__file__).parents[2] / "train.py"
 # An environment variable that whatever restarts a stopped program sets to the same value for all restarts.
 START_ID = "TRAINING_START_ID"
+LOST_CODES = (PeerLost.exit_code, CountedLoss.exit_code)  # Another process is the cause.
 FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)  # Exit codes of train.py that a restart does not fix.
 # When one process ends by decision, the others do so too, but the first may have to write gigabytes before. When one
 # dies, they do not.
@@ -186,14 +187,14 @@ class Launcher:
                 if (code := process.popen.poll()) is None:
                     continue
                 running.remove(process)
-                if code not in (0, PeerLost.exit_code) and not self._lost:
+                if code not in (0, *LOST_CODES) and not self._lost:
                     self._lost = process
                 death = f"{process.name} ended with exit code {code}"
                 if code < 0:
                     death = f"{process.name} was ended by {signal.Signals(-code).name}"
                 if self._replaces(process, death, running):
                     continue
-                if code not in (0, PeerLost.exit_code) and ending == PeerLost.exit_code:
+                if code not in (0, *LOST_CODES) and ending in LOST_CODES:
                     ending = 0  # This process is the cause of that end.
                 if code < 0:
                     print_line("launcher", death)
@@ -201,11 +202,11 @@ class Launcher:
                     return ending or (Stopped.exit_code if self._signal == -code else 128 - code)
                 if process.job == "chief":
                     return code
-                if code not in (0, Stopped.exit_code, PeerLost.exit_code, *FINAL_CODES):
+                if code not in (0, Stopped.exit_code, *LOST_CODES, *FINAL_CODES):
                     print_line("launcher", death)
                     return ending or code
                 if not ending:
-                    seconds = SECONDS_OF_THE_CAUSE if code == PeerLost.exit_code else SECONDS_TO_FOLLOW
+                    seconds = SECONDS_OF_THE_CAUSE if code in LOST_CODES else SECONDS_TO_FOLLOW
                     ending, deadline = code, time.monotonic() + seconds
                     # Stopped by a signal of its own before the rendezvous, where the others would wait for it.
                     if code == Stopped.exit_code and not self._signal:

@@ -23,13 +23,13 @@ from engine.cluster.rendezvous import (
     did_not_join,
     is_free,
     is_listening,
+    kind_of_loss,
     lost,
-    missing_error,
     wait_for,
 )
 from engine.cluster.tensorflow_start import start_tensorflow
 from engine.console import console
-from engine.errors import BadInput, NotJoined, PeerLost
+from engine.errors import BadInput, CountedLoss, PeerLost
 from engine.settings import Settings
 
 PIECES_PER_WORKER = 4  # The pieces of an execution for each worker, so that a fast worker can take more of them.
@@ -90,14 +90,15 @@ def _wait_until_free(cluster: Cluster, timeout: float) -> None:
     if not is_free(address):
         print(f"{fact}: waits up to {seconds:g} s for the port", file=sys.stderr, flush=True)
         if not wait_for(lambda: is_free(address), seconds):
-            raise NotJoined(f"{fact}: end the program that uses the port, or choose another port")
+            raise CountedLoss(f"{fact}: end the program that uses the port, or choose another port")
 
 
 def _wait_until_listening(cluster: Cluster, names: Iterable[str], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while missing := [name for name in names if not is_listening(cluster.processes()[name])]:
         if time.monotonic() > deadline:
-            raise missing_error(cluster, missing, did_not_join(cluster, missing, timeout))
+            text = did_not_join(cluster, missing, timeout)
+            raise kind_of_loss(cluster, text)(text)
         time.sleep(0.2)
 
 

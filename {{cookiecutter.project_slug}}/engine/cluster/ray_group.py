@@ -1,4 +1,4 @@
-"""What deploy/ray_train.py tells Ray about the workers: how they end, their metrics, the nodes that are missing."""
+"""Connects deploy/ray_train.py to Ray: the exit codes of workers, their metrics, and the nodes that are missing."""
 
 import contextlib
 import logging
@@ -103,6 +103,6 @@ def _report_missing_nodes(least: int, needs: dict[str, float]) -> None:
         if room < least <= before:
             each = " and ".join(f"{need:g} {name}" for name, need in needs.items())
             rule = f"the nodes have room for {room} worker(s) of {each}, and at least {least} are needed"
-            print(f"waiting: {rule}: add nodes, or start again with a smaller --min-workers", flush=True)
+            print(f"waiting: {rule}: add nodes, or start again with fewer --workers, or with --min-workers", flush=True)
         before = room
         time.sleep(SECONDS_BETWEEN_CHECKS)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from engine.cluster.environment import Cluster, is_loopback
-from engine.errors import BadInput, NotJoined, PeerLost
+from engine.errors import BadInput, CountedLoss, PeerLost
 
 Hello = dict[str, Any]
 
@@ -39,9 +39,10 @@ def rendezvous(
     """Waits until every process answers; returns the `own` of each, by its name.
 
     The `facts` must be equal in all processes. Both are JSON values; of dictionaries, messages name only the keys that
-    differ. The chief waits `timeout` seconds for the others, and the others for the chief. Raises BadInput if a process
-    has other facts or another description of the cluster, PeerLost or NotJoined if one is missing, NotJoined if this
-    one's port is not free.
+    differ. The chief waits `timeout` seconds for the others, and the others for the chief.
+
+    Raises BadInput if a process has other facts or another description of the cluster, PeerLost or CountedLoss if one
+    is missing, and CountedLoss if this one's port is not free.
     """
     hello: Hello = {"task": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}}
     # The chief sets one of them as soon as it knows the outcome; of two, `missing` first.
@@ -61,10 +62,14 @@ def did_not_join(cluster: Cluster, missing: list[str], timeout: float) -> str:
     return f"{named} did not join within {timeout:g} s (--cluster-timeout): {remedy}"
 
 
-def missing_error(cluster: Cluster, missing: list[str], text: str) -> PeerLost:
-    """Returns the error for a process that waited for others: on the first one that is there it is counted."""
-    first = next(name for name in cluster.processes() if name not in missing)
-    return (NotJoined if first == cluster.name else PeerLost)(text)
+def kind_of_loss(cluster: Cluster, found: str) -> type[PeerLost]:
+    """Returns with which error this process ends. `found` names the others that do not answer, as `lost` does.
+
+    If none of them "is gone", no end of theirs can be counted. Then the end of the first process that `found` does not
+    name is counted instead.
+    """
+    left = (name for name in cluster.processes() if f"{name} (" not in found)
+    return CountedLoss if "is gone" not in found and next(left) == cluster.name else PeerLost
 
 
 def wait_for(function: Callable[[], Any], seconds: float) -> Any:
@@ -119,15 +124,14 @@ def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, dict
                 return answer["everyone"]
             deadline = time.monotonic() + timeout  # The chief has a deadline too, and knows who is missing.
         elif time.monotonic() > deadline:
-            raise missing_error(cluster, [chief], did_not_join(cluster, [chief], timeout))
+            text = did_not_join(cluster, [chief], timeout)
+            raise kind_of_loss(cluster, text)(text)
         time.sleep(SECONDS_BETWEEN_QUESTIONS)
 
 
 def _raise_rejection(cluster: Cluster, outcome: Hello) -> None:
-    if outcome["missing"]:
-        raise missing_error(cluster, outcome["missing"], outcome["rejection"])
-    if outcome["rejection"]:
-        raise BadInput(outcome["rejection"])
+    if text := outcome["rejection"]:
+        raise (kind_of_loss(cluster, text) if outcome["missing"] else BadInput)(text)
 
 
 def _difference(name: str, other: Hello, own: Hello) -> str:
@@ -204,7 +208,7 @@ def _server(cluster: Cluster, seconds: float) -> socket.socket:
             if problem.errno != errno.EADDRINUSE:
                 raise BadInput(f"{fact}: choose another port") from None
             if time.monotonic() > started + seconds:
-                raise NotJoined(f"{fact}: end the program that uses the port, or choose another port") from None
+                raise CountedLoss(f"{fact}: end the program that uses the port, or choose another port") from None
             if not told:
                 print(f"{fact}: waits up to {seconds:g} s for the port", file=sys.stderr, flush=True)
                 told = True
@@ -257,8 +261,9 @@ def lost(cluster: Cluster) -> list[str]:
     for name, address in cluster.others().items():
         try:
             with _connect(address) as connection:
-                # A gRPC server speaks first. The system also accepts connections for a stopped process.
-                if not connection.recv(1):
+                # A gRPC server speaks first. The system also accepts connections for a stopped process. A process that
+                # was started again waits in the rendezvous, where it sends JSON.
+                if connection.recv(1) in (b"", b"{"):
                     raise ConnectionResetError
         except TimeoutError:
             silent.append(f"{name} ({address}) {FROZEN}")

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from engine.cluster.environment import Cluster, find_cluster
-from engine.cluster.rendezvous import lost
-from engine.errors import SIGNALS, PeerLost
+from engine.cluster.rendezvous import kind_of_loss, lost
+from engine.errors import SIGNALS, CountedLoss, PeerLost
 
 PROJECT = Path(__file__).parents[2]
 # The processes start together: calculated, 1,000 of them leave the rendezvous within about 10 s. TensorFlow needs a
@@ -44,13 +44,14 @@ def start_tensorflow(cluster: Cluster, timeout: float, start: Callable[[], Start
 
 @contextlib.contextmanager
 def _ended_after(seconds: float) -> Iterator[None]:
-    """Ends the process with a line and PeerLost's exit code if the code inside takes longer."""
+    """Ends the process with a line and the exit code of a lost peer if the code inside takes longer."""
     code = f"from {__name__} import end_late; end_late({os.getpid()}, {seconds}, {time.monotonic() + seconds})"
     command, environment = [sys.executable, "-c", code], {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
     # Python code cannot run here, so another process prints the line and sends a signal. The C function _exit handles
     # it, whose argument, the number of the signal, becomes the exit code.
     c = ctypes.CDLL(None)
-    c.signal(PeerLost.exit_code, ctypes.cast(c._exit, ctypes.c_void_p))
+    for code_of_exit in (PeerLost.exit_code, CountedLoss.exit_code):
+        c.signal(code_of_exit, ctypes.cast(c._exit, ctypes.c_void_p))
     late = subprocess.Popen(command, env=environment, cwd=PROJECT, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield
@@ -63,12 +64,13 @@ def end_late(process: int, seconds: float, end: float) -> None:
     cluster = find_cluster(os.environ)
     if select.select([0], [], [], max(0.0, end - time.monotonic()))[0] or cluster is None:
         return
-    gone = ", ".join(lost(cluster)) or "one of them hangs or is too slow"
+    gone = ", ".join(lost(cluster))
+    why = gone or "one of them hangs or is too slow"
     names = ", ".join(cluster.processes())
     remedy = "check its log, then start the same command, without --fresh, on all"
-    line = f"ERROR: TensorFlow did not start on all of {names} within {seconds:g} s ({gone}): {remedy}"
+    line = f"ERROR: TensorFlow did not start on all of {names} within {seconds:g} s ({why}): {remedy}"
     print(line, file=sys.stderr, flush=True)
-    os.kill(process, PeerLost.exit_code)
+    os.kill(process, kind_of_loss(cluster, gone).exit_code)
 
 
 def _keeping_signals(start: Callable[[], Started]) -> Started:

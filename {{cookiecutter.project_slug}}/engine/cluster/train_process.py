@@ -2,6 +2,7 @@
 
 import csv
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -49,16 +50,33 @@ class TrainProcess:
         return read_json(self._run_dir / "result.json") or {}
 
     def error(self) -> str:
-        """Returns the last line of the output, which names the error if it has failed. In it, RUN_DIR is the run's."""
+        """Returns why it has failed: the signal that killed it, or else the last line of the output.
+
+        In that line RUN_DIR stands for the run's directory.
+        """
+        if (code := self.exit_code() or 0) < 0:
+            return f"ended by {signal.Signals(-code).name}"
         lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), f"exit code {self.exit_code()}")
         return last.replace(str(self._run_dir), "RUN_DIR")
 
+    def terminate(self) -> None:
+        """Sends SIGTERM, by which it saves its state and ends."""
+        self._popen.terminate()
+
     def stop(self) -> int:
         """Has it save its state and end; returns the exit code."""
-        self._popen.terminate()
+        self.terminate()
         try:
             return self._popen.wait(SECONDS_TO_FOLLOW)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             return self._popen.wait()
+
+
+def stop_all(processes: Sequence[TrainProcess]) -> None:
+    """Has all of them save their state at the same time; returns when they have ended."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.stop()

@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster, find_cluster, process_name
-from engine.cluster.rendezvous import lost, wait_for
-from engine.errors import BadInput, CannotWrite, Damaged, PeerLost
+from engine.cluster.rendezvous import kind_of_loss, lost, wait_for
+from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
 from engine.user_errors import CONNECTION_ERRORS, DIFFERENT_CALLS
 
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
@@ -106,7 +106,8 @@ class Workers:
         """Calls `function` on the chief only; returns its result, which is pickled, on all workers.
 
         Large arrays in the result are sent one by one, in pieces, and are in memory once on each worker. A BadInput,
-        CannotWrite or Damaged that it raises is raised on all; any other exception on the chief only.
+        CannotWrite or Damaged that it raises is raised on all; a fault that may pass becomes PeerLost on all but the
+        chief. Any other exception is raised on the chief only.
         """
         if self.count == 1:
             return function()
@@ -142,7 +143,8 @@ class Workers:
         buffers = [self._send(large[index] if large else rest, each) for index, each in enumerate(sizes)]
         value, error = outcome if self.is_chief else pickle.loads(pickled, buffers=buffers)
         if error is not None:
-            raise error
+            passes = isinstance(error, CannotWrite | Unavailable) and not self.is_chief
+            raise PeerLost(str(error)) if passes else error  # The chief's end is counted, once.
         return value
 
     def _send(self, array: np.ndarray, size: int) -> np.ndarray:
@@ -178,7 +180,8 @@ def peers_named() -> Iterator[None]:
         if DIFFERENT_CALLS.search(str(problem)):
             raise BadInput(NOT_TOGETHER.format("")) from problem
         cluster = find_cluster(os.environ)
-        if cluster is None or not isinstance(problem, CONNECTION_ERRORS):
+        # What the others get when a step fails on one worker may have the class of that failure.
+        if cluster is None or not (isinstance(problem, CONNECTION_ERRORS) or "Collective ops is abort" in str(problem)):
             raise
         gone = ", ".join(wait_for(lambda: lost(cluster), SECONDS_UNTIL_GONE))
         if not gone and (accused := _accused(str(problem), cluster)):
@@ -187,7 +190,8 @@ def peers_named() -> Iterator[None]:
             raise
         remedy = "check its log, then start the same command, without --fresh, on all; everything saved is intact"
         frozen = "; or this process was frozen for 10 s or more" if "is gone" in gone else ""
-        raise PeerLost(f"{gone}{frozen}: {remedy}") from problem
+        text = f"{gone}{frozen}: {remedy}"
+        raise kind_of_loss(cluster, gone)(text) from problem
 
 
 def _accused(message: str, cluster: Cluster) -> str:

@@ -26,7 +26,8 @@ from engine.files import read_json, write_json
 GOODPUT = "goodput.json"
 STEPS = ("training", "waiting", "evaluating")
 STARTS = ("starting", "saving")
-FRACTION_BETWEEN_WRITES = 0.01  # Of the time since the start; what a kill loses at most, besides:
+# An execution is followed by a write once this fraction of the time since the start has passed, in these limits.
+FRACTION_BETWEEN_WRITES = 0.01
 SECONDS_BETWEEN_WRITES = (1.0, 60.0)
 
 
@@ -40,7 +41,7 @@ class Goodput:
         self._before = sum(spent.values())
         earlier = sum(before.get(kind, 0.0) for kind in (*STEPS, "repeated"))
         self._repeated = max(0.0, earlier - sum(spent.get(kind, 0.0) for kind in STEPS))
-        # Of starts that have left no checkpoint.
+        # The seconds of starts that have left no checkpoint.
         self._lost = {kind: max(0.0, before.get(kind, 0.0) - spent.get(kind, 0.0)) for kind in STARTS}
         self._other = before.get("other", 0.0)
 

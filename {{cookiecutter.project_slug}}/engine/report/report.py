@@ -61,7 +61,7 @@ class Report:
         self.direction, self._resumed = direction, resumed
         self._curves_drawn = time.monotonic()
         self._sums = np.zeros(4)  # Since the last row of steps.csv: steps, their losses, full batches and seconds.
-        self._delays = np.zeros(1)  # The seconds for which each worker kept the others waiting, since the last row.
+        self._delays = np.zeros(1)  # The seconds that each worker waited for batches, since the last row.
         self._on_report_failed, self._on_report_seconds = False, 0.0
         self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
 
@@ -79,7 +79,7 @@ class Report:
 
         `step`, the last one over all epochs, and `epoch` count from 1. `losses` are the steps' losses ([count]), whose
         mean is over `batches`, and `seconds` their time. `rates` returns the learning rates, for a row that is due.
-        `delays` are the seconds for which each worker kept the others waiting since the last call ([workers]).
+        `delays` are the seconds that each worker waited for batches since the last call ([workers]).
         """
         self._sums += len(losses), np.sum(losses, dtype=np.float64), batches, seconds
         self._delays = self._delays + (0.0 if delays is None else delays)

@@ -38,8 +38,7 @@ class Executions:
         self._lengths: dict[str, int] = {}
         self._trained = 0  # Executions of training steps so far.
         self._called: set[str] = set()  # The splits whose compiled function was called.
-        self._ended: float | None = None  # When the last execution ended.
-        self._waited = 0.0  # For how many seconds it waited for batches.
+        self.waited = 0.0  # Seconds that the last execution waited for batches.
 
     def length(self, split: str, *, left: int, step: int) -> int:
         """Returns how many steps to run now, when `left` steps of the pass remain, after training step `step`."""
@@ -85,18 +84,6 @@ class Executions:
         finally:
             timer.cancel()
 
-    def agree(self, doing: str) -> np.ndarray:
-        """Raises BadInput unless all workers do the same; returns for how long each kept the others waiting at most.
-
-        That is, in seconds ([workers]), what it did since the last execution, and its waiting for batches in that one.
-        """
-        since = 0.0 if self._ended is None else time.monotonic() - self._ended
-        return self.workers.check_all_do(doing, since + self._waited)
-
-    def end(self, waited: float) -> None:
-        """Notes that an execution has ended, in which this process `waited` for batches, in seconds."""
-        self._ended, self._waited = time.monotonic(), waited
-
     @property
     def _profiles_next(self) -> bool:
         return self._settings.profile and self._trained == PROFILED
@@ -128,7 +115,7 @@ class Pass:
         done: how many of its `steps` are taken and counted; `uncounted` ones are taken, and not counted yet.
         has_ended: whether its metrics have been read.
         watch: is open during an execution; close it if that fails.
-        delays: before an execution, for how long each worker has kept the others waiting ([workers]); one process: [0].
+        delays: the seconds that each worker waited for batches in the execution before ([workers]); one process: [0].
         waits: whether the next execution is empty, because a resumed run still owes a validation.
     """
 
@@ -170,7 +157,8 @@ class Pass:
         self._count = self._executions.length(self.split, left=self.steps_left, step=self._progress.step)
         if self._executions.workers.count > 1:
             # Workers whose steps are in other stacks wait for each other for ever.
-            self.delays = self._executions.agree(f"{self}, in stacks {self._iterator.plan(self._count)}")
+            doing = f"{self}, in stacks {self._iterator.plan(self._count)}"
+            self.delays = self._executions.workers.check_all_do(doing, self._executions.waited)
         self._started, self._waited = time.monotonic(), self._iterator.seconds_waited
         self.watch.enter_context(self._executions.watched(self.split, self._iterator))
         try:
@@ -201,7 +189,7 @@ class Pass:
         is_first = self._executions.took(self.split, len(values), seconds)
         self.done, self.uncounted, self._count = self.done + len(values), 0, 0
         waited = self._iterator.seconds_waited - self._waited if self._iterator else 0.0
-        self._executions.end(waited)
+        self._executions.waited = waited
         self._progress.add(self.name, len(values), seconds, waited, is_first=is_first)
         return values, examples / self._batches.global_batch_size, seconds
 

@@ -100,7 +100,7 @@ class Run:
         self.live.took(*taken[:2])
         if one_pass.split == "train" and self.report:
             self.report.steps(self.progress.step, self.epoch + 1, *taken, self.objects.learning_rates, one_pass.delays)
-        self._write_goodput()
+        self.write_goodput()
         self.objects.check_loss_scales(self.progress.step)
 
     def save_is_due(self, training: Pass) -> bool:
@@ -220,10 +220,11 @@ class Run:
         started = time.monotonic()
         path = checkpoints.save(self.progress.step, self.progress.record())
         self.progress.spend("saving", time.monotonic() - started)
-        self._write_goodput(is_due=True)
+        self.write_goodput(is_due=True)
         return path
 
-    def _write_goodput(self, *, is_due: bool = False) -> None:
+    def write_goodput(self, *, is_due: bool = False) -> None:
+        """Writes goodput.json, if it `is_due` or was written too long ago."""
         if self.goodput:
             self.goodput.write(self.progress.spent, is_due=is_due)
 
@@ -245,6 +246,7 @@ class Run:
             raise BadInput(f"{problem}: the same command, without --fresh, resumes from an older one") from problem
         with self.steps_named():
             metrics = test()
+        self.write_goodput(is_due=True)
         result: dict[str, Any] = {
             **(metrics or {"test": None}),
             "epochs": progress.epoch,

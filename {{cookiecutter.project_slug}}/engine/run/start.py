@@ -78,6 +78,7 @@ def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) ->
     run.start(progress)
     from_chief(lambda: _write_files(run, directory, batches, fresh))
     progress.spend("starting", time.monotonic() - run.began)
+    run.write_goodput(is_due=True)
     print_summary(run, batches, message)
 
 
