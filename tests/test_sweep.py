@@ -220,6 +220,16 @@ def test_three_killed_trials_in_a_row_end_the_sweep(make: Callable[..., Project]
     assert re.search(r"again: python train\.py --epochs=2 --learning-rate=", out)
 
 
+def test_study_that_a_full_disk_has_cut_is_read(make: Callable[..., Project]) -> None:
+    project = make()
+    project.run("--trials=1", "--", "--epochs=2")
+    with (project.folder / "runs/sweep/journal.log").open("ab") as file:
+        file.write(b'{"op_code": 4, "wor')
+    for trials in (2, 3):
+        project.run(f"--trials={trials}", "--", "--epochs=2")
+    assert [trial.state.name for trial in project.trials()] == ["COMPLETE"] * 3
+
+
 def test_sweep_that_is_killed_ends_as_one_left_alone(make: Callable[..., Project]) -> None:
     """The trials and scores, and what was pruned when, are the same; no train.py outlives a kill."""
     alone, killed = make("alone"), make("killed")

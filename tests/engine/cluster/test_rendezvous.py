@@ -16,9 +16,9 @@ from processes import until
 
 from engine.cluster import rendezvous as module
 from engine.cluster.environment import Cluster
-from engine.cluster.rendezvous import _listen, lost, rendezvous
+from engine.cluster.rendezvous import _listen, kind_of_loss, lost, rendezvous
 from engine.cluster.workers import _accused
-from engine.errors import BadInput, PeerLost
+from engine.errors import BadInput, CountedLoss, PeerLost
 
 
 def free_ports(number: int) -> list[int]:
@@ -283,6 +283,24 @@ def test_name_that_cannot_be_resolved_is_named(role: int) -> None:
 
 
 # --- Which peer is gone -----------------------------------------------------------------------------------------------
+
+
+def test_process_that_waits_in_the_rendezvous_again_was_lost() -> None:
+    members = local(2)
+    address = members[0].processes()["worker 1"]
+    with answering(members[1], hello(members[1])):
+        assert lost(members[0]) == [f"worker 1 ({address}) is gone"]
+
+
+def test_one_end_is_counted_where_no_process_is_gone() -> None:
+    members = local(3)
+    for found, kinds in (
+        ("", [CountedLoss, PeerLost, PeerLost]),  # One of them hangs, and nobody knows which.
+        ("worker 0 (a:1) does not answer", [CountedLoss, CountedLoss, PeerLost]),
+        ("worker 0 (a:1) does not answer, worker 1 (b:1) is gone", [PeerLost] * 3),
+    ):
+        left = [index for index in range(3) if f"worker {index} (" not in found]
+        assert [kind_of_loss(members[index], found) for index in left] == [kinds[index] for index in left]
 
 
 def test_processes_that_tensorflow_accuses_are_named() -> None:
