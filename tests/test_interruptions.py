@@ -101,9 +101,11 @@ def test_often_killed_run_ends_bit_equal(tmp_path: Path) -> None:
     killed = tmp_path / f"killed_by_{seed}"
     found = assert_killed_run_ends_equal(tmp_path / "whole", killed, *layout, ends=12, seed=seed, pause=0.02)
     goodput = json.loads((killed / "result.json").read_text(encoding="utf-8"))["goodput"]
-    assert goodput["starts"] == len(found)
-    seconds = goodput["seconds"]
-    assert sum(seconds.values()) == pytest.approx(sum(each["seconds"] for each in found), rel=0.05)
+    # A start that was killed before its first steps may have written nothing.
+    trained = [each for each in found if each["chunks"]]
+    assert len(trained) <= goodput["starts"] <= len(found)
+    seconds, (least, most) = goodput["seconds"], (sum(each["seconds"] for each in some) for some in (trained, found))
+    assert 0.95 * least < sum(seconds.values()) < 1.05 * most
     assert seconds["training"] == pytest.approx(seconds_that_count(killed), rel=0.05)
     assert seconds["repeated"] > 0
 

@@ -163,9 +163,14 @@ def main() -> None:
     places = ("anywhere", "saving", "validation") if number == signal.SIGKILL else ("anywhere",)
     ends = [draw_end(places[life % len(places)], draw) for life in range(options.ends)]
     for end in (*ends, End()):
-        began, arguments = time.monotonic(), [f"--run-dir={options.run_dir}", *options.arguments]
+        before, began, arguments = (
+            chunks(options.log),
+            time.monotonic(),
+            [f"--run-dir={options.run_dir}", *options.arguments],
+        )
         code = lead(arguments, end, number, options.log, options.sets, options.pause)
-        print(json.dumps({"place": end.place, "ended": code, "seconds": time.monotonic() - began}), flush=True)
+        life = {"place": end.place, "ended": code, "seconds": time.monotonic() - began}
+        print(json.dumps({**life, "chunks": chunks(options.log) - before}), flush=True)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def test_seconds_of_all_starts_are_added_up(tmp_path: Path, clock: Clock) -> Non
 
 def test_file_is_written_often_enough_and_no_more(tmp_path: Path, clock: Clock) -> None:
     progress = Progress()
-    made = start(tmp_path, progress, clock, seconds=0.5)
+    made = start(tmp_path, progress, clock, seconds=0.2)
     made.write(progress.spent)
     assert not (tmp_path / "goodput.json").exists()
     times = []

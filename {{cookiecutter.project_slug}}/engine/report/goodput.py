@@ -28,7 +28,7 @@ STEPS = ("training", "waiting", "evaluating")
 STARTS = ("starting", "saving")
 # An execution is followed by a write once this fraction of the time since the start has passed, in these limits.
 FRACTION_BETWEEN_WRITES = 0.01
-SECONDS_BETWEEN_WRITES = (1.0, 60.0)
+SECONDS_BETWEEN_WRITES = (0.25, 60.0)
 
 
 class Goodput:
