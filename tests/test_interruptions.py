@@ -105,7 +105,8 @@ def test_often_killed_run_ends_bit_equal(tmp_path: Path) -> None:
     trained = [each for each in found if each["chunks"]]
     assert len(trained) <= goodput["starts"] <= len(found)
     seconds, (least, most) = goodput["seconds"], (sum(each["seconds"] for each in some) for some in (trained, found))
-    assert 0.95 * least < sum(seconds.values()) < 1.05 * most
+    # These starts take a few seconds, and each kill takes what came after the last write.
+    assert 0.95 * least - 0.5 * len(found) < sum(seconds.values()) < 1.05 * most
     assert seconds["training"] == pytest.approx(seconds_that_count(killed), rel=0.05)
     assert seconds["repeated"] > 0
 
