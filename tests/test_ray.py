@@ -21,10 +21,10 @@ PROGRAM = PROJECT / "deploy/ray_train.py"
 # Loaded by Ray's controller: writes the metrics that all workers have reported.
 REPORTED = """
 import json, os
-from ray.train import UserCallback
+from ray.train.v2._internal.execution.callback import ReportCallback
 
-class Reported(UserCallback):
-    def after_report(self, run_context, metrics, checkpoint):
+class Reported(ReportCallback):
+    def after_report(self, training_report, metrics):
         with open(os.environ["REPORTED"], "a") as file:
             file.write(json.dumps(metrics) + "\\n")
 """
@@ -45,7 +45,7 @@ def test_absent_ray_is_one_line_with_the_remedy(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """A Ray whose nodes are processes of this machine: a head without CPUs, to which tests add nodes."""
     pytest.importorskip("ray.train")
     # A short path, because sockets lie in it.
@@ -53,6 +53,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         settings = {"USAGE_STATS_ENABLED": "0", "AUTH_MODE": "disabled", "TMPDIR": folder, "worker_niceness": "0"}
         for name, value in settings.items():
             monkeypatch.setenv(f"RAY_{name}", value)
+        # Ray's processes have the variables of the one that starts the cluster.
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setenv("REPORTED", str(tmp_path / "rows"))
         from ray.cluster_utils import Cluster
 
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -106,8 +109,8 @@ def test_two_workers_have_the_weights_of_launch_and_report_each_epoch(
 ) -> None:
     (tmp_path / "reported.py").write_text(REPORTED, encoding="utf-8")
     cluster.add_node(num_cpus=2)
-    callback = {"RAY_TRAIN_CALLBACKS": "reported.Reported", "PYTHONPATH": str(tmp_path), "REPORTED": f"{tmp_path}/rows"}
-    ray = start("--workers", "2", "--", "--epochs=2", "--run-dir=of_ray", **callback)
+    flags = ("--workers", "2", "--", "--epochs=2", "--run-dir=of_ray")
+    ray = start(*flags, RAY_TRAIN_CALLBACKS="reported.Reported")
     launched = ("launch.py", "--workers", "2", "--", "--epochs=2", f"--run-dir={tmp_path / 'launched'}")
     done = run("python", *launched, folder=PROJECT)
     assert done.returncode == 0, done.stdout
