@@ -19,7 +19,7 @@ START_ID = "TRAINING_START_ID"  # engine/cluster/launcher.py says what it means.
 
 
 def started(tmp_path: Path, code: int, nodes: str = "2", **environment: str) -> tuple[list[str], str]:
-    """Runs the script where srun ends with `code`; returns how srun was called last, and what scontrol was told.
+    """Runs the script where srun ends with `code`; returns the arguments of the last srun, and those of scontrol.
 
     `nodes` are the answers to how many nodes the job has, one after the other.
     """
@@ -78,9 +78,7 @@ def test_job_is_requeued_if_that_can_help(code: int, failures: int, told: str, t
 
 
 def test_job_whose_failures_cannot_be_counted_is_not_requeued(tmp_path: Path) -> None:
-    (
-        tmp_path / "slurm-9.failures"
-    ).mkdir()  # As on a full disk, which fails the job in its first minute, again and again.
+    (tmp_path / "slurm-9.failures").mkdir()  # It cannot be written, which a full disk makes so in each start.
     assert started(tmp_path, 1)[1] == ""
 
 

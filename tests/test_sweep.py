@@ -209,7 +209,7 @@ def test_failed_trial_is_recorded_and_three_alike_end_the_sweep(make: Callable[.
 
 
 def test_three_killed_trials_in_a_row_end_the_sweep(make: Callable[..., Project]) -> None:
-    """As where memory is short: their last lines differ."""
+    """A lack of memory kills them; the last lines of their output differ."""
     project = make()
     for number in range(1, 4):
         (project.folder / f"trial_{number:03}").touch()

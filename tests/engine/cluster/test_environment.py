@@ -113,7 +113,7 @@ def test_kubernetes_indexed_job_is_a_cluster() -> None:
         find_cluster({**trainer, "PET_NNODES": "2:4"})
     with pytest.raises(BadInput, match="JOB_NAME, SERVICE_NAME is not set beside JOB_COMPLETION_INDEX"):
         find_cluster({"JOB_COMPLETION_INDEX": "0", "PET_NNODES": "2"})
-    # As a runtime of another version might.
+    # A runtime of another version may set neither of the two.
     with pytest.raises(BadInput, match="JOB_NAME=digits names a cluster, but neither WORKERS nor PET_NNODES is"):
         find_cluster({**trainer, "PET_NNODES": ""})
     assert find_cluster({"JOB_COMPLETION_INDEX": "1", "SERVICE_NAME": "any"}) is None

@@ -1,5 +1,6 @@
-"""What the ends of workers mean to Ray, and how many workers fit on its nodes."""
+"""Which ends of workers Ray restarts and counts, and how many workers fit on its nodes."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ def test_final_exit_code_of_any_worker_ends_the_training(
 
     with pytest.raises(ControllerError) as raised:
         ray_group.Restarts().after_exception(None, {0: RuntimeError("node\ngone"), 1: SystemExit(code)})
-    assert raised.value.controller_failure.code == code
+    # Ray carries it to the program that started the training.
+    again = pickle.loads(pickle.dumps(raised.value.controller_failure))
+    assert (again.code, str(again)) == (code, f"a worker ended with exit code {code}, see its line")
     said = capsys.readouterr().out
     assert said == f"ended: worker 0 (RuntimeError: node), worker 1 (exit code {code})\n"
     assert ray_group.code_of(raised.value) == code

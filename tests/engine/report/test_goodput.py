@@ -1,4 +1,4 @@
-"""goodput.json over several starts, some of which are killed; and which worker keeps the others waiting."""
+"""goodput.json over several starts, some of which are killed; and which worker waits longest for its batches."""
 
 import csv
 import itertools
@@ -124,11 +124,11 @@ def test_first_calls_of_compiled_functions_belong_to_the_start() -> None:
     assert progress.spent == {"starting": 16.0, "training": 0.0, "waiting": 2.0, "evaluating": 0.5}
 
 
-def test_worker_that_keeps_the_others_waiting_is_in_steps_csv(tmp_path: Path) -> None:
+def test_worker_that_waits_longest_is_in_steps_csv(tmp_path: Path) -> None:
     names = ResultNames({"train": {}}, ["train"])
     report = Report(Config(run_dir=tmp_path), names, "min", epochs_done=0, validated_step=0, step=0, resumed=[])
     for delays in ([0.1, 0.4, 0.1], [0.1, 0.0, 0.2]):
         report.steps(1, 1, np.ones(1), 1.0, 0.5, lambda: {"learning_rate": 0.1}, np.array(delays))
     (found,) = csv.DictReader((tmp_path / "steps.csv").read_text(encoding="utf-8").splitlines())
-    # They kept the others waiting for 0.2, 0.4 and 0.3 s in 1 s of steps.
+    # They waited for 0.2, 0.4 and 0.3 s in 1 s of steps.
     assert (found["slowest_worker"], float(found["slowest_delay"])) == ("1", pytest.approx(0.2))

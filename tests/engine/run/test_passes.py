@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from config import Config
@@ -104,3 +105,24 @@ def test_pass_over_fewer_examples_than_before_a_stop_has_no_steps_left() -> None
     steps = Pass(batches, 0, progress, executions())
     assert steps.steps_left == 0
     assert list(steps.next_execution()) == []
+
+
+def test_workers_tell_each_other_how_long_they_waited_for_batches() -> None:
+    told: list[float] = []
+    ran = executions(count=2, steps_per_execution=2)
+    ran.workers.check_all_do = lambda _, number: told.append(number) or np.array([number, 0.0])
+    iterator = SimpleNamespace(seconds_waited=0.0, plan=lambda count: [count])
+
+    def take(count: int) -> Any:
+        iterator.seconds_waited += 0.25
+        yield None, 0, count
+
+    iterator.take = take
+    batches: Any = SimpleNamespace(name="train", split="train", steps_per_epoch=4, global_batch_size=2)
+    batches.iterator, batches.examples_in = lambda *_, **__: iterator, lambda *_: 4
+    steps = Pass(batches, 0, Progress(), ran)
+    for _ in range(2):
+        list(steps.next_execution())
+        steps.record([np.ones(2)])
+    assert told == [0.0, 0.25]
+    assert steps.delays.tolist() == [0.25, 0.0]

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from types import ModuleType
 from typing import Any
 
 import ray
@@ -29,6 +28,17 @@ DEFAULTS = {
 }
 
 
+class WorkerExit(Exception):
+    """A worker has ended with an exit code of train.py that no restart fixes."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)  # By which Ray makes it again in another process.
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"a worker ended with exit code {self.code}, see its line"
+
+
 class Restarts(ray_train.UserCallback):
     """Ends the training after a final exit code of train.py. Ray restarts after all others, and counts failures."""
 
@@ -42,7 +52,7 @@ class Restarts(ray_train.UserCallback):
         names = [f"worker {worker} ({end})" for worker, end in zip(codes, ends, strict=True)]
         print(f"ended: {', '.join(names)}", flush=True)
         if final := [code for code in codes.values() if code in FINAL_CODES]:
-            raise ray_train.ControllerError(SystemExit(final[0]))  # type: ignore[arg-type] # Ray passes it on.
+            raise ray_train.ControllerError(WorkerExit(final[0]))
         if set(codes.values()) == {Stopped.exit_code}:
             raise ray_train.PreemptionError(ray_train.PreemptionInfo(None, {}))
 
@@ -50,13 +60,11 @@ class Restarts(ray_train.UserCallback):
 def code_of(failed: ray_train.TrainingFailedError) -> int:
     """Prints why Ray ended the training; returns the exit code of the worker for which it did, or 1."""
     cause = getattr(failed, "controller_failure", failed)
-    code = getattr(cause, "code", None)
-    reason = f"a worker ended with exit code {code}, see its line" if code else first_line(cause)
-    print(f"ERROR: Ray does not start the workers again: {reason}", file=sys.stderr)
-    return code or 1
+    print(f"ERROR: Ray does not start the workers again: {first_line(cause)}", file=sys.stderr)
+    return cause.code if isinstance(cause, WorkerExit) else 1
 
 
-def report_to_ray(task: ModuleType) -> None:
+def report_to_ray(task: Any) -> None:
     """Has task.on_report give each row of metrics.csv to ray.train.report too. Call it on all workers of a group.
 
     A report ends when every worker has made one, but the engine calls the hook on the chief only. So a thread reports
@@ -75,7 +83,7 @@ def report_to_ray(task: ModuleType) -> None:
                 ray_train.report({})
 
     logging.getLogger().setLevel(logging.WARNING)  # Ray lowers it, and then prints two lines for each report.
-    task.on_report = on_report  # type: ignore[attr-defined]
+    task.on_report = on_report
     if ray_train.get_context().get_world_rank():
         threading.Thread(target=join_reports, daemon=True).start()
 

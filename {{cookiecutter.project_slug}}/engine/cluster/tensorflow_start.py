@@ -70,7 +70,8 @@ def end_late(process: int, seconds: float, end: float) -> None:
     remedy = "check its log, then start the same command, without --fresh, on all"
     line = f"ERROR: TensorFlow did not start on all of {names} within {seconds:g} s ({why}): {remedy}"
     print(line, file=sys.stderr, flush=True)
-    os.kill(process, kind_of_loss(cluster, gone).exit_code)
+    code = kind_of_loss(cluster, gone).exit_code
+    os.kill(process, code if code < signal.NSIG else signal.SIGKILL)  # Only Linux has signals of these numbers.
 
 
 def _keeping_signals(start: Callable[[], Started]) -> Started:
