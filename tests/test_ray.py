@@ -145,3 +145,17 @@ def test_lost_and_added_nodes_leave_the_metrics_as_they_are(
     expected, found = (contents(tmp_path / name, "result.json") for name in ("alone", "elastic"))
     for name in ("test/loss", "test/accuracy"):
         assert math.isclose(found[name], expected[name], abs_tol=1e-5), name
+
+
+@pytest.mark.long
+def test_bad_input_of_a_worker_ends_the_program_with_its_line_and_code(
+    cluster: Any, start: Callable[..., SimpleNamespace]
+) -> None:
+    cluster.add_node(num_cpus=1)
+    ray = start("--workers", "1", "--", "--epochs=0", "--run-dir=none")
+    assert ray.process.wait(200) == 2, ray.read()
+    written = ray.read()
+    assert "ERROR: --epochs 0 must be" in written
+    line = "ERROR: Ray does not start the workers again: a worker ended with exit code 2, see its line"
+    assert written.splitlines().count(line) == 1
+    assert "Traceback" not in written

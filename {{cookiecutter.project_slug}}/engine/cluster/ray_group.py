@@ -60,8 +60,9 @@ class Restarts(ray_train.UserCallback):
 def code_of(failed: ray_train.TrainingFailedError) -> int:
     """Prints why Ray ended the training; returns the exit code of the worker for which it did, or 1."""
     cause = getattr(failed, "controller_failure", failed)
-    print(f"ERROR: Ray does not start the workers again: {first_line(cause)}", file=sys.stderr)
-    return cause.code if isinstance(cause, WorkerExit) else 1
+    reason, code = (str(cause), cause.code) if isinstance(cause, WorkerExit) else (first_line(cause), 1)
+    print(f"ERROR: Ray does not start the workers again: {reason}", file=sys.stderr)
+    return code
 
 
 def report_to_ray(task: Any) -> None:
@@ -106,11 +107,13 @@ def start_ray(least: int, needs: dict[str, float]) -> None:
 
 def _report_missing_nodes(least: int, needs: dict[str, float]) -> None:
     before = least
-    while True:
-        room = room_for_workers(ray.nodes(), needs)
-        if room < least <= before:
-            each = " and ".join(f"{need:g} {name}" for name, need in needs.items())
-            rule = f"the nodes have room for {room} worker(s) of {each}, and at least {least} are needed"
-            print(f"waiting: {rule}: add nodes, or start again with fewer --workers, or with --min-workers", flush=True)
-        before = room
-        time.sleep(SECONDS_BETWEEN_CHECKS)
+    with contextlib.suppress(ray.exceptions.RayError):  # When the program ends.
+        while True:
+            room = room_for_workers(ray.nodes(), needs)
+            if room < least <= before:
+                each = " and ".join(f"{need:g} {name}" for name, need in needs.items())
+                rule = f"the nodes have room for {room} worker(s) of {each}, and at least {least} are needed"
+                remedy = "add nodes, or start again with fewer --workers, or with --min-workers"
+                print(f"waiting: {rule}: {remedy}", flush=True)
+            before = room
+            time.sleep(SECONDS_BETWEEN_CHECKS)
