@@ -1,6 +1,7 @@
 """Several processes that train one run: the same numbers, and an end in bounded time when one of them goes."""
 
 import contextlib
+import csv
 import json
 import os
 import random
@@ -306,6 +307,38 @@ def test_worker_that_reads_again_takes_the_same_steps_as_the_other(two_workers: 
         assert [each.wait(120) for each in started] == [0, 0]
         assert "trying again in 1 s" in started[1].text
     assert outcome(run_dir)[1]["weights_sha256"] == outcome(two_workers)[1]["weights_sha256"]
+
+
+# The second worker computes longer in each step.
+SLOW = """
+
+_compute_loss = compute_loss
+
+
+def compute_loss(*arguments):
+    import json
+    import os
+
+    loss, per_example_loss = _compute_loss(*arguments)
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
+        matrix = tf.fill([400, 400], 0.0 * loss + 1e-4)
+        for _ in range(20):
+            matrix = tf.matmul(matrix, matrix) + 1e-4
+        loss += 1e-30 * tf.reduce_sum(matrix)
+    return loss, per_example_loss
+"""
+
+
+@pytest.mark.long
+def test_slow_worker_is_named_in_steps_csv(tmp_path: Path) -> None:
+    arguments = (f"--run-dir={tmp_path / 'run'}", "--epochs=4", "--steps-per-execution=13")
+    with workers(project_with(tmp_path, SLOW), tmp_path / "logs", 2, *arguments) as started:
+        assert [each.wait(120) for each in started] == [0, 0]
+    rows = list(csv.DictReader((tmp_path / "run/steps.csv").read_text(encoding="utf-8").splitlines()))
+    # In the first row one of them may wait because the other one compiles.
+    assert [row["slowest_worker"] for row in rows[1:]] == ["1"] * (len(rows) - 1)
+    assert len(rows) > 2
+    assert "draws different numbers" not in started[0].text  # The clock in the graph is not a random operation.
 
 
 @pytest.mark.long

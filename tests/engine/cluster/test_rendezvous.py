@@ -292,12 +292,14 @@ def test_process_that_waits_in_the_rendezvous_again_was_lost() -> None:
         assert lost(members[0]) == [f"worker 1 ({address}) is gone"]
 
 
-def test_one_end_is_counted_where_no_process_is_gone() -> None:
+def test_one_end_is_counted_where_a_process_does_not_answer() -> None:
     members = local(3)
     for found, kinds in (
         ("", [CountedLoss, PeerLost, PeerLost]),  # One of them hangs, and nobody knows which.
         ("worker 0 (a:1) does not answer", [CountedLoss, CountedLoss, PeerLost]),
-        ("worker 0 (a:1) does not answer, worker 1 (b:1) is gone", [PeerLost] * 3),
+        ("worker 1 (b:1) is gone", [PeerLost] * 3),
+        ("worker 0 (a:1) does not answer, worker 1 (b:1) is gone", [CountedLoss, CountedLoss, PeerLost]),
+        ("worker 0 (a:1) does not answer, worker 2 (c:1) is gone", [CountedLoss, CountedLoss, PeerLost]),
     ):
         left = [index for index in range(3) if f"worker {index} (" not in found]
         assert [kind_of_loss(members[index], found) for index in left] == [kinds[index] for index in left]

@@ -124,11 +124,12 @@ def test_first_calls_of_compiled_functions_belong_to_the_start() -> None:
     assert progress.spent == {"starting": 16.0, "training": 0.0, "waiting": 2.0, "evaluating": 0.5}
 
 
-def test_worker_that_waits_longest_is_in_steps_csv(tmp_path: Path) -> None:
+def test_worker_that_waits_least_is_in_steps_csv(tmp_path: Path) -> None:
     names = ResultNames({"train": {}}, ["train"])
     report = Report(Config(run_dir=tmp_path), names, "min", epochs_done=0, validated_step=0, step=0, resumed=[])
-    for delays in ([0.1, 0.4, 0.1], [0.1, 0.0, 0.2]):
-        report.steps(1, 1, np.ones(1), 1.0, 0.5, lambda: {"learning_rate": 0.1}, np.array(delays))
-    (found,) = csv.DictReader((tmp_path / "steps.csv").read_text(encoding="utf-8").splitlines())
-    # They waited for 0.2, 0.4 and 0.3 s in 1 s of steps.
-    assert (found["slowest_worker"], float(found["slowest_delay"])) == ("1", pytest.approx(0.2))
+    for waited in ([0.3, 0.1, 0.2], [0.9, 0.3, 0.6], [1.0, 0.8, 0.6], [1.1, 1.1, 0.7]):
+        report.steps(1, 1, np.ones(1), 1.0, 0.5, lambda: {"learning_rate": 0.1}, np.array(waited))
+    rows = csv.DictReader((tmp_path / "steps.csv").read_text(encoding="utf-8").splitlines())
+    # Each row has 1 s of steps. In the second one the workers waited for 0.2, 0.8 and 0.1 s.
+    found = [(row["slowest_worker"], float(row["slowest_delay"])) for row in rows]
+    assert found == [("1", pytest.approx(0.6)), ("2", pytest.approx(0.7))]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from config import Config
 from engine.run import passes
@@ -15,11 +16,14 @@ from engine.run.progress import Progress
 
 
 def executions(
-    from_chief: Callable[[Callable[[], int]], int] = lambda length: length(), count: int = 1, **settings: Any
+    from_chief: Callable[[Callable[[], int]], int] = lambda length: length(),
+    count: int = 1,
+    clock: tf.Variable | None = None,
+    **settings: Any,
 ) -> Executions:
     """Returns those of a process whose own numbers are the chief's, unless `from_chief` says otherwise."""
     workers = SimpleNamespace(from_chief=from_chief, is_chief=True, check_all_do=lambda *_: [0.0] * count, count=count)
-    return Executions(Config(**settings), workers)
+    return Executions(Config(**settings), workers, clock=clock)
 
 
 @pytest.mark.parametrize(
@@ -107,22 +111,20 @@ def test_pass_over_fewer_examples_than_before_a_stop_has_no_steps_left() -> None
     assert list(steps.next_execution()) == []
 
 
-def test_workers_tell_each_other_how_long_they_waited_for_batches() -> None:
+def test_workers_tell_each_other_how_long_they_have_waited() -> None:
     told: list[float] = []
-    ran = executions(count=2, steps_per_execution=2)
+    clock = tf.Variable(0.0, dtype=tf.float64)
+    ran = executions(count=2, clock=clock, steps_per_execution=2)
     ran.workers.check_all_do = lambda _, number: told.append(number) or np.array([number, 0.0])
-    iterator = SimpleNamespace(seconds_waited=0.0, plan=lambda count: [count])
-
-    def take(count: int) -> Any:
-        iterator.seconds_waited += 0.25
-        yield None, 0, count
-
-    iterator.take = take
+    iterator = SimpleNamespace(
+        seconds_waited=0.0, plan=lambda count: [count], take=lambda count: iter([(None, 0, count)])
+    )
     batches: Any = SimpleNamespace(name="train", split="train", steps_per_epoch=4, global_batch_size=2)
     batches.iterator, batches.examples_in = lambda *_, **__: iterator, lambda *_: 4
     steps = Pass(batches, 0, Progress(), ran)
     for _ in range(2):
         list(steps.next_execution())
+        clock.assign_add(0.25)
         steps.record([np.ones(2)])
     assert told == [0.0, 0.25]
-    assert steps.delays.tolist() == [0.25, 0.0]
+    assert ran.waited.tolist() == [0.25, 0.0]

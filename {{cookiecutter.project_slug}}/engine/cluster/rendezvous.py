@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import errno
 import json
+import re
 import socket
 import sys
 import textwrap
@@ -65,11 +66,15 @@ def did_not_join(cluster: Cluster, missing: list[str], timeout: float) -> str:
 def kind_of_loss(cluster: Cluster, found: str) -> type[PeerLost]:
     """Returns with which error this process ends. `found` names the others that do not answer, as `lost` does.
 
-    If none of them "is gone", no end of theirs can be counted. Then the end of the first process that `found` does not
-    name is counted instead.
+    The end of one that "is gone" is counted. Of one that is missing or does not answer, no end can be counted, so the
+    end of the first other process is, even if that is gone by now: it may have ended because of this.
     """
-    left = (name for name in cluster.processes() if f"{name} (" not in found)
-    return CountedLoss if "is gone" not in found and next(left) == cluster.name else PeerLost
+    named = [name for name in cluster.processes() if f"{name} (" in found]
+    unanswered = [name for name in named if not re.search(rf"{name} \([^)]*\) is gone", found)]
+    if named and not unanswered:
+        return PeerLost
+    first = next(name for name in cluster.processes() if name not in unanswered)
+    return CountedLoss if first == cluster.name else PeerLost
 
 
 def wait_for(function: Callable[[], Any], seconds: float) -> Any:

@@ -30,15 +30,21 @@ SECONDS_WITHOUT_AN_END = 600.0  # The first steps are compiled, which takes minu
 class Executions:
     """How many steps each split's next call of a compiled function runs: with "auto", some seconds of steps."""
 
-    def __init__(self, settings: Settings, workers: Workers, all_reduce: str = "") -> None:
-        """`all_reduce` names how the strategy sums over its devices; "" if it does not."""
+    def __init__(
+        self, settings: Settings, workers: Workers, all_reduce: str = "", clock: tf.Variable | None = None
+    ) -> None:
+        """`all_reduce` names how the strategy sums over its devices; "" if it does not.
+
+        `clock` has the seconds that the steps have waited for other workers; None without any.
+        """
         self._settings, self._all_reduce, self.workers = settings, all_reduce, workers
         self._is_measured = settings.steps_per_execution == "auto" and not settings.eager
         self._every = [each for each in (settings.checkpoint_every_steps, settings.validate_every_steps) if each]
         self._lengths: dict[str, int] = {}
         self._trained = 0  # Executions of training steps so far.
         self._called: set[str] = set()  # The splits whose compiled function was called.
-        self.waited = 0.0  # Seconds that the last execution waited for batches.
+        self._clock = clock
+        self.waited = np.zeros(workers.count)  # Seconds of each worker, up to the execution before.
 
     def length(self, split: str, *, left: int, step: int) -> int:
         """Returns how many steps to run now, when `left` steps of the pass remain, after training step `step`."""
@@ -49,6 +55,12 @@ class Executions:
             count = min([count, *(every - step % every for every in self._every)])
             count = min(count, PROFILED_STEPS) if self._profiles_next else count
         return count
+
+    def check_all_do(self, doing: str) -> None:
+        """Raises BadInput, on every worker, unless all are about to do the same."""
+        # Workers whose steps are in other stacks would wait for each other for ever.
+        seconds = 0.0 if self._clock is None else float(self._clock.numpy())
+        self.waited = self.workers.check_all_do(doing, seconds)
 
     @contextlib.contextmanager
     def watched(self, split: str, stacks: StackIterator) -> Iterator[None]:
@@ -115,7 +127,6 @@ class Pass:
         done: how many of its `steps` are taken and counted; `uncounted` ones are taken, and not counted yet.
         has_ended: whether its metrics have been read.
         watch: is open during an execution; close it if that fails.
-        delays: the seconds that each worker waited for batches in the execution before ([workers]); one process: [0].
         waits: whether the next execution is empty, because a resumed run still owes a validation.
     """
 
@@ -134,7 +145,7 @@ class Pass:
         # A pass that ended before a stop keeps its metrics until the evaluation or the epoch ends.
         self.has_ended = self.name in progress.metrics and (self.split != "train" or epoch == progress.epoch)
         self.done = self.steps if self.has_ended else progress.steps_of_pass.setdefault(self.name, 0)
-        self.uncounted, self.waits, self.delays = 0, False, np.zeros(1)
+        self.uncounted, self.waits = 0, False
         self._progress, self._executions = progress, executions
         self._iterator = batches.iterator(epoch or 0, first_step=self.done) if self.steps_left else None
         self._count = 0  # Steps of the current execution.
@@ -156,9 +167,7 @@ class Pass:
             return
         self._count = self._executions.length(self.split, left=self.steps_left, step=self._progress.step)
         if self._executions.workers.count > 1:
-            # Workers whose steps are in other stacks wait for each other for ever.
-            doing = f"{self}, in stacks {self._iterator.plan(self._count)}"
-            self.delays = self._executions.workers.check_all_do(doing, self._executions.waited)
+            self._executions.check_all_do(f"{self}, in stacks {self._iterator.plan(self._count)}")
         self._started, self._waited = time.monotonic(), self._iterator.seconds_waited
         self.watch.enter_context(self._executions.watched(self.split, self._iterator))
         try:
@@ -189,7 +198,6 @@ class Pass:
         is_first = self._executions.took(self.split, len(values), seconds)
         self.done, self.uncounted, self._count = self.done + len(values), 0, 0
         waited = self._iterator.seconds_waited - self._waited if self._iterator else 0.0
-        self._executions.waited = waited
         self._progress.add(self.name, len(values), seconds, waited, is_first=is_first)
         return values, examples / self._batches.global_batch_size, seconds
 
