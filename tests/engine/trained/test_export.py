@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -25,7 +24,8 @@ from config import Config
 from engine.errors import BadInput
 from engine.run.signals import signals
 from engine.settings import InitOnly
-from engine.trained.export import _are_close, _replaced, export
+from engine.trained.export import _are_close, export
+from engine.trained.export_folder import replaced
 from engine.trained.loading import load_trained
 from rendering import run
 
@@ -150,10 +150,9 @@ def test_export_that_a_server_still_reads_is_removed_later(tmp_path: Path, monke
         rmdir(path, *arguments, **options)
 
     monkeypatch.setattr(os, "rmdir", rmdir_of_nfs)
-    trained: Any = SimpleNamespace(models={"model": None})
     for number in range(4):
         held = number < 3
-        with _replaced(tmp_path / "export", trained) as folder:
+        with replaced(tmp_path / "export", ["model"]) as folder:
             (folder / "model.keras").write_text(str(number))
         assert (tmp_path / "export" / "model.keras").read_text() == str(number)
     assert os.listdir(tmp_path) == ["export"]

@@ -12,10 +12,6 @@ earlier one.
 import contextlib
 import gc
 import importlib
-import os
-import re
-import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,11 +25,12 @@ from engine.data.records import Records
 from engine.data.splits import named
 from engine.errors import BadInput, ProgramExit
 from engine.exceptions import first_line
-from engine.files import sync, writing
+from engine.files import writing
 from engine.model.build import set_up
 from engine.model.variables import by_name, is_seed, model_variables
 from engine.protocols import Task
 from engine.settings import Settings
+from engine.trained.export_folder import SAVED_MODEL, replaced
 from engine.trained.loading import (
     NO_TENSORS,
     Trained,
@@ -49,9 +46,6 @@ from engine.user_errors import user_errors_named
 TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
 TIES = 1e-3  # Allowed fraction of differing integers, such as the classes of pixels: rounding decides a tie.
 EXAMPLES, UNKNOWN_SIZE = 3, 8  # The number of made-up examples, and the sizes that their element spec leaves open.
-SAVED_MODEL, REMOVED = "saved_model", ".removed-export."
-# Paths that TensorFlow writes.
-OF_SAVED_MODEL = r"(saved_model|fingerprint)\.pb", r"variables(/variables\.(index|data-.*))?", r"assets(/[^/]+)?"
 SUFFIXES = {"litert": ".tflite", "onnx": ".onnx"}
 
 Facts = dict[str, Any]  # The text to print for each file.
@@ -66,7 +60,7 @@ def export(task: Task, settings: Settings) -> None:
     """
     trained, path = load_trained(task, without_init_only(settings)), settings.run_dir / "export"
     facts: Facts = {"weights": trained.weights}
-    with _replaced(path, trained) as folder:
+    with replaced(path, trained.models) as folder:
         if unlisted := ", ".join(trained.unlisted):
             facts["Keras's files"] = f"skipped: they cannot contain {unlisted}, made without add_weight"
         else:
@@ -79,58 +73,6 @@ def export(task: Task, settings: Settings) -> None:
     print_facts(f"Exported to {path}", facts)
     if failure:
         raise failure
-
-
-@contextlib.contextmanager
-def _replaced(path: Path, trained: Trained) -> Iterator[Path]:
-    """Yields a new folder, which replaces the one at `path` at the end; after an exception `path` is unchanged.
-
-    Raises BadInput if `path` contains anything that no export of this run has written.
-    """
-    path = Path(os.path.realpath(path))  # A link is followed, as to a larger disk.
-    part, earlier = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "earlier"))
-    try:
-        with writing(path):
-            if earlier.exists() and not path.exists():  # A process was killed between the two renames below.
-                earlier.rename(path)
-            if foreign := _foreign(path, trained):
-                raise BadInput(f"--export: {foreign} is not of an export, which would replace it: move it elsewhere")
-            _remove(part)
-            part.mkdir()
-        yield part
-        with writing(path):
-            sync(*part.rglob("*"), part)
-            _remove(earlier)
-            if path.exists():
-                path.rename(earlier)
-            part.rename(path)
-    finally:
-        with contextlib.suppress(OSError):
-            _remove(part)
-    with contextlib.suppress(OSError):
-        _remove(earlier)
-
-
-def _foreign(path: Path, trained: Trained) -> Path | None:
-    """Returns a file that no export of this run has written: `path` itself, or in it; None if there is none."""
-    if path.is_file():
-        return path
-    models = "|".join(map(re.escape, trained.models))
-    own = re.compile(rf"({models})\.(keras|weights\.h5|tflite|onnx)|{SAVED_MODEL}(/({'|'.join(OF_SAVED_MODEL)}))?")
-    return next((each for each in path.rglob("*") if not own.fullmatch(each.relative_to(path).as_posix())), None)
-
-
-def _remove(path: Path) -> None:
-    """Removes a folder with its contents, a file, or a link but not its target, if there is one.
-
-    On NFS, files of an earlier export that a server still reads stay. A later export tries them again.
-    """
-    if path.is_dir() and not path.is_symlink():
-        path.rename(path.with_name(f"{path.name}{REMOVED}{uuid.uuid4().hex[:8]}"))
-        for removed in path.parent.glob(f".*{REMOVED}*"):
-            shutil.rmtree(removed, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
