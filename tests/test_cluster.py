@@ -335,9 +335,9 @@ def test_slow_worker_is_named_in_steps_csv(tmp_path: Path) -> None:
     with workers(project_with(tmp_path, SLOW), tmp_path / "logs", 2, *arguments) as started:
         assert [each.wait(120) for each in started] == [0, 0]
     rows = list(csv.DictReader((tmp_path / "run/steps.csv").read_text(encoding="utf-8").splitlines()))
-    # In the first row one of them may wait because the other one compiles.
-    assert [row["slowest_worker"] for row in rows[1:]] == ["1"] * (len(rows) - 1)
-    assert len(rows) > 2
+    slowest = [row["slowest_worker"] for row in rows]
+    assert slowest[0] == ""  # It has no execution before it.
+    assert slowest.count("1") == sum(map(bool, slowest)) > 1
     assert "draws different numbers" not in started[0].text  # The clock in the graph is not a random operation.
 
 

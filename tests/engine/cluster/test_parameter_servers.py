@@ -92,7 +92,7 @@ def test_chief_ends_when_a_process_is_frozen(monkeypatch: pytest.MonkeyPatch, ca
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         addresses = {"chief": ["c:1"], "worker": ["127.0.0.1:1"], "ps": [address]}  # The worker is gone.
-        with pytest.raises(SystemExit, match="43"):
+        with pytest.raises(SystemExit, match="44"):
             parameter_servers._end_if_frozen(Cluster("TF_CONFIG", addresses, "chief", 0))
     line = f"ERROR: ps 0 ({address}) does not answer, perhaps because it is frozen: end it, then restart the cluster"
     assert capsys.readouterr().err.splitlines() == [line]

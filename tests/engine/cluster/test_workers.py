@@ -11,6 +11,8 @@ import pytest
 import tensorflow as tf
 
 from engine.cluster import workers as module
+from engine.cluster.environment import Cluster
+from engine.cluster.rendezvous import FROZEN
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, Damaged, Diverged
 from engine.run.checkpoints import Checkpoints
@@ -188,3 +190,14 @@ def test_workers_that_do_not_do_the_same_say_so(ways: tuple[Callable[[Workers], 
         assert isinstance(problem, BadInput)
         assert "the workers no longer do the same" in str(problem)
         assert "run.on_any_worker" in str(problem)
+
+
+@pytest.mark.parametrize(("looks", "expected"), [(["", FROZEN, "is gone"], "is gone"), ([FROZEN], FROZEN)])
+def test_process_that_is_silent_before_its_end_is_taken_for_gone(
+    looks: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SECONDS_UNTIL_GONE", 1.0)
+    left = iter(looks)
+    monkeypatch.setattr(module, "lost", lambda _: [f"worker 1 (b:1) {text}"] if (text := next(left, expected)) else [])
+    cluster = Cluster("TF_CONFIG", {"worker": ["a:1", "b:1"]}, "worker", 0)
+    assert module._lost_for_good(cluster) == [f"worker 1 (b:1) {expected}"]

@@ -127,9 +127,12 @@ def test_first_calls_of_compiled_functions_belong_to_the_start() -> None:
 def test_worker_that_waits_least_is_in_steps_csv(tmp_path: Path) -> None:
     names = ResultNames({"train": {}}, ["train"])
     report = Report(Config(run_dir=tmp_path), names, "min", epochs_done=0, validated_step=0, step=0, resumed=[])
-    for waited in ([0.3, 0.1, 0.2], [0.9, 0.3, 0.6], [1.0, 0.8, 0.6], [1.1, 1.1, 0.7]):
-        report.steps(1, 1, np.ones(1), 1.0, 0.5, lambda: {"learning_rate": 0.1}, np.array(waited))
+    # Of the executions before: how long the workers have waited, and how long all of it took.
+    totals = [0, 0, 0, 0], [0, 0, 0, 0], [1.0, 0.2, 0.9, 2.0], [1.5, 0.9, 0.95, 3.0], [2, 2, 1.75, 5.0]
+    for step, (*waited, seconds) in enumerate(totals, 1):
+        report.steps(step, 1, np.ones(1), 1.0, 1.0, lambda: {"learning_rate": 0.1}, (np.array(waited), seconds))
     rows = csv.DictReader((tmp_path / "steps.csv").read_text(encoding="utf-8").splitlines())
-    # Each row has 1 s of steps. In the second one the workers waited for 0.2, 0.8 and 0.1 s.
-    found = [(row["slowest_worker"], float(row["slowest_delay"])) for row in rows]
-    assert found == [("1", pytest.approx(0.6)), ("2", pytest.approx(0.7))]
+    found = [(row["slowest_worker"], row["slowest_delay"]) for row in rows]
+    assert found[:2] == [("", ""), ("", "")]
+    assert [worker for worker, _ in found[2:]] == ["1", "2", "0"]
+    assert [float(delay) for _, delay in found[2:]] == pytest.approx([0.8 / 2, 0.65, 0.6 / 2], abs=1e-9)

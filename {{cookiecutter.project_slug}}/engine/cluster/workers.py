@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster, find_cluster, process_name
-from engine.cluster.rendezvous import kind_of_loss, lost, wait_for
+from engine.cluster.rendezvous import FROZEN, kind_of_loss, lost, wait_for
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
 from engine.user_errors import CONNECTION_ERRORS, DIFFERENT_CALLS
 
@@ -183,7 +183,7 @@ def peers_named() -> Iterator[None]:
         # What the others get when a step fails on one worker may have the class of that failure.
         if cluster is None or not (isinstance(problem, CONNECTION_ERRORS) or "Collective ops is abort" in str(problem)):
             raise
-        gone = ", ".join(wait_for(lambda: lost(cluster), SECONDS_UNTIL_GONE))
+        gone = ", ".join(_lost_for_good(cluster))
         if not gone and (accused := _accused(str(problem), cluster)):
             gone = f"{accused} does not answer, or failed"
         if not gone:
@@ -192,6 +192,18 @@ def peers_named() -> Iterator[None]:
         frozen = "; or this process was frozen for 10 s or more" if "is gone" in gone else ""
         text = f"{gone}{frozen}: {remedy}"
         raise kind_of_loss(cluster, gone)(text) from problem
+
+
+def _lost_for_good(cluster: Cluster) -> list[str]:
+    """Returns what `lost` does once all these processes have ended, or after some seconds."""
+    found: list[str] = []
+
+    def have_ended() -> bool:
+        found[:] = lost(cluster)
+        return bool(found) and not any(each.endswith(FROZEN) for each in found)  # Silent for a moment before its end.
+
+    wait_for(have_ended, SECONDS_UNTIL_GONE)
+    return found
 
 
 def _accused(message: str, cluster: Cluster) -> str:

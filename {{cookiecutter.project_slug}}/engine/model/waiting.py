@@ -26,7 +26,7 @@ def measure_waiting(strategy: tf.distribute.Strategy) -> tf.Variable | None:
     return _seconds[0]
 
 
-def counted(
+def measured(
     reduce: Callable[[], Sequence[Any]], per_replica: Sequence[Any], strategy: tf.distribute.Strategy
 ) -> Sequence[Any]:
     """Returns what `reduce` does for values of all replicas of this process, and adds how long it takes."""
@@ -34,7 +34,9 @@ def counted(
         return reduce()
     start = _time_after(per_replica, strategy)
     sums = reduce()
-    _seconds[0].assign_add(_time_after(sums, strategy) - start)
+    end = _time_after(sums, strategy)
+    with tf.device("CPU:0"):
+        _seconds[0].assign_add(tf.maximum(end - start, 0.0))  # The clock of a machine may be set back.
     return sums
 
 
@@ -42,10 +44,11 @@ def _time_after(values: Sequence[Any], strategy: tf.distribute.Strategy) -> tf.T
     """Returns the time, in seconds, at which this process has computed all the values."""
     tensors = [each for value in values for each in strategy.experimental_local_results(value)]
     tensors = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
-    replicas = strategy.experimental_local_results(values[-1])
-    with tf.control_dependencies(tensors):
-        last = [tf.reshape(each, [-1])[:1] for each in tensors[-len(replicas) :]]
-    # A GPU computes later than its operations end, so a number of its memory is used.
+    replicas, last = strategy.experimental_local_results(values[-1]), []
+    # An operation on a GPU ends before its result is computed. So the time follows a number of each GPU's memory.
+    for tensor in tensors[-len(replicas) :]:
+        with tf.device(tensor.device), tf.control_dependencies(tensors):
+            last.append(tf.reshape(tensor, [-1])[:1])
     with tf.device("CPU:0"):
         numbers = [tf.math.count_nonzero(each, dtype=tf.float64) for each in last]
         with tf.control_dependencies(numbers):

@@ -44,7 +44,9 @@ class Executions:
         self._trained = 0  # Executions of training steps so far.
         self._called: set[str] = set()  # The splits whose compiled function was called.
         self._clock = clock
-        self.waited = np.zeros(workers.count)  # Seconds of each worker, up to the execution before.
+        # In the executions of training so far, without the one that compiles.
+        self._own_waiting = self._seconds = self._clock_before = 0.0
+        self.waiting = np.zeros(workers.count), 0.0  # Of each worker, up to the execution before, and its seconds.
 
     def length(self, split: str, *, left: int, step: int) -> int:
         """Returns how many steps to run now, when `left` steps of the pass remain, after training step `step`."""
@@ -59,8 +61,11 @@ class Executions:
     def check_all_do(self, doing: str) -> None:
         """Raises BadInput, on every worker, unless all are about to do the same."""
         # Workers whose steps are in other stacks would wait for each other for ever.
-        seconds = 0.0 if self._clock is None else float(self._clock.numpy())
-        self.waited = self.workers.check_all_do(doing, seconds)
+        self.waiting = self.workers.check_all_do(doing, self._own_waiting), self._seconds
+        self._clock_before = self._clock_now()
+
+    def _clock_now(self) -> float:
+        return 0.0 if self._clock is None else float(self._clock.numpy())
 
     @contextlib.contextmanager
     def watched(self, split: str, stacks: StackIterator) -> Iterator[None]:
@@ -107,6 +112,9 @@ class Executions:
         """
         is_first = split not in self._called
         self._called.add(split)
+        if split == "train" and not is_first and self._clock is not None:
+            self._own_waiting += self._clock_now() - self._clock_before
+            self._seconds += seconds
         if self._is_measured and count == self._lengths[split]:
             # The first call compiles and so looks slow; from its one step the length at most doubles each time.
             fitting = int(count / seconds * (SECONDS_ALONE if self.workers.count == 1 else SECONDS_TOGETHER))

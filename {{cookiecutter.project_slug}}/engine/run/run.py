@@ -101,8 +101,8 @@ class Run:
         taken = one_pass.record(losses)
         self.live.took(*taken[:2])
         if one_pass.split == "train" and self.report:
-            rates, waited = self.objects.learning_rates, self._executions.waited
-            self.report.steps(self.progress.step, self.epoch + 1, *taken, rates, waited)
+            rates, waiting = self.objects.learning_rates, self._executions.waiting
+            self.report.steps(self.progress.step, self.epoch + 1, *taken, rates, waiting)
         self.write_goodput()
         self.objects.check_loss_scales(self.progress.step)
 
