@@ -237,3 +237,18 @@ def test_jobs_of_an_array_have_runs_and_ends_of_their_own(cluster: slurm.Slurm, 
     settings = [json.loads((each / "config.json").read_text(encoding="utf-8")) for each in runs]
     assert [each["settings"]["seed"] for each in settings] == [4, 5]
     assert result(runs[0])["weights_sha256"] != result(runs[1])["weights_sha256"]
+
+
+@pytest.mark.long
+@needs_slurm
+def test_jobs_of_an_array_share_the_trials_of_a_sweep(cluster: slurm.Slurm, project: Path) -> None:
+    recipes = (PROJECT / "docs/recipes.md").read_text(encoding="utf-8")
+    command, trials = "python sweep.py -- --epochs 5", "python sweep.py --trials 4 -- --epochs 1"
+    options = ("--array=1-2", "--nodes=1", f"--cpus-per-task={slurm.CPUS}")
+    assert f'sbatch --array=1-4 --nodes=1 --cpus-per-task=8 --wrap="{command}"' in recipes
+    array = cluster.run("sbatch", "--parsable", *options, f"--wrap={trials}", folder=project).strip()
+    assert [cluster.wait(f"{array}_{number}", seconds=240) for number in (1, 2)] == ["COMPLETED"] * 2, cluster.logs()
+    lines = "\n".join(log_of(project, f"{array}_{number}") for number in (1, 2))
+    ended = re.findall(r"^trial (\d+) +complete .*left\)$", lines, re.MULTILINE)
+    assert sorted(map(int, ended)) == [0, 1, 2, 3]
+    assert all((project / f"runs/sweep/trial_{number:03}/result.json").exists() for number in range(4))
