@@ -468,13 +468,19 @@ def test_two_of_three_workers_are_lost_for_good_and_the_numbers_stay(
     launcher = launched(
         "--workers=3", "--min-workers=1", "--", *NUMBERS, *OFTEN, f"--run-dir={run_dir}", project=project
     )
+    saved = []
     for lost in (1, 2):
         before = newest_step(run_dir)
         until(lambda before=before: launcher.has_ended() or newest_step(run_dir) > before)
+        saved.append(newest_step(run_dir))
         assert launcher.send(signal.SIGKILL, "worker", draw), launcher.text
         until(lambda lost=lost: launcher.has_ended() or launcher.text.count(" is lost: resuming with") == lost)
     assert launcher.wait(300) == 0, launcher.text
     assert " is lost: resuming with 1 worker(s)" in launcher.text
+    # At most one interval between checkpoints is computed again.
+    resumed = re.findall(r"resumed from step-(\d+)", launcher.text)
+    assert len(resumed) == 2
+    assert all(int(each) >= step for each, step in zip(resumed, saved, strict=True))
     assert json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["replicas"] == 1
     assert_same_numbers(expected, run_dir)
 

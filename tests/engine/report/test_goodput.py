@@ -1,4 +1,4 @@
-"""goodput.json over several starts, some of which are killed; and which worker waits longest for its batches."""
+"""goodput.json over several starts, some of which are killed; and which worker keeps the others waiting."""
 
 import csv
 import itertools
@@ -127,7 +127,7 @@ def test_first_calls_of_compiled_functions_belong_to_the_start() -> None:
 def test_worker_that_waits_least_is_in_steps_csv(tmp_path: Path) -> None:
     names = ResultNames({"train": {}}, ["train"])
     report = Report(Config(run_dir=tmp_path), names, "min", epochs_done=0, validated_step=0, step=0, resumed=[])
-    # Of the executions before: how long the workers have waited, and how long all of it took.
+    # The seconds that three workers have waited in the earlier executions, and the seconds of these executions.
     totals = [0, 0, 0, 0], [0, 0, 0, 0], [1.0, 0.2, 0.9, 2.0], [1.5, 0.9, 0.95, 3.0], [2, 2, 1.75, 5.0]
     for step, (*waited, seconds) in enumerate(totals, 1):
         report.steps(step, 1, np.ones(1), 1.0, 1.0, lambda: {"learning_rate": 0.1}, (np.array(waited), seconds))

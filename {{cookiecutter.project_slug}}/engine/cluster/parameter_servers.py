@@ -79,7 +79,7 @@ def _end_if_frozen(cluster: Cluster) -> None:
             answered = time.monotonic()
         elif time.monotonic() > answered + SECONDS_WITHOUT_WORKERS:
             print(f"ERROR: {frozen}: end it, then restart the cluster", file=sys.stderr, flush=True)
-            os._exit(CountedLoss.exit_code)  # The others end with 0 then, and the frozen one does not end.
+            os._exit(CountedLoss.exit_code)  # Counted, because the others end with 0, and the frozen one does not end.
 
 
 def _wait_until_free(cluster: Cluster, timeout: float) -> None:

@@ -66,8 +66,8 @@ def did_not_join(cluster: Cluster, missing: list[str], timeout: float) -> str:
 def kind_of_loss(cluster: Cluster, found: str) -> type[PeerLost]:
     """Returns with which error this process ends. `found` names the others that do not answer, as `lost` does.
 
-    The end of one that "is gone" is counted. Of one that is missing or does not answer, no end can be counted, so the
-    end of the first other process is, even if that is gone by now: it may have ended because of this.
+    A process that "is gone" is counted by its own end. One that is missing or does not answer may never end, so the
+    first of the others is counted for it. That one may be gone by now, because it ended for the same reason.
     """
     named = [name for name in cluster.processes() if f"{name} (" in found]
     unanswered = [name for name in named if not re.search(rf"{name} \([^)]*\) is gone", found)]

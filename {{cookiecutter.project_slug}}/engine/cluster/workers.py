@@ -195,12 +195,13 @@ def peers_named() -> Iterator[None]:
 
 
 def _lost_for_good(cluster: Cluster) -> list[str]:
-    """Returns what `lost` does once all these processes have ended, or after some seconds."""
+    """Returns what `lost` returns, once all processes in it have ended or some seconds have passed."""
     found: list[str] = []
 
     def have_ended() -> bool:
         found[:] = lost(cluster)
-        return bool(found) and not any(each.endswith(FROZEN) for each in found)  # Silent for a moment before its end.
+        # A process that is ending may be silent before it is gone.
+        return bool(found) and not any(each.endswith(FROZEN) for each in found)
 
     wait_for(have_ended, SECONDS_UNTIL_GONE)
     return found

@@ -1,6 +1,6 @@
-"""How long this process waits in its steps for the others, measured in the graph: the one that waits least is slow.
+"""How long this process waits for the others in its steps. The process that waits least is the slowest one.
 
-From outside of an execution a slow process looks like all others, because each step sums over all of them.
+It is measured in the graph. An execution takes the same time in all processes, because each step sums over all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def measure_waiting(strategy: tf.distribute.Strategy) -> tf.Variable | None:
 def measured(
     reduce: Callable[[], Sequence[Any]], per_replica: Sequence[Any], strategy: tf.distribute.Strategy
 ) -> Sequence[Any]:
-    """Returns what `reduce` does for values of all replicas of this process, and adds how long it takes."""
+    """Returns what `reduce` does for values of all replicas of this process, and counts how long that takes."""
     if not _seconds or not per_replica:
         return reduce()
     start = _time_after(per_replica, strategy)
@@ -45,7 +45,7 @@ def _time_after(values: Sequence[Any], strategy: tf.distribute.Strategy) -> tf.T
     tensors = [each for value in values for each in strategy.experimental_local_results(value)]
     tensors = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
     replicas, last = strategy.experimental_local_results(values[-1]), []
-    # An operation on a GPU ends before its result is computed. So the time follows a number of each GPU's memory.
+    # A GPU computes a result after its operation has ended. So the time depends on a number read from each GPU.
     for tensor in tensors[-len(replicas) :]:
         with tf.device(tensor.device), tf.control_dependencies(tensors):
             last.append(tf.reshape(tensor, [-1])[:1])

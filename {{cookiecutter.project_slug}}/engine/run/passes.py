@@ -44,9 +44,11 @@ class Executions:
         self._trained = 0  # Executions of training steps so far.
         self._called: set[str] = set()  # The splits whose compiled function was called.
         self._clock = clock
-        # In the executions of training so far, without the one that compiles.
+        # How long this process has waited in executions of training, and how long these took. The first execution
+        # does not count, because it compiles.
         self._own_waiting = self._seconds = self._clock_before = 0.0
-        self.waiting = np.zeros(workers.count), 0.0  # Of each worker, up to the execution before, and its seconds.
+        # The waiting of all workers, and its seconds, when they exchanged it last.
+        self.waiting = np.zeros(workers.count), 0.0
 
     def length(self, split: str, *, left: int, step: int) -> int:
         """Returns how many steps to run now, when `left` steps of the pass remain, after training step `step`."""
