@@ -78,7 +78,7 @@ def test_job_is_requeued_if_that_can_help(code: int, failures: int, told: str, t
 
 
 def test_job_whose_failures_cannot_be_counted_is_not_requeued(tmp_path: Path) -> None:
-    (tmp_path / "slurm-9.failures").mkdir()  # It cannot be written, which a full disk makes so in each start.
+    (tmp_path / "slurm-9.failures").mkdir()  # The file cannot be written, as on a full disk.
     assert started(tmp_path, 1)[1] == ""
 
 

@@ -32,7 +32,7 @@ class WorkerExit(Exception):
     """A worker has ended with an exit code of train.py that no restart fixes."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(code)  # By which Ray makes it again in another process.
+        super().__init__(code)  # Ray copies the exception to another process by its arguments.
         self.code = code
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ def start_ray(least: int, needs: dict[str, float]) -> None:
 
 def _report_missing_nodes(least: int, needs: dict[str, float]) -> None:
     before = least
-    with contextlib.suppress(ray.exceptions.RayError):  # When the program ends.
+    with contextlib.suppress(ray.exceptions.RayError):  # Ray does not answer when the program ends.
         while True:
             room = room_for_workers(ray.nodes(), needs)
             if room < least <= before:
