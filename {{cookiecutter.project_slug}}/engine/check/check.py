@@ -3,13 +3,13 @@
 import dataclasses
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import tensorflow as tf
 from rich.text import Text
 
-from engine.check.checks import Check, run_checks
+from engine.check.checks import PARTS, Check, run_checks
 from engine.check.measure import BATCHES
 from engine.cluster.environment import reject_cluster
 from engine.console import columns, console
@@ -21,15 +21,18 @@ from engine.settings import Settings
 from engine.user_errors import where_raised
 
 
-def check_task(program: Program, task: Task, settings: Settings) -> bool:
-    """Prints a table of checks of task.py, with the settings of training; returns whether all passed. Saves nothing."""
+def check_task(program: Program, task: Task, settings: Settings, only: Collection[str] = PARTS) -> bool:
+    """Prints a table of checks of task.py, with the settings of training; returns whether all passed. Saves nothing.
+
+    `only` names the parts of `checks.PARTS` to run.
+    """
     reject_cluster("--check")
     tf.get_logger().setLevel("ERROR")  # Otherwise it warns of the many functions that are compiled here.
     checks: list[Check] = []
     with tempfile.TemporaryDirectory() as folder:
         comparable = _comparable_settings(settings, Path(folder))
         try:
-            checks.extend(run_checks(program, task, comparable, settings.global_batch_size))
+            checks.extend(run_checks(program, task, comparable, settings.global_batch_size, only))
         except BadInput as problem:
             checks.append(Check(False, _hook_in(str(problem)), str(problem)))
         except Diverged as problem:

@@ -7,14 +7,16 @@ cause.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from engine.check import measure
 from engine.check.causes import differing_losses, draws_of_replicas, losses_of_model, why_losses_differ
-from engine.check.examples import check_batches, check_examples, check_predictions, read_examples
-from engine.check.measure import LOSS, SAMPLE_WEIGHTS, Measured
+from engine.check.examples import check_batches, check_examples, check_predictions, check_unchanged, read_examples
+from engine.check.measure import LOSS, SAMPLE_WEIGHTS, Arrays, Measured
 from engine.check.recorder import recording_optimizers
 from engine.check.results import (
     Check,
@@ -35,52 +37,66 @@ from engine.run.evaluation import Program
 from engine.settings import Settings
 from engine.tracing import unrepeatable_in_step
 
+PARTS = ("examples", "results", "evaluation", "updates")
 REPEATED_STEPS = 40
 SMALL_EPSILON = 1e-6
 
 
-def run_checks(program: Program, task: Task, settings: Settings, global_batch_size: int) -> Iterator[Check]:
+def run_checks(
+    program: Program, task: Task, settings: Settings, global_batch_size: int, only: Collection[str] = PARTS
+) -> Iterator[Check]:
     """Yields the results of the checks; BadInput, and any exception of a hook, ends them.
 
-    `global_batch_size` is the user's; the one in `settings` can be shared by two replicas.
+    `global_batch_size` is the user's; the one in `settings` can be shared by two replicas. `only` names the PARTS to
+    run: a test of one hook needs one of them. Each part traces the steps that it uses, which takes most of the time, so
+    the evaluation is checked with the program whose results are compared.
     """
     create_strategy(settings)
     task.config = settings  # task.load_examples is called before anything is built.
     load_examples = task.load_examples  # Of all examples, also under `few_examples`.
-    examples = read_examples(program, load_examples, read_examples(program, load_examples))
-    yield from check_examples(program, settings, global_batch_size)
-    yield from check_batches(program, task)
-    if hook := getattr(task, "predict_step", None):
-        yield from check_predictions(program, hook)
+    hashes = read_examples(program, load_examples)
+    if "examples" in only:
+        yield from check_examples(program, settings, global_batch_size)
+        yield from check_batches(program, task)
+        if hook := getattr(task, "predict_step", None):
+            yield from check_predictions(program, hook)
+    agree = True  # Whether one replica and two have the same results, so that their updates can be compared.
     with measure.few_examples(task, settings.global_batch_size):
         with recording_optimizers(task):
-            one, two, why = _measure_both(program, task, settings)
-        read_examples(program, load_examples, examples)  # Now they may have changed.
-        yield from _check_layers(program, task, one)
-        compared = [] if one.layers.still_random else list(_check_same_results(program, task, one, two, why))
-        yield from compared
-        yield from check_updated_metrics(program, task)
-        yield from check_metrics(program, task, program.batches["train"])
-        yield from check_loss(program, task, one)
-        yield from _check_traces(program)
-        yield from _check_evaluation(program, task, settings)
-        # Steps that differ make the updates differ, too. That is one cause, so it is reported once.
-        compare = not one.layers.still_random and all(each.ok for each in compared)
-        yield from _check_training(program, task, settings, compare=compare)
+            two = measure.measure(program, task, settings, 2) if "results" in only else None
+            alone = settings if not two or two.layers.synchronized else dataclasses.replace(settings, micro_batches=1)
+            program.build(dataclasses.replace(alone, simulated_devices=1))
+            evaluation = list(_check_evaluation(program, task)) if "evaluation" in only else []
+            if two:
+                one, two, why = _measure_one(program, task, settings, alone, two)
+        check_unchanged(hashes, load_examples)
+        if two:
+            yield from _check_layers(program, task, one)
+            compared = [] if one.layers.still_random else list(_check_same_results(program, task, one, two, why))
+            # Steps that differ make the updates differ, too. That is one cause, so it is reported once.
+            agree = not one.layers.still_random and all(each.ok for each in compared)
+            yield from compared
+            yield from check_updated_metrics(program, task)
+            yield from check_metrics(program, task, program.batches["train"], one.stacks)
+            yield from check_loss(program, task, one)
+            yield from _check_traces(program)
+        yield from evaluation
+        if "updates" in only:
+            yield from _check_training(program, task, settings, compare=agree)
 
 
 # --- The steps, on one replica and on two -----------------------------------------------------------------------------
 
 
-def _measure_both(program: Program, task: Task, settings: Settings) -> tuple[Measured, Measured, str]:
+def _measure_one(
+    program: Program, task: Task, settings: Settings, alone: Settings, two: Measured
+) -> tuple[Measured, Measured, str]:
     """Returns the results of one replica and of two, and why their losses differ if only micro-batches cause it.
 
-    The program is then that of one replica.
+    The program is that of one replica, before and after; `alone` are its settings. A synchronized layer has the
+    statistics of a micro-batch; without one, all results must equal those of the complete batch.
     """
-    two = measure.measure(program, task, settings, 2)
-    # A synchronized layer has the statistics of a micro-batch; all else must equal the complete batch.
-    alone = settings if two.layers.synchronized else dataclasses.replace(settings, micro_batches=1)
-    one = measure.measure(program, task, alone, 1)
+    one = measure.results(program, task)
     differing = differing_losses(one, two)
     if alone.micro_batches == settings.micro_batches or not differing:
         return one, two, ""
@@ -117,7 +133,7 @@ def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check
         text = f"{unused[0]}{more} no gradient: pass it to apply_gradients and use it in the loss, or freeze its layer"
         yield Check(False, "task.py train_step", text)
     unrepeatable, python = unrepeatable_in_step(step)
-    again = measure.losses_and_gradients(program, task, measure.first_stacks(program))
+    again = measure.losses_and_gradients(program, task, one.stacks)
     yield from check_repeats(
         "train_step", "losses", unrepeatable, python, repeats=close(one.losses, [each[LOSS] for each in again])
     )
@@ -178,44 +194,72 @@ def _check_traces(program: Program) -> Iterator[Check]:
     yield Check(not retraced, "train.py compile_steps", fault if retraced else "every split's steps were traced once")
 
 
-def _check_evaluation(program: Program, task: Task, settings: Settings) -> Iterator[Check]:
-    """Checks that validation and test leave the model unchanged, and count no examples of weight 0."""
-    program.build(dataclasses.replace(settings, simulated_devices=1))
+def _check_evaluation(program: Program, task: Task) -> Iterator[Check]:
+    """Checks that validation and test leave the model unchanged, and count no examples of weight 0.
+
+    The program is a new one on one replica, whose random layers are as the hooks made them. Its variables are restored.
+    """
     variables = model_variables(task.model)
-    for split, evaluate in (("validation", program.validate), ("test", program.test)):
-        before = {name: variable.numpy() for name, variable in variables.items()}
-        results = evaluate()
-        if not results:  # The split has no dataset.
-            continue
-        changed = [name for name, each in variables.items() if not np.array_equal(before[name], each.numpy())]
-        if changed:
-            fault = f"{split} changes {changed[0]}: call the model with training=False"
+    kept = [*variables.values(), *program.run.hidden.unlisted.values()]
+    initial = [(each, tf.identity(each)) for each in kept]
+    try:
+        for split, evaluate in (("validation", program.validate), ("test", program.test)):
+            yield from _check_split(program, task, split, evaluate, variables)
+    finally:
+        for variable, value in initial:
+            variable.assign(value)
+        for split in program.SPLITS:  # The steps may have updated another split's metrics by mistake.
+            program.run.objects.reset(split)
+
+
+def _check_split(
+    program: Program,
+    task: Task,
+    split: str,
+    evaluate: Callable[[], dict[str, float]],
+    variables: Mapping[str, tf.Variable],
+) -> Iterator[Check]:
+    before = {name: variable.numpy() for name, variable in variables.items()}
+    results = evaluate()
+    if not results:  # The split has no dataset.
+        return
+    if changed := [name for name, each in variables.items() if not np.array_equal(before[name], each.numpy())]:
+        # The metrics of changed weights cannot be compared.
+        fault = f"{split} changes {changed[0]}: call the model with training=False"
+        yield Check(False, "task.py evaluation_step", fault)
+        return
+    yield Check(True, "task.py evaluation_step", f"{split} changes nothing")
+    layers = measure.drawing_layers(program, task, split)
+    if measure.depends_on_seeds(program, evaluate, results):
+        # A layer of Keras draws in training only, unlike one that is written to sample.
+        if trained := [each.name for each in layers if type(each).__module__.startswith("keras.")]:
+            fault = f"{split} draws random numbers in {trained[0]}: call the model with training=False"
             yield Check(False, "task.py evaluation_step", fault)
-            return  # The metrics of changed weights cannot be compared.
-        yield Check(True, "task.py evaluation_step", f"{split} changes nothing")
-        layers = measure.drawing_layers(program, task, split)
-        if measure.depends_on_seeds(program, evaluate, results):
-            # A layer of Keras draws in training only, unlike one that is written to sample.
-            if trained := [each.name for each in layers if type(each).__module__.startswith("keras.")]:
-                fault = f"{split} draws random numbers in {trained[0]}: call the model with training=False"
-                yield Check(False, "task.py evaluation_step", fault)
-            else:
-                names = ", ".join(each.name for each in layers) or "a generator"
-                text = f"random in {split}, so not the same on one replica and two: {names}: draw from a seed of each "
-                yield Check(True, "task.py evaluation_step", text + "example, see docs/steps.md")
-        for batches in program.batches.values():
-            if batches.split == split:
-                yield from check_metrics(program, task, batches)
+        else:
+            names = ", ".join(each.name for each in layers) or "a generator"
+            text = f"random in {split}, so not the same on one replica and two: {names}: draw from a seed of each "
+            yield Check(True, "task.py evaluation_step", text + "example, see docs/steps.md")
+    for batches in program.batches.values():
+        if batches.split == split:
+            stacks = list(batches.iterator().take(batches.steps_per_pass))
+            yield from check_metrics(program, task, batches, stacks)
 
 
 def _check_training(program: Program, task: Task, settings: Settings, *, compare: bool) -> Iterator[Check]:
     """Checks that one replica and two make the same updates, that a checkpoint restores, and that the loss falls."""
     epochs = math.ceil(REPEATED_STEPS / measure.BATCHES)  # A schedule ends within these steps.
-    program.build(dataclasses.replace(settings, simulated_devices=2, epochs=epochs))
-    two, _ = measure.measure_updates(program, task)
+
+    def updates(replicas: int) -> tuple[Arrays, list[tuple[Any, int, int]]]:
+        program.build(dataclasses.replace(settings, simulated_devices=replicas, epochs=epochs))
+        program.run.hidden.evaluation = None  # No evaluation follows, so its steps are not traced.
+        measure.make_comparable(program, task)
+        stacks = measure.first_stacks(program)
+        return measure.measure_updates(program, task, stacks), stacks
+
+    two, _ = updates(2)
     yield _check_checkpoint(program)
-    program.build(dataclasses.replace(settings, simulated_devices=1, epochs=epochs))
-    one, rounding = measure.measure_updates(program, task)
+    one, stacks = updates(1)
+    rounding = measure.rounding_of([one], program, task, lambda: [measure.measure_updates(program, task, stacks)])
     differing = differing_arrays(one, two, rounding)
     if compare and differing:
         text = f"the gradients agree, and two replicas change {differing[0]} by another amount than one: look for "
@@ -228,7 +272,7 @@ def _check_training(program: Program, task: Task, settings: Settings, *, compare
     if step := program.run.hidden.training:
         for text in slow_reads(program.run.objects.model, step):
             yield Check(True, "task.py train_step", text)
-    stack, first, _ = measure.first_stacks(program)[0]
+    stack, first, _ = stacks[0]
     losses = [float(program.run_steps["train"](stack, first, 1)[0]) for _ in range(REPEATED_STEPS)]
     # Opposing losses, as in a GAN, need not decrease; that of a batch whose weights are all 0 cannot.
     cannot_fall = len(by_name(task.optimizer, "optimizer")) > 1 or not np.any(stack[SAMPLE_WEIGHTS][first])

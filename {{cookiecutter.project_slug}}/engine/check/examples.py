@@ -27,16 +27,27 @@ EXAMPLES_READ_TWICE = 200
 BATCHES_LOOKED_AT = 20
 
 
-def read_examples(program: Program, load_examples: Callable[[str], Any], expected: Any = None) -> dict[str, Any]:
-    """Returns hashes of the first examples of each split. Raises BadInput if they are not as `expected`, or change."""
-    read = {}
+def read_examples(program: Program, load_examples: Callable[[str], Any]) -> dict[str, Any]:
+    """Returns hashes of the first examples of each split. Raises BadInput if they differ when they are read again."""
+    hashes = {}
     for split in program.SPLITS:
         examples = load_examples(split)
-        read[split], again = (each_dataset(examples, _fingerprint) for _ in range(2))
-        if again != read[split] or (expected and expected[split] != again):
-            text = "returned other examples the second time: keep their order; the engine shuffles them"
-            raise BadInput(f"task.load_examples({split!r}) {text}")
-    return read
+        hashes[split] = each_dataset(examples, _fingerprint)
+        _compare(split, hashes[split], each_dataset(examples, _fingerprint))
+    check_unchanged(hashes, load_examples)
+    return hashes
+
+
+def check_unchanged(hashes: dict[str, Any], load_examples: Callable[[str], Any]) -> None:
+    """Raises BadInput if examples that are loaded now have other hashes."""
+    for split, expected in hashes.items():
+        _compare(split, expected, each_dataset(load_examples(split), _fingerprint))
+
+
+def _compare(split: str, expected: Any, found: Any) -> None:
+    if found != expected:
+        text = "returned other examples the second time: keep their order; the engine shuffles them"
+        raise BadInput(f"task.load_examples({split!r}) {text}")
 
 
 def check_examples(program: Program, settings: Settings, global_batch_size: int) -> Iterator[Check]:
@@ -61,11 +72,12 @@ def check_batches(program: Program, task: Task) -> Iterator[Check]:
     for name, batches in program.batches.items():
         assert batches.traced is not None  # --check excludes --eager.
         draws, python = unrepeatable_in_preparation(batches.traced)
-        same_batch = (tf.nest.flatten(next(batches.one_by_one())) for _ in range(2))
-        pairs = zip(*same_batch, strict=True)
+        looked_at = itertools.islice(batches.one_by_one(), BATCHES_LOOKED_AT)
+        first_batch = next(looked_at)
+        pairs = zip(tf.nest.flatten(first_batch), tf.nest.flatten(next(batches.one_by_one())), strict=True)
         repeats = all(np.array_equal(one, two, equal_nan=one.dtype.is_floating) for one, two in pairs)
         yield from check_repeats("prepare_example", f"batches of {name!r}", draws, python, repeats=repeats)
-        for batch in itertools.islice(batches.one_by_one(), BATCHES_LOOKED_AT):
+        for batch in itertools.chain([first_batch], looked_at):
             floats = (part for part in tf.nest.flatten(batch[0]) if part.dtype.is_floating)
             if not all(bool(tf.reduce_all(tf.math.is_finite(part))) for part in floats):
                 raise BadInput(f"task.prepare_example: features of {name!r} are not finite: fix or drop them")

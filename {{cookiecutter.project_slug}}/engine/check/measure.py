@@ -53,11 +53,13 @@ class Measured:
     batches: list[Arrays]  # The loss of each batch, and the gradient of each variable.
     nearby: list[Arrays]  # The same from weights nearby.
     half_padded: float  # The loss of the first batch with padding in its second half, which is the second replica's.
-    rounding: dict[str, float]  # How much these change, at most, when the weights change by a few roundings.
+    # How much these change, at most, when the weights change by a few roundings. Of one replica; else empty.
+    rounding: dict[str, float]
     assigned: Arrays  # The mirrored variables after a step, without the weights that it trains.
     metrics: dict[str, float]
     without_gradient: list[str]
     layers: Layers
+    stacks: list[tuple[Any, int, int]]  # The batches, as `first_stacks` returns them.
 
     @property
     def losses(self) -> list[float]:
@@ -66,17 +68,25 @@ class Measured:
 
 
 def measure(program: Program, task: Task, settings: Settings, replicas: int) -> Measured:
-    """Builds the program for `replicas` and returns their results for a few batches, without randomness.
-
-    Call it under `few_examples` and `recording_optimizers`. Raises BadInput if the loss or a gradient is not finite, or
-    a step changes a variable that no checkpoint contains.
-    """
+    """Builds the program for `replicas` and returns their `results`."""
     program.build(dataclasses.replace(settings, simulated_devices=replicas))
-    layers, state = _make_comparable(program, task), program.run.checkpoints.state
+    return results(program, task)
+
+
+def results(program: Program, task: Task) -> Measured:
+    """Returns the results of a new program for a few batches, without randomness.
+
+    Build it under `few_examples` and `recording_optimizers`. Raises BadInput if the loss or a gradient is not finite,
+    or a step changes a variable that no checkpoint contains.
+    """
+    layers, state = make_comparable(program, task), program.run.checkpoints.state
     program.run.hidden.check(state.variables())
     stacks = first_stacks(program)
-    batches, rounding = _with_rounding(program, task, lambda: losses_and_gradients(program, task, stacks))
+    batches = losses_and_gradients(program, task, stacks)
     _check_finite(batches)
+    rounding: dict[str, float] = {}
+    if program.strategy.num_replicas_in_sync == 1:
+        rounding = rounding_of(batches, program, task, lambda: losses_and_gradients(program, task, stacks))
     with _moved_weights(program, task, NEARBY):
         nearby = losses_and_gradients(program, task, stacks)
     (padded,) = losses_and_gradients(program, task, [_half_padded(program, stacks[0])])
@@ -103,6 +113,7 @@ def measure(program: Program, task: Task, settings: Settings, replicas: int) -> 
         metrics=metrics,
         without_gradient=[each.path for each in trainable if id(each) not in updated],
         layers=layers,
+        stacks=stacks,
     )
 
 
@@ -132,7 +143,7 @@ def _assigned(program: Program, task: Task, batches: Any) -> Arrays:
         }
 
 
-def _make_comparable(program: Program, task: Task) -> Layers:
+def make_comparable(program: Program, task: Task) -> Layers:
     """Switches randomness off where a number gives its strength, and synchronizes every BatchNormalization."""
     layers = _layers(task)
     random, unsynchronized = [], []
@@ -218,37 +229,26 @@ def losses_and_gradients(program: Program, task: Task, stacks: Sequence[tuple[An
     return results
 
 
-def measure_updates(program: Program, task: Task) -> tuple[Arrays, dict[str, float]]:
-    """Returns how an epoch with the real optimizers changes each weight, and how much rounding changes that.
-
-    The program must be newly built. Its state is restored.
-    """
-    _make_comparable(program, task)
-    stacks = first_stacks(program)
-
-    def changes() -> list[Arrays]:
-        before = _weights(task)
-        with state_restored(program):
-            for stack, first, count in stacks:
-                program.run_steps["train"](stack, first, count)
-            return [_differences(before, _weights(task))]
-
-    (changed,), rounding = _with_rounding(program, task, changes)
-    return changed, rounding
+def measure_updates(program: Program, task: Task, stacks: Sequence[tuple[Any, int, int]]) -> Arrays:
+    """Returns how an epoch of these batches, with the real optimizers, changes each weight. The state is restored."""
+    before = _weights(task)
+    with state_restored(program):
+        for stack, first, count in stacks:
+            program.run_steps["train"](stack, first, count)
+        return _differences(before, _weights(task))
 
 
-def _with_rounding(
-    program: Program, task: Task, compute: Callable[[], list[Arrays]]
-) -> tuple[list[Arrays], dict[str, float]]:
-    """Returns what `compute` does, and how much each array changes, at most, if all weights are rounded differently."""
-    exact = compute()
+def rounding_of(
+    exact: list[Arrays], program: Program, task: Task, compute: Callable[[], list[Arrays]]
+) -> dict[str, float]:
+    """Returns how much the arrays `exact`, which `compute` returns, change at most when all weights change a little."""
     largest = dict.fromkeys(exact[0], 0.0)
     for draw in range(DRAWS):
         with _moved_weights(program, task, ROUNDED_BY, draw):
             for one, other in zip(exact, compute(), strict=True):
                 for name, difference in _differences(one, other).items():
                     largest[name] = max(largest[name], float(np.abs(difference).max(initial=0.0)))
-    return exact, largest
+    return largest
 
 
 @contextlib.contextmanager

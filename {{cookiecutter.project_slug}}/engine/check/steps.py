@@ -32,7 +32,7 @@ SMOOTH = {"huber", "log_cosh"}  # Losses that contain such an operation, and who
 
 def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
     """Checks that the loss of training uses sample weights and regularizers. `one` was measured on this program."""
-    stacks, where = measure.first_stacks(program), hook_of_step(task, "compute_loss")
+    stacks, where = one.stacks, hook_of_step(task, "compute_loss")
 
     def results(factors: Any, *replaced: int) -> list[Arrays]:
         return measure.losses_and_gradients(program, task, _changed(stacks, factors, *replaced))
@@ -105,9 +105,14 @@ def _models(task: Task) -> list[keras.Model]:
     return list(by_name(task.model, "model").values())
 
 
-def check_metrics(program: Program, task: Task, batches: Batches) -> Iterator[Check]:
-    """Checks that no metric of a dataset depends on examples of weight 0. The steps must leave the model as it is."""
-    stacks, half = list(batches.iterator().take(batches.steps_per_pass)), _first_half(batches.global_batch_size)
+def check_metrics(
+    program: Program, task: Task, batches: Batches, stacks: list[tuple[Any, int, int]]
+) -> Iterator[Check]:
+    """Checks that no metric of a dataset depends on examples of weight 0; `stacks` has a pass over its batches.
+
+    The steps must leave the model as it is.
+    """
+    half = _first_half(batches.global_batch_size)
     is_training, variables = batches.split == "train", list(program.run.hidden.unlisted.values())
     if is_training:
         variables += program.run.checkpoints.state.variables()

@@ -1,0 +1,196 @@
+"""--check finds faults of metrics, of the evaluation and of the updates; and several faults in one check."""
+
+import re
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from planted import (
+    DATASETS,
+    ORIGINAL,
+    Fault,
+    assert_found,
+    average,
+    averaged,
+    linear_model,
+    noise_of_the_step,
+    noisy_evaluation,
+    update_by_class,
+)
+
+import task
+from engine.check.checks import PARTS
+from engine.check.results import as_texts
+
+
+def metrics_of_the_scaled_loss(split, labels, predictions, per_example_loss, weights):
+    task.metrics[split]["loss"].update_state(average(per_example_loss, weights))
+    task.metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=weights)
+
+
+def metrics_without_weights(split, labels, predictions, per_example_loss, weights):
+    task.metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
+    task.metrics[split]["accuracy"].update_state(labels, predictions)
+
+
+def evaluation_in_training_mode(split, batch):
+    features, labels, weights = batch
+    loss, per_example_loss = task.compute_loss(labels, task.model(features, training=True), weights)
+    task.update_metrics(split, labels, task.model(features, training=True), per_example_loss, weights)
+    return loss
+
+
+def metrics_that_lack_one(split, labels, predictions, per_example_loss, weights):
+    task.metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
+
+
+def metrics_of_the_training(split, labels, predictions, per_example_loss, weights):
+    ORIGINAL["update_metrics"]("train", labels, predictions, per_example_loss, weights)
+
+
+class NeverReset(keras.metrics.Mean):
+    def reset_state(self):
+        pass
+
+
+def metrics_without_reset(split):
+    return {**ORIGINAL["create_metrics"](split), "loss": NeverReset()}
+
+
+def rising_loss(total_steps):
+    return keras.optimizers.SGD(-0.1)
+
+
+class AveragingOptimizer(keras.optimizers.SGD):
+    """Divides by the number of replicas in its own apply."""
+
+    def apply(self, grads, trainable_variables=None):
+        return super().apply(averaged(grads), trainable_variables)
+
+
+class CountingSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """Counts in Python how often it is traced."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, step):
+        self.calls += 1
+        return 0.01 * self.calls
+
+
+FAULTS = {
+    "prediction of a batch": Fault(
+        {"predict_step": lambda features: {"mean": tf.reduce_mean(task.model(features))}},
+        "task.py predict_step",
+        "return a row for each example",
+    ),
+    "softmax of one number": Fault(
+        {"predict_step": lambda features: {"probability": tf.nn.softmax(task.model(features)[:, :1])}},
+        "task.py predict_step",
+        "use a sigmoid",
+    ),
+    "scaled metric": Fault({"update_metrics": metrics_of_the_scaled_loss}, "task.py update_metrics", "train/loss is"),
+    "training in validation": Fault(
+        {
+            "evaluation_step": evaluation_in_training_mode,
+            "create_model": lambda: linear_model(keras.layers.Dropout(0.3)),
+        },
+        "task.py evaluation_step",
+        "training=False",
+    ),
+    "unweighted metric": Fault({"update_metrics": metrics_without_weights}, "task.py update_metrics", "padding"),
+    "metric that is never updated": Fault(
+        {"update_metrics": metrics_that_lack_one}, "task.py update_metrics", "train/accuracy is never updated"
+    ),
+    "metrics of another split": Fault(
+        {"update_metrics": metrics_of_the_training},
+        "task.py update_metrics",
+        "the validation steps update metrics['train']['loss']: update metrics['validation'] there",
+    ),
+    "metric that is never reset": Fault(
+        {"create_metrics": metrics_without_reset}, "task.py create_metrics", "reset_state of train/loss"
+    ),
+    "random numbers from the step's number in evaluation": Fault(
+        {"evaluation_step": noisy_evaluation(noise_of_the_step)},
+        "task.py evaluation_step",
+        "draw them from a seed of each example, see docs/steps.md",
+    ),
+    "averaging in apply": Fault(
+        {"create_optimizer": lambda total_steps: AveragingOptimizer(0.1)},
+        "task.py create_optimizer",
+        "the gradients agree",
+    ),
+    "schedule that counts": Fault(
+        {"create_optimizer": lambda total_steps: keras.optimizers.SGD(CountingSchedule())},
+        "task.py create_optimizer",
+        "the gradients agree",
+    ),
+    "rising loss": Fault({"create_optimizer": rising_loss}, "task.py create_optimizer", "it must fall"),
+}
+
+
+WITH_EVALUATION = ("results", "evaluation")
+
+
+@pytest.mark.parametrize(
+    ("fault", "only"),
+    [
+        ("metric that is never updated", ("results",)),
+        ("scaled metric", ("results",)),
+        ("unweighted metric", ("results",)),
+        ("metrics of another split", WITH_EVALUATION),
+        ("random numbers from the step's number in evaluation", WITH_EVALUATION),
+        ("averaging in apply", ("updates",)),
+        pytest.param("metric that is never reset", ("results",), marks=pytest.mark.long),
+        pytest.param("schedule that counts", ("updates",), marks=pytest.mark.long),
+    ],
+)
+def test_fault_is_found_and_the_hook_named(fault: str, only: tuple[str, ...], check: Any) -> None:
+    assert_found(check, FAULTS[fault], only=only)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ("training in validation", "rising loss", "prediction of a batch"),
+        pytest.param(("unweighted metric", "softmax of one number"), marks=pytest.mark.long),
+    ],
+    ids=", ".join,
+)
+def test_faults_of_one_check_are_all_found(faults: tuple[str, ...], check: Any) -> None:
+    assert_found(check, *(FAULTS[fault] for fault in faults), only=PARTS)
+
+
+@pytest.mark.long
+def test_small_epsilon_is_named_where_updates_differ(check: Any) -> None:
+    class Clipping(keras.optimizers.Adam):
+        def apply(self, grads, trainable_variables=None):
+            clipped, _ = tf.clip_by_global_norm(grads, 1e-6)
+            return super().apply(averaged(clipped), trainable_variables)
+
+    for options, is_named in (({}, True), ({"epsilon": 1e-5}, False)):
+        hooks = {"create_optimizer": lambda total_steps, options=options: Clipping(0.01, **options)}
+        passed, lines = check(hooks, only=("updates",))
+        assert not passed
+        (line,) = [line for line in lines if line.startswith("FAIL")]
+        assert ("pass epsilon=1e-5" in line) == is_named
+
+
+@pytest.mark.long
+def test_array_that_counts_padding_fails_once_for_each_dataset(check: Any) -> None:
+    passed, lines = check(
+        {**DATASETS, "update_metrics": update_by_class(weighted=False)}, only=("results", "evaluation")
+    )
+    found = [line for line in lines if "depends on examples of weight 0" in line]
+    assert not passed
+    assert [re.search(r"(\S+)/\d+ depends", line)[1] for line in found] == [
+        *("train/by_class", "validation/easy/by_class", "validation/hard/by_class")
+    ]
+
+
+def test_numbers_are_written_with_the_digits_that_differ() -> None:
+    assert as_texts(0.5, 2.0) == ("0.5", "2")
+    assert as_texts(0.9956181, 0.9956183) == ("0.9956181", "0.9956183")
+    assert as_texts(0.1, 0.1) == ("0.1", "0.1")

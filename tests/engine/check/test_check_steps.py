@@ -1,0 +1,349 @@
+"""--check finds faults in the steps by the results of one replica and of two, and names the hook and the cause."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from planted import L2, ORIGINAL, Fault, assert_found, average, label_losses, linear_model, plain_rate
+
+import task
+import train
+from engine import user_errors
+from engine.check.measure import Measured
+from engine.check.results import differing_gradients
+from engine.data import CompiledSteps
+from engine.model import apply_gradients
+
+COMPILE_STEPS = train.compile_steps
+OUTSIDE = {}  # Objects that are made before the scope of the strategy is entered.
+
+
+def divided_by_local_batch(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions)
+    return tf.reduce_mean(per_example_loss * weights), per_example_loss
+
+
+def divided_twice(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions)
+    return average(per_example_loss, weights) / tf.distribute.get_strategy().num_replicas_in_sync, per_example_loss
+
+
+def unscaled_regularization(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions)
+    return average(per_example_loss, weights) + tf.add_n(task.model.losses), per_example_loss
+
+
+def rank_trap(labels, predictions, weights):
+    per_example_loss = tf.abs(tf.cast(labels, tf.float32) - predictions[:, :1])  # [share] - [share, 1]
+    return average(per_example_loss, weights), per_example_loss
+
+
+def not_a_number(labels, predictions, weights):
+    per_example_loss = tf.math.log(label_losses(labels, predictions) * 0.0 - 1.0)
+    return average(per_example_loss, weights), per_example_loss
+
+
+def infinite_gradient(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions) + tf.sqrt(tf.reduce_sum(predictions * 0.0, axis=1))
+    return average(per_example_loss, weights), per_example_loss
+
+
+def counting_step(batch):
+    OUTSIDE["counter"].assign_add(1)
+    return ORIGINAL["train_step"](batch)
+
+
+def unsynchronized_model():
+    return linear_model(keras.layers.BatchNormalization(name="bn"))
+
+
+def summed_twice(batch):
+    features, labels, weights = batch
+    with tf.GradientTape() as tape:
+        predictions = task.model(features, training=True)
+        loss, per_example_loss = task.compute_loss(labels, predictions, weights)
+    gradients = tape.gradient(loss, task.model.trainable_variables)
+    gradients = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+    task.optimizer.apply_gradients(zip(gradients, task.model.trainable_variables, strict=True))
+    task.update_metrics("train", labels, predictions, per_example_loss, weights)
+    return loss
+
+
+def noisy_loss(labels, predictions, weights):
+    noise = 0.1 * tf.random.normal(tf.shape(predictions))
+    return ORIGINAL["compute_loss"](labels, predictions + noise, weights)
+
+
+def loss_with_numpy(labels, predictions, weights):
+    noise = tf.numpy_function(lambda: np.random.normal(size=(1, 10)).astype("float32"), [], tf.float32)
+    return ORIGINAL["compute_loss"](labels, predictions + tf.ensure_shape(noise, (1, 10)), weights)
+
+
+class RunningMean(keras.layers.Layer):
+    """Keeps a mean in a variable that Keras does not list."""
+
+    def build(self, shape):
+        self.mean = tf.Variable(tf.zeros(shape[1:]), trainable=False)
+
+    def call(self, inputs, training=False):
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(inputs, axis=0))
+        return inputs - self.mean
+
+
+class AddedLoss(keras.layers.Layer):
+    """Adds the sum over a replica's share to the loss, not the mean."""
+
+    def call(self, inputs):
+        self.add_loss(1e-3 * tf.reduce_sum(tf.square(inputs)))
+        return inputs
+
+
+def compile_without_signature(split, step):
+    compiled = COMPILE_STEPS(split, step)
+    without = CompiledSteps(tf.function(compiled.function.python_function))  # Each size of a stack is traced.
+    without.__dict__["graph"] = compiled.graph
+    return without
+
+
+def unweighted_loss(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions)
+    loss = tf.nn.compute_average_loss(per_example_loss, global_batch_size=task.config.global_batch_size)
+    return loss, per_example_loss
+
+
+def loss_of_masked_examples(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions)
+    return average(per_example_loss, tf.cast(weights > 0.0, tf.float32)), per_example_loss
+
+
+def loss_weighted_twice(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions) * weights
+    return average(per_example_loss, weights), per_example_loss
+
+
+def loss_with_a_term_without_weights(labels, predictions, weights):
+    """The second term depends on no label, as the divergence of a variational autoencoder."""
+    per_example_loss = label_losses(labels, predictions)
+    squares = tf.nn.compute_average_loss(
+        tf.reduce_mean(predictions**2, axis=-1), global_batch_size=task.config.global_batch_size
+    )
+    return average(per_example_loss, weights) + squares, per_example_loss
+
+
+def loss_without_regularization(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions)
+    return average(per_example_loss, weights), per_example_loss
+
+
+def rate_from_the_loss(batch):
+    features, labels, weights = batch
+    with tf.GradientTape() as tape:
+        predictions = task.model(features, training=True)
+        loss, per_example_loss = task.compute_loss(labels, predictions, weights)
+    task.optimizer.learning_rate.assign(0.01 * loss)
+    apply_gradients(task.optimizer, tape, loss, task.model.trainable_variables)
+    task.update_metrics("train", labels, predictions, per_example_loss, weights)
+    return loss
+
+
+def loss_wrong_for_padding(labels, predictions, weights):
+    """The gradient of a padded batch, and of no other, depends on the replica's batch; the loss does not."""
+    per_example_loss = label_losses(labels, predictions)
+    filled = tf.reduce_mean(weights)
+    grown = predictions * filled + tf.stop_gradient(predictions * (1.0 - filled))
+    return average(label_losses(labels, grown), weights), per_example_loss
+
+
+def two_models():
+    """Returns two models whose variables have equal paths."""
+
+    def model() -> keras.Model:
+        layers = [keras.layers.Flatten(), keras.layers.Dense(10, name="dense")]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers], name="sequential")
+
+    return {"one": model(), "other": model()}
+
+
+def step_of_the_first(batch):
+    features, labels, weights = batch
+    with tf.GradientTape() as tape:
+        predictions = task.model["one"](features, training=True)
+        per_example_loss = label_losses(labels, predictions)
+        loss = average(per_example_loss, weights)
+    apply_gradients(task.optimizer, tape, loss, task.model["one"].trainable_variables)
+    task.update_metrics("train", labels, predictions, per_example_loss, weights)
+    return loss
+
+
+def evaluation_of_the_first(split, batch):
+    features, labels, weights = batch
+    predictions = task.model["one"](features, training=False)
+    per_example_loss = label_losses(labels, predictions)
+    task.update_metrics(split, labels, predictions, per_example_loss, weights)
+    return average(per_example_loss, weights)
+
+
+FAULTS = {
+    "model outside the scope": Fault({"create_model": lambda: OUTSIDE["model"]}, "task.py create_model", "outside"),
+    "metric outside the scope": Fault({"create_metrics": OUTSIDE.get}, "task.py create_metrics", "outside"),
+    "local batch": Fault(
+        {"compute_loss": divided_by_local_batch}, "task.py compute_loss", "by config.global_batch_size"
+    ),
+    "divided twice": Fault({"compute_loss": divided_twice}, "task.py compute_loss", "a second time"),
+    "regularization": Fault(
+        {"compute_loss": unscaled_regularization, "create_model": lambda: linear_model(regularizer=L2)},
+        "task.py compute_loss",
+        "tf.nn.scale_regularization_loss",
+    ),
+    "variable outside the scope": Fault({"train_step": counting_step}, "task.py train_step", "steps_seen"),
+    "rank trap": Fault({"compute_loss": rank_trap}, "task.py compute_loss", "(32, 32)"),
+    "NaN loss": Fault({"compute_loss": not_a_number}, "task.py compute_loss", "the loss is nan"),
+    "NaN gradient": Fault({"compute_loss": infinite_gradient}, "task.py compute_loss", "is not finite"),
+    "unsynchronized BatchNorm": Fault({"create_model": unsynchronized_model}, "task.py create_model", "'bn'"),
+    "own sum": Fault({"train_step": summed_twice}, "task.py train_step", "without a sum of your own"),
+    "tf.random in the step": Fault(
+        {"compute_loss": noisy_loss}, "task.py train_step", "RandomStandardNormal (test_check_steps.py:"
+    ),
+    "NumPy in the step": Fault({"compute_loss": loss_with_numpy}, "task.py train_step", "PyFunc (test_check_steps.py:"),
+    "each replica's mean": Fault(
+        {"create_model": lambda: linear_model(RunningMean())},
+        "task.py create_model",
+        "running_mean/Variable, which is per-replica",
+    ),
+    "gradient of a padded batch": Fault(
+        {"compute_loss": loss_wrong_for_padding},
+        "task.py train_step",
+        "the loss agrees, and the gradient of",
+        {"keep_last_batch": True},
+    ),
+    "added loss": Fault(
+        {"create_model": lambda: linear_model(AddedLoss())},
+        "task.py compute_loss",
+        "add_loss adds a sum over one replica's batch",
+    ),
+    "steps that are traced again": Fault(
+        {"compile_steps": compile_without_signature}, "train.py compile_steps", "steps were traced more than once"
+    ),
+    "loss without sample weights": Fault(
+        {"compute_loss": unweighted_loss},
+        "task.py compute_loss",
+        "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights",
+    ),
+    "loss that only masks": Fault(
+        {"compute_loss": loss_of_masked_examples},
+        "task.py compute_loss",
+        "the same with sample weights of 1 and of 0.5",
+    ),
+    "term without weights": Fault(
+        {"compute_loss": loss_with_a_term_without_weights},
+        "task.py compute_loss",
+        "the loss depends on examples of weight 0",
+    ),
+    "loss weighted twice": Fault({"compute_loss": loss_weighted_twice}, "task.py compute_loss", "once, not twice"),
+    "regularizer that is not added": Fault(
+        {"compute_loss": loss_without_regularization, "create_model": lambda: linear_model(regularizer=L2)},
+        "task.py compute_loss",
+        "dense/kernel: add tf.nn.scale_regularization_loss(model.losses)",
+    ),
+    "activity regularizer that is not added": Fault(
+        {
+            "compute_loss": loss_without_regularization,
+            "create_model": lambda: linear_model(keras.layers.ActivityRegularization(l2=0.1, name="activity")),
+        },
+        "task.py compute_loss",
+        "does not contain the regularization of activity",
+    ),
+    "learning rate of one replica's loss": Fault(
+        {"train_step": rate_from_the_loss, "create_optimizer": plain_rate},
+        "task.py train_step",
+        "assigns a value of one replica to optimizer/learning_rate",
+    ),
+    "network that is never trained": Fault(
+        {"create_model": two_models, "train_step": step_of_the_first, "evaluation_step": evaluation_of_the_first}
+        | {"predict_step": lambda features: {"logits": task.model["one"](features)}},
+        "task.py train_step",
+        "sequential/dense/kernel and 1 more get no gradient",
+    ),
+}
+# Another fault above is found by the same comparison.
+LONG = {
+    "NumPy in the step",
+    "loss that only masks",
+    "term without weights",
+    "regularizer that is not added",
+    "activity regularizer that is not added",
+    "gradient of a padded batch",
+    "learning rate of one replica's loss",
+    "network that is never trained",
+    "NaN gradient",
+    "each replica's mean",
+    "loss weighted twice",
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(each, marks=pytest.mark.long if each in LONG else ()) for each in FAULTS]
+)
+def test_fault_is_found_and_the_hook_named(fault: str, check: Any) -> None:
+    OUTSIDE.update(counter=tf.Variable(0, name="steps_seen"), model=linear_model())
+    OUTSIDE.update({split: ORIGINAL["create_metrics"](split) for split in train.SPLITS})
+    assert_found(check, FAULTS[fault], only=("results",))
+
+
+def test_gradient_that_differs_with_weights_nearby_too_is_a_fault_and_else_rounding() -> None:
+    def measured(gradients: list[float], nearby: list[float]) -> Measured:
+        at, near = ([{"kernel": np.array([each, 1.0])} for each in gradients] for gradients in (gradients, nearby))
+        rest: dict[str, Any] = {field.name: [] for field in dataclasses.fields(Measured)}
+        return Measured(**{**rest, "batches": at, "nearby": near, "rounding": {"kernel": 0.0}})
+
+    one = measured([1.0, 2.0, 3.0], [1.5, 2.5, 3.5])
+    assert differing_gradients(one, measured([1.0, 2.0, 3.1], [1.5, 2.5, 3.6])) == ["kernel"]
+    assert differing_gradients(one, measured([1.0, 2.0, 3.1], [1.5, 2.5, 3.5])) == []
+    assert differing_gradients(one, measured([1.0, 2.0, 3.1], [1.5, 2.6, 3.5])) == []
+    assert differing_gradients(one, measured([1.0, 2.0, 3.000003], [1.5, 2.5, 3.500003])) == []
+
+
+@pytest.mark.long
+def test_unsynchronized_layers_are_one_fault_with_micro_batches_too(check: Any) -> None:
+    def model() -> keras.Model:
+        return linear_model(*(keras.layers.BatchNormalization(name=name) for name in ("first", "second")))
+
+    passed, lines = check({"create_model": model}, only=("results",), micro_batches=2)
+    assert not passed
+    (line,) = [line for line in lines if line.startswith("FAIL")]
+    assert "the statistics of 'first', 'second' are of one replica's batch" in line
+    assert any("the same gradients of" in line for line in lines)
+
+
+def loss_of_classes_that_there_are_none(labels, predictions, weights):
+    per_example_loss = label_losses(labels, predictions) * tf.cast(tf.gather(tf.ones([3]), labels), tf.float32)
+    return average(per_example_loss, weights), per_example_loss
+
+
+def model_of_another_size():
+    return linear_model(keras.layers.Reshape((7, 7)))
+
+
+@pytest.mark.parametrize(
+    ("hooks", "where", "said"),
+    [
+        ({"create_model": model_of_another_size}, "model_of_another_size", "raised ValueError: The total"),
+        ({"create_loss_objects": dict}, "loss_of_classes_that_there_are_none", "raised KeyError: 'label'"),
+        ({}, "loss_of_classes_that_there_are_none", "raised InvalidArgumentError: indices["),
+    ],
+    ids=["when it is called", "while it is traced", "while it runs"],
+)
+def test_exception_in_a_hook_is_named_by_line_with_what_it_says(
+    hooks: dict, where: str, said: str, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_errors, "PROJECT", Path(__file__).parent)
+    passed, lines = check({"compute_loss": loss_of_classes_that_there_are_none, **hooks}, only=("results",))
+    assert not passed
+    (line,) = [line for line in lines if line.startswith("FAIL")]
+    assert re.match(rf"FAIL  test_check_steps\.py:\d+ {where}  {re.escape(said)}", line), line
