@@ -13,6 +13,7 @@ import pytest
 
 import engine  # noqa: F401 - First: it hides TensorFlow's lines about itself.
 import task
+import train
 from engine.cluster.strategy import create_strategy
 from engine.command_line import read_settings
 from engine.data.splits import each_dataset
@@ -54,6 +55,12 @@ def arguments() -> list[str]:
         rule = "ARGUMENTS, in tests/conftest.py, must give every setting without a default"
         pytest.fail(f"{rule} ({problem})", pytrace=False)
     return arguments
+
+
+@pytest.fixture(scope="module")
+def built(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The program of that run, which the first tests of a module share: each trace of the steps takes a while."""
+    train.build(read_settings(Config, [*arguments, f"--run-dir={tmp_path_factory.mktemp('built') / 'run'}"]))
 
 
 @pytest.fixture

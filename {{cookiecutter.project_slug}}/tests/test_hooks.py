@@ -22,34 +22,34 @@ def test_examples_come_in_the_same_order_every_time(split: str, settings: Config
                 np.testing.assert_array_equal(one, other)
 
 
-def test_batches_are_prepared_the_same_way_every_time(settings: Config) -> None:
-    train.build(settings)
+@pytest.mark.usefixtures("built")
+def test_batches_are_prepared_the_same_way_every_time() -> None:
     once, again = (next(train.batches["train"].one_by_one(epoch=1)) for _ in range(2))
     for one, other in zip(tf.nest.flatten(once), tf.nest.flatten(again), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_every_variable_is_in_the_state(settings: Config) -> None:
+@pytest.mark.usefixtures("built")
+def test_every_variable_is_in_the_state() -> None:
     """Anything else that a step changes is lost at a resume: keep it in a model, an optimizer or a metric."""
-    train.build(settings)
     used = train.run_steps["train"].graph().variables
     known = {variable.ref() for variable in train.run.checkpoints.state.variables()}
     assert not [variable.name for variable in used if variable.ref() not in known]
 
 
-def test_predictions_have_a_row_for_each_example(settings: Config) -> None:
+@pytest.mark.usefixtures("built")
+def test_predictions_have_a_row_for_each_example() -> None:
     """--export and predict.py need a dict of tensors by name."""
     if not hasattr(task, "predict_step"):
         pytest.skip("task.py has no predict_step, which --export and predict.py need")
-    train.build(settings)
     *_, last = train.batches.values()  # The test dataset, if there is one.
     features, _, weights = next(last.one_by_one())
     outputs = tf.function(task.predict_step)(features)
     assert {name: len(output) for name, output in outputs.items()} == dict.fromkeys(outputs, len(weights))
 
 
-def test_everything_is_traced_once(settings: Config) -> None:
-    train.build(settings)
+@pytest.mark.usefixtures("built")
+def test_everything_is_traced_once() -> None:
     for epoch in range(3):
         train.train_epoch(epoch)
         train.validate()
