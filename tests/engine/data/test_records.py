@@ -61,8 +61,9 @@ class Order:
         def of(shard: Shard) -> Callable[..., tf.Tensor]:
             def read(first_step: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
                 stream = examples.one_by_one(shard, first_step * size, seed if shuffles else None)
-                pairs = stream.map(lambda place, record: tf.stack([place, number_of(record)[0]]))
-                return tf.reshape(pairs.batch(2**30).get_single_element(), [-1, shard.size, 2])
+                places, records = stream.batch(self.steps * shard.size).get_single_element()
+                numbers = tf.io.decode_raw(tf.strings.substr(records, 0, 8), tf.int64)[:, 0]
+                return tf.reshape(tf.stack([places, numbers], axis=1), [-1, shard.size, 2])
 
             return tf.function(read, input_signature=[tf.TensorSpec([], tf.int64)] * 2)
 
@@ -282,20 +283,17 @@ def test_each_of_a_million_records_is_read_once_by_any_number_of_processes(
 def test_paths_and_patterns_give_each_file_once_and_in_order(tmp_path: Path) -> None:
     loaded = write(tmp_path)
     (tmp_path / "odd[1].tfrecord").write_bytes((tmp_path / "train-1.tfrecord").read_bytes())
-    expected = [
-        str(tmp_path / name) for name in ("odd[1].tfrecord", *(f"train-{number}.tfrecord" for number in range(4)))
-    ]
-    pattern = str(tmp_path / "train-*.tfrecord")
+    names = ("odd[1].tfrecord", *(f"train-{number}.tfrecord" for number in range(4)))
+    expected, pattern = [str(tmp_path / name) for name in names], str(tmp_path / "train-*.tfrecord")
     for given in ([pattern, expected[0], expected[2]], [[expected[0], Path(pattern)]], [tmp_path / "*.tfrecord"]):
         assert Records(*given).paths("hook") == expected
-    assert sum(each.length for each in index_files(expected)) == COUNT + 3
-    # The indexes beside the files are no records, and one file may have several names, in any order.
-    other_name, names = tmp_path / "train-9.tfrecord", sorted(tmp_path.glob("*"))
-    other_name.symlink_to(tmp_path / "train-0.tfrecord")
-    for given in ([other_name, *names], [*names, other_name]):
-        assert Records(*given).paths("hook") == expected
-    other_name.unlink()
     assert loaded.take(5).take(10).examples("hook", None).length == 5
+    # The indexes beside the files are no records, and one file may have several names, in any order.
+    other_name, found = tmp_path / "train-9.tfrecord", sorted(tmp_path.glob("*"))
+    assert len(found) > len(expected)
+    other_name.symlink_to(tmp_path / "train-0.tfrecord")
+    for given in ([other_name, *found], [*found, other_name]):
+        assert Records(*given).paths("hook") == expected
     tf.io.gfile.makedirs("ram://glob")
     for name in "ba":
         with tf.io.TFRecordWriter(f"ram://glob/{name}.tfrecord") as writer:
