@@ -139,7 +139,7 @@ def test_replicas_and_processes_share_the_batches_of_one_with_padding_of_weight_
 
 
 def test_evaluation_counts_each_example_once() -> None:
-    for count in (1, 8, 37):
+    for count in (1, 37):
         made = batches("validation", count=count, replicas=2)
         features, labels, weights = joined(whole(made))
         assert weights.dtype == np.float32
@@ -160,7 +160,7 @@ def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
     assert left_out[0] != left_out[1] != left_out[2]
 
 
-@pytest.mark.parametrize("kind", ["numbers", "records"])
+@pytest.mark.parametrize("kind", ["numbers", pytest.param("records", marks=pytest.mark.long)])
 def test_workers_with_their_own_steps_share_the_examples_of_an_epoch(kind: str, tmp_path) -> None:
     """As with parameter servers, where the pipeline is made in the graph of a worker."""
     config = Config(simulated_devices=1, global_batch_size=4, seed=5)

@@ -168,7 +168,9 @@ def numbered_texts(features: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, t
     return tf.strings.to_number(features, tf.int64) if features.dtype == tf.string else features, labels
 
 
-@pytest.mark.parametrize(("are_texts", "steps", "keeps_last"), [(False, 7, False), (True, 3, True)])
+@pytest.mark.parametrize(
+    ("are_texts", "steps", "keeps_last"), [(True, 3, True), pytest.param(False, 7, False, marks=pytest.mark.long)]
+)
 def test_epochs_are_cut_from_the_passes(are_texts: bool, steps: int, keeps_last: bool) -> None:
     """Epochs that are longer than a pass, and shorter ones."""
     train = numbers(0, 37)

@@ -92,7 +92,7 @@ def test_without_shuffling_the_order_is_that_of_the_files_cut_into_segments(
 
 @pytest.mark.parametrize(
     ("size", "processes", "keeps_last", "memory", "point"),
-    [(12, 2, True, 60_000, 300), (67, 3, False, 60_000, 64), (10, 3, True, 2**29, 2**15)],
+    [(12, 2, True, 60_000, 300), (67, 3, False, 60_000, 64), (10, 2, True, 2**29, 2**15)],
 )
 def test_order_has_each_record_once_for_any_number_of_processes_and_from_any_step_on(
     size: int,
