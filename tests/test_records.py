@@ -1,17 +1,13 @@
-"""Processes that share record files: the numbers of one process, also if one is killed in the middle of an epoch."""
+"""Processes that share record files give the numbers of one process."""
 
 import itertools
-import random
-import time
 from pathlib import Path
 
 import clusters
 import numpy as np
 import pytest
 import tensorflow as tf
-from clusters import NORMALIZED, assert_same_numbers, outcome, project_with
-from processes import until
-from programs import Program, run_program
+from clusters import NORMALIZED, assert_same_numbers, project_with
 from sklearn.datasets import load_digits
 
 # In the place of the task's own; a few records of each segment are in memory at a time.
@@ -39,9 +35,10 @@ def prepare_example(record: tf.Tensor, *, training: bool, seed: tf.Tensor):
 FLAGS = ("--epochs=2", "--global-batch-size=24", "--keep-last-batch", "--validate-every-steps=20")
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("records")
+@pytest.mark.long
+def test_workers_and_replicas_agree(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    folder.mkdir()
     images, labels = load_digits(return_X_y=True)
     numbers = {"train": [*range(0, 1258, 500), 1258], "validation": [1258, 1500], "test": [1500, 1797]}
     for split, ends in numbers.items():
@@ -49,37 +46,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
             with tf.io.TFRecordWriter(str(folder / f"{split}-{number}.tfrecord")) as writer:
                 for image, label in zip(images[first:end], labels[first:end], strict=True):
                     writer.write(bytes([label]) + image.astype(np.float32).tobytes())
-    return project_with(folder, FROM_RECORDS.format(folder=folder) + NORMALIZED)
-
-
-@pytest.fixture(scope="module")
-def one_process(project: Path) -> Path:
-    clusters.train(project, project / "runs" / "one", 1, *FLAGS, "--simulated-devices=2")
-    return project / "runs" / "one"
-
-
-@pytest.mark.long
-def test_workers_and_replicas_agree(project: Path, one_process: Path, tmp_path: Path) -> None:
-    clusters.train(project, tmp_path / "run", 3, *FLAGS)
-    assert_same_numbers(one_process, tmp_path / "run")
-
-
-def newest_step(run_dir: Path) -> int:
-    return max((int(path.name[5:13]) for path in run_dir.glob("checkpoints/step-*")), default=0)
-
-
-@pytest.mark.long
-def test_killed_run_ends_bit_equal(project: Path, one_process: Path, tmp_path: Path) -> None:
-    draw = random.Random(0)
-    flags = (*FLAGS, "--simulated-devices=2", "--checkpoint-every-steps=5", "--steps-per-execution=3")
-    command = ["train.py", f"--run-dir={tmp_path / 'run'}", *flags]
-    for life in range(3):
-        process = Program(command, project, tmp_path / "log", tmp_path / "log")
-        until(lambda step=10 * life + 10: newest_step(tmp_path / "run") >= step)
-        time.sleep(draw.uniform(0.0, 0.3))
-        process.kill()
-        assert process.wait() != 0
-    done = run_program(command, project)
-    assert done.returncode == 0, done.stderr
-    assert "resumed from step-" in done.stdout
-    assert outcome(tmp_path / "run")[1]["weights_sha256"] == outcome(one_process)[1]["weights_sha256"]
+    project = project_with(folder, FROM_RECORDS.format(folder=folder) + NORMALIZED)
+    clusters.train(project, tmp_path / "one", 1, *FLAGS, "--simulated-devices=2")
+    clusters.train(project, tmp_path / "three", 3, *FLAGS)
+    assert_same_numbers(tmp_path / "one", tmp_path / "three")

@@ -1,7 +1,6 @@
-"""The sources of docs/data.md, taken from the page as they stand there, and trained on."""
+"""The sources of docs/data.md, taken from the page as they stand there: their examples are those that were written."""
 
 import concurrent.futures
-import csv
 import os
 import re
 import threading
@@ -14,9 +13,11 @@ import pytest
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-import predict
 import task
 import train
+from config import Config
+from engine.cluster.strategy import create_strategy
+from engine.data import Batches, load_splits
 from pages import blocks, put, sections
 from rendering import PROJECT
 from rendering import run as run_program
@@ -24,10 +25,11 @@ from rendering import run as run_program
 SOURCES = sections("data.md")
 PARTS = ("images", "labels")
 COUNTS = {"train": 120, "validation": 40, "test": 40}
+Arrays = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 @pytest.fixture
-def arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Arrays:
     """Returns images (uint8) and labels of each split, and moves to a folder that has an empty folder data/."""
     monkeypatch.chdir(tmp_path)
     os.mkdir("data")
@@ -38,31 +40,60 @@ def arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[n
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, float]]:
-    """Trains on the source of a section for two epochs; returns the result."""
+def loaded(arrays, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Batches]]:
+    """Puts the source of a section into the task; returns its batches, whose examples are those of the arrays."""
 
-    def run(title: str, block: int = 0, *flags: str) -> dict[str, float]:
+    def load(title: str, block: int = 0, brightest: float = 255.0) -> dict[str, Batches]:
+        config = Config(global_batch_size=20, simulated_devices=1, run_dir=tmp_path / "runs" / "first")
+        monkeypatch.setattr(task, "config", config, raising=False)
         put(blocks(SOURCES[title])[block], task, monkeypatch, tmp_path)
-        result = train.main(["--epochs=2", "--global-batch-size=20", f"--run-dir={tmp_path / 'runs'}", *flags])
-        for name in train.batches.keys() & {"test"}:
-            assert sum(len(labels) for _, labels, _ in train.batches[name].one_by_one()) == COUNTS["test"]
-        return result
+        batches = load_splits(train.SPLITS, task, config, create_strategy(config))
+        for name, each in batches.items():
+            features, labels, _ = each.element_spec
+            assert (features.dtype, features.shape, labels.dtype.is_integer) == (tf.float32, [20, 8, 8, 1], True)
+            if each.split != "train":
+                images, numbers, weights = (np.concatenate(parts) for parts in zip(*each.one_by_one(), strict=True))
+                found = np.concatenate([images.reshape(-1, 64) * brightest, numbers[:, None]], axis=1)[weights > 0]
+                np.testing.assert_allclose(in_order(found), in_order(rows(arrays, name)), rtol=1e-6)
+        return batches
 
-    return run
+    return load
 
 
-def test_arrays(arrays, trained) -> None:
+def rows(arrays: Arrays, name: str) -> np.ndarray:
+    """Returns the pixels and the label of each image; of "validation/low" those whose label is below 5."""
+    split, _, part = name.partition("/")
+    images, labels = arrays[split]
+    found = np.concatenate([images.reshape(-1, 64), labels[:, None]], axis=1)
+    return found[(labels < 5) == (part == "low")] if part else found
+
+
+def in_order(found: np.ndarray) -> np.ndarray:
+    return found[np.lexsort(np.round(found).T)]
+
+
+def save(arrays: Arrays) -> None:
     for split, (images, labels) in arrays.items():
         np.savez(f"data/{split}.npz", images=images.astype(np.float32), labels=labels.astype(np.int32))
-    assert trained("Arrays")["step"] == 12
 
 
-def test_record_files(arrays, trained) -> None:
+def test_arrays_and_several_datasets_of_a_split(arrays, loaded) -> None:
+    save(arrays)
+    # task.prepare_example is that of the digits.
+    assert list(loaded("Arrays", brightest=16.0)) == ["train", "validation", "test"]
+    assert list(loaded("Splits", brightest=16.0)) == ["train", "validation/low", "validation/high"]
+
+
+def test_record_files(arrays, loaded) -> None:
     for split in arrays:
         write_records(split, *arrays[split])
-    assert trained("Record files")["step"] == 12
-    predict.main(["runs", "data/test-0.tfrecord"])
-    assert len(Path("predictions.csv").read_text(encoding="utf-8").splitlines()) == 1 + COUNTS["test"] / 2
+    loaded("Record files")
+    found = list(task.read_inputs(Path("data/test-1.tfrecord")))
+    assert [number for number, _ in found] == list(range(20))
+    example = tf.train.Example.FromString(found[3][1])
+    del example.features.feature["label"]  # As of an input of predict.py.
+    image, _ = task.prepare_example(example.SerializeToString(), training=False, seed=[0, 0])
+    np.testing.assert_allclose(image * 255.0, arrays["test"][0][7], rtol=1e-6)
 
 
 def write_records(split: str, images: np.ndarray, labels: np.ndarray) -> None:
@@ -77,50 +108,50 @@ def write_records(split: str, images: np.ndarray, labels: np.ndarray) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("block", [0, 1])
-def test_tensorflow_datasets(block: int, arrays, trained) -> None:
+def test_tensorflow_datasets(block: int, arrays, loaded) -> None:
     import tensorflow_datasets as tfds
 
     features = tfds.features.FeaturesDict(
         {"image": tfds.features.Image(shape=(8, 8, 1)), "label": tfds.features.ClassLabel(num_classes=10)}
     )
     # The first block makes its own validation of the images to train on.
-    parts = arrays if block else {"train": arrays["train"], "test": arrays["test"]}
+    stored = arrays if block else {"train": arrays["train"], "test": arrays["test"]}
+    if not block:
+        arrays["validation"] = tuple(part[96:] for part in arrays["train"])
     tfds.dataset_builders.store_as_tfds_dataset(
         name="digits",
         version="1.0.0",
         features=features,
         split_datasets={
             split: tf.data.Dataset.from_tensor_slices({"image": images, "label": labels})
-            for split, (images, labels) in parts.items()
+            for split, (images, labels) in stored.items()
         },
         data_dir="data",
     )
-    assert trained("TensorFlow Datasets", block)["step"] == (12 if block else 2 * (96 // 20))
+    assert loaded("TensorFlow Datasets", block)["train"].number_of_examples == (120 if block else 96)
 
 
-@pytest.mark.long
-def test_generator(arrays, trained) -> None:
-    for split, (images, labels) in arrays.items():
-        rows = np.concatenate([images.reshape(-1, 64), labels[:, None]], axis=1)
-        np.savetxt(f"data/{split}.csv", rows, delimiter=",")
-    assert trained("A generator")["step"] == 12
+def test_generator(arrays, loaded) -> None:
+    for split in arrays:
+        np.savetxt(f"data/{split}.csv", rows(arrays, split), delimiter=",")
+    loaded("A generator", brightest=16.0)
 
 
-def test_images_in_folders(arrays, trained) -> None:
+def test_images_in_folders(arrays, loaded) -> None:
     for split, (images, labels) in arrays.items():
         for number, (image, label) in enumerate(zip(images, labels, strict=True)):
             folder = Path("data", split, str(label))
             folder.mkdir(parents=True, exist_ok=True)
             keras.utils.save_img(folder / f"{number}.png", image, scale=False)
-    assert trained("Images in folders")["step"] == 12
-    Path("one").mkdir()
-    Path("data/test/3").rename("one/class")
-    predict.main(["runs", "one/class"])
-    names = [line.split(",")[0] for line in Path("predictions.csv").read_text(encoding="utf-8").splitlines()[1:]]
-    assert names == sorted(path.name for path in Path("one/class").iterdir())
+    loaded("Images in folders")
+    found = list(task.read_inputs(Path("data/test/3")))
+    assert [name for name, _ in found] == sorted(path.name for path in Path("data/test/3").iterdir())
+    name, example = found[0]
+    image, _ = task.prepare_example(tf.constant(example), 0)
+    np.testing.assert_allclose(image * 255.0, arrays["test"][0][int(name.removesuffix(".png"))], rtol=1e-6)
 
 
-def test_tokenised_text(arrays, trained) -> None:
+def test_tokenised_text(arrays, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for split, count in COUNTS.items():
         with tf.io.TFRecordWriter(f"data/{split}.tfrecord") as writer:
@@ -131,21 +162,20 @@ def test_tokenised_text(arrays, trained) -> None:
                 example.features.feature["tokens"].int64_list.value.extend(tokens)
                 example.features.feature["label"].int64_list.value.append(label)
                 writer.write(example.SerializeToString())
-    result = trained("Tokenised text", 0, "--pad-to", "16", "32", "64", "--epochs=20", "--learning-rate=0.03")
-    assert result["test/accuracy"] > 0.8
+    put(blocks(SOURCES["Tokenised text"])[0], task, monkeypatch, tmp_path)
+    config = Config(global_batch_size=4, simulated_devices=1, run_dir=tmp_path / "run", pad_to=(16, 32, 64))
+    batches = load_splits(train.SPLITS, task, config, create_strategy(config))
+    model, lengths = task.create_model(), set()
+    for tokens, labels, _ in batches["test"].one_by_one():
+        own = np.count_nonzero(tokens, axis=1)
+        assert tokens.shape[1] == min(each for each in (16, 32, 64) if each >= max(own))
+        assert all(np.all(row[:count] // 100 == label) for row, count, label in zip(tokens, own, labels, strict=True))
+        np.testing.assert_allclose(model(tokens), model(tf.pad(tokens, [[0, 0], [0, 9]])), rtol=1e-5, atol=1e-6)
+        lengths.add(tokens.shape[1])
+    assert len(lengths) > 1
 
 
-def test_splits(arrays, trained, tmp_path: Path) -> None:
-    for split, (images, labels) in arrays.items():
-        np.savez(f"data/{split}.npz", images=images.astype(np.float32), labels=labels.astype(np.int32))
-    result = trained("Splits", 0, "--monitor", "validation/low/loss")
-    assert result["test"] is None
-    assert list(train.batches) == ["train", "validation/low", "validation/high"]
-    with (tmp_path / "runs" / "metrics.csv").open(encoding="utf-8", newline="") as file:
-        assert {"validation/low/accuracy", "validation/high/accuracy"} <= next(csv.DictReader(file)).keys()
-
-
-def test_one_process_at_a_time_downloads(arrays, trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_at_a_time_downloads(arrays, loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {f"{split}_{name}": part for split, pair in arrays.items() for name, part in zip(PARTS, pair, strict=True)}
     os.mkdir("origin")
     np.savez(
@@ -154,7 +184,7 @@ def test_one_process_at_a_time_downloads(arrays, trained, monkeypatch: pytest.Mo
     )
     there = SOURCES["Several processes"].replace("https://example.org", Path("origin").absolute().as_uri())
     monkeypatch.setitem(SOURCES, "Several processes", there)
-    assert trained("Several processes")["step"] == 12
+    loaded("Several processes", brightest=16.0)
     assert [path.name for path in Path("data").iterdir() if path.suffix == ".npz"] == ["digits.npz"]
 
     at_once, most = threading.Semaphore(1), []
@@ -181,13 +211,14 @@ def test_command_that_downloads_runs_alone() -> None:
 
 
 MEASURE = """
-import ctypes, pathlib, sys, threading
+import ctypes, pathlib, sys
 import tensorflow as tf
 from engine.data import Records
 
-def resident():
+def resident(peak=False):
     ctypes.CDLL(None).malloc_trim(0)
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
+    lines = dict(line.split(":") for line in pathlib.Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmHWM" if peak else "VmRSS"].split()[0]) * 1024
 
 folder, count = pathlib.Path(sys.argv[1]), 4_000_000
 if not (folder / "many").exists():
@@ -195,18 +226,10 @@ if not (folder / "many").exists():
         file.write(b"text")
     (folder / "many").write_bytes((folder / "one").read_bytes() * count)
 Records(folder / "one").examples("", 2**29)
-before, most, done = resident(), [0], threading.Event()
-
-def watch():
-    while not done.wait(0.02):
-        most[0] = max(most[0], int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096)
-
-watcher = threading.Thread(target=watch)
-watcher.start()
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # The peak begins here.
+before = resident()
 examples = Records(folder / "many").examples("", 2**29)
-done.set()
-watcher.join()
-print((resident() - before) / count, (most[0] - before) / count)
+print((resident() - before) / count, (resident(peak=True) - before) / count)
 """
 
 

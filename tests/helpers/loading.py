@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from config import Config
@@ -43,3 +44,17 @@ def batches_of_two_workers(
     task = SimpleNamespace(load_examples=load_examples, prepare_example=prepare_example)
     pool = SimpleNamespace(count=2)
     return load_splits(["train"], task, config, create_strategy(config), workers=pool)["train"]
+
+
+def whole(batches: Batches, epoch: int = 0, first_step: int = 0) -> list[list[np.ndarray]]:
+    """Returns every global batch of an epoch as [features, labels, weights], its replicas' shares joined."""
+    local_results = batches._strategy.experimental_local_results
+    return [
+        [np.concatenate([share.numpy() for share in local_results(part)]) for part in batch]
+        for batch in batches.one_by_one(epoch, first_step)
+    ]
+
+
+def joined(batches: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """Returns features, labels and weights of batches of equal size, each in one array: [batches, batch, ...]."""
+    return [np.stack(parts) for parts in zip(*batches, strict=True)]

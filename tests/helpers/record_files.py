@@ -31,3 +31,4 @@ def shuffle_in(monkeypatch: pytest.MonkeyPatch, memory: int, *, block: int) -> N
     monkeypatch.setattr(records.RecordExamples, "__init__", make_with)
     monkeypatch.setattr(records, "BYTES_WITHOUT_SHUFFLE", memory)
     monkeypatch.setattr(segments, "BYTES_OF_BLOCK", block)
+    monkeypatch.setattr(records, "BLOCKS_AT_ONCE", 24)  # To start so many reads takes longer than small blocks do.

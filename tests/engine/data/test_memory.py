@@ -14,7 +14,6 @@ from engine import memory
 from engine.data import batches as batches_module
 from engine.data import element_spec, pipelines
 from engine.data import examples as examples_module
-from engine.data.batches import Batches
 from engine.data.examples import DatasetExamples
 from engine.errors import BadInput
 from engine.run import summary
@@ -49,14 +48,13 @@ SIZES: dict[str, tuple[Callable[[], tf.data.Dataset], float]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SIZES)
-def test_shuffle_buffer_holds_what_fits_by_the_bytes_of_an_example(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset, expected = SIZES[kind]
+def test_shuffle_buffer_holds_what_fits_by_the_bytes_of_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(element_spec, "BYTES_OF_ELEMENT", 0)
     monkeypatch.setattr(element_spec, "BYTES_OF_TENSOR", 0)
-    assert made(dataset(), shuffle_bytes=int(5 * expected)).buffer_size == min(5, int(dataset().cardinality()))
-    assert made(dataset(), shuffle_bytes=int(2 * expected) - 1).buffer_size == 1
-    assert made(dataset(), shuffle_bytes=1).buffer_size == 1
+    for dataset, expected in SIZES.values():
+        assert made(dataset(), shuffle_bytes=int(5 * expected)).buffer_size == min(5, int(dataset().cardinality()))
+        assert made(dataset(), shuffle_bytes=int(2 * expected) - 1).buffer_size == 1
+        assert made(dataset(), shuffle_bytes=1).buffer_size == 1
 
 
 def test_small_set_of_texts_is_kept_and_a_large_one_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,38 +77,37 @@ def test_texts_that_are_sorted_by_length_are_counted_while_they_are_read(
 ) -> None:
     """The first examples say that all of them would take a few kilobytes."""
     monkeypatch.setattr(examples_module, "COUNTED_AT_ONCE", 10)
+    monkeypatch.setattr(element_spec, "MEASURED", 20)
     read = []
 
     def examples() -> Iterator[tuple[bytes, int]]:
-        for number in range(1000):
+        for number in range(200):
             read.append(number)
-            yield b"x" * (10 if number < 500 else 10 + last), number
+            yield b"x" * (10 if number < 100 else 10 + last), number
 
     spec = tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64)
     dataset = tf.data.Dataset.from_generator(examples, output_signature=spec)
-    dataset = dataset.apply(tf.data.experimental.assert_cardinality(1000))
-
-    def load_examples(_: str) -> tf.data.Dataset:
-        return dataset
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(200))
 
     def labels(first_step: int = 0) -> list[int]:
-        batches = batches_of("train", load_examples, lambda text, number: (number, number), Config(global_batch_size=4))
+        settings = Config(global_batch_size=20)
+        batches = batches_of("train", lambda _: dataset, lambda text, number: (number, number), settings)
         found = [int(label) for batch in batches.one_by_one(first_step=first_step) for label in batch[1]]
         assert batches.examples.fits_in_memory is (not last)
         return found
 
-    total = 1000 * (10 + element_spec.BYTES_OF_STRING + 8)
+    total = 200 * (10 + element_spec.BYTES_OF_STRING + 8)
     monkeypatch.setattr(examples_module, "BYTES_IN_MEMORY", total)
-    taken = made(dataset)
+    taken = made(dataset, 10**5)
     assert taken.fits_in_memory is (not last)
-    assert len(read) <= 1000 + element_spec.MEASURED + 10
+    assert len(read) <= 200 + 20 + 10
     if last:  # Reading stopped where the limit was passed, and the others are taken to be as large.
-        assert len(read) < element_spec.MEASURED + 530
-        assert taken.buffer_size < made(dataset, MEGABYTE).length
-        assert taken.buffer_size == int(MEGABYTE / element_spec.bytes_in_buffer(spec, 10 + last + 48))
+        assert len(read) < 20 + 130
+        assert taken.buffer_size < 200
+        assert taken.buffer_size == int(10**5 / element_spec.bytes_in_buffer(spec, 10 + last + 48))
     whole = labels()
-    assert sorted(whole) == list(range(1000))
-    assert labels(first_step=100) == whole[400:]  # A resume decides alike.
+    assert sorted(whole) == list(range(200))
+    assert labels(first_step=4) == whole[80:]  # A resume decides alike.
 
 
 @pytest.mark.parametrize("takes_batches", [True, False])
@@ -202,40 +199,3 @@ def test_more_than_half_of_the_machine_is_said(tmp_path: Path, monkeypatch: pyte
     )
     limit.write_text(f"{2**30}\n")  # Of a container.
     assert "more than half of the 1.0 GB" in summary._memory_warning(2**30, 1)
-
-
-# --- Folders of images ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_resume_in_a_folder_of_images_reads_none_before_its_position(
-    is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The examples are paths, and task.prepare_example reads the files."""
-    if not is_kept:
-        monkeypatch.setattr(examples_module, "BYTES_IN_MEMORY", 0)
-    paths = [tmp_path / f"{number:03}.png" for number in range(40)]
-    for number, path in enumerate(paths):
-        path.write_bytes(tf.io.encode_png(tf.fill([2, 2, 1], tf.constant(number, tf.uint8))).numpy())
-
-    def load_examples(_: str) -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensor_slices((list(map(str, paths)), np.arange(40)))
-
-    def prepare_example(path, label):
-        return tf.ensure_shape(tf.io.decode_png(tf.io.read_file(path)), [2, 2, 1]), label
-
-    def batches() -> Batches:
-        return batches_of("train", load_examples, prepare_example, Config(global_batch_size=4))
-
-    assert batches().examples.fits_in_memory == is_kept
-    whole = [tuple(part.numpy() for part in batch) for batch in batches().one_by_one()]
-    labels = np.concatenate([batch[1] for batch in whole])
-    assert sorted(labels) == list(range(40))
-    assert all(np.all(features == label[:, None, None, None]) for features, label, _ in whole)
-    assert np.abs(np.diff(labels)).mean() > 8  # 13 in a complete shuffle, whatever the buffer's bytes.
-    for label in labels[: 7 * 4]:
-        paths[label].unlink()
-    rest = [tuple(part.numpy() for part in batch) for batch in batches().one_by_one(first_step=7)]
-    for one, other in zip(whole[7:], rest, strict=True):
-        for expected, found in zip(one, other, strict=True):
-            np.testing.assert_array_equal(found, expected)

@@ -1,6 +1,5 @@
 """Examples are the same however they are read, and however many are prepared at a time."""
 
-import dataclasses
 import random
 import re
 import time
@@ -11,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from loading import batches_of
+from loading import batches_of, joined, whole
 from streaming import stream
 
 from config import Config
-from engine.data import examples as examples_module
 from engine.data.batches import Batches
+from engine.data.preparation import Preparation, PreparedSpec
 from engine.errors import BadInput
 from engine.tracing import unrepeatable_in_preparation
 
@@ -29,22 +28,20 @@ def images(_: str) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((random.random((COUNT, 6, 6, 3), np.float32), np.arange(COUNT), weights))
 
 
-EXAMPLES = list(images("").as_numpy_iterator())
-
-
-def batches(prepare_example: Callable[..., Any], split: str = "train", **settings: Any) -> Batches:
+def batches(prepare_example: Callable[..., Any], **settings: Any) -> Batches:
     fixed = {"simulated_devices": 2, "global_batch_size": 8, "seed": 1, "keep_last_batch": True}
-    return batches_of(split, images, prepare_example, Config(**{**fixed, **settings}))
+    return batches_of("train", images, prepare_example, Config(**{**fixed, **settings}))
 
 
-def contents(batches: Batches, epoch: int = 0) -> list[np.ndarray]:
-    """Returns features (or each of several), labels and weights of all batches, in order."""
-    local_results = batches._strategy.experimental_local_results
-    found = [
-        [np.concatenate([share.numpy() for share in local_results(part)]) for part in tf.nest.flatten(batch)]
-        for batch in batches.one_by_one(epoch)
-    ]
-    return [np.concatenate(parts) for parts in zip(*found, strict=True)]
+def prepared(prepare_example: Callable[..., Any], examples: tf.data.Dataset) -> tuple[PreparedSpec, list[Any]]:
+    """Returns the spec of what the hook makes of all examples, and that: one by one, and if possible in one go."""
+    preparation, count, seed = Preparation(prepare_example, training=False), len(examples), tf.zeros([2], tf.int64)
+    spec = preparation.trace(examples.element_spec)
+    numbered, places = examples.enumerate(), tf.range(count, dtype=tf.int64)
+    found = [preparation.one_by_one(numbered, spec, count - 1, seed).batch(count).get_single_element()]
+    if spec.takes_batches:
+        found.append(preparation.batch_function(count - 1, seed)(places, examples.batch(count).get_single_element()))
+    return spec, found
 
 
 def branching(features, labels):
@@ -53,131 +50,142 @@ def branching(features, labels):
     return features, labels
 
 
-TOGETHER = {
-    "as they are": lambda features, labels: (features, labels),
-    "scaled": lambda features, labels: (features / 2.0 - 0.5, tf.one_hot(labels, COUNT)),
-    "standardized": lambda features, labels: (tf.image.per_image_standardization(features), labels),
-    "several": lambda features, labels: ({"a": features[..., 0], "b": tf.transpose(features)}, labels % 7),
-    "branching": branching,
-}
-# What is made of a batch, and of all features at once by NumPy.
-ONE_BY_ONE = {
-    "Python": (
-        lambda features, labels: (
-            tf.ensure_shape(tf.py_function(lambda x: 2.0 * x, [features], tf.float32), (6, 6, 3)),
-            labels,
-        ),
-        lambda features: 2.0 * features,
-    ),
-    "decoded": (
-        lambda features, labels: (
-            tf.ensure_shape(tf.io.decode_png(tf.io.encode_png(tf.cast(9.0 * features, tf.uint8)), 3), (6, 6, 3)),
-            labels,
-        ),
-        lambda features: (np.float32(9.0) * features).astype(np.uint8),
-    ),
-}
+TOGETHER = [
+    lambda features, labels: (features / 2.0 - 0.5, tf.one_hot(labels, COUNT)),
+    lambda features, labels: (tf.image.per_image_standardization(features), labels),
+    lambda features, labels: ({"a": features[..., 0], "b": tf.transpose(features)}, labels % 7),
+    branching,
+]
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_batch_prepared_in_one_go_is_that_of_single_examples(name: str) -> None:
-    made = batches(TOGETHER[name])
-    assert made._prepared.takes_batches
-    together = contents(made)
-    made._prepared = dataclasses.replace(made._prepared, takes_batches=False)
-    for one, other in zip(together, contents(made), strict=True):
+@pytest.mark.parametrize("prepare_example", TOGETHER)
+def test_batch_prepared_in_one_go_is_that_of_single_examples(prepare_example: Callable[..., Any]) -> None:
+    _, (one_by_one, together) = prepared(prepare_example, images(""))
+    tf.nest.assert_same_structure(one_by_one, together)
+    for one, other in zip(tf.nest.flatten(together), tf.nest.flatten(one_by_one), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    weights = [weight for *_, weight in images("").as_numpy_iterator()]
+    np.testing.assert_array_equal(together[2], [*weights[:-1], 0.0])  # The last one is padding.
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-@pytest.mark.parametrize("name", ONE_BY_ONE)
-def test_what_cannot_be_prepared_in_one_go_is_prepared_one_by_one(name: str, split: str) -> None:
-    prepare_example, by_numpy = ONE_BY_ONE[name]
-    made = batches(prepare_example, split)
-    assert not made._prepared.takes_batches
-    expected = by_numpy(np.stack([features for features, _, _ in EXAMPLES]))
-    features, labels, weights = contents(made)
-    np.testing.assert_array_equal(features[weights > 0], expected[labels[weights > 0]])
-    assert sorted(labels[weights > 0]) == list(range(COUNT))
-    assert len(weights) == 40
+def in_python(features, labels):
+    doubled = tf.py_function(lambda x: 2.0 * x, [features], tf.float32)
+    return tf.ensure_shape(doubled, (6, 6, 3)), labels
+
+
+def decoded(features, labels):
+    image = tf.io.decode_png(tf.io.encode_png(tf.cast(9.0 * features, tf.uint8)), 3)
+    return tf.ensure_shape(image, (6, 6, 3)), labels
+
+
+def test_what_cannot_be_prepared_in_one_go_is_prepared_one_by_one() -> None:
+    given = np.stack([features for features, *_ in images("").as_numpy_iterator()])
+    for prepare_example, expected in (
+        (in_python, 2.0 * given),
+        (decoded, (np.float32(9.0) * given).astype(np.uint8)),
+    ):
+        spec, ((features, labels, _),) = prepared(prepare_example, images(""))
+        assert not spec.takes_batches
+        np.testing.assert_array_equal(features, expected)
+        np.testing.assert_array_equal(labels, np.arange(COUNT))
 
 
 def test_each_example_has_one_seed_on_any_number_of_replicas() -> None:
     drawn = []
-    for replicas in (1, 2, 4):
+    for replicas in (1, 4):
         made = batches(
             lambda features, labels, *, seed: (tf.random.stateless_uniform([], seed), labels),
-            global_batch_size=4,
+            global_batch_size=20,
             simulated_devices=replicas,
         )
-        drawn.append(np.concatenate([contents(made, epoch=0)[0], contents(made, epoch=1)[0]]))
+        drawn.append([joined(whole(made, epoch))[0] for epoch in (0, 1)])
     assert len(np.unique(drawn[0])) == 2 * 40
-    for each in drawn[1:]:
-        np.testing.assert_array_equal(each, drawn[0])
-
-
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_examples_in_memory_and_streamed_ones_are_the_same(split: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = contents(batches(TOGETHER["as they are"], split))
-    monkeypatch.setattr(examples_module, "BYTES_IN_MEMORY", 0)
-    streamed = contents(batches(TOGETHER["as they are"], split))
-    for features, labels, weights in (kept, streamed):
-        assert sorted(labels[weights > 0]) == list(range(COUNT))
-        for feature, label, weight in zip(features, labels, weights, strict=True):
-            np.testing.assert_array_equal(feature, EXAMPLES[label][0])
-            assert weight in (0.0, EXAMPLES[label][2])
-    # Both are shuffled, each in its way.
-    assert np.array_equal(kept[1], streamed[1]) == (split == "validation")
-    assert (split == "validation") == np.array_equal(kept[1][:COUNT], np.arange(COUNT))
+    np.testing.assert_array_equal(drawn[1], drawn[0])
 
 
 def test_larger_set_than_the_shuffle_buffer_is_shuffled_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
     stream(monkeypatch, buffer_size=3)
-    labels = contents(batches(TOGETHER["as they are"]))[1]
-    assert labels[0] < 3
+    _, labels, weights = joined(whole(batches(lambda features, labels: (features, labels))))
+    labels = labels[weights > 0]
+    assert all(label < place + 3 for place, label in enumerate(labels))
     assert labels.tolist() != sorted(labels)
 
 
 GENERATOR = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize(
-    ("prepare_example", "is_found"),
-    [
+def test_value_that_python_draws_once_for_all_examples_is_found() -> None:
+    for prepare_example, is_found in (
         (lambda features, labels: (features + np.random.normal(0.0, 0.3, (6, 6, 3)), labels), True),
         (lambda features, labels: (features + GENERATOR.normal(0.0, 0.3, (6, 6, 3)), labels), True),
         (lambda features, labels: (features + time.time() % 1, labels), True),
         (lambda features, labels, *, seed: (features + time.time() % 1, labels), True),
         (lambda features, labels: (features[:: random.choice([1, -1])], labels), True),
         (lambda features, labels: (features + np.random.default_rng(0).random(), labels), False),
-        (TOGETHER["branching"], False),
-    ],
-)
-def test_value_that_python_draws_once_for_all_examples_is_found(prepare_example: Callable, is_found: bool) -> None:
-    traced = batches(prepare_example).traced
-    assert traced is not None
-    draws, _ = unrepeatable_in_preparation(traced)
-    assert len(draws) == is_found
-    assert all(re.match(r"a value .+ comes from Python, once for all examples, because", each) for each in draws)
+        (branching, False),
+    ):
+        traced = Preparation(prepare_example, training=True).trace(images("").element_spec).traced
+        assert traced is not None
+        draws, _ = unrepeatable_in_preparation(traced)
+        assert len(draws) == is_found
+        assert all(re.match(r"a value .+ comes from Python, once for all examples, because", each) for each in draws)
+
+
+# --- Examples of any structure ----------------------------------------------------------------------------------------
+
+
+# What task.load_examples makes of a number, and task.prepare_example of that; whether the number is the weight.
+FORMS = {
+    "one tensor": (lambda number: number, lambda number: (number, number), False),
+    "a dict": (lambda number: {"a": number, "b": number}, lambda both: (both["a"], both["b"]), False),
+    "a tuple of one": (lambda number: (number,), lambda number: (number, number), False),
+    "a weight that goes past": (lambda number: (number, number, number), lambda one, other: (one, other), True),
+    "a weight that is handed over": (lambda number: (number, number, 7), lambda one, two, _: (one, two, one), True),
+    "a weight made here": (lambda number: number, lambda number: (number, number, tf.cast(number, tf.float64)), True),
+    "all parts": (lambda number: (number,) * 4, lambda *parts: (parts[0], parts[3]), False),
+    "a seed": (lambda number: (number, number), lambda one, two, *, seed: (one, two + 0 * seed[0]), False),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_prepare_example_is_given_what_load_examples_gives(form: str) -> None:
+    load, prepare_example, is_weighted = FORMS[form]
+    spec, found = prepared(prepare_example, tf.data.Dataset.range(9).map(load))
+    assert spec.takes_batches == (form != "a seed")
+    for features, labels, weights in found:
+        np.testing.assert_array_equal(features, np.arange(9))
+        np.testing.assert_array_equal(labels, np.arange(9))
+        np.testing.assert_array_equal(weights, [*(range(8) if is_weighted else [1] * 8), 0])
+        assert weights.dtype == tf.float32
 
 
 def named_wrongly(features, labels):
     return featurs, labels  # noqa: F821
 
 
+ONE, TWO = tf.TensorSpec([], tf.int64), (tf.TensorSpec([6, 6, 3]), tf.TensorSpec([], tf.int64))
+EXAMPLES_ARE_DESCRIBED = "(task.prepare_example gets examples one by one, the parts of a tuple as arguments"
+
+
 @pytest.mark.parametrize(
-    ("prepare_example", "said", "is_of_other_examples"),
+    ("spec", "prepare_example", "reason", "may_expect_others"),
     [
-        (named_wrongly, "name 'featurs' is not defined", False),
-        (lambda features, labels: (Path("/missing").read_bytes(), labels), "No such file", False),
-        (lambda features, labels: (tf.matmul(features, tf.zeros([7, 7])), labels), "Dimensions must be equal", True),
-        (lambda features, labels: (features["image"], labels), "slice", True),
-        (lambda features: (features, 0), "takes 1 positional argument but", True),
+        (TWO, named_wrongly, "name 'featurs' is not defined", False),
+        (TWO, lambda features, labels: (Path("/missing").read_bytes(), labels), "No such file", False),
+        (TWO, lambda one, two: (tf.matmul(one, tf.zeros([7, 7])), two), "Dimensions must be equal", True),
+        (TWO, lambda one, two: (one["image"], two), "slice", True),
+        (TWO, lambda one: (one, one), "takes 1 positional argument but 2 were given", True),
+        (ONE, lambda one, two: (one, two), "missing 1 required positional argument: 'two'", True),
+        (ONE, lambda one: one, "return (features, labels) or (features, labels, weight)", False),
+        (ONE, lambda one: (one, one, [one, one]), "returned sample weights of (2,): each must be one number", False),
+        (ONE, lambda one: (one, one, {"a": one}), "sample weights of a dict: each must be one number; return", False),
+        (ONE, lambda one: (one, one, (one, 1.0)), "sample weights of a tuple: each must be one number; return", False),
     ],
 )
-def test_examples_are_described_where_the_hook_may_expect_others(
-    prepare_example: Callable, said: str, is_of_other_examples: bool
+def test_hook_that_fails_is_refused_and_the_examples_described_where_it_may_expect_others(
+    spec: Any, prepare_example: Callable[..., Any], reason: str, may_expect_others: bool
 ) -> None:
-    with pytest.raises(BadInput, match=said) as rejected:
-        batches(prepare_example)
-    assert ("gets examples one by one" in str(rejected.value)) is is_of_other_examples
+    with pytest.raises(BadInput) as refused:
+        Preparation(prepare_example, training=True).trace(spec)
+    assert reason in str(refused.value)
+    assert (EXAMPLES_ARE_DESCRIBED in str(refused.value)) is may_expect_others

@@ -1,9 +1,7 @@
 """Batches of record files: each record once, the same for any number of processes, and read where they begin."""
 
 import glob
-import gzip
-import os
-from collections import Counter
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from loading import batches_of, batches_of_two_workers
+from loading import batches_of, joined, whole
 from processes import until
 from record_files import shuffle_in, write_records
 
 from config import Config
-from engine.cluster.strategy import create_strategy
-from engine.data import Batches, Records, load_splits, record_index, segments
+from engine.data import Batches, Records, record_index, segments
 from engine.data.examples import Shard
+from engine.data.preparation import pass_seed
 from engine.data.record_index import index_files
 from engine.data.segments import Blocks, segment_count
 from engine.errors import BadInput
@@ -36,145 +34,134 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Records:
     return write(tmp_path_factory.mktemp("records"), data=lambda number: bytes(number % 7))
 
 
-@pytest.fixture(params=["complete", "in windows"])
-def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether a segment is shuffled completely, or in many windows."""
-    if request.param == "in windows":
-        shuffle_in(monkeypatch, 60_000, block=100)
-    return request.param
-
-
 def number_of(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     number = tf.io.decode_raw(tf.strings.substr(record, 0, 8), tf.int64)[0]
     return number, number
 
 
 def batches(
-    loaded: Any,
-    split: str = "train",
-    *,
-    prepare_example: Callable[..., Any] = number_of,
-    replicas: int = 1,
-    pipelines: tuple[int, int] = (1, 0),
-    **settings: Any,
+    loaded: Any, split: str = "train", *, prepare_example: Callable[..., Any] = number_of, **settings: Any
 ) -> Batches:
-    config = Config(**{"simulated_devices": replicas, "global_batch_size": 24, "seed": 5, **settings})
-    return batches_of(split, lambda _: loaded, prepare_example, config, pipelines=pipelines)
+    config = Config(**{"simulated_devices": 1, "global_batch_size": 12, "seed": 5, **settings})
+    return batches_of(split, lambda _: loaded, prepare_example, config)
 
 
-def whole(found: Batches, *, epoch: int = 0, first_step: int = 0) -> list[list[np.ndarray]]:
-    """Returns every global batch as [features, labels, weights], its replicas' shares joined."""
-    local_results = found._strategy.experimental_local_results
-    return [
-        [np.concatenate([share.numpy() for share in local_results(part)]) for part in batch]
-        for batch in found.one_by_one(epoch, first_step)
-    ]
+class Order:
+    """What several processes read of record files together: (place, number of the record), [steps, size, 2]."""
 
+    def __init__(
+        self, loaded: Records, processes: int = 1, *, size: int = 24, keeps_last: bool = False, shuffles: bool = True
+    ) -> None:
+        examples = loaded.examples("load_examples", 2**29 if shuffles else None)
+        self.length, self.size = examples.length, size
+        self.steps = (examples.length + keeps_last * (size - 1)) // size
+        ends = [process * size // processes for process in range(processes + 1)]
+        shards = [Shard(size, slice(*each), self.steps * size) for each in itertools.pairwise(ends)]
 
-def shares(
-    loaded: Records, number: int, *, size: int = 24, first_step: int = 0, seed: int | None = 7
-) -> list[np.ndarray]:
-    """Returns the places and numbers of the records that each process reads in an epoch, [steps, per batch, 2]."""
-    examples = loaded.examples("load_examples", None if seed is None else 2**29)
-    steps = examples.length // size
-    first, seed = tf.constant(first_step * size, tf.int64), None if seed is None else tf.constant(seed, tf.int64)
-    found = []
-    for process in range(number):
-        part = slice(process * size // number, (process + 1) * size // number)
-        shard = Shard(size, part, steps * size)
-        stream = examples.one_by_one(shard, first, seed)
-        pairs = stream.batch(4096).map(lambda places, found: (places, tf.strings.substr(found, 0, 8)))
-        pairs = pairs.map(lambda places, heads: (places, tf.io.decode_raw(heads, tf.int64)[:, 0]))
-        places, numbers = (np.concatenate(each) for each in zip(*pairs.as_numpy_iterator(), strict=True))
-        found.append(np.reshape(np.stack([places, numbers], axis=1), [steps - first_step, shard.size, 2]))
-    return found
+        def of(shard: Shard) -> Callable[..., tf.Tensor]:
+            def read(first_step: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+                stream = examples.one_by_one(shard, first_step * size, seed if shuffles else None)
+                places, records = stream.batch(self.steps * shard.size).get_single_element()
+                numbers = tf.io.decode_raw(tf.strings.substr(records, 0, 8), tf.int64)[:, 0]
+                return tf.reshape(tf.stack([places, numbers], axis=1), [-1, shard.size, 2])
+
+            return tf.function(read, input_signature=[tf.TensorSpec([], tf.int64)] * 2)
+
+        # Traced once for all seeds and places to start at, as in a run.
+        self.of_processes = [of(shard) for shard in shards]
+
+    def __call__(self, first_step: int = 0, seed: int = 7) -> np.ndarray:
+        given = tf.constant(first_step, tf.int64), tf.constant(seed, tf.int64)
+        return np.concatenate([read(*given) for read in self.of_processes], axis=1)
 
 
 # --- The order --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split", ["train", pytest.param("validation", marks=pytest.mark.long)])
-def test_batches_are_the_same_for_any_number_of_replicas(
-    split: str, files: Records, monkeypatch: pytest.MonkeyPatch
+def test_without_shuffling_the_order_is_that_of_the_files_cut_into_segments(
+    files: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shuffle_in(monkeypatch, 60_000, block=100)
-    one, two, four = (whole(batches(files, split, replicas=replicas), epoch=1) for replicas in (1, 2, 4))
-    for expected, *found in zip(one, two, four, strict=True):
-        for each in found:
-            np.testing.assert_array_equal(each, expected)
-
-
-@pytest.mark.parametrize("size", [60, pytest.param(100, marks=pytest.mark.long)])
-def test_batches_are_the_same_for_any_number_of_processes(
-    size: int, files: Records, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the segments can be dealt out to them, and where two processes share one."""
-    shuffle_in(monkeypatch, 60_000, block=100)
-    (expected,) = shares(files, 1, size=size)
-    assert len(expected) == COUNT // size
-    for number in (2, 3, 7):
-        np.testing.assert_array_equal(np.concatenate(shares(files, number, size=size), axis=1), expected)
-
-
-def test_without_shuffling_the_order_is_that_of_the_files_cut_into_segments(files: Records, memory: str) -> None:
-    (found,) = shares(files, 1, size=24, seed=None)
-    steps = COUNT // 24
-    expected = np.arange(steps * 24).reshape(24, steps).T  # 24 segments, and one record of each in a batch.
-    np.testing.assert_array_equal(found[..., 0], expected)
-    np.testing.assert_array_equal(found[..., 1], expected)
-
-
-@pytest.mark.parametrize("size", [1, 24, 64, 67, 96, 128, 192, 256, 1000, 4096])
-def test_segments_divide_the_batch_and_are_as_many_as_can_be(size: int) -> None:
-    segments = segment_count(size, bytes_of_batch=1000 * size)
-    assert size % segments == 0
-    assert segments == max(divisor for divisor in range(1, 65) if size % divisor == 0)
-
-
-@pytest.mark.parametrize("workers", [2, 64, 100, 128, 1000])
-def test_workers_read_no_segment_that_another_one_reads_too(workers: int) -> None:
-    """Unless it is small: of a small record, a worker may read 32 times what it uses, which is still little."""
-    size = 32 * workers
-    for bytes_of_record in (100, 1000, 16_000, 110_000):
-        segments = segment_count(size, size * bytes_of_record)
-        per_batch = size // segments
-        for worker in range(workers):
-            first, end = worker * 32 // per_batch, -(-(worker + 1) * 32 // per_batch)
-            read = (end - first) * per_batch
-            assert read == 32 or read * bytes_of_record < 2**20
-
-
-def test_training_visits_each_record_of_the_whole_batches_once_and_leaves_out_others_each_epoch(
-    files: Records, memory: str
-) -> None:
-    made = batches(files)
-    assert (made.number_of_examples, made.steps_per_pass, made.dropped) == (COUNT, 18, COUNT % 24)
-    orders = [np.concatenate([labels for _, labels, _ in whole(made, epoch=epoch)]) for epoch in range(3)]
-    for order in orders:
-        assert len(set(order.tolist())) == 18 * 24
-        assert set(order.tolist()) <= set(range(COUNT))
-    assert len({tuple(order) for order in orders}) == 3
-    assert len({frozenset(order.tolist()) for order in orders}) == 3
-    again = np.concatenate([labels for _, labels, _ in whole(batches(files), epoch=2)])
-    np.testing.assert_array_equal(again, orders[2])
-    other = np.concatenate([labels for _, labels, _ in whole(batches(files, seed=6), epoch=2)])
-    assert not np.array_equal(other, orders[2])
+    steps = COUNT // 12
+    # 12 segments, and one record of each in a batch.
+    expected = np.arange(steps * 12).reshape(12, steps).T[..., None].repeat(2, axis=2)
+    found = Order(files, 2, size=12, shuffles=False)
+    np.testing.assert_array_equal(found(), expected)
+    np.testing.assert_array_equal(found(11), expected[11:])
 
 
 @pytest.mark.parametrize(
-    ("split", "keep"), [("train", True), pytest.param("validation", False, marks=pytest.mark.long)]
+    ("size", "processes", "keeps_last", "memory", "point"),
+    [(12, 2, True, 60_000, 300), (67, 3, False, 60_000, 64), (10, 2, True, 2**29, 2**15)],
 )
-def test_padding_has_weight_0_and_every_record_counts_once(
-    split: str, keep: bool, files: Records, monkeypatch: pytest.MonkeyPatch
+def test_order_has_each_record_once_for_any_number_of_processes_and_from_any_step_on(
+    size: int,
+    processes: int,
+    keeps_last: bool,
+    memory: int,
+    point: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of files with records without data or larger than the distance of points; in windows, and without."""
+    monkeypatch.setattr(segments, "POINTS_IN_MEMORY", 50 if point == 64 else 2**22)
+    monkeypatch.setattr(record_index, "POINTS_OF_SMALL_FILE", 1)
+    monkeypatch.setattr(record_index, "BYTES_OF_POINT", point)
+    shuffle_in(monkeypatch, memory, block=2 * point)
+    draw = np.random.default_rng(size)
+    sizes = draw.integers(1, 120, 4).tolist()
+    loaded = write(tmp_path, sizes, data=lambda number: bytes(draw.choice([0, 5, 100, 2000], p=[0.4, 0.3, 0.2, 0.1])))
+    loaded, count = (loaded.take(sum(sizes) - 5), sum(sizes) - 5) if keeps_last else (loaded, sum(sizes))
+    one, several = (Order(loaded, each, size=size, keeps_last=keeps_last) for each in (1, processes))
+    expected, other = one(), one(seed=8)
+    for each in (expected, other):
+        places, numbers = each.reshape(-1, 2).T
+        assert sorted(places) == list(range(one.steps * size))
+        kept = numbers[places < count]
+        assert len(set(kept.tolist())) == len(kept) == min(count, one.steps * size)
+        assert set(kept.tolist()) <= set(range(count))
+        # All padding is in the last batch, and copies an example.
+        assert len(set(numbers[places >= count].tolist())) == keeps_last
+        assert np.all(each[:-1, :, 0] < count)
+    assert not np.array_equal(other[..., 1], expected[..., 1])
+    if not keeps_last:
+        assert set(other[..., 1].flat) != set(expected[..., 1].flat)
+    np.testing.assert_array_equal(several(), expected)
+    for order, first_step in zip((one, one, several), draw.integers(1, one.steps, 3), strict=True):
+        np.testing.assert_array_equal(order(first_step), expected[first_step:])
+
+
+def test_batches_have_the_order_of_their_epoch_a_seed_for_each_record_and_padding_of_weight_0(
+    files: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seeded(record: tf.Tensor, *, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return number_of(record)[0], seed
+
     shuffle_in(monkeypatch, 60_000, block=100)
-    for count in (1, 25, COUNT):
-        made = batches(files.take(count), split, keep_last_batch=keep, replicas=2)
-        found = whole(made)
-        assert len(found) == made.steps_per_pass == -(-count // 24)
-        assert Counter(np.concatenate([labels[weights == 1] for _, labels, weights in found])) == Counter(range(count))
-        # All padding is in the last batch.
-        assert [int(weights.sum()) for _, _, weights in found] == [24] * (count // 24) + [count % 24]
+    few = files.take(200)
+    order = Order(few, size=12, keeps_last=True)
+    made = batches(few, prepare_example=seeded, keep_last_batch=True, simulated_devices=2)
+    assert (made.number_of_examples, made.steps_per_pass, made.dropped) == (200, 17, 0)
+    expected, found = order(seed=pass_seed(5, tf.constant(1, tf.int64))), joined(whole(made, 1))
+    np.testing.assert_array_equal(found[0], expected[..., 1])
+    np.testing.assert_array_equal(found[2], expected[..., 0] < 200)
+    assert len(np.unique(found[1].reshape(-1, 2), axis=0)) == 17 * 12
+    for part, same in zip(joined(whole(made, 1, 9)), found, strict=True):
+        np.testing.assert_array_equal(part, same[9:])
+
+
+def test_segments_divide_the_batch_and_no_two_workers_read_the_same_ones() -> None:
+    """Unless they are small: of a small record, a worker may read 32 times what it uses, which is still little."""
+    for size in (1, 24, 64, 67, 96, 128, 192, 256, 1000, 4096):
+        assert segment_count(size, 1000 * size) == max(each for each in range(1, 65) if size % each == 0)
+    for workers in (2, 64, 100, 128, 1000):
+        size = 32 * workers
+        for bytes_of_record in (100, 1000, 16_000, 110_000):
+            per_batch = size // segment_count(size, size * bytes_of_record)
+            for worker in range(workers):
+                first, end = worker * 32 // per_batch, -(-(worker + 1) * 32 // per_batch)
+                read = (end - first) * per_batch
+                assert read == 32 or read * bytes_of_record < 2**20
 
 
 def test_each_window_of_a_segment_is_shuffled_by_itself_and_in_another_order(files: Records) -> None:
@@ -191,68 +178,35 @@ def test_each_window_of_a_segment_is_shuffled_by_itself_and_in_another_order(fil
 
 def test_place_of_no_record_is_in_the_graph_of_a_pass(files: Records) -> None:
     """It would be there once for each pass and function, and a graph has at most 2 GB."""
-    examples = files.examples("load_examples", 2**29)
-
-    @tf.function
-    def a_pass() -> tf.Tensor:
-        shard = Shard(24, slice(0, 24), COUNT // 24 * 24)
-        stream = examples.one_by_one(shard, tf.constant(0, tf.int64), tf.constant(7, tf.int64))
-        return stream.reduce(tf.constant(0, tf.int64), lambda count, _: count + 1)
-
-    assert a_pass() == COUNT // 24 * 24
-    graph = a_pass.get_concrete_function().graph.as_graph_def()
+    (read,) = Order(files).of_processes
+    graph = read.get_concrete_function().graph.as_graph_def()
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
     sizes = [tf.make_ndarray(node.attr["value"].tensor).size for node in nodes if node.op == "Const"]
     assert max(sizes) < 24
-
-
-def test_each_record_and_epoch_has_a_seed_of_its_own(files: Records) -> None:
-    def seeds(record: tf.Tensor, *, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return number_of(record)[0], seed
-
-    made = batches(files, prepare_example=seeds)
-    drawn = [tuple(seed) for epoch in (0, 1) for _, seeds, _ in whole(made, epoch=epoch) for seed in seeds]
-    assert len(set(drawn)) == 2 * 18 * 24
 
 
 def test_files_sorted_by_class_are_mixed_as_by_a_perfect_shuffle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten classes one after the other, of which much less is in memory than all of it."""
-    loaded = write(tmp_path, [2000] * 10, data=lambda number: bytes(92))
-    shuffle_in(monkeypatch, 1_700_000, block=200)  # A tenth in the windows, each of many blocks.
-    (found,) = shares(loaded, 1, size=64)
-    classes = np.stack([np.bincount(batch // 2000, minlength=10) for batch in found[..., 1]])
-    spread = ((classes - 6.4) ** 2 / 6.4).sum(axis=1)  # Of chi-squared distribution, with 9 degrees of freedom.
-    assert len(spread) == 312
+    loaded = write(tmp_path, [600] * 10, data=lambda number: bytes(92))
+    shuffle_in(monkeypatch, 510_000, block=200)  # A tenth in the windows, each of many blocks.
+    numbers = Order(loaded, size=32)()[..., 1]
+    classes = np.stack([np.bincount(batch // 600, minlength=10) for batch in numbers])
+    spread = ((classes - 3.2) ** 2 / 3.2).sum(axis=1)  # Of chi-squared distribution, with 9 degrees of freedom.
+    assert len(spread) == 187
     assert 8 < spread.mean() < 10
     assert spread.max() < 40
     # And batches that follow each other.
     neighbours = classes[:-1] + classes[1:]
-    assert 8 < ((neighbours - 12.8) ** 2 / 12.8).sum(axis=1).mean() < 11.5
+    assert 8 < ((neighbours - 6.4) ** 2 / 6.4).sum(axis=1).mean() < 11.5
 
 
-# --- Where a run goes on, and what is read ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first_step", [pytest.param(1, marks=pytest.mark.long), 13])
-def test_resume_goes_on_with_the_same_batches(first_step: int, files: Records, monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(record: tf.Tensor, *, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return tf.random.stateless_uniform([], seed), number_of(record)[1]
-
-    shuffle_in(monkeypatch, 60_000, block=100)
-    for prepare_example in (number_of, draw):
-        made = batches(files, prepare_example=prepare_example)
-        expected = whole(made, epoch=2)[first_step:]
-        found = whole(made, epoch=2, first_step=first_step)
-        for one, other in zip(found, expected, strict=True):
-            for part, same in zip(one, other, strict=True):
-                np.testing.assert_array_equal(part, same)
+# --- What is read -----------------------------------------------------------------------------------------------------
 
 
 def bytes_read(function: Callable[[], Any]) -> int:
     """Returns how many bytes this process reads from files meanwhile."""
-
     before = bytes_read_so_far()
     function()
     return bytes_read_so_far() - before
@@ -307,62 +261,39 @@ def streams(loaded: Records, number: int) -> list[tf.data.Dataset]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("complete", [True, False])
 def test_each_of_a_million_records_is_read_once_by_any_number_of_processes(
-    complete: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = write(tmp_path, [400_000, 1, 99_999, 250_003, 130_000, 20_000, 100_000])
-    if not complete:
-        shuffle_in(monkeypatch, 2**21, block=2**13)  # Of 24 MB.
-    size = 48
-    (expected,) = shares(loaded, 1, size=size)
-    assert len(expected) == 1_000_003 // size
+    shuffle_in(monkeypatch, 2**21, block=2**13)  # Of 24 MB.
+    expected = Order(loaded, size=48)()
+    assert len(expected) == 1_000_003 // 48
     counts = np.bincount(expected[..., 1].ravel(), minlength=1_000_003)
     assert counts.max() == 1
-    assert counts.sum() == 1_000_003 // size * size
-    for number in (2, 3, 4) if complete else (3,):
-        np.testing.assert_array_equal(np.concatenate(shares(loaded, number, size=size), axis=1), expected)
-    rest = shares(loaded, 2, size=size, first_step=17_000)
-    np.testing.assert_array_equal(np.concatenate(rest, axis=1), expected[17_000:])
+    assert counts.sum() == 1_000_003 // 48 * 48
+    for processes in (2, 3, 4):
+        order = Order(loaded, processes, size=48)
+        np.testing.assert_array_equal(order(), expected)
+    np.testing.assert_array_equal(order(17_000), expected[17_000:])
 
 
-def test_workers_with_steps_of_their_own_share_the_records_of_an_epoch(files: Records) -> None:
-    """As with parameter servers, where the pipeline is made in the graph of a worker."""
-    config = Config(simulated_devices=1, global_batch_size=24, seed=5)
-    made = batches_of_two_workers(lambda _: files.take(240), number_of, config)
-
-    @tf.function
-    def five_batches(pipeline: tf.Tensor) -> tf.Tensor:
-        labels = tf.zeros([0], tf.int64)
-        for batch in made.endless(0, 0, 2, pipeline).take(5):
-            labels = tf.concat([labels, batch[1]], axis=0)
-        return labels
-
-    of_each = [set(five_batches(tf.constant(number, tf.int64)).numpy().tolist()) for number in range(2)]
-    assert [len(each) for each in of_each] == [120, 120]
-    assert set.union(*of_each) == set(range(240))
-
-
-# --- What is refused, and what is streamed ----------------------------------------------------------------------------
+# --- What is refused --------------------------------------------------------------------------------------------------
 
 
 def test_paths_and_patterns_give_each_file_once_and_in_order(tmp_path: Path) -> None:
     loaded = write(tmp_path)
     (tmp_path / "odd[1].tfrecord").write_bytes((tmp_path / "train-1.tfrecord").read_bytes())
-    expected = [
-        str(tmp_path / name) for name in ("odd[1].tfrecord", *(f"train-{number}.tfrecord" for number in range(4)))
-    ]
-    pattern = str(tmp_path / "train-*.tfrecord")
+    names = ("odd[1].tfrecord", *(f"train-{number}.tfrecord" for number in range(4)))
+    expected, pattern = [str(tmp_path / name) for name in names], str(tmp_path / "train-*.tfrecord")
     for given in ([pattern, expected[0], expected[2]], [[expected[0], Path(pattern)]], [tmp_path / "*.tfrecord"]):
         assert Records(*given).paths("hook") == expected
-    assert sum(each.length for each in index_files(expected)) == COUNT + 3
-    # The indexes beside the files are no records, and one file may have several names, in any order.
-    other_name, names = tmp_path / "train-9.tfrecord", sorted(tmp_path.glob("*"))
-    other_name.symlink_to(tmp_path / "train-0.tfrecord")
-    for given in ([other_name, *names], [*names, other_name]):
-        assert Records(*given).paths("hook") == expected
-    other_name.unlink()
     assert loaded.take(5).take(10).examples("hook", None).length == 5
+    # The indexes beside the files are no records, and one file may have several names, in any order.
+    other_name, found = tmp_path / "train-9.tfrecord", sorted(tmp_path.glob("*"))
+    assert len(found) > len(expected)
+    other_name.symlink_to(tmp_path / "train-0.tfrecord")
+    for given in ([other_name, *found], [*found, other_name]):
+        assert Records(*given).paths("hook") == expected
     tf.io.gfile.makedirs("ram://glob")
     for name in "ba":
         with tf.io.TFRecordWriter(f"ram://glob/{name}.tfrecord") as writer:
@@ -382,62 +313,18 @@ def test_indexes_that_cannot_be_cached_beside_the_files_are_cached_beside_the_ru
     assert not list(tmp_path.glob("runs/first"))
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        (["*.none"], "task.load_examples('train') returned Records('*.none'), which matches no file: give the path of"),
-        (["ram://none/*"], "returned Records('ram://none/*'), which matches no file"),
-        ([], "Records got no path: pass paths or patterns"),
-        ([os.curdir], ". cannot be read (Is a directory)"),
-    ],
-)
-def test_records_without_a_file_are_refused(given: list[str], reason: str) -> None:
-    with pytest.raises(BadInput) as refused:
-        batches(Records(*given))
-    assert reason in str(refused.value)
-
-
-def test_records_of_workers_files_are_refused(files: Records) -> None:
+def test_records_without_a_file_and_of_workers_files_are_refused(files: Records) -> None:
+    for given, reason in {
+        "*.none": "task.load_examples('train') returned Records('*.none'), which matches no file: give the path of",
+        "ram://none/*": "returned Records('ram://none/*'), which matches no file",
+        ".": ". cannot be read (Is a directory)",
+    }.items():
+        with pytest.raises(BadInput) as refused:
+            batches(Records(given))
+        assert reason in str(refused.value)
     config = Config(simulated_devices=2, global_batch_size=8)
     with pytest.raises(BadInput, match="takes an input_context and returned Records: remove it from load_examples"):
         batches_of("train", lambda split, input_context=None: files, number_of, config, pipelines=(2, 0))
-
-
-def spoiled(folder: Path, number: int) -> Records:
-    """Writes files of which the second has a record whose data were changed."""
-    loaded = write(folder, [50, 50, 50], data=lambda number: bytes(100))
-    path = folder / "train-1.tfrecord"
-    content = bytearray(path.read_bytes())
-    content[number * 124 + 60] ^= 1
-    path.write_bytes(content)
-    return loaded
-
-
-@pytest.mark.parametrize(("point", "in_memory"), [(64, 50), (300, 2**22)])
-def test_records_between_points_are_read_and_named(
-    point: int, in_memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From any place, also of a file that has records without data or larger than the distance of points."""
-    monkeypatch.setattr(segments, "POINTS_IN_MEMORY", in_memory)
-    monkeypatch.setattr(record_index, "POINTS_OF_SMALL_FILE", 1)
-    monkeypatch.setattr(record_index, "BYTES_OF_POINT", point)
-    draw = np.random.default_rng(point)
-    loaded = write(tmp_path, [97, 130, 61], data=lambda number: bytes(draw.choice([0, 5, 100, 40_000])))
-    shuffle_in(monkeypatch, 60_000, block=2 * point)
-    (expected,) = shares(loaded, 1)
-    assert len(set(expected[..., 1].ravel())) == 288 // 24 * 24
-    for first_step in (1, 5, 11):
-        np.testing.assert_array_equal(shares(loaded, 1, first_step=first_step)[0], expected[first_step:])
-    np.testing.assert_array_equal(np.concatenate(shares(loaded, 3), axis=1), expected)
-    (few,) = shares(loaded.take(110), 1, size=10)
-    assert sorted(few[..., 1].ravel()) == list(range(110))
-    path = tmp_path / "train-1.tfrecord"
-    offsets = np.cumsum([0, *(len(record) + 16 for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator())])
-    content = bytearray(path.read_bytes())
-    content[offsets[77] + 13] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(BadInput, match=rf"train-1.tfrecord: record 77, counted from 0, at byte {offsets[77]} is"):
-        whole(batches(loaded))
 
 
 def test_index_in_memory_does_not_grow_with_the_files(files: Records, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,111 +336,34 @@ def test_index_in_memory_does_not_grow_with_the_files(files: Records, monkeypatc
         assert sum(index.length for index in blocks.files) == COUNT
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_record_with_wrong_data_is_named_when_it_is_read(split: str, tmp_path: Path) -> None:
-    made = batches(spoiled(tmp_path, 17), split, keep_last_batch=True)
+def test_record_with_wrong_data_and_file_that_is_gone_are_named_when_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_index, "POINTS_OF_SMALL_FILE", 1)
+    monkeypatch.setattr(record_index, "BYTES_OF_POINT", 300)
+    loaded, path = write(tmp_path, [50, 50, 50], data=lambda number: bytes(100)), tmp_path / "train-1.tfrecord"
+    content = bytearray(path.read_bytes())
+    content[17 * 124 + 60] ^= 1
+    path.write_bytes(content)
+    made = batches(loaded)
     with pytest.raises(BadInput) as refused:
         whole(made)
     assert str(refused.value) == (
-        f"{tmp_path}/train-1.tfrecord: record 17, counted from 0, at byte {17 * 124} is damaged (the checksum of its "
+        f"{path}: record 17, counted from 0, at byte {17 * 124} is damaged (the checksum of its "
         "data is wrong): restore the file from a backup, or write it again without that record"
     )
+    path.unlink()
+    with pytest.raises(BadInput, match=r"train-1.tfrecord"):
+        whole(made)
 
 
 def test_record_that_cannot_be_prepared_is_named(tmp_path: Path) -> None:
-    def parse(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return number_of(record)[0], tf.io.decode_raw(record, tf.int64, fixed_length=8)[0]
+    def of_eight_bytes(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return number_of(record)[0], tf.reshape(tf.io.decode_raw(record, tf.int64), [])
 
     loaded = write(tmp_path, [50, 50], data=lambda number: b"" if number != 67 else b"odd")
-    made = batches(
-        loaded, prepare_example=lambda record: (parse(record)[0], tf.reshape(tf.io.decode_raw(record, tf.int64), []))
-    )
+    made = batches(loaded, prepare_example=of_eight_bytes)
     with pytest.raises(
         BadInput, match=rf"prepare_example failed on record 17, counted from 0, of {tmp_path}/train-1.tf"
     ):
         whole(made)
-
-
-def test_file_that_is_gone_is_named(tmp_path: Path) -> None:
-    made = batches(write(tmp_path))
-    (tmp_path / "train-2.tfrecord").unlink()
-    with pytest.raises(BadInput, match=r"train-2.tfrecord"):
-        whole(made)
-
-
-def test_compressed_file_is_refused(tmp_path: Path) -> None:
-    loaded = write(tmp_path)
-    path = tmp_path / "train-2.tfrecord"  # Beside others that are not.
-    path.write_bytes(gzip.compress(path.read_bytes()))
-    with pytest.raises(BadInput, match=rf"{path} is compressed: unpack it, or read it with tf.data.TFRecordDataset"):
-        batches(loaded)
-
-
-# --- Examples of any structure ----------------------------------------------------------------------------------------
-
-
-def numbered(count: int, form: Callable[[tf.Tensor], Any]) -> tf.data.Dataset:
-    return tf.data.Dataset.range(count).map(form)
-
-
-FORMS = {
-    "one tensor": (lambda number: number, lambda number: (number, number)),
-    "a dict": (lambda number: {"a": number, "b": number}, lambda both: (both["a"], both["b"])),
-    "a tuple of one": (lambda number: (number,), lambda number: (number, number)),
-    "a weight that goes past": (lambda number: (number, number, number), lambda one, other: (one, other)),
-    "a weight that is handed over": (lambda number: (number, number, 7), lambda one, two, _: (one, two, one)),
-    "a weight made here": (lambda number: number, lambda number: (number, number, tf.cast(number, tf.float64))),
-    "all parts": (lambda number: (number,) * 4, lambda *parts: (parts[0], parts[3])),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_prepare_example_is_given_what_load_examples_gives(form: str) -> None:
-    loaded, prepare_example = FORMS[form]
-    weighted = "weight" in form
-    for hook in (prepare_example, lambda *parts, seed: prepare_example(*parts)):
-        if weighted and hook is not prepare_example:
-            continue  # It takes any number of parts, so no weight goes past it.
-        found = whole(batches(numbered(24, loaded), "validation", prepare_example=hook))
-        ((features, labels, weights),) = found
-        np.testing.assert_array_equal(features, np.arange(24))
-        np.testing.assert_array_equal(labels, np.arange(24))
-        np.testing.assert_array_equal(weights, np.arange(24) if weighted else np.ones(24))
-
-
-@pytest.mark.parametrize(
-    ("loaded", "prepare_example", "reason"),
-    [
-        (
-            lambda n: (n, n),
-            lambda one: (one, one),
-            "takes 1 positional argument but 2 were given (task.prepare_example gets examples one by one, the parts of",
-        ),
-        (
-            lambda n: n,
-            lambda one, two: (one, two),
-            "missing 1 required positional argument: 'two' (task.prepare_example gets",
-        ),
-        (lambda n: n, lambda one: one, "return (features, labels) or (features, labels, weight)"),
-        (lambda n: n, lambda one: (one, one, [one, one]), "returned sample weights of (2,): each must be one number"),
-        (lambda n: n, lambda one: (one, one, {"a": one}), "sample weights of a dict: each must be one number; return"),
-        (lambda n: n, lambda one: (one, one, (one, 1.0)), "sample weights of a tuple: each must be one number; return"),
-    ],
-)
-def test_examples_and_hooks_that_do_not_fit_are_refused(
-    loaded: Callable[..., Any], prepare_example: Callable[..., Any], reason: str
-) -> None:
-    with pytest.raises(BadInput) as refused:
-        batches(numbered(24, loaded), prepare_example=prepare_example)
-    assert reason in str(refused.value)
-
-
-def test_records_of_every_split_share_what_prepares_them(files: Records) -> None:
-    class Task:
-        load_examples = staticmethod(lambda split: files)
-        prepare_example = staticmethod(number_of)
-
-    config = Config(simulated_devices=1)
-    found = load_splits(("train", "validation", "test"), Task, config, create_strategy(config))
-    assert {split: each.fingerprint()["examples"] for split, each in found.items()} == dict.fromkeys(found, COUNT)
-    assert batches(files).fingerprint() == batches(files).fingerprint() != batches(files.take(COUNT - 1)).fingerprint()

@@ -1,9 +1,11 @@
 """Batches arrive in stacks of several: in order, whole, and whatever the numbers of steps they are asked for in."""
 
+import itertools
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,37 +14,30 @@ from loading import batches_of
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from config import Config
+from engine.data import stacks
 from engine.data.batches import Batches
 from engine.data.stacks import BYTES_OF_STACK, Sizes, StackIterator, stack_sizes
 from engine.errors import BadInput
 from rendering import PROJECT
 
 
-def counting(split: str, count: int, *, replicas: int = 1, strategy: tf.distribute.Strategy | None = None) -> Batches:
+def counting(split: str, count: int, *, replicas: int = 1, **options: Any) -> Batches:
     def load_examples(_: str) -> tf.data.Dataset:
         return tf.data.Dataset.range(count).map(lambda number: (number, number))
 
     config = Config(simulated_devices=replicas, global_batch_size=4)
-    return batches_of(split, load_examples, lambda features, labels: (features, labels), config, strategy=strategy)
-
-
-def test_plan_is_what_is_taken() -> None:
-    batches = counting("train", 120)
-    feed = batches.iterator(0, 3)
-    for count in (1, 5, 2, 30, 31, 7):
-        plan = feed.plan(count)
-        assert plan == [(first, taken) for _, first, taken in feed.take(count)]
+    return batches_of(split, load_examples, lambda features, labels: (features, labels), config, **options)
 
 
 def test_iterator_says_whether_the_program_waits_for_a_batch() -> None:
     seen: list[bool] = []
 
-    def stacks() -> Iterator[str]:
+    def endless() -> Iterator[str]:
         while True:
             seen.append(iterator.is_waiting)
             yield "a stack"
 
-    start = lambda *_: (stacks(), Sizes((1,), 1), Sizes((1,), 1))  # noqa: E731
+    start = lambda *_: (endless(), Sizes((1,), 1), Sizes((1,), 1))  # noqa: E731
     iterator = StackIterator(start, "the hook", 0, 0, rejection=lambda *_: BadInput())
     for _ in iterator.take(2):
         seen.append(iterator.is_waiting)
@@ -50,20 +45,15 @@ def test_iterator_says_whether_the_program_waits_for_a_batch() -> None:
 
 
 def take(batches: Batches, feed: StackIterator, count: int) -> list[float]:
-    """Returns the first example of each of the next `count` batches."""
-    first = tf.function(
-        lambda stack, index: tf.nest.flatten(batches.stacks.pick(stack, index), expand_composites=True)[0]
-    )
-    return [
-        float(first(stack, tf.constant(start + index))[0])
-        for stack, start, taken in feed.take(count)
-        for index in range(taken)
-    ]
+    """Returns the first example of each of the next `count` batches, which come as planned."""
+    plan, stacks = feed.plan(count), list(feed.take(count))
+    assert plan == [(first, taken) for _, first, taken in stacks]
+    first = tf.function(lambda *given: tf.nest.flatten(batches.stacks.pick(*given), expand_composites=True)[0][0])
+    return [float(first(stack, tf.constant(start + index))) for stack, start, taken in stacks for index in range(taken)]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_steps_of_any_number_take_the_batches_in_order_pass_after_pass(replicas: int) -> None:
-    batches = counting("validation", 400, replicas=replicas)
+def test_steps_of_any_number_take_the_batches_in_order_pass_after_pass_as_planned() -> None:
+    batches = counting("validation", 400, replicas=2)
     feed = batches.iterator()
     for epoch in range(2):
         taken = [take(batches, feed, count) for count in (1, 2, 30, 1, 66)]
@@ -84,8 +74,7 @@ def test_training_feed_is_used_again_only_for_the_epoch_that_it_is_at() -> None:
     assert take(batches, batches.iterator(4), 10) != order
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_no_thread_tunes_the_input(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_tunes_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may miss that it is to end; whoever closes the input then waits for its next turn, up to a minute."""
     tuned = []
     create = OwnedIterator.__init__
@@ -95,7 +84,7 @@ def test_no_thread_tunes_the_input(replicas: int, monkeypatch: pytest.MonkeyPatc
         create(iterator, dataset, **options)
 
     monkeypatch.setattr(OwnedIterator, "__init__", noted)
-    list(counting("train", 40, replicas=replicas).iterator().take(10))
+    list(counting("train", 40, replicas=2).iterator().take(10))
     assert tuned == [False]
 
 
@@ -107,17 +96,26 @@ def test_stack_of_one_gpu_stays_in_the_memory_of_the_host() -> None:
         assert steps(stack, first, count)[0] % 4 == 0
 
 
-@pytest.mark.parametrize("steps", [1, 2, 39, 64, 65, 1000, 12345])
-@pytest.mark.parametrize("first_step", [0, 1, 30])
-@pytest.mark.parametrize("bytes_of_batch", [1, BYTES_OF_STACK // 10, 3 * BYTES_OF_STACK])
-def test_stacks_hold_each_step_once_and_fit_their_size(steps: int, first_step: int, bytes_of_batch: int) -> None:
-    first_step = min(first_step, steps - 1)
-    growing, whole = (list(sizes) for sizes in stack_sizes(steps, first_step, bytes_of_batch))
-    assert (sum(growing), sum(whole)) == (steps - first_step, steps)
-    assert all(size >= 1 for size in (*growing, *whole))
-    assert growing[0] == 1  # So that the first step can be taken soon.
-    for size in (*growing, *whole):
-        assert size == 1 or size * bytes_of_batch <= BYTES_OF_STACK
+def test_stacks_hold_each_step_once_and_fit_their_size() -> None:
+    for steps, first_step, bytes_of_batch in itertools.product(
+        (1, 2, 39, 64, 65, 1000, 12345), (0, 1, 30), (1, BYTES_OF_STACK // 10, 3 * BYTES_OF_STACK)
+    ):
+        first = min(first_step, steps - 1)
+        growing, whole = (list(sizes) for sizes in stack_sizes(steps, first, bytes_of_batch))
+        assert (sum(growing), sum(whole)) == (steps - first, steps)
+        assert growing[0] == 1  # So that the first step can be taken soon.
+        for size in (*growing, *whole):
+            assert size == 1 or 1 < size <= BYTES_OF_STACK // bytes_of_batch
+
+
+def test_stacks_hold_more_steps_the_smaller_the_share_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stack is a call, of which TensorFlow keeps some memory for ever in a cluster."""
+    monkeypatch.setattr(stacks, "BYTES_OF_STACK", 20 * 80)  # A batch of 4 has 80 bytes.
+    largest = {}
+    for processes in (1, 2, 4):
+        made = counting("train", 800, replicas=4, pipelines=(processes, 0))
+        largest[processes] = max(itertools.chain(*stack_sizes(200, 0, made._bytes_of_share)))
+    assert largest == {1: 20, 2: 40, 4: 64}  # And no more, because a long pass has several stacks.
 
 
 def test_sizes_of_the_rest_are_those_of_the_pass_without_the_first_ones() -> None:
@@ -135,10 +133,7 @@ def test_sizes_of_a_billion_examples_take_no_time_and_no_memory() -> None:
     first, _ = stack_sizes(10**9 // 32, 5, BYTES_OF_STACK)
     assert len(first.pattern) < 1100
     assert first.without_first().steps == 10**9 // 32 - 6
-
-
-def test_pass_with_nothing_left_is_followed_by_whole_ones() -> None:
-    """As after a resume with fewer examples than there were."""
+    # A pass with nothing left, as after a resume with fewer examples than there were, is followed by whole ones.
     assert stack_sizes(10, 10, 1) == stack_sizes(10, 12, 1) == (Sizes((64,), 10), Sizes((64,), 10))
 
 
