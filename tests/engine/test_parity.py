@@ -78,8 +78,13 @@ def pixels_loss(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
 
 
 def segmenter() -> keras.Model:
-    hidden = keras.layers.Conv2D(4, 3, padding="same", activation="gelu")
-    return keras.Sequential([keras.Input((4, 4, 1)), hidden, keras.layers.Conv2D(2, 3, padding="same")])
+    layers = [
+        keras.layers.Conv2D(4, 3, padding="same", use_bias=False),
+        keras.layers.BatchNormalization(synchronized=True),
+        keras.layers.Activation("gelu"),
+        keras.layers.Conv2D(2, 3, padding="same"),
+    ]
+    return keras.Sequential([keras.Input((4, 4, 1)), *layers])
 
 
 def active_model() -> keras.Model:
@@ -89,11 +94,14 @@ def active_model() -> keras.Model:
     return keras.Sequential([keras.Input((6,)), hidden, keras.layers.Dense(3)])
 
 
-def dense_model(*, regularizer: Any = None, normalization: bool = False) -> keras.Model:
-    layers = [keras.Input((6,)), keras.layers.Dense(8, kernel_regularizer=regularizer, use_bias=not normalization)]
-    if normalization:
-        layers.append(keras.layers.BatchNormalization(synchronized=True))
-    return keras.Sequential([*layers, keras.layers.Activation("gelu"), keras.layers.Dense(3)])
+def normalized_model() -> keras.Model:
+    layers = [
+        keras.layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.01), use_bias=False),
+        keras.layers.BatchNormalization(synchronized=True),
+        keras.layers.Activation("gelu"),
+        keras.layers.Dense(3),
+    ]
+    return keras.Sequential([keras.Input((6,)), *layers])
 
 
 def tagger() -> keras.Model:
@@ -110,45 +118,27 @@ def adamw() -> keras.optimizers.Optimizer:
     return keras.optimizers.AdamW(0.01, epsilon=1e-5)
 
 
-L2 = keras.regularizers.L2(0.01)
+NORMALIZED = Case(table, normalized_model, sgd, classes_loss)
+# Each has a number of replicas and of the examples in their batch. test_reference.py has one, two and four replicas.
 CASES = {
-    "SGD, L2, clipping, 2 micro-batches": Case(
-        table, lambda: dense_model(regularizer=L2), sgd, classes_loss, {"global_clipnorm": 0.2, "micro_batches": 2}
+    "two losses, activity regularizer, 2 micro-batches": (
+        *(3, 48),
+        Case(table, active_model, sgd, two_losses, {"micro_batches": 2}),
     ),
-    "AdamW, clipping, 4 micro-batches": Case(
-        table, dense_model, adamw, classes_loss, {"global_clipnorm": 0.2, "micro_batches": 4}
+    "a label per pixel, synchronized BatchNorm, clipping": (
+        *(5, 50),
+        Case(images, segmenter, sgd, pixels_loss, {"global_clipnorm": 0.05}),
     ),
-    "weighted examples, a short last batch, clipping, 4 micro-batches": Case(
-        table, dense_model, sgd, classes_loss, {"keep_last_batch": True, "global_clipnorm": 0.02, "micro_batches": 4}
+    # The replicas cannot share this batch equally, so some per-replica batches are padded.
+    "embedding, masked tokens, AdamW, clipping, 2 micro-batches": (
+        *(3, 50),
+        Case(sentences, tagger, adamw, tokens_loss, {"micro_batches": 2, "global_clipnorm": 0.05}),
     ),
-    "two losses, activity regularizer, 2 micro-batches": Case(
-        table, active_model, sgd, two_losses, {"micro_batches": 2}
+    "XLA, synchronized BatchNorm, L2, weighted examples": (
+        *(2, 48),
+        dataclasses.replace(NORMALIZED, settings={"jit": True}),
     ),
-    "a label per pixel": Case(images, segmenter, sgd, pixels_loss),
-    "synchronized BatchNorm": Case(table, lambda: dense_model(normalization=True), sgd, classes_loss),
-    "embedding, masked tokens, clipping": Case(sentences, tagger, sgd, tokens_loss, {"global_clipnorm": 0.05}),
-    "embedding, masked tokens, AdamW, 2 micro-batches": Case(
-        sentences, tagger, adamw, tokens_loss, {"micro_batches": 2}
-    ),
-    "XLA": Case(table, lambda: dense_model(regularizer=L2), sgd, classes_loss, {"jit": True}),
-    "XLA, a label per pixel, clipping, 2 micro-batches": Case(
-        images, segmenter, adamw, pixels_loss, {"jit": True, "global_clipnorm": 0.05, "micro_batches": 2}
-    ),
-    "XLA, embedding, masked tokens": Case(sentences, tagger, adamw, tokens_loss, {"jit": True}),
 }
-# How many replicas, and examples in their batch. Three replicas show most; test_reference.py has one and two.
-SIZES = {
-    "synchronized BatchNorm": (5, 65),
-    # The replicas cannot share these batches equally, so some per-replica batches are padded.
-    "SGD, L2, clipping, 2 micro-batches": (4, 47),
-    "weighted examples, a short last batch, clipping, 4 micro-batches": (3, 46),
-    "a label per pixel": (5, 48),
-    "embedding, masked tokens, AdamW, 2 micro-batches": (3, 50),
-    "XLA": (5, 33),
-}
-# Other cases have the same options one by one.
-SLOW = {name for name in CASES if name.startswith("XLA, ")}
-SLOW |= {"AdamW, clipping, 4 micro-batches", "embedding, masked tokens, clipping"}
 
 
 @pytest.fixture
@@ -183,15 +173,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], None]:
 
 
 def batches_by_hand(case: Case, global_batch_size: int) -> list[list[tuple]]:
-    """Returns the batches of each epoch, (features, labels, weights), from NumPy; the last one may be short.
+    """Returns the batches of each epoch, (features, labels, weights), from NumPy.
 
     The engine gives the order of the examples' numbers only, and it has tests of its own.
     """
     features, labels, *weights = case.examples(COUNTS["train"])
     columns = features, labels, weights[0] if weights else np.ones(len(labels), "float32")
-    keep_last_batch = case.settings.get("keep_last_batch", False)
-    settings = Config(epochs=EPOCHS, global_batch_size=global_batch_size, keep_last_batch=keep_last_batch)
-    order = ports.numbers_in_order(task, settings)
+    order = ports.numbers_in_order(task, Config(epochs=EPOCHS, global_batch_size=global_batch_size))
     starts = range(0, len(order[0]), global_batch_size)
     return [
         [tuple(column[numbers[start : start + global_batch_size]] for column in columns) for start in starts]
@@ -227,7 +215,7 @@ def plain_tensorflow(case: Case, global_batch_size: int) -> tuple[dict[str, np.n
     return {variable.path: variable.numpy() for variable in model.variables}, metrics
 
 
-def on_replicas(replicas: int, global_batch_size: int, **settings: Any) -> tuple[dict, dict]:
+def trained(replicas: int, global_batch_size: int, **settings: Any) -> tuple[dict, dict]:
     train.build(Config(simulated_devices=replicas, global_batch_size=global_batch_size, **settings))
     assert train.strategy.num_replicas_in_sync == replicas
     for epoch in range(EPOCHS):
@@ -245,20 +233,16 @@ def assert_same(found: tuple[dict, dict], expected: tuple[dict, dict]) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name in SLOW else []) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_replicas_agree_with_plain_tensorflow(name: str, install: Callable[[Case], None]) -> None:
-    case = CASES[name]
+    replicas, global_batch_size, case = CASES[name]
     install(case)
-    replicas, global_batch_size = SIZES.get(name, (3, 48))
     expected = plain_tensorflow(case, global_batch_size)
-    assert_same(on_replicas(replicas, global_batch_size, **case.settings), expected)
+    assert_same(trained(replicas, global_batch_size, **case.settings), expected)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
 def test_micro_batches_in_a_loop_are_those_of_a_graph_without_one(
-    replicas: int, install: Callable[[Case], None], monkeypatch: pytest.MonkeyPatch
+    install: Callable[[Case], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def model() -> keras.Model:
         layers = keras.layers
@@ -277,10 +261,10 @@ def test_micro_batches_in_a_loop_are_those_of_a_graph_without_one(
         raise RuntimeError("merge_call")
 
     monkeypatch.setattr(gradients, "_take_in_loop", counted)
-    looped = on_replicas(replicas, 48, micro_batches=6)
-    assert len(ended) == replicas
+    looped = trained(2, 48, micro_batches=6)
+    assert len(ended) == 2
     monkeypatch.setattr(gradients, "_take_in_loop", not_in_a_loop)
-    weights, metrics = on_replicas(replicas, 48, micro_batches=6)
+    weights, metrics = trained(2, 48, micro_batches=6)
     assert looped[1] == metrics
     for name, weight in weights.items():
         np.testing.assert_array_equal(looped[0][name], weight, err_msg=name)
@@ -288,17 +272,9 @@ def test_micro_batches_in_a_loop_are_those_of_a_graph_without_one(
 
 def test_synchronized_batchnorm_agrees_over_replicas_in_micro_batches(install: Callable[[Case], None]) -> None:
     # Each micro-batch has statistics of its own, so the numbers are not those of the whole batch.
-    install(CASES["synchronized BatchNorm"])
+    install(NORMALIZED)
     # On two replicas they cannot be taken in a loop.
-    assert_same(on_replicas(2, 48, micro_batches=4), on_replicas(1, 48, micro_batches=4))
-
-
-@pytest.mark.long
-def test_synchronized_batchnorm_agrees_over_replicas_with_xla(install: Callable[[Case], None]) -> None:
-    install(CASES["synchronized BatchNorm"])
-    expected = on_replicas(1, 48)
-    for replicas in (1, 2):
-        assert_same(on_replicas(replicas, 48, jit=True), expected)
+    assert_same(trained(2, 48, micro_batches=4), trained(1, 48, micro_batches=4))
 
 
 def test_two_models_with_two_optimizers_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,18 +282,23 @@ def test_two_models_with_two_optimizers_agree(monkeypatch: pytest.MonkeyPatch) -
     import gan
 
     load_examples = gan.load_examples
-    monkeypatch.setattr(gan, "load_examples", lambda split: load_examples(split).take(160))
+    monkeypatch.setattr(gan, "load_examples", lambda split: load_examples(split).take(96))
     monkeypatch.setattr(train, "task", gan)
+    norms = []
+
+    def applied(*arguments: Any) -> tf.Tensor:
+        norms.append(gradients.apply_gradients(*arguments))
+        return norms[-1]
 
     def trained(**settings: Any) -> tuple[dict, dict]:
-        train.build(Config(ema_decay=0.9, **settings))
+        train.build(Config(ema_decay=0.9, global_clipnorm=0.1, **settings))
         metrics = train.train_epoch(0)
         with train.run.evaluation_weights():
             metrics |= train.validate()
         return {name: variable.numpy() for name, variable in model_variables(gan.model).items()}, metrics
 
-    one = trained(global_clipnorm=0.1)
-    assert_same(trained(global_clipnorm=0.1, simulated_devices=2, micro_batches=2), one)
-    # Clipping, which works on each model by itself, made a difference.
-    train.build(Config())
-    assert train.train_epoch(0)["train/loss"] != pytest.approx(one[1]["train/loss"], rel=1e-4)
+    assert_same(trained(simulated_devices=4, micro_batches=2), trained())
+    # Clipping works on each model by itself.
+    monkeypatch.setattr(gan, "apply_gradients", applied)
+    gradients.in_micro_batches(gan.train_step, train.config)(next(train.batches["train"].one_by_one()))
+    assert min(float(each) for each in norms) > 0.1
