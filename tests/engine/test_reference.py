@@ -100,18 +100,15 @@ def by_hand(
     return kernel, bias, *averages, epoch_losses
 
 
-# Four replicas cannot share a batch of 10 in 3 micro-batches each, so some are padded.
+# Four replicas cannot share a batch of 10 in 2 micro-batches each, so some are padded.
 @pytest.mark.parametrize(("replicas", "global_batch_size"), [(1, 12), (2, 12), (4, 10)])
 def test_training_equals_numpy(replicas: int, global_batch_size: int) -> None:
     options = {"global_clipnorm": 0.3, "ema_decay": 0.8}
-    settings = {"global_batch_size": global_batch_size, "keep_last_batch": True, "micro_batches": 3, **options}
+    settings = {"global_batch_size": global_batch_size, "keep_last_batch": True, "micro_batches": 2, **options}
     # Without simulated devices a batch is whole, so NumPy sees what all replicas see together.
     batches = load_splits(train.SPLITS, task, Config(**settings), create_strategy(Config()))["train"]
     kernel, bias, mean_kernel, mean_bias, losses = by_hand(batches, global_batch_size, **options)
-    expected = {
-        split: weighted_means(mean_kernel, mean_bias, list(examples(split).batch(5).as_numpy_iterator()))
-        for split in ("validation", "test")
-    }
+    expected = weighted_means(mean_kernel, mean_bias, list(examples("validation").batch(5).as_numpy_iterator()))
 
     train.build(Config(**settings, simulated_devices=replicas))
     found = [train.train_epoch(epoch)["train/loss"] for epoch in range(EPOCHS)]
@@ -122,9 +119,9 @@ def test_training_equals_numpy(replicas: int, global_batch_size: int) -> None:
     np.testing.assert_allclose(task.model.layers[0].bias.numpy(), bias, rtol=1e-5, atol=1e-6)
     with train.run.evaluation_weights():
         np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), mean_kernel, rtol=1e-5, atol=1e-6)
-        for results, split in ((train.validate(), "validation"), (train.test(), "test")):
-            for name, value in expected[split].items():
-                assert results[f"{split}/{name}"] == pytest.approx(value, rel=1e-5)
+        assert train.validate() == pytest.approx(
+            {f"validation/{name}": each for name, each in expected.items()}, rel=1e-5
+        )
     np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), kernel, rtol=1e-5, atol=1e-6)
 
 

@@ -1,5 +1,7 @@
 """The moving average of weights and statistics, and a network that follows another."""
 
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -14,9 +16,12 @@ from engine.errors import BadInput
 from engine.model.averages import MovingAverage, follow
 from engine.model.gradients import apply_gradients, in_micro_batches
 from engine.model.optimizers import prepare_optimizer
+from engine.run.state import weights_sha256
 
 
-def test_each_replica_averages_its_statistics_and_the_evaluation_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_replica_averages_its_statistics_and_the_evaluation_their_mean(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     layers = keras.layers
 
     def averaged_model() -> keras.Model:
@@ -26,7 +31,7 @@ def test_each_replica_averages_its_statistics_and_the_evaluation_their_mean(monk
         )
 
     monkeypatch.setattr(task, "create_model", averaged_model)
-    train.build(Config(simulated_devices=2, global_batch_size=36, ema_decay=0.9))
+    train.build(Config(run_dir=tmp_path, simulated_devices=2, global_batch_size=36, ema_decay=0.9))
     local = train.strategy.experimental_local_results
     means = [layer.moving_mean.value for layer in task.model.layers[1:3]]
     measured = []
@@ -54,6 +59,16 @@ def test_each_replica_averages_its_statistics_and_the_evaluation_their_mean(monk
     assert names <= train.run.checkpoints.state.per_replica.keys()
     averages = {*train.run.checkpoints.state.mirrored, *train.run.checkpoints.state.per_replica}
     assert not any("seed" in name for name in averages if name.startswith("average/"))
+
+    path, found = train.run.checkpoints.save(1, {}), []
+    for _ in range(2):
+        train.run_steps["train"](stack, first, 1)
+        found.append(weights_sha256(train.run.objects.weights))
+        with train.run.evaluation_weights():
+            found.append(weights_sha256(train.run.objects.weights))
+        train.run.checkpoints.restore(path)
+    assert found[:2] == found[2:]
+    assert len({*found, weights_sha256(train.run.objects.weights)}) == 3
 
 
 def test_average_of_statistics_is_of_what_the_layer_measured_in_all_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import train
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
+from engine.model import gradients
 from engine.model.build import build_optimizers
 from engine.model.gradients import apply_gradients, in_micro_batches
 from engine.model.optimizers import prepare_optimizer
@@ -50,8 +51,8 @@ def test_overflow_on_the_last_replica_skips_the_step_on_all(monkeypatch: pytest.
     monkeypatch.setattr(task, "compute_loss", overflowing)
     monkeypatch.setattr(task, "create_model", linear_model)
     monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(0.1))
-    changes = {}
-    for precision in ("float32", "mixed_bfloat16", "mixed_float16"):
+    changes = []
+    for precision in ("mixed_bfloat16", "mixed_float16"):
         train.build(Config(simulated_devices=2, precision=precision))
         assert task.model.layers[1].compute_dtype == precision.removeprefix("mixed_")
         before = {name: variable.numpy() for name, variable in model_variables(task.model).items()}
@@ -69,12 +70,11 @@ def test_overflow_on_the_last_replica_skips_the_step_on_all(monkeypatch: pytest.
         assert task.optimizer.iterations.numpy() == 3
         for name, variable in model_variables(task.model).items():
             np.testing.assert_array_equal(*values_on_replicas(variable), err_msg=name)
-        changes[precision] = task.model.layers[1].kernel.numpy() - next(iter(before.values()))
+        changes.append(task.model.layers[1].kernel.numpy() - next(iter(before.values())))
     assert task.optimizer.dynamic_scale.numpy() == scale / 2
-    goal = changes.pop("float32")
-    for precision, change in changes.items():
-        np.testing.assert_allclose(change, goal, rtol=0, atol=0.02 * np.abs(goal).max(), err_msg=precision)
-        assert (change != goal).any()
+    # The step that was skipped left nothing behind, and the two kinds of 16 bits are rounded differently.
+    np.testing.assert_allclose(*changes, rtol=0, atol=0.02 * np.abs(changes[0]).max())
+    assert (changes[0] != changes[1]).any()
 
 
 def test_gradients_cross_replicas_once_and_are_not_bundled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +162,54 @@ def test_micro_batches_update_once_with_the_sum(count: int, jit: bool, compiled:
     assert linear.optimizer.iterations.numpy() == 1
     if not compiled:
         assert linear.seen == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+
+
+def weights_after_a_step(replicas: int, *more: keras.Layer, **normalization: Any) -> list[np.ndarray]:
+    """Returns the weights after a step of 4 micro-batches, of a model with BatchNormalization and `more`."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    with create_strategy(Config(simulated_devices=replicas)).scope():
+        hidden = [keras.layers.Dense(3), keras.layers.BatchNormalization(**normalization), *more]
+        model = keras.Sequential([keras.Input((2,)), *hidden, keras.layers.Dense(1)])
+        optimizer = prepare_optimizer(keras.optimizers.SGD(0.1), "float32")
+        optimizer.build(model.trainable_variables)
+
+    def train_step(batch: Any) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(model(batch[0], training=True) - 1.0)) / 24
+        apply_gradients(optimizer, tape, loss, model.trainable_variables)
+        return loss
+
+    features = np.random.default_rng(0).normal(size=(24, 2)).astype("float32")
+    # Each micro-batch has the same examples on any number of replicas.
+    on_replicas(replicas, in_micro_batches(train_step, Config(micro_batches=4)))([features])
+    return model.get_weights()
+
+
+def test_micro_batches_in_a_loop_are_those_of_a_graph_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_in_loop, ended = gradients._take_in_loop, []
+
+    def counted(*arguments: Any) -> tf.Tensor:
+        loss = take_in_loop(*arguments)
+        ended.append(1)
+        return loss
+
+    def not_in_a_loop(*arguments: Any) -> tf.Tensor:
+        raise RuntimeError("merge_call")
+
+    monkeypatch.setattr(gradients, "_take_in_loop", counted)
+    looped = weights_after_a_step(2, keras.layers.Dropout(0.5))
+    assert len(ended) == 2
+    monkeypatch.setattr(gradients, "_take_in_loop", not_in_a_loop)
+    for one, other in zip(looped, weights_after_a_step(2, keras.layers.Dropout(0.5)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_synchronized_batchnorm_agrees_over_replicas_in_micro_batches() -> None:
+    # On two replicas they cannot be taken in a loop.
+    one, two = (weights_after_a_step(replicas, synchronized=True) for replicas in (1, 2))
+    for weight, other in zip(one, two, strict=True):
+        np.testing.assert_allclose(weight, other, rtol=1e-5, atol=1e-6)
 
 
 def test_any_number_of_micro_batches_has_one_graph() -> None:
@@ -290,27 +338,3 @@ def test_step_without_a_gradient_is_refused(none_is_trainable: bool, problem: st
     step = tf.function(in_micro_batches(train_step, Config()), autograph=False)
     with pytest.raises(BadInput, match=f"^task.train_step gave apply_gradients {problem}.*: pass trainable variables"):
         step((tf.ones([4, 2]),))
-
-
-def test_keras_squares_the_slices_of_a_row_one_by_one() -> None:
-    """If this fails, Keras has fixed it, and `sum_by_row` is needed for the norms only."""
-
-    def embedding_after_three_steps(whole: bool) -> np.ndarray:
-        keras.utils.set_random_seed(0)
-        embedding = keras.layers.Embedding(5, 3)
-        embedding.build(None)
-        optimizer = keras.optimizers.Adam(0.1)
-        optimizer.build(embedding.trainable_variables)
-        for _ in range(3):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(embedding(tf.constant([[0, 1, 1, 2], [3, 1, 4, 4]])) - 1.0))
-            (gradient,) = tape.gradient(loss, embedding.trainable_variables)
-            assert isinstance(gradient, tf.IndexedSlices)
-            gradient = tf.convert_to_tensor(gradient) if whole else gradient
-            optimizer.apply_gradients([(gradient, embedding.embeddings)])
-        return embedding.embeddings.numpy()
-
-    difference = np.abs(embedding_after_three_steps(True) - embedding_after_three_steps(False)).max(axis=1)
-    # Only the tokens that occur more than once are wrong.
-    assert (difference[[1, 4]] > 0.01).all(), difference
-    assert (difference[[0, 2, 3]] < 1e-6).all(), difference
