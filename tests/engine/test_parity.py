@@ -29,15 +29,9 @@ class Case:
     model: Callable[[], keras.Model]
     optimizer: Callable[[], keras.optimizers.Optimizer]
     per_example_loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def table(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns features [count, 6], labels [count] of three classes, weights [count]."""
-    generator = np.random.default_rng(count)
-    features = generator.normal(size=(count, 6)).astype("float32")
-    labels = (features @ generator.normal(size=(6, 3))).argmax(axis=1).astype("int32")
-    return features, labels, generator.uniform(0.5, 2.0, count).astype("float32")
+    replicas: int
+    global_batch_size: int
+    settings: dict[str, Any]
 
 
 def sentences(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -60,10 +54,11 @@ def tokens_loss(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(losses * mask, axis=1) / tf.reduce_sum(mask, axis=1)
 
 
-def images(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns images [count, 4, 4, 1] and a class per pixel [count, 4, 4]."""
-    features = np.random.default_rng(count).normal(size=(count, 4, 4, 1)).astype("float32")
-    return features, (features[..., 0] > 0.3).astype("int32")
+def images(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns images [count, 4, 4, 1], a class per pixel [count, 4, 4], and weights [count]."""
+    generator = np.random.default_rng(count)
+    features = generator.normal(size=(count, 4, 4, 1)).astype("float32")
+    return features, (features[..., 0] > 0.3).astype("int32"), generator.uniform(0.5, 2.0, count).astype("float32")
 
 
 def pixels_loss(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
@@ -74,22 +69,12 @@ def pixels_loss(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
 
 def segmenter() -> keras.Model:
     layers = [
-        keras.layers.Conv2D(4, 3, padding="same", use_bias=False),
+        keras.layers.Conv2D(4, 3, padding="same", use_bias=False, kernel_regularizer=keras.regularizers.L2(0.01)),
         keras.layers.BatchNormalization(synchronized=True),
         keras.layers.Activation("gelu"),
         keras.layers.Conv2D(2, 3, padding="same"),
     ]
     return keras.Sequential([keras.Input((4, 4, 1)), *layers])
-
-
-def normalized_model() -> keras.Model:
-    layers = [
-        keras.layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.01), use_bias=False),
-        keras.layers.BatchNormalization(synchronized=True),
-        keras.layers.Activation("gelu"),
-        keras.layers.Dense(3),
-    ]
-    return keras.Sequential([keras.Input((6,)), *layers])
 
 
 def tagger() -> keras.Model:
@@ -106,73 +91,35 @@ def adamw() -> keras.optimizers.Optimizer:
     return keras.optimizers.AdamW(0.01, epsilon=1e-5)
 
 
-# Each has a number of replicas and of the examples in their batch. test_reference.py has one, two and four replicas.
 CASES = {
-    "a label per pixel, two losses, synchronized BatchNorm, clipping": (
-        *(3, 51),
-        Case(images, segmenter, sgd, pixels_loss, {"global_clipnorm": 0.05}),
+    "a label per pixel, two losses, weights, synchronized BatchNorm, L2, clipping, XLA": Case(
+        images, segmenter, sgd, pixels_loss, 2, 50, {"global_clipnorm": 0.05, "jit": True}
     ),
     # The replicas cannot share this batch equally, so some per-replica batches are padded.
-    "embedding, masked tokens, AdamW, clipping, 2 micro-batches": (
-        *(2, 50),
-        Case(sentences, tagger, adamw, tokens_loss, {"micro_batches": 2, "global_clipnorm": 0.05}),
-    ),
-    "XLA, synchronized BatchNorm, L2, weighted examples": (
-        *(2, 48),
-        Case(table, normalized_model, sgd, classes_loss, {"jit": True}),
+    "embedding, masked tokens, AdamW, padding, clipping, 2 micro-batches": Case(
+        sentences, tagger, adamw, tokens_loss, 3, 50, {"micro_batches": 2, "global_clipnorm": 0.05}
     ),
 }
 
 
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], None]:
-    """Puts a case in the place of the hooks."""
-
-    def put(case: Case) -> None:
-        def compute_loss(labels, predictions, weights):
-            per_example_loss = case.per_example_loss(labels, predictions)
-            loss = tf.nn.compute_average_loss(
-                per_example_loss, sample_weight=weights, global_batch_size=task.config.global_batch_size
-            )
-            regularization = tf.nn.scale_regularization_loss(task.model.losses) / task.config.micro_batches
-            return loss + regularization, per_example_loss
-
-        def update_metrics(split, labels, predictions, per_example_loss, weights):
-            task.metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
-
-        hooks = {
-            "load_examples": lambda split: tf.data.Dataset.from_tensor_slices(case.examples(EXAMPLES)),
-            "prepare_example": lambda features, labels, *, training: (features, labels),
-            "create_model": case.model,
-            "create_optimizer": lambda total_steps: case.optimizer(),
-            "create_metrics": lambda split: {"loss": keras.metrics.Mean()},
-            "compute_loss": compute_loss,
-            "update_metrics": update_metrics,
-        }
-        for name, hook in hooks.items():
-            monkeypatch.setattr(task, name, hook)
-
-    return put
-
-
-def batches_by_hand(case: Case, global_batch_size: int) -> list[list[tuple]]:
+def batches_by_hand(case: Case) -> list[list[tuple]]:
     """Returns the batches of each epoch, (features, labels, weights), from NumPy.
 
     The engine gives the order of the examples' numbers only, and it has tests of its own.
     """
     features, labels, *weights = case.examples(EXAMPLES)
     columns = features, labels, weights[0] if weights else np.ones(len(labels), "float32")
-    order = ports.numbers_in_order(task, Config(epochs=EPOCHS, global_batch_size=global_batch_size))
-    starts = range(0, len(order[0]), global_batch_size)
+    order = ports.numbers_in_order(task, Config(epochs=EPOCHS, global_batch_size=case.global_batch_size))
+    starts = range(0, len(order[0]), case.global_batch_size)
     return [
-        [tuple(column[numbers[start : start + global_batch_size]] for column in columns) for start in starts]
+        [tuple(column[numbers[start : start + case.global_batch_size]] for column in columns) for start in starts]
         for numbers in order
     ]
 
 
-def plain_tensorflow(case: Case, global_batch_size: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+def plain_tensorflow(case: Case) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Returns weights and metrics of a loop with no strategy, no micro-batches, no padding and no engine."""
-    order = batches_by_hand(case, global_batch_size)
+    order = batches_by_hand(case)
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     model, optimizer = case.model(), case.optimizer()
@@ -182,25 +129,16 @@ def plain_tensorflow(case: Case, global_batch_size: int) -> tuple[dict[str, np.n
         for features, labels, weights in batches:
             with tf.GradientTape() as tape:
                 losses = case.per_example_loss(labels, model(features, training=True))
-                loss = tf.reduce_sum(losses * weights) / global_batch_size + sum(model.losses)
+                loss = tf.reduce_sum(losses * weights) / case.global_batch_size + sum(model.losses)
             # An embedding's gradient as one tensor: the norm and Adam's moments of its slices are other numbers.
             gradients = [tf.convert_to_tensor(each) for each in tape.gradient(loss, model.trainable_variables)]
-            if limit := case.settings.get("global_clipnorm"):
-                gradients, norm = tf.clip_by_global_norm(gradients, limit)
-                assert norm > limit, "The limit does not bind."
+            gradients, norm = tf.clip_by_global_norm(gradients, limit := case.settings["global_clipnorm"])
+            assert norm > limit, "The limit does not bind."
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
             losses_seen.append(losses)
             weights_seen.append(weights)
         metrics["train/loss"] = np.average(np.concatenate(losses_seen), weights=np.concatenate(weights_seen))
     return {variable.path: variable.numpy() for variable in model.variables}, metrics
-
-
-def trained(replicas: int, global_batch_size: int, **settings: Any) -> tuple[dict, dict]:
-    train.build(Config(simulated_devices=replicas, global_batch_size=global_batch_size, **settings))
-    assert train.strategy.num_replicas_in_sync == replicas
-    for epoch in range(EPOCHS):
-        metrics = train.train_epoch(epoch)
-    return {variable.path: variable.numpy() for variable in task.model.variables}, metrics
 
 
 def assert_same(found: tuple[dict, dict], expected: tuple[dict, dict]) -> None:
@@ -213,11 +151,28 @@ def assert_same(found: tuple[dict, dict], expected: tuple[dict, dict]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replicas_agree_with_plain_tensorflow(name: str, install: Callable[[Case], None]) -> None:
-    replicas, global_batch_size, case = CASES[name]
-    install(case)
-    expected = plain_tensorflow(case, global_batch_size)
-    assert_same(trained(replicas, global_batch_size, **case.settings), expected)
+def test_replicas_agree_with_plain_tensorflow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def update_metrics(split, labels, predictions, per_example_loss, weights):
+        task.metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
+
+    case = CASES[name]
+    hooks = {
+        "load_examples": lambda split: tf.data.Dataset.from_tensor_slices(case.examples(EXAMPLES)),
+        "prepare_example": lambda features, labels, *, training: (features, labels),
+        "create_model": case.model,
+        "create_optimizer": lambda total_steps: case.optimizer(),
+        "create_loss_objects": lambda: {"label": case.per_example_loss},
+        "create_metrics": lambda split: {"loss": keras.metrics.Mean()},
+        "update_metrics": update_metrics,
+    }
+    for hook, function in hooks.items():
+        monkeypatch.setattr(task, hook, function)
+    expected = plain_tensorflow(case)
+    settings = {"simulated_devices": case.replicas, "global_batch_size": case.global_batch_size, **case.settings}
+    train.build(Config(**settings))
+    for epoch in range(EPOCHS):
+        metrics = train.train_epoch(epoch)
+    assert_same(({variable.path: variable.numpy() for variable in task.model.variables}, metrics), expected)
 
 
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.long)])

@@ -97,7 +97,7 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray], tolerance: 
     [
         ("clipnorm", "float64", {"replicas": 4, "micro_batches": 2}),
         ("global_clipnorm", "float32", {"replicas": 2}),
-        ("clipvalue", "float64", {"replicas": 3, "precision": "mixed_float16"}),
+        ("clipvalue", "float64", {"replicas": 2, "precision": "mixed_float16"}),
         ("no clipping", "bfloat16", {"replicas": 2, "micro_batches": 2}),
         ("several", "float32", {"replicas": 4, "micro_batches": 2, "precision": "mixed_float16"}),
         ("several", "float32", {"replicas": 2, "updates_itself": True}),

@@ -198,10 +198,10 @@ def test_micro_batches_in_a_loop_are_those_of_a_graph_without_one(monkeypatch: p
         raise RuntimeError("merge_call")
 
     monkeypatch.setattr(gradients, "_take_in_loop", counted)
-    looped = weights_after_a_step(2, keras.layers.Dropout(0.5))
-    assert len(ended) == 2
+    looped = weights_after_a_step(1, keras.layers.Dropout(0.5))
+    assert len(ended) == 1
     monkeypatch.setattr(gradients, "_take_in_loop", not_in_a_loop)
-    for one, other in zip(looped, weights_after_a_step(2, keras.layers.Dropout(0.5)), strict=True):
+    for one, other in zip(looped, weights_after_a_step(1, keras.layers.Dropout(0.5)), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

@@ -101,7 +101,7 @@ def test_synchronized_normalization_is_that_of_all_replicas_with_a_mask_and_far_
         np.testing.assert_allclose(layer.moving_variance.numpy(), counted.var(0), rtol=1e-5)
     for number, goal in enumerate(expected):
         gradient = np.concatenate([each[:, number] for each in found])
-        np.testing.assert_allclose(gradient, goal, rtol=0, atol=1e-4 * np.abs(goal).max())
+        np.testing.assert_allclose(gradient, goal, rtol=0, atol=1e-3 * np.abs(goal).max())
 
 
 def test_encoder_that_a_step_calls_on_each_of_two_views_is_left_as_it_is() -> None:

@@ -88,15 +88,6 @@ def random_batches(count: int) -> list[tuple[np.ndarray, ...]]:
     ]
 
 
-def test_small_values_after_large_ones_count() -> None:
-    large, small = random_batches(2)
-    large[3][0] = 2.0**40  # In float32, adding 20,000 to it changes nothing.
-    small[0][:] *= 2
-    steps = 500
-    found = results(2, [large] + [small] * (steps - 1), steps)
-    assert found == pytest.approx(expected([large, small], np.array([1, steps - 1])), rel=1e-6)
-
-
 def test_metrics_without_sums_in_float64_are_named() -> None:
     class OfTensorFlow(Assigned):
         variables = (tf.Variable(0.0),)
@@ -109,4 +100,7 @@ def test_metrics_without_sums_in_float64_are_named() -> None:
 
 def test_long_pass_gives_the_means_of_numpy() -> None:
     batches, steps = random_batches(5), 10**7 // BATCH
+    batches[0][3][0] = 2.0**33  # In float32, most of what is added to this is rounded away.
+    for values, *_ in batches[1:]:
+        values *= 2
     assert results(4, batches, steps) == pytest.approx(expected(batches, np.full(5, steps // 5)), rel=1e-6)
