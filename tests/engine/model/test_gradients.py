@@ -164,12 +164,16 @@ def test_micro_batches_update_once_with_the_sum(count: int, jit: bool, compiled:
         assert linear.seen == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
 
 
-def weights_after_a_step(replicas: int, *more: keras.Layer, **normalization: Any) -> list[np.ndarray]:
-    """Returns the weights after a step of 4 micro-batches, of a model with BatchNormalization and `more`."""
+def weights_after_a_step(replicas: int, dropout: float, **normalization: Any) -> list[np.ndarray]:
+    """Returns the weights after a step of 4 micro-batches, of a model with BatchNormalization and dropout."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     with create_strategy(Config(simulated_devices=replicas)).scope():
-        hidden = [keras.layers.Dense(3), keras.layers.BatchNormalization(**normalization), *more]
+        hidden = [
+            keras.layers.Dense(3),
+            keras.layers.BatchNormalization(**normalization),
+            keras.layers.Dropout(dropout),
+        ]
         model = keras.Sequential([keras.Input((2,)), *hidden, keras.layers.Dense(1)])
         optimizer = prepare_optimizer(keras.optimizers.SGD(0.1), "float32")
         optimizer.build(model.trainable_variables)
@@ -198,16 +202,16 @@ def test_micro_batches_in_a_loop_are_those_of_a_graph_without_one(monkeypatch: p
         raise RuntimeError("merge_call")
 
     monkeypatch.setattr(gradients, "_take_in_loop", counted)
-    looped = weights_after_a_step(1, keras.layers.Dropout(0.5))
+    looped = weights_after_a_step(1, dropout=0.5)
     assert len(ended) == 1
     monkeypatch.setattr(gradients, "_take_in_loop", not_in_a_loop)
-    for one, other in zip(looped, weights_after_a_step(1, keras.layers.Dropout(0.5)), strict=True):
+    for one, other in zip(looped, weights_after_a_step(1, dropout=0.5), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def test_synchronized_batchnorm_agrees_over_replicas_in_micro_batches() -> None:
     # On two replicas they cannot be taken in a loop.
-    one, two = (weights_after_a_step(replicas, synchronized=True) for replicas in (1, 2))
+    one, two = (weights_after_a_step(replicas, dropout=0.0, synchronized=True) for replicas in (1, 2))
     for weight, other in zip(one, two, strict=True):
         np.testing.assert_allclose(weight, other, rtol=1e-5, atol=1e-6)
 
