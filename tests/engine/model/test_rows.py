@@ -101,7 +101,14 @@ def trained(
         apply_gradients(optimizer, tape, loss, model.trainable_variables)
         return loss
 
-    take = on_replicas(replicas, in_micro_batches(train_step, config), compiled=not eager)
+    step = in_micro_batches(train_step, config)
+
+    def step_alone(batch: Any) -> None:
+        step(
+            batch
+        )  # Like Keras's, without its loss: a graph that returns it is optimized, and rounded, in another way.
+
+    take = on_replicas(replicas, step_alone, compiled=not eager)
     for ids, labels in batches(steps, dtype):
         take((ids, labels, np.ones(BATCH, "float32")))
     values = [each.numpy() for each in [*model.trainable_variables, *optimizer.variables]]
