@@ -55,9 +55,9 @@ def tokens_loss(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
 
 
 def images(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns images [count, 4, 4, 1], a class per pixel [count, 4, 4], and weights [count]."""
+    """Returns images [count, 4, 4, 3], a class per pixel [count, 4, 4], and weights [count]."""
     generator = np.random.default_rng(count)
-    features = generator.normal(size=(count, 4, 4, 1)).astype("float32")
+    features = generator.normal(size=(count, 4, 4, 3)).astype("float32")
     return features, (features[..., 0] > 0.3).astype("int32"), generator.uniform(0.5, 2.0, count).astype("float32")
 
 
@@ -69,12 +69,12 @@ def pixels_loss(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
 
 def segmenter() -> keras.Model:
     layers = [
-        keras.layers.Conv2D(4, 3, padding="same", use_bias=False, kernel_regularizer=keras.regularizers.L2(0.01)),
+        keras.layers.Dense(4, use_bias=False, kernel_regularizer=keras.regularizers.L2(0.01)),
         keras.layers.BatchNormalization(synchronized=True),
         keras.layers.Activation("gelu"),
-        keras.layers.Conv2D(2, 3, padding="same"),
+        keras.layers.Dense(2),
     ]
-    return keras.Sequential([keras.Input((4, 4, 1)), *layers])
+    return keras.Sequential([keras.Input((4, 4, 3)), *layers])
 
 
 def tagger() -> keras.Model:

@@ -95,7 +95,7 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray], tolerance: 
 @pytest.mark.parametrize(
     ("kind", "dtype", "way"),
     [
-        ("clipnorm", "float64", {"replicas": 4, "micro_batches": 2}),
+        ("clipnorm", "float64", {"replicas": 2, "micro_batches": 2}),
         ("global_clipnorm", "float32", {"replicas": 2}),
         ("clipvalue", "float64", {"replicas": 2, "precision": "mixed_float16"}),
         ("no clipping", "bfloat16", {"replicas": 2, "micro_batches": 2}),

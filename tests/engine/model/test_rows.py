@@ -120,8 +120,8 @@ def trained(
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_update_by_row_is_bit_equal_to_one_of_every_row(kind: str) -> None:
-    expected = trained_by_keras(kind, steps=200)
-    values, updated = trained(kind, steps=200)
+    expected = trained_by_keras(kind, steps=100)
+    values, updated = trained(kind, steps=100)
     assert updated.startswith("the rows that it looks up")
     for value, each in zip(values, expected, strict=True):
         # Fewer squares are added up for a norm, so it may be rounded otherwise.
