@@ -6,15 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
+from replicas import on_replicas
 from small import linear_model
 
 import task
 import train
 from config import Config
+from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
-from engine.model import gather_batch
+from engine.model import gather_batch, in_micro_batches
+from engine.model.global_batch import watch_added_losses
+from engine.model.moments import replace_moments
 
 Refused = Callable[..., str]
 LOAD_EXAMPLES, TRAIN_STEP = task.load_examples, task.train_step
@@ -200,6 +205,7 @@ FAULTY_HOOKS = {
         "one by one, the parts of a tuple as arguments: (float32[None, 8, 8, 1], int32[None])",
     ),
     "list of losses": ({"create_loss_objects": list}, "task.create_loss_objects returned []: return a dict"),
+    "list of metrics": ({"create_metrics": lambda split: []}, "task.create_metrics returned []"),
     "no optimizer": ({"create_optimizer": lambda total_steps: None}, "task.create_optimizer returned None"),
     "no evaluation step": ({"evaluation_step": None}, "task.py has no function evaluation_step"),
     "stray optimizer": (
@@ -251,37 +257,40 @@ def test_divergence_ends_with_its_step_and_exit_code_3(
     assert not (tmp_path / "result.json").exists()
 
 
-def test_padding_that_would_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute_loss = task.compute_loss
+def test_padding_that_would_count_is_refused() -> None:
+    replace_moments()
+    watch_added_losses()
 
-    def trace(layer: keras.layers.Layer, **settings: Any) -> None:
-        monkeypatch.setattr(task, "create_model", lambda: linear_model(layer))
-        train.build(Config(**{"simulated_devices": 2, "global_batch_size": 33, **settings}))
-        train.graph("train")
+    def take(layer: keras.layers.Layer, replicas: int = 2, *, gathers: bool = False, **settings: Any) -> None:
+        with create_strategy(Config(simulated_devices=replicas)).scope():
+            layer.build((None, 3))
+
+        def train_step(batch: Any) -> tf.Tensor:
+            if gathers:
+                gather_batch(batch[0])
+            return tf.reduce_sum(layer(batch[0], training=True))
+
+        step = in_micro_batches(train_step, Config(**{"global_batch_size": 33, **settings}))
+        on_replicas(replicas, step)([np.ones((20, 3), "float32")])
 
     def refusal(*arguments: Any, **settings: Any) -> str:
         with pytest.raises(BadInput) as refused:
-            trace(*arguments, **settings)
+            take(*arguments, **settings)
         return str(refused.value)
+
+    def normalization(**options: Any) -> keras.layers.Layer:
+        return keras.layers.BatchNormalization(name="a", **options)
 
     uneven = "--global-batch-size 33 cannot be shared equally by 2 replica(s), and"
     counted = "which would count the padding: use 32 or 34"
-    normalization = keras.layers.BatchNormalization(synchronized=True, name="a")
-    assert refusal(normalization) == f"{uneven} the layer a normalizes the batch, {counted}"
+    assert refusal(normalization(synchronized=True)) == f"{uneven} the layer a normalizes the batch, {counted}"
     own_loss = keras.layers.ActivityRegularization(0.1, name="b")
     assert refusal(own_loss) == f"{uneven} the layer b adds a loss of its own, {counted}"
-    in_parts = refusal(keras.layers.BatchNormalization(), simulated_devices=1, micro_batches=5)
-    assert in_parts.startswith(
-        "--global-batch-size 33 cannot be shared equally by 1 replica(s) in 5 micro-batches each,"
-    )
-    assert in_parts.endswith("use 30 or 35")
-    trace(keras.layers.BatchNormalization(trainable=False))
-
-    def gathering(labels: tf.Tensor, *more: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        gather_batch(labels)
-        return compute_loss(labels, *more)
-
-    monkeypatch.setattr(task, "compute_loss", gathering)
     plain = keras.layers.Activation("relu")
-    assert refusal(plain) == f"{uneven} task.train_step calls engine.model.gather_batch, {counted}"
-    trace(normalization, global_batch_size=32)
+    assert refusal(plain, gathers=True) == f"{uneven} task.train_step calls engine.model.gather_batch, {counted}"
+    in_parts = refusal(normalization(), 1, micro_batches=5)
+    unshared = "--global-batch-size 33 cannot be shared equally by 1 replica(s) in 5 micro-batches each,"
+    assert in_parts.startswith(unshared)
+    assert in_parts.endswith("use 30 or 35")
+    take(normalization(trainable=False))
+    take(normalization(synchronized=True), gathers=True, global_batch_size=32)
