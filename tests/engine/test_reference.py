@@ -16,7 +16,7 @@ from engine.data import Batches, load_splits
 from engine.model.variables import model_variables
 from engine.run.state import weights_sha256
 
-EPOCHS = 3
+EPOCHS = 2
 LEARNING_RATE = 0.2
 MOMENTUM = 0.9
 L2 = 0.01
@@ -65,7 +65,7 @@ def weighted_means(kernel: np.ndarray, bias: np.ndarray, batches: list) -> dict[
 
 
 def by_hand(
-    batches: Batches, global_batch_size: int, global_clipnorm: float = np.inf, ema_decay: float = 0.0
+    batches: Batches, global_batch_size: int, global_clipnorm: float, ema_decay: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[float]]:
     """Returns what SGD with momentum comes to in float64: kernel, bias, their averages, and each epoch's loss."""
     kernel, bias = (variable.numpy().astype("float64") for variable in linear_model().trainable_variables)
@@ -96,40 +96,19 @@ def by_hand(
             losses_seen.append(losses)
             weights_seen.append(weights)
         epoch_losses.append(np.average(np.concatenate(losses_seen), weights=np.concatenate(weights_seen)))
-    assert np.isinf(global_clipnorm) or clipped >= 3, "The limit does not bind."
+    assert clipped >= 3, "The limit does not bind."
     return kernel, bias, *averages, epoch_losses
 
 
-ALL = {"keep_last_batch": True, "global_clipnorm": 0.3, "ema_decay": 0.8, "micro_batches": 3}
-CASES = {
-    "plain": (1, 36, {}),
-    "clipping": (2, 12, {"global_clipnorm": 0.3}),
-    "average, padded last batch": (2, 12, {"ema_decay": 0.8, "keep_last_batch": True}),
-    "micro-batches": (2, 12, {"micro_batches": 3}),
-    "all on one replica": (1, 12, ALL),
-    "all on two replicas": (2, 12, ALL),
-    "all on three replicas": (3, 9, ALL),
-    "all on four replicas": (4, 12, ALL),
-}
-
-
-# The cases that are left combine their options, or have them on other numbers of replicas.
-SECOND = ("clipping", "average, padded last batch", "micro-batches", "all on two replicas", "all on four replicas")
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in SECOND)) for case in CASES])
-def test_training_equals_numpy(case: str) -> None:
-    replicas, global_batch_size, options = CASES[case]
-    settings = {"global_batch_size": global_batch_size, **options}
+# Four replicas cannot share a batch of 10 in 2 micro-batches each, so some are padded.
+@pytest.mark.parametrize(("replicas", "global_batch_size"), [(1, 12), (2, 12), (4, 10)])
+def test_training_equals_numpy(replicas: int, global_batch_size: int) -> None:
+    options = {"global_clipnorm": 0.3, "ema_decay": 0.8}
+    settings = {"global_batch_size": global_batch_size, "keep_last_batch": True, "micro_batches": 2, **options}
     # Without simulated devices a batch is whole, so NumPy sees what all replicas see together.
     batches = load_splits(train.SPLITS, task, Config(**settings), create_strategy(Config()))["train"]
-    hand_settings = {name: value for name, value in options.items() if name in ("global_clipnorm", "ema_decay")}
-    kernel, bias, mean_kernel, mean_bias, losses = by_hand(batches, global_batch_size, **hand_settings)
-    evaluated = (mean_kernel, mean_bias) if "ema_decay" in options else (kernel, bias)
-    expected = {
-        split: weighted_means(*evaluated, list(examples(split).batch(5).as_numpy_iterator()))
-        for split in ("validation", "test")
-    }
+    kernel, bias, mean_kernel, mean_bias, losses = by_hand(batches, global_batch_size, **options)
+    expected = weighted_means(mean_kernel, mean_bias, list(examples("validation").batch(5).as_numpy_iterator()))
 
     train.build(Config(**settings, simulated_devices=replicas))
     found = [train.train_epoch(epoch)["train/loss"] for epoch in range(EPOCHS)]
@@ -139,39 +118,22 @@ def test_training_equals_numpy(case: str) -> None:
     np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), kernel, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(task.model.layers[0].bias.numpy(), bias, rtol=1e-5, atol=1e-6)
     with train.run.evaluation_weights():
-        np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), evaluated[0], rtol=1e-5, atol=1e-6)
-        for results, split in ((train.validate(), "validation"), (train.test(), "test")):
-            for name, value in expected[split].items():
-                assert results[f"{split}/{name}"] == pytest.approx(value, rel=1e-5)
+        np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), mean_kernel, rtol=1e-5, atol=1e-6)
+        results = train.validate()
+        assert results == pytest.approx({f"validation/{name}": each for name, each in expected.items()}, rel=1e-5)
+        assert train.validate() == results
     np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), kernel, rtol=1e-5, atol=1e-6)
-
-
-def test_returned_loss_is_the_batch_s() -> None:
-    settings = Config(global_batch_size=12, simulated_devices=3)
-    batches = load_splits(train.SPLITS, task, settings, create_strategy(Config()))
-    train.build(settings)
-    kernel, bias = (variable.numpy() for variable in task.model.trainable_variables)
-    for split in ("validation", "test", "train"):  # Training comes last: it changes the weights.
-        features, labels, weights = (part.numpy() for part in next(batches[split].one_by_one()))
-        losses = softmax_losses(kernel, bias, features, labels)[1]
-        (loss,) = train.run_steps[split](*next(train.batches[split].iterator().take(1))).numpy()
-        assert loss == pytest.approx((losses * weights).sum() / 12 + L2 * (kernel**2).sum(), rel=1e-5), split
-
-
-def test_validation_and_test_do_not_mix_and_leave_nothing_behind() -> None:
-    train.build(Config(global_batch_size=12, simulated_devices=2))
-    before = [variable.numpy() for variable in task.model.variables]
-    first = (train.validate(), train.test())
-    assert (train.validate(), train.test()) == first
-    assert first[0]["validation/loss"] != first[1]["test/loss"]
-    for variable, value in zip(task.model.variables, before, strict=True):
-        np.testing.assert_array_equal(variable.numpy(), value)
+    # A step returns its batch's loss.
+    features, labels, weights = (part.numpy() for part in next(batches.one_by_one()))
+    expected_loss = (softmax_losses(kernel, bias, features, labels)[1] * weights).sum() / global_batch_size
+    (loss,) = train.run_steps["train"](*next(train.batches["train"].iterator().take(1))).numpy()
+    assert loss == pytest.approx(expected_loss + L2 * (kernel**2).sum(), rel=1e-5)
 
 
 def test_result_is_of_the_best_weights_and_the_fingerprint_of_the_last(tmp_path, monkeypatch) -> None:
     # A rate at which the validation accuracy goes up and down: the best epoch is not the last.
     monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(3.0, momentum=MOMENTUM))
-    flags = ["--global-batch-size=12", "--epochs=4", "--simulated-devices=2", "--monitor=validation/accuracy"]
+    flags = ["--global-batch-size=12", "--epochs=4", "--monitor=validation/accuracy"]
     train.main([f"--run-dir={tmp_path}", "--seed=4", *flags])
     result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text(encoding="utf-8").splitlines()))

@@ -4,7 +4,6 @@ import random
 import re
 import time
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
@@ -38,11 +37,8 @@ def prepared_in_one_go():
 @pytest.mark.parametrize(
     ("function", "operation"),
     [
-        (lambda: tf.random.normal([2]), "RandomStandardNormal"),
         (lambda: tf.random.normal([2], seed=3), "RandomStandardNormal"),
         (lambda: tf.random.shuffle(tf.range(3)), "RandomShuffle"),
-        (lambda: tf.random.categorical(tf.ones([1, 3]), 2), "Multinomial"),
-        (lambda: tf.image.random_brightness(tf.ones([2, 2, 1]), 0.1), "RandomUniform"),
         (in_a_loop, "RandomUniform"),
         (compiled_by_xla, "RandomUniform"),
         (prepared_in_one_go, "RandomUniform"),
@@ -113,9 +109,7 @@ def called_in_a_loop(hook: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
 @pytest.mark.parametrize(
     ("draw", "found"),
     [
-        (np.random.rand, ["a value of np.random"]),
         (np.random.normal, ["a value of np.random"]),
-        (random.random, ["a value of random"]),
         (lambda: random.random() + np.random.rand(), ["a value of np.random", "a value of random"]),
         (np.random.default_rng(0).random, []),  # Only tracing it twice shows this one.
         (time.time, []),
@@ -138,11 +132,9 @@ GENERATOR = np.random.default_rng(0)
 @pytest.mark.parametrize(
     ("function", "differs"),
     [
-        (lambda x: x + 1.0, False),
         (lambda x: (tf.print(object()), x)[1], False),
         (lambda x: (tf.debugging.assert_positive(x, message=str(object())), x)[1], False),
         (lambda x: x + np.random.default_rng(0).random(), False),
-        (lambda x: x + GENERATOR.random(), True),
         (lambda x: x + np.random.default_rng().random((8, 8)), True),
         (lambda x: x + time.time() % 1, True),
         (in_a_branch(GENERATOR.random), True),
@@ -163,34 +155,25 @@ CHOICES = iter([True, False])
 # --- What a step returns ----------------------------------------------------------------------------------------------
 
 
-def named_train_step(returned: Any) -> Any:
-    def train_step(batch):
-        return returned
-
-    return train_step
-
-
-@pytest.mark.parametrize("dtype", [tf.float32, tf.float16, tf.bfloat16, tf.float64])
-def test_loss_of_any_floating_dtype_is_returned_as_float32(dtype: tf.DType) -> None:
-    loss = tf.function(returning_loss(lambda batch: tf.cast(batch, dtype)))(tf.constant(0.5))
-    assert loss.dtype == tf.float32
-    assert loss.numpy() == 0.5
+def test_loss_of_any_floating_dtype_is_returned_as_float32() -> None:
+    for dtype in (tf.float32, tf.float16, tf.bfloat16, tf.float64):
+        loss = tf.function(returning_loss(lambda batch, dtype=dtype: tf.cast(batch, dtype)))(tf.constant(0.5))
+        assert loss.dtype == tf.float32
+        assert loss.numpy() == 0.5
 
 
-@pytest.mark.parametrize(
-    ("returned", "said"),
-    [
+def test_anything_else_is_named_with_the_step() -> None:
+    for returned, said in (
         (None, "None"),
         (1.0, "1.0"),
-        (np.float32(1.0), "np.float32(1.0)"),
         (tf.ones([3]), "<tf.Tensor: shape=(3,), dtype=float32"),
         (tf.constant(1), "<tf.Tensor: shape=(), dtype=int32"),
-        (tf.constant("loss"), "<tf.Tensor: shape=(), dtype=string"),
-        ((tf.constant(1.0), tf.ones([3])), "(<tf.Tensor: shape=(), dtype=float32"),
         ({"loss": tf.constant(1.0)}, "{'loss': <tf.Tensor: shape=(), dtype=float32"),
-    ],
-)
-def test_anything_else_is_named_with_the_step(returned: Any, said: str) -> None:
-    with pytest.raises(BadInput, match=re.escape(f"task.train_step returned {said}")) as rejected:
-        returning_loss(named_train_step(returned))(None)
-    assert str(rejected.value).endswith(": return this replica's part of the batch's loss, a scalar float32 tensor")
+    ):
+
+        def train_step(batch, returned=returned):
+            return returned
+
+        with pytest.raises(BadInput, match=re.escape(f"task.train_step returned {said}")) as rejected:
+            returning_loss(train_step)(None)
+        assert str(rejected.value).endswith(": return this replica's part of the batch's loss, a scalar float32 tensor")

@@ -11,7 +11,7 @@ from engine.cluster.strategy import create_strategy
 from engine.model.build import set_up
 from engine.model.metrics import drifting, metric_results
 
-BATCH = 1000
+BATCH = 4_000
 
 
 class Assigned(keras.metrics.Metric):
@@ -88,16 +88,6 @@ def random_batches(count: int) -> list[tuple[np.ndarray, ...]]:
     ]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_small_values_after_large_ones_count(replicas: int) -> None:
-    large, small = random_batches(2)
-    large[3][0] = 2.0**34  # In float32, adding 1,000 to it changes nothing.
-    small[0][:] *= 2
-    steps = 500
-    found = results(replicas, [large] + [small] * (steps - 1), steps)
-    assert found == pytest.approx(expected([large, small], np.array([1, steps - 1])), rel=1e-6)
-
-
 def test_metrics_without_sums_in_float64_are_named() -> None:
     class OfTensorFlow(Assigned):
         variables = (tf.Variable(0.0),)
@@ -108,11 +98,9 @@ def test_metrics_without_sums_in_float64_are_named() -> None:
     assert drifting(metrics) == ["iou (int32)", "own (float32)"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("replicas", "examples"), [(1, 10**7), (2, 10**6), (4, 10**7)])
-def test_long_pass_gives_the_means_of_numpy(replicas: int, examples: int) -> None:
-    batches, steps = random_batches(5), examples // BATCH
-    assert steps * BATCH == examples
-    assert steps % len(batches) == 0
-    found = results(replicas, batches, steps)
-    assert found == pytest.approx(expected(batches, np.full(len(batches), steps // len(batches))), rel=1e-6)
+def test_long_pass_gives_the_means_of_numpy() -> None:
+    batches, steps = random_batches(5), 10**7 // BATCH
+    batches[0][3][0] = 2.0**30  # In float32, most of what is added to this is rounded away.
+    for values, *_ in batches[1:]:
+        values *= 2
+    assert results(4, batches, steps) == pytest.approx(expected(batches, np.full(5, steps // 5)), rel=1e-6)
