@@ -185,11 +185,13 @@ def test_terminal_that_is_gone_ends_the_line_and_not_the_training(
         assert line.disable
 
 
-@pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}], ids=["pipe", "coloured pipe"])
+@pytest.mark.parametrize(
+    ("is_terminal", "environment"), [(False, {}), (False, {"FORCE_COLOR": "1"}), (True, {"TERM": "dumb"})]
+)
 def test_without_a_terminal_a_long_pass_prints_lines(
-    console: Make, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+    is_terminal: bool, environment: dict[str, str], console: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = console(terminal=False, **environment)
+    output = console(terminal=is_terminal, **environment)
     line = LiveLine(epochs=3)
     with line.shown():
         line.begin("test", 0, done=0, steps=100)
@@ -199,17 +201,6 @@ def test_without_a_terminal_a_long_pass_prints_lines(
         line.took(np.full(10, 2.0), 10)
         line.took(np.ones(80), 80)
     assert re.fullmatch(r"test  20 %  20/100 steps  \S+ left  \S+ steps/s  loss 1.500\n", output())
-
-
-def test_dumb_terminal_has_no_live_line(console: Make, always: None) -> None:
-    output = console(80, TERM="dumb")
-    line = LiveLine(epochs=3)
-    with line.shown():
-        line.begin("train", 0, done=0, steps=100)
-        assert output() == ""
-        line.took(np.ones(10), 10)
-    assert output().startswith("epoch 1/3  train  10 %  10/100 steps")
-    assert "\x1b" not in output()
 
 
 # --- The end ----------------------------------------------------------------------------------------------------------
@@ -254,7 +245,7 @@ CHECKS = [
 ]
 
 
-def test_table_of_checks_wraps_its_texts_in_a_terminal(console: Make) -> None:
+def test_table_of_checks_wraps_its_texts_in_a_terminal_and_has_its_colours(console: Make) -> None:
     output = console(80)
     print_checks(CHECKS)
     shown = [line.rstrip() for line in plain(output()).splitlines()]
@@ -263,13 +254,9 @@ def test_table_of_checks_wraps_its_texts_in_a_terminal(console: Make) -> None:
     assert shown[1].startswith(" " * 28) and "gradients" in shown[1]
     assert shown[-2:] == ["FAIL  task.py compute_loss  [red]not a style[/red]", "1 of 2 checks failed"]
     assert "\x1b[1;31mFAIL" in output()
-
-
-def test_no_color_leaves_the_colours_out(console: Make) -> None:
     output = console(80, NO_COLOR="1")
     print_checks(CHECKS)
     assert not re.search(r"\x1b\[[\d;]*3\dm", output())
-    assert "FAIL" in output()
 
 
 def test_checks_without_a_terminal_are_one_line_each(console: Make) -> None:
