@@ -10,7 +10,6 @@ import tensorflow as tf
 
 import train
 from engine.console import console
-from engine.errors import BadInput
 from engine.report.comparison import _read, compare, figure_of_runs
 from engine.report.tables import write_rows
 
@@ -39,11 +38,15 @@ def lines(text: str) -> dict[str, list[str]]:
     return {line[:22].strip(): line[22:].split() for line in text.splitlines()}
 
 
-def test_table_has_what_differs_and_how_each_run_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_what_differs_and_how_each_run_stands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = {"best_validation/loss": 0.25, "best_epoch": 2, "test/loss": 0.3, "test/f1/0": 1.0, "epochs": 3}
     paths = [run("runs/a", [0.5, 0.25, 0.75], done), run("runs/b", [0.5, 0.75], learning_rate=0.1, seed=1)]
     paths += [run("runs/new", [], seed=1)]
-    compare(paths)
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda *_: pytest.fail("devices were started"))
+    monkeypatch.setattr(train, "build", lambda _: pytest.fail("the task was built"))
+    train.main(["--compare", *map(str, paths)])
     found = lines(capsys.readouterr().out)
     assert found[""] == ["a", "b", "new"]
     assert found["state"] == ["finished", "unfinished", "unfinished"]
@@ -83,15 +86,6 @@ def test_picture_has_a_panel_for_each_metric_and_a_line_for_each_run() -> None:
     assert figure_of_runs(runs[2:]) is None
 
 
-def test_what_is_no_run_is_refused() -> None:
-    Path("empty").mkdir()
-    Path("file").touch()
-    for path in ("missing", "empty", "file"):
-        with pytest.raises(BadInput, match=f"--compare {path} contains no run"):
-            compare([run(f"beside_{path}", [0.5]), Path(path)])
-    assert not Path("comparison.png").exists()
-
-
 def test_run_whose_files_lack_something_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     folder = run("a", [0.5], result={"test/loss": 0.25})
     (folder / "metrics.csv").write_text("epoch,validation/loss\n1,0.5\n")
@@ -102,9 +96,14 @@ def test_run_whose_files_lack_something_is_in_the_table(capsys: pytest.CaptureFi
     assert printed.splitlines()[0].split() == ["a", "b/x", "c/x"]  # Names are as short as they differ.
 
 
-def test_other_work_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_and_other_work_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     run("a", [0.5])
+    Path("empty").mkdir()
+    Path("file").touch()
     for arguments, rule in (
+        (["a", "missing"], "--compare missing contains no run"),
+        (["a", "empty"], "--compare empty contains no run"),
+        (["a", "file"], "--compare file contains no run"),
         (["a", "--fresh"], "--fresh cannot be combined with --compare"),
         (["a", "--export"], "--export cannot be combined with"),
         (["a", "--check"], "--compare"),
@@ -116,10 +115,4 @@ def test_other_work_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
             train.main(["--compare", *arguments])
         assert ended.value.code == 2
         assert rule in capsys.readouterr().err
-
-
-def test_train_py_compares_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda *_: pytest.fail("devices were started"))
-    monkeypatch.setattr(train, "build", lambda _: pytest.fail("the task was built"))
-    train.main(["--compare", str(run("a", [0.5]))])
-    assert Path("comparison.png").exists()
+    assert not Path("comparison.png").exists()

@@ -135,7 +135,7 @@ def test_a_metric_that_falls_far_is_on_a_log_scale() -> None:
     }
     given = rows(3, **{f"train/{name}": values for name, (values, _) in cases.items()})
     drawn = figure("run", PLAIN, given, monitor="train/nothing")
-    drawn.savefig(io.BytesIO(), format="png")  # Whatever is in it can be drawn.
+    drawn.savefig(io.BytesIO(), format="png", dpi=20)  # Whatever is in it can be drawn.
     assert {title: axes.get_yscale() for title, axes in panels(drawn).items()} == {
         name: scale for name, (_, scale) in cases.items()
     }
@@ -146,7 +146,7 @@ def test_gaps_and_odd_names_do_not_stop_the_drawing() -> None:
     del given[1]["train/$\\frac{"]
     given[2]["validation/late"] = None
     drawn_figure = figure("$x_{", PLAIN, given)
-    drawn_figure.savefig(io.BytesIO(), format="png")
+    drawn_figure.savefig(io.BytesIO(), format="png", dpi=20)
     drawn = panels(drawn_figure)
     assert list(drawn) == ["$\\frac{", "late", "learning rate"]
     assert curves(drawn["$\\frac{"]) == {"train/$\\frac{": [(1.0, 1.0), (3.0, 1.0)]}

@@ -135,20 +135,6 @@ def test_example_that_cannot_be_prepared_is_named_and_nothing_is_written(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_hook_that_draws_gives_the_same_for_any_batch_size(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, held_out: Any
-) -> None:
-    def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, seed: tf.Tensor) -> Any:
-        return features / 16.0 + tf.random.stateless_normal((8, 8, 1), seed), labels
-
-    monkeypatch.setattr(task, "prepare_example", prepare_example)
-    predictor = predict.load(run_dir)
-    images = np.repeat(held_out[0][:1], 10, axis=0)
-    first, second = (predictor(images, batch_size=size)["probabilities"] for size in (3, 10))
-    np.testing.assert_allclose(first, second, rtol=1e-5)
-    assert np.abs(np.diff(first, axis=0)).max(axis=1).min() > 1e-5  # Each example has draws of its own.
-
-
 def test_outputs_that_no_file_can_contain_are_refused(run_dir: Path) -> None:
     """The predictions of a run that was trained are replaced by others."""
     trained, images = load_trained(task, Config(run_dir=run_dir)), np.ones((3, 8, 8, 1), "float32")
