@@ -1,5 +1,6 @@
 """The processes of a cluster as threads, whose sums are NumPy's."""
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -109,25 +110,22 @@ def test_arrays_above_two_to_the_33_bytes_have_sizes_of_64_bits() -> None:
     assert sizes[chief] == sizes[worker] == [0, array.size]
 
 
-@pytest.mark.parametrize("to_chief", [False, True])
-def test_values_of_all_workers_are_gathered_in_bounded_pieces(to_chief: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_all_workers_are_gathered_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 5000)
     threads = Threads(3)
     sent = {name: value for name, value in VALUES.items() if value.dtype != object}
-
-    def gather(worker: Workers) -> dict[str, np.ndarray]:
-        own = {name: np.roll(value, worker.index) for name, value in sent.items()}
-        return worker.gather(own, to_chief=to_chief)
-
-    chiefs, *others = threads.call(gather)
+    expected = {name: np.stack([np.roll(value, index) for index in range(3)]) for name, value in sent.items()}
+    for to_chief in (False, True):
+        gathered = threads.call(
+            lambda worker, to_chief=to_chief: worker.gather(
+                {name: np.roll(value, worker.index) for name, value in sent.items()}, to_chief=to_chief
+            )
+        )
+        assert [each.keys() for each in gathered] == [sent.keys(), *[set() if to_chief else sent.keys()] * 2]
+        for each in gathered[: 1 if to_chief else 3]:
+            for name, value in each.items():
+                assert (value.dtype, value.tobytes()) == (expected[name].dtype, expected[name].tobytes())
     assert threads.largest <= 5000
-    for name, value in sent.items():
-        expected = np.stack([np.roll(value, index) for index in range(3)])
-        assert chiefs[name].dtype == value.dtype
-        assert chiefs[name].tobytes() == expected.tobytes()
-    for each in others:
-        assert each.keys() == (set() if to_chief else chiefs.keys())
-        assert all(each[name].tobytes() == chiefs[name].tobytes() for name in each)
 
 
 def test_only_the_chief_reads_the_values_of_a_save_and_all_hear_of_its_finding(tmp_path: Path) -> None:
@@ -192,12 +190,12 @@ def test_workers_that_do_not_do_the_same_say_so() -> None:
             assert "run.on_any_worker" in str(problem)
 
 
-@pytest.mark.parametrize(("looks", "expected"), [(["", FROZEN, "is gone"], "is gone"), ([FROZEN], FROZEN)])
-def test_process_that_is_silent_before_its_end_is_taken_for_gone(
-    looks: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_that_is_silent_before_its_end_is_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SECONDS_UNTIL_GONE", 1.0)
-    left = iter(looks)
-    monkeypatch.setattr(module, "lost", lambda _: [f"worker 1 (b:1) {text}"] if (text := next(left, expected)) else [])
     cluster = Cluster("TF_CONFIG", {"worker": ["a:1", "b:1"]}, "worker", 0)
-    assert module._lost_for_good(cluster) == [f"worker 1 (b:1) {expected}"]
+    for looks, expected in ((["", FROZEN], "is gone"), ([], FROZEN)):
+        found = itertools.chain(looks, itertools.repeat(expected))
+        monkeypatch.setattr(
+            module, "lost", lambda _, found=found: [f"worker 1 (b:1) {text}"] if (text := next(found)) else []
+        )
+        assert module._lost_for_good(cluster) == [f"worker 1 (b:1) {expected}"]

@@ -154,7 +154,9 @@ def test_live_line_shows_the_pass_fits_and_is_erased(console: Make, always: None
     assert "\x1b[?25l" not in output()  # The cursor stays.
 
 
-def test_live_line_is_gone_before_an_error_is_printed(console: Make, always: None) -> None:
+def test_live_line_is_gone_before_an_error_is_printed_and_when_the_terminal_is(
+    console: Make, always: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = console(80)
     line = LiveLine(epochs=3)
     with pytest.raises(RuntimeError), line.shown():
@@ -167,18 +169,11 @@ def test_live_line_is_gone_before_an_error_is_printed(console: Make, always: Non
     line.took(np.ones(5), 5)
     assert len(output()) == drawn
 
+    def gone(text: str) -> None:
+        raise OSError(5, "Input/output error")
 
-def test_terminal_that_is_gone_ends_the_line_and_not_the_training(
-    console: Make, always: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    console(80)
-    line = LiveLine(epochs=3)
     with line.shown():
         line.begin("train", 0, done=0, steps=10)
-
-        def gone(text: str) -> None:
-            raise OSError(5, "Input/output error")
-
         monkeypatch.setattr(engine.console.console.file, "write", gone)
         line.took(np.ones(1), 1)
         line.took(np.ones(1), 1)
@@ -245,7 +240,7 @@ CHECKS = [
 ]
 
 
-def test_table_of_checks_wraps_its_texts_in_a_terminal_and_has_its_colours(console: Make) -> None:
+def test_table_of_checks_wraps_its_texts_in_a_terminal_only(console: Make) -> None:
     output = console(80)
     print_checks(CHECKS)
     shown = [line.rstrip() for line in plain(output()).splitlines()]
@@ -257,9 +252,6 @@ def test_table_of_checks_wraps_its_texts_in_a_terminal_and_has_its_colours(conso
     output = console(80, NO_COLOR="1")
     print_checks(CHECKS)
     assert not re.search(r"\x1b\[[\d;]*3\dm", output())
-
-
-def test_checks_without_a_terminal_are_one_line_each(console: Make) -> None:
     output = console(terminal=False)
     print_checks(CHECKS)
     assert output().splitlines() == [

@@ -107,8 +107,9 @@ def test_texts_and_files_of_any_size_are_named_in_the_first_column(
         task, "predict_step", lambda features: {"text": tf.strings.as_string(features[:, 0, 0, 0] * 16)}
     )
     monkeypatch.setattr(task, "read_inputs", read_inputs)
+    names, predictions = predict.load(run_dir).predict(task.read_inputs(folder), 128)
     for name in ("p.csv", "p.npz"):
-        predict.main([str(run_dir), str(folder), "--output", str(tmp_path / name)])
+        write_predictions(tmp_path / name, names, predictions)
     assert (tmp_path / "p.csv").read_text(encoding="utf-8") == "example,text\nrow 1.png,3.000000\nz.png,9.000000\n"
     with np.load(tmp_path / "p.npz") as arrays:  # Without pickled objects, which np.load refuses.
         assert arrays["text"].tolist() == ["3.000000", "9.000000"]
