@@ -35,12 +35,10 @@ def test_first_process_is_the_chief() -> None:
     assert list(with_chief.processes()) == ["chief", "worker 0", "worker 1"]
     assert with_chief.is_chief
     assert not find_cluster(tf_config({"worker": TWO, "chief": ["host2:1"]}, index=0)).is_chief
-
-
-def test_job_without_processes_is_not_passed_on_because_tensorflow_crashes_at_it() -> None:
-    cluster = find_cluster(tf_config({"chief": [], "worker": TWO, "ps": []}))
-    assert json.loads(cluster.tf_config())["cluster"] == {"worker": TWO}
-    assert cluster.is_chief
+    # A job without processes is not passed on, because TensorFlow crashes at it.
+    without = find_cluster(tf_config({"chief": [], "worker": TWO, "ps": []}))
+    assert json.loads(without.tf_config())["cluster"] == {"worker": TWO}
+    assert without.is_chief
 
 
 def test_managed_clouds_describe_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +126,6 @@ MALFORMED = [
     (tf_config({"worker": "host0:1"}), "must be JSON like"),
     (tf_config({"worker": TWO}, index="0"), "must be JSON like"),
     (tf_config({"worker": TWO}, index=2), "as worker 2, but only worker 0, worker 1: fix its"),
-    (tf_config({"worker": TWO}, index=-1), "as worker -1, but only worker 0, worker 1"),
     (tf_config({"worker": TWO, "chief": ["a:1"]}, "chief", 1), "as chief 1, but only chief, worker"),
     (tf_config({"worker": TWO}, "evaluator"), "as an evaluator: start it with --evaluate-continuously"),
     (tf_config({"worker": TWO, "master": ["a:1"]}), "the job master: use only chief, worker, ps"),

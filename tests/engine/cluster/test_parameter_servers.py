@@ -82,7 +82,7 @@ def test_chief_ends_when_a_process_is_frozen(monkeypatch: pytest.MonkeyPatch, ca
     assert capsys.readouterr().err.splitlines() == [line]
 
 
-@pytest.mark.parametrize("job", ["chief", "worker", "ps"])
+@pytest.mark.parametrize("job", ["chief", "ps"])
 def test_port_in_use_is_waited_for_and_named(job: str, capsys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"

@@ -1,6 +1,5 @@
 """--export: the contents of its files, what is skipped, and what is rejected."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -22,7 +21,6 @@ import train
 from config import Config
 from engine.errors import BadInput
 from engine.run.signals import signals
-from engine.settings import InitOnly
 from engine.trained.export import _are_close, _compare, _write_models, _write_saved_model, export
 from engine.trained.loading import load_trained
 from engine.trained.predictions import Predictor
@@ -99,20 +97,14 @@ def test_finished_run_is_exported_with_its_own_settings_and_not_trained(
         assert rule in capsys.readouterr().err
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WithEncoder(Config):
-    encoder_weights: InitOnly[Path | None] = None
-
-
 def test_files_that_only_the_start_needed_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[WithEncoder] = []
+    given: list[Config] = []
     module = sys.modules["engine.trained.export"]  # The name belongs to the function.
     monkeypatch.setattr(module, "load_trained", lambda _, settings: given.append(settings) or sys.exit())
-    gone = tmp_path / "gone.weights.h5"
     with pytest.raises(SystemExit):
-        export(task, WithEncoder(run_dir=tmp_path, encoder_weights=gone, init_from=gone, init_partial=True, seed=3))
+        export(task, Config(run_dir=tmp_path, init_from=tmp_path / "gone.weights.h5", init_partial=True, seed=3))
     (settings,) = given
-    assert (settings.encoder_weights, settings.init_from, settings.seed) == (None, None, 3)
+    assert (settings.init_from, settings.init_partial, settings.seed) == (None, False, 3)
 
 
 def test_signal_while_a_run_finishes_ends_it_before_the_export(
@@ -220,27 +212,15 @@ def test_random_hook_draws_as_the_evaluation_does_for_any_batch_size(
 
 
 @keras.saving.register_keras_serializable()
-class Unnamed(keras.layers.Layer):
-    """A layer that Keras can save, and not load."""
+class Forgetful(keras.layers.Layer):
+    """A layer that is another one when it is loaded."""
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        raise FileNotFoundError("vocabulary.txt")  # It is not the disk that is full.
-
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
         self.factor = factor
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         return inputs * self.factor
-
-
-@keras.saving.register_keras_serializable()
-class Forgetful(Unnamed):
-    """A layer that is another one when it is loaded."""
-
-    def __init__(self, factor: float = 1.0) -> None:
-        super().__init__(factor)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
@@ -269,7 +249,10 @@ def test_what_no_file_can_contain_is_left_out_with_the_reason(
         features = tf.numpy_function(lambda each: each / np.float32(16), [features], tf.float32)
         return tf.ensure_shape(features, (8, 8, 1)), labels
 
-    monkeypatch.setattr(task, "create_model", lambda: small_model(Unnamed(2.0)))
+    def load_model(*_: Any, **options: Any) -> keras.Model:
+        raise FileNotFoundError("vocabulary.txt")  # Of a user's layer. It is not the disk that is full.
+
+    monkeypatch.setattr(keras.models, "load_model", load_model)
     monkeypatch.setattr(task, "prepare_example", prepare_example)
     trained = load_trained(task, Config(run_dir=run_dir))
     facts = _write_models(tmp_path, task, trained) | _write_saved_model(tmp_path / "saved_model", task, trained)
