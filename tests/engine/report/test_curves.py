@@ -89,9 +89,10 @@ def test_epochs_are_whole_numbers() -> None:
         assert line.get_marker() == ("None" if epochs == 300 else "o")
 
 
-def test_best_and_resumed_epochs_are_marked_in_every_panel() -> None:
-    given = rows(3, validation__loss=[3.0, 1.0, 1.0], validation__auc=[0.1, 0.9, 0.9])
-    drawn_figure = figure("run", PLAIN, given, monitor="validation/loss", resumed=[10, 15])
+def test_best_and_resumed_epochs_and_validations_between_them_are_marked() -> None:
+    given = rows(3, train__loss=2.0, validation__loss=[3.0, 1.0, 1.0], validation__auc=[0.1, 0.9, 0.9])
+    between = [{"step": 5, "validation/loss": 4.0}, {"step": 25, "validation/loss": 2.0}]
+    drawn_figure = figure("run", PLAIN, given, monitor="validation/loss", resumed=[10, 15], validations=between)
     drawn = panels(drawn_figure)
     assert [marks(axes) for axes in drawn.values()] == [{":": [1.0, 1.5], "--": [2.0]}] * 2
     stars = {title: [list(line.get_xydata()[0]) for line in axes.get_lines() if line.get_marker() == "*"]
@@ -99,7 +100,13 @@ def test_best_and_resumed_epochs_are_marked_in_every_panel() -> None:
     assert stars == {"loss": [[2.0, 1.0]], "auc": []}
     assert {title: axes.title.get_weight() for title, axes in drawn.items()} == {"loss": "bold", "auc": "normal"}
     assert drawn_figure.get_suptitle() == "run, epoch 3; best validation/loss 1 in epoch 2"
-    assert [text.get_text() for text in drawn_figure.legends[0].get_texts()] == ["validation", "resumed", "best"]
+    texts = [text.get_text() for text in drawn_figure.legends[0].get_texts()]
+    assert texts == ["validation", "train", "resumed", "best"]
+    validations = [(0.5, 4.0), (1.0, 3.0), (2.0, 1.0), (2.5, 2.0), (3.0, 1.0)]
+    assert curves(drawn["loss"]) == {"train/loss": [(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)], "validation/loss": validations}
+    assert epochs_at([15, 20, 40], given) == [1.5, 2.0, 3.0]
+    earliest = figure("run", PLAIN, given, monitor="validation/loss", validations=[{"step": 5, "validation/loss": 0.5}])
+    assert earliest.get_suptitle().endswith("best validation/loss 0.5 in epoch 1")
 
 
 def test_best_is_the_first_of_equals_by_the_direction_and_never_nan() -> None:
@@ -107,17 +114,6 @@ def test_best_is_the_first_of_equals_by_the_direction_and_never_nan() -> None:
     assert best_point(points, "max") == (3.0, 0.7)
     assert best_point(points, "min") == (2.0, 0.5)
     assert best_point(points[:1], "min") is None
-
-
-def test_validations_between_epochs_are_drawn_at_their_steps() -> None:
-    between = [{"step": 5, "validation/loss": 0.25}, {"step": 25, "validation/loss": 2.0}]
-    given = rows(2, train__loss=1.0, validation__loss=1.0)
-    drawn_figure = figure("run", PLAIN, given, validations=between, monitor="validation/loss")
-    drawn = curves(panels(drawn_figure)["loss"])
-    assert drawn["validation/loss"][:3] == [(0.5, 0.25), (1.0, 1.0), (2.0, 1.0)]
-    assert drawn["train/loss"] == [(1.0, 1.0), (2.0, 1.0)]
-    assert drawn_figure.get_suptitle().endswith("best validation/loss 0.25 in epoch 1")
-    assert epochs_at([15, 20, 30], given) == [1.5, 2.0, 2.0]
 
 
 def test_a_metric_that_falls_far_is_on_a_log_scale() -> None:

@@ -64,16 +64,12 @@ def test_resumed_report_keeps_the_rows_of_the_epochs_done(tmp_path: Path) -> Non
 
 
 def test_better_is_strictly_better() -> None:
-    assert is_better(0.4, 0.5, "min")
-    assert not is_better(0.5, 0.5, "min")
-    assert is_better(0.6, 0.5, "max")
-    assert not is_better(0.5, 0.5, "max")
-    assert is_better(0.5, None, "min")
-    assert not is_better(float("nan"), 0.5, "max")
+    nan = float("nan")
     # A score that is never a number still leaves weights to test.
-    assert is_better(float("nan"), None, "min")
-    assert is_better(0.5, float("nan"), "min")
-    assert not is_better(float("nan"), float("nan"), "min")
+    better = [(0.4, 0.5, "min"), (0.6, 0.5, "max"), (0.5, None, "min"), (nan, None, "min"), (0.5, nan, "min")]
+    assert all(is_better(*each) for each in better)
+    others = [(0.5, 0.5, "min"), (0.5, 0.5, "max"), (nan, 0.5, "max"), (nan, nan, "min")]
+    assert not any(is_better(*each) for each in others)
 
 
 def test_mean_loss_of_steps_counts_each_example_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
