@@ -33,17 +33,6 @@ def prepare_example(features, labels, *, training, seed):
     features, labels = _prepare_example(features, labels, training=training, seed=seed)
     return features + table.lookup(tf.cast(10.0 * features[4, 4, 0], tf.int32)) * scale, labels
 """
-WITH_NAMES = """
-
-DIGITS = tf.range(10, dtype=tf.int64)
-NAMES = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(DIGITS, "digit " + tf.as_string(DIGITS)), "none")
-_predict_step = predict_step
-
-
-def predict_step(features):
-    outputs = _predict_step(features)
-    return {**outputs, "name": NAMES.lookup(outputs["label"])}
-"""
 WITH_TENSORFLOW_ONLY = """
 import sys
 sys.modules["keras"] = None  # What imports it fails.
@@ -85,18 +74,6 @@ def test_run_of_two_replicas_is_exported_and_predicted_on_one_device(
         with np.load(tmp_path / "found.npz") as found:
             np.testing.assert_allclose(found["probabilities"], predicted["probabilities"], rtol=1e-5, atol=1e-7)
             np.testing.assert_array_equal(found["label"], predicted["label"])
-    # On one device, a table may be made when the file is imported.
-    with (project.folder / "task.py").open("a", encoding="utf-8") as task:
-        task.write(WITH_NAMES)
-    assert (
-        "Since the run in runs/default started, task.py has changed"
-        in project.run("python", "train.py", "--export").stdout
-    )
-    saved_model = project.folder / "runs/default/export/saved_model"
-    done = run("python", "-c", WITH_TENSORFLOW_ONLY, saved_model, examples, tmp_path / "named.npz", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    with np.load(tmp_path / "named.npz") as found:
-        assert found["name"].tolist() == [b"digit %d" % label for label in found["label"]]
 
 
 @pytest.mark.long
@@ -124,15 +101,29 @@ def test_chief_of_a_cluster_exports_and_its_refusal_ends_all(
     )
 
 
+WITHOUT_TENSORFLOW = """
+import sys
+sys.modules["tensorflow"] = None  # What imports it fails.
+import predict
+for arguments in (["--help"], ["runs/none", "task.py"], ["runs/none", "task.py", "--batch-size", "0"], ["runs/none"]):
+    try:
+        predict.main(arguments)
+    except SystemExit as ending:
+        print("ended with", ending.code, file=sys.stderr)
+"""
+
+
 def test_mistakes_end_predict_before_tensorflow_is_imported(default_bake: Bake) -> None:
-    without = "import sys; sys.modules['tensorflow'] = None; import predict; predict.main(sys.argv[1:])"
-    for arguments, code, text in (
-        (("--help",), 0, "usage: "),
-        (("runs/none", "task.py"), 2, "ERROR: runs/none contains no run"),
-        (("runs/none", "task.py", "--batch-size", "0"), 2, "ERROR: --batch-size 0 must be at least 1"),
-        (("runs/none",), 2, "ERROR: Missing from -c: INPUT"),
-    ):
-        done = run(sys.executable, "-c", without, *arguments, folder=default_bake.folder)
-        assert done.returncode == code
-        assert text in done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
+    done = run(sys.executable, "-c", WITHOUT_TENSORFLOW, folder=default_bake.folder)
+    assert done.stdout.startswith("usage: ")
+    beginnings = [
+        "ended with 0",
+        "ERROR: runs/none contains no run",
+        "ended with 2",
+        "ERROR: --batch-size 0 must be at least 1",
+        "ended with 2",
+        "ERROR: Missing from -c: INPUT",
+        "ended with 2",
+    ]
+    assert all(map(str.startswith, done.stderr.splitlines(), beginnings)), done.stderr
+    assert done.stderr.count("\n") == len(beginnings)

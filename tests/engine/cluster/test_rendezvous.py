@@ -52,6 +52,38 @@ def together(members: list[Cluster], facts: list[dict[str, Any]], *, seconds: fl
         return list(threads.map(one, range(len(members))))
 
 
+def hello(process: Cluster, /, **more: Any) -> bytes:
+    said = {"task": process.name, "cluster": process.addresses, "facts": {}, "own": {}, "missing": []}
+    said |= {"rejection": "", "everyone": {}}
+    return json.dumps({**said, **more}).encode() + b"\n"
+
+
+@contextlib.contextmanager
+def answering(process: Cluster, line: bytes) -> Iterator[list[int]]:
+    """Sends bytes to whoever connects to a process's address; yields how many were taken, for each connection."""
+    taken: list[int] = []
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                taken.append(0)
+                with connection, contextlib.suppress(OSError):
+                    while taken[-1] < (2**27 if line[-1:] == b"{" else 1):
+                        connection.sendall(line)
+                        taken[-1] += max(1, len(line))
+
+    with (
+        socket.create_server(("127.0.0.1", port_of(process))) as server,
+        concurrent.futures.ThreadPoolExecutor(1) as thread,
+    ):
+        thread.submit(answer)
+        try:
+            yield taken
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_processes_that_come_one_after_the_other_meet_and_free_their_addresses(host: str) -> None:
     members = local(3, host)
@@ -63,18 +95,20 @@ def test_processes_that_come_one_after_the_other_meet_and_free_their_addresses(h
 
 
 def test_process_that_is_stopped_is_told_from_those_that_have_ended_and_comes_first() -> None:
-    members = local(4)
+    members = local(5)
     addresses = members[0].processes()
     # The system takes connections for a stopped process, which never speaks.
     with (
         socket.create_server(("127.0.0.1", port_of(members[3]))),
         socket.create_server(("127.0.0.1", port_of(members[2]))) as well,
         concurrent.futures.ThreadPoolExecutor(1) as thread,
+        answering(members[4], hello(members[4])),  # It was lost, and waits in the rendezvous again.
     ):
         greeting = thread.submit(lambda: well.accept()[0].send(b"\0"))
         assert lost(members[0]) == [
             f"worker 3 ({addresses['worker 3']}) does not answer, perhaps because it is frozen",
             f"worker 1 ({addresses['worker 1']}) is gone",
+            f"worker 4 ({addresses['worker 4']}) is gone",
         ]
         assert greeting.result() == 1
 
@@ -126,38 +160,28 @@ def taking_port_of(process: Cluster) -> socket.socket:
     return socket.create_server(("", port_of(process)), family=socket.AF_INET6, dualstack_ipv6=True)
 
 
-def test_port_that_stays_in_use_ends_the_process_with_a_code_that_is_tried_again() -> None:
-    members = local(2)
-    with taking_port_of(members[0]), pytest.raises(PeerLost, match=r"where it cannot listen .*: end the program"):
-        rendezvous(members[0], {}, timeout=0.3)
-
-
-def test_process_waits_for_its_port_while_an_earlier_one_ends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     members = local(2)
     earlier = taking_port_of(members[1])
+    # The code of this end is tried again.
+    with pytest.raises(CountedLoss, match=r"worker 1 at .* where it cannot listen .*: end the program that uses"):
+        rendezvous(members[1], {}, timeout=0.3)
+    capsys.readouterr()
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         both = thread.submit(together, members, [{}, {}], seconds=20)
         until(lambda: "waits up to 20 s for the port" in capsys.readouterr().err)
         earlier.close()
         assert all(len(everyone) == 2 for everyone in both.result())
 
-
-def test_port_that_may_not_be_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(address: str) -> socket.socket:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(module, "_listen", refuse)
     with pytest.raises(BadInput, match=r"where it cannot listen \(Permission denied\): choose another port"):
-        rendezvous(local(2)[0], {}, timeout=20)
+        rendezvous(members[0], {}, timeout=20)
 
 
 # --- Strangers at the rendezvous --------------------------------------------------------------------------------------
-
-
-def hello(process: Cluster, /, **more: Any) -> bytes:
-    said = {"task": process.name, "cluster": process.addresses, "facts": {}, "own": {}, "missing": []}
-    said |= {"rejection": "", "everyone": {}}
-    return json.dumps({**said, **more}).encode() + b"\n"
 
 
 STRANGE = {
@@ -167,58 +191,28 @@ STRANGE = {
     "no text": b"{\xff\xfe\n",
     "nested too deep": b'{"a":' * 60_000 + b"\n",
     "no end": b"{" * 2**20,
-    "a list for a name": lambda process: hello(process, task=["worker 1"]),
-    "a number for facts": lambda process: hello(process, facts=7),
-    "a text for the cluster": lambda process: hello(process, cluster="mine"),
-    "a text for the missing": lambda process: hello(process, missing="worker 1"),
-    "a text for everyone": lambda process: hello(process, everyone="all"),
+    "a list for a name": {"task": ["worker 1"]},
+    "a text for the missing": {"missing": "worker 1"},
 }
 
 
-@contextlib.contextmanager
-def answering(process: Cluster, line: bytes) -> Iterator[list[int]]:
-    """Sends bytes to whoever connects to a process's address; yields how many were taken, for each connection."""
-    taken: list[int] = []
-
-    def answer() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = server.accept()
-                taken.append(0)
-                with connection, contextlib.suppress(OSError):
-                    while taken[-1] < (2**27 if line[-1:] == b"{" else 1):
-                        connection.sendall(line)
-                        taken[-1] += max(1, len(line))
-
-    with (
-        socket.create_server(("127.0.0.1", port_of(process))) as server,
-        concurrent.futures.ThreadPoolExecutor(1) as thread,
-    ):
-        thread.submit(answer)
-        try:
-            yield taken
-        finally:
-            server.shutdown(socket.SHUT_RDWR)
-
-
 @pytest.mark.parametrize("line", STRANGE.values(), ids=STRANGE)
-@pytest.mark.parametrize("role", [0, 1])
 def test_something_else_that_answers_at_its_address_is_not_taken_for_a_process(
-    role: int, line: Any, monkeypatch: pytest.MonkeyPatch
+    line: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LONGEST_HELLO", 2**22)
-    members = local(2)
-    other = members[1 - role]
-    with (
-        answering(other, line if isinstance(line, bytes) else line(other)) as taken,
-        pytest.raises(PeerLost, match=rf"worker {1 - role} \(.*\) did not join"),
-    ):
-        rendezvous(members[role], {}, timeout=0.3)
-    assert taken
-    assert max(taken) < 2**24  # A line without end is given up.
+    first, second = local(2)
+    for process, other in ((first, second), (second, first)):
+        with (
+            answering(other, line if isinstance(line, bytes) else hello(other, **line)) as taken,
+            pytest.raises(PeerLost, match=rf"{other.name} \(.*\) did not join"),
+        ):
+            rendezvous(process, {}, timeout=0.3)
+        assert taken
+        assert max(taken) < 2**24  # A line without end is given up.
 
 
-def test_strangers_do_not_disturb_the_rendezvous() -> None:
+def test_strangers_do_not_disturb_the_rendezvous_which_no_other_address_can_reach() -> None:
     members = local(2)
     with concurrent.futures.ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as open_connections:
         first = thread.submit(rendezvous, members[0], {}, timeout=20)
@@ -226,6 +220,8 @@ def test_strangers_do_not_disturb_the_rendezvous() -> None:
             stranger = open_connections.enter_context(reach(members[0]))
             with contextlib.suppress(OSError):
                 stranger.sendall(line)
+        with pytest.raises(ConnectionRefusedError):  # Another address of this machine.
+            socket.create_connection(("127.0.0.2", port_of(members[0])), timeout=5).close()
         rendezvous(members[1], {}, timeout=20)
         assert first.result().keys() == {"worker 0", "worker 1"}
 
@@ -253,43 +249,20 @@ def test_process_that_starts_again_during_the_rendezvous_is_met() -> None:
         assert len(first.result()) == 3
 
 
-def test_process_listens_where_the_cluster_says_and_nowhere_else() -> None:
-    members = local(2)
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        first = thread.submit(together, members[:1], [{}], seconds=1)
-        reach(members[0]).close()
-        with pytest.raises(ConnectionRefusedError):  # Another address of this machine.
-            socket.create_connection(("127.0.0.2", port_of(members[0])), timeout=5).close()
-        assert "did not join" in first.result()[0]
+def test_process_listens_everywhere_where_the_address_is_not_a_loopback_one() -> None:
+    for host in ("192.0.2.1", "a-name-that-nobody-knows-yet"):
+        with _listen(f"{host}:{free_ports(1)[0]}") as server:
+            assert server.getsockname()[0] in ("::", "0.0.0.0")
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "a-name-that-nobody-knows-yet"])
-def test_process_listens_everywhere_where_the_address_is_not_a_loopback_one(host: str) -> None:
-    (port,) = free_ports(1)
-    with _listen(f"{host}:{port}") as server:
-        assert server.getsockname()[0] in ("::", "0.0.0.0")
-
-
-@pytest.mark.parametrize("role", [0, 1])
-def test_name_that_cannot_be_resolved_is_named(role: int) -> None:
-    ports = free_ports(2)
-    addresses = [f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}"]
-    addresses[1 - role] = f"no-such-host.invalid:{ports[1 - role]}"
-    rule = (
-        rf"worker {1 - role} \(no-such-host.* did not join .*: worker {role} cannot resolve the name no-such-host.inv"
-    )
+def test_name_that_cannot_be_resolved_is_named() -> None:
+    addresses = [f"127.0.0.1:{free_ports(1)[0]}", "no-such-host.invalid:2"]
+    rule = r"worker 1 \(no-such-host.* did not join .*: worker 0 cannot resolve the name no-such-host.inv"
     with pytest.raises(PeerLost, match=rule):
-        rendezvous(Cluster("TF_CONFIG", {"worker": addresses}, "worker", role), {}, timeout=0.3)
+        rendezvous(Cluster("TF_CONFIG", {"worker": addresses}, "worker", 0), {}, timeout=0.3)
 
 
 # --- Which peer is gone -----------------------------------------------------------------------------------------------
-
-
-def test_process_that_waits_in_the_rendezvous_again_was_lost() -> None:
-    members = local(2)
-    address = members[0].processes()["worker 1"]
-    with answering(members[1], hello(members[1])):
-        assert lost(members[0]) == [f"worker 1 ({address}) is gone"]
 
 
 def test_one_end_is_counted_where_a_process_does_not_answer() -> None:

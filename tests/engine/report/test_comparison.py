@@ -10,7 +10,6 @@ import tensorflow as tf
 
 import train
 from engine.console import console
-from engine.errors import BadInput
 from engine.report.comparison import _read, compare, figure_of_runs
 from engine.report.tables import write_rows
 
@@ -39,11 +38,15 @@ def lines(text: str) -> dict[str, list[str]]:
     return {line[:22].strip(): line[22:].split() for line in text.splitlines()}
 
 
-def test_table_has_what_differs_and_how_each_run_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_what_differs_and_how_each_run_stands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = {"best_validation/loss": 0.25, "best_epoch": 2, "test/loss": 0.3, "test/f1/0": 1.0, "epochs": 3}
     paths = [run("runs/a", [0.5, 0.25, 0.75], done), run("runs/b", [0.5, 0.75], learning_rate=0.1, seed=1)]
     paths += [run("runs/new", [], seed=1)]
-    compare(paths)
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda *_: pytest.fail("devices were started"))
+    monkeypatch.setattr(train, "build", lambda _: pytest.fail("the task was built"))
+    train.main(["--compare", *map(str, paths)])
     found = lines(capsys.readouterr().out)
     assert found[""] == ["a", "b", "new"]
     assert found["state"] == ["finished", "unfinished", "unfinished"]
@@ -83,57 +86,33 @@ def test_picture_has_a_panel_for_each_metric_and_a_line_for_each_run() -> None:
     assert figure_of_runs(runs[2:]) is None
 
 
-def test_names_are_as_short_as_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    compare([run("one/x", [0.5]), run("two/x", [0.5])])
-    assert capsys.readouterr().out.splitlines()[0].split() == ["one/x", "two/x"]
-
-
-@pytest.mark.parametrize("path", ["missing", "empty", "file"])
-def test_what_is_no_run_is_refused(path: str) -> None:
-    Path("empty").mkdir()
-    Path("file").touch()
-    with pytest.raises(BadInput, match=f"--compare {path} contains no run"):
-        compare([run("a", [0.5]), Path(path)])
-    assert not Path("comparison.png").exists()
-
-
 def test_run_whose_files_lack_something_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     folder = run("a", [0.5], result={"test/loss": 0.25})
     (folder / "metrics.csv").write_text("epoch,validation/loss\n1,0.5\n")
     (folder / "config.json").write_text('{"settings": {}}')
-    compare([folder, run("b", [0.5])])
-    assert "0.25" in capsys.readouterr().out
+    compare([folder, run("b/x", [0.5]), run("c/x", [0.5])])
+    printed = capsys.readouterr().out
+    assert "0.25" in printed
+    assert printed.splitlines()[0].split() == ["a", "b/x", "c/x"]  # Names are as short as they differ.
 
 
-@pytest.mark.parametrize(
-    ("more", "rule"),
-    [(["--fresh"], "--fresh cannot be combined with --compare"), (["--export"], "--export cannot be combined with")],
-)
-def test_other_work_is_refused(more: list[str], rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_and_other_work_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     run("a", [0.5])
-    with pytest.raises(SystemExit) as ended:
-        train.main(["--compare", "a", *more])
-    assert ended.value.code == 2
-    assert rule in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("more", ["--check", "--evaluate-only", "--evaluate-continuously"])
-def test_two_things_instead_of_training_are_refused(more: str) -> None:
-    run("a", [0.5])
-    with pytest.raises(SystemExit) as ended:
-        train.main(["--compare", "a", more])
-    assert ended.value.code == 2
-
-
-def test_no_directory_is_refused_and_does_not_train(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        train.main(["--compare"])
-    assert ended.value.code == 2
-    assert "--compare needs directories of runs" in capsys.readouterr().err
-
-
-def test_train_py_compares_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda *_: pytest.fail("devices were started"))
-    monkeypatch.setattr(train, "build", lambda _: pytest.fail("the task was built"))
-    train.main(["--compare", str(run("a", [0.5]))])
-    assert Path("comparison.png").exists()
+    Path("empty").mkdir()
+    Path("file").touch()
+    for arguments, rule in (
+        (["a", "missing"], "--compare missing contains no run"),
+        (["a", "empty"], "--compare empty contains no run"),
+        (["a", "file"], "--compare file contains no run"),
+        (["a", "--fresh"], "--fresh cannot be combined with --compare"),
+        (["a", "--export"], "--export cannot be combined with"),
+        (["a", "--check"], "--compare"),
+        (["a", "--evaluate-only"], "--compare"),
+        (["a", "--evaluate-continuously"], "--compare"),
+        ([], "--compare needs directories of runs"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            train.main(["--compare", *arguments])
+        assert ended.value.code == 2
+        assert rule in capsys.readouterr().err
+    assert not Path("comparison.png").exists()

@@ -8,7 +8,6 @@ from typing import Any
 
 import matplotlib.axes
 import matplotlib.figure
-import pytest
 
 from engine.model.metrics import ResultNames
 from engine.report.curves import BLUE, VERMILLION, best_point, epochs_at, figure_of_run
@@ -36,7 +35,6 @@ def figure(title: str, names: ResultNames, rows: list[dict[str, Any]], **marks: 
 
 
 def panels(figure: matplotlib.figure.Figure) -> dict[str, matplotlib.axes.Axes]:
-    figure.savefig(io.BytesIO(), format="png")  # Whatever is in it can be drawn.
     return {axes.get_title(): axes for axes in figure.axes}
 
 
@@ -69,6 +67,9 @@ def test_datasets_of_a_metric_share_a_panel_and_elements_of_arrays_have_none() -
         "scores/recall": ["validation/hard/scores/recall"],
     }
     assert curves(drawn["loss"])["validation/hard/loss"] == [(1.0, 3.0), (2.0, 3.0)]
+    colours = [line.get_color() for axes in drawn.values() for line in axes.get_lines() if "/" in line.get_label()]
+    assert colours[1:3] == [BLUE, VERMILLION]
+    assert len(set(colours)) == 3  # A dataset has the same in every panel.
 
 
 def test_thirteen_metrics_are_in_a_grid_and_a_hundred_are_cut_with_a_word() -> None:
@@ -79,24 +80,19 @@ def test_thirteen_metrics_are_in_a_grid_and_a_hundred_are_cut_with_a_word() -> N
     assert many.get_suptitle() == "run, epoch 2; 76 more are in metrics.csv"
 
 
-def test_a_dataset_has_the_same_colour_in_every_panel() -> None:
-    drawn = panels(figure("run", PLAIN, rows(2, train__loss=1.0, validation__loss=1.0, validation__auc=0.5)))
-    colours = {line.get_label(): line.get_color() for axes in drawn.values() for line in axes.get_lines()}
-    assert colours == {"train/loss": BLUE, "validation/loss": VERMILLION, "validation/auc": VERMILLION}
+def test_epochs_are_whole_numbers() -> None:
+    for epochs, ticks in ((1, [1]), (3, [1, 2, 3]), (300, [60, 120, 180, 240, 300])):
+        (axes,) = panels(figure("run", PLAIN, rows(epochs, train__loss=1.0))).values()
+        low, high = axes.get_xlim()
+        assert [tick for tick in axes.get_xticks() if max(low, 0.1) <= tick <= high] == ticks
+        (line,) = axes.get_lines()
+        assert line.get_marker() == ("None" if epochs == 300 else "o")
 
 
-@pytest.mark.parametrize(("epochs", "ticks"), [(1, [1]), (3, [1, 2, 3]), (300, [60, 120, 180, 240, 300])])
-def test_epochs_are_whole_numbers(epochs: int, ticks: list[int]) -> None:
-    (axes,) = panels(figure("run", PLAIN, rows(epochs, train__loss=1.0))).values()
-    low, high = axes.get_xlim()
-    assert [tick for tick in axes.get_xticks() if max(low, 0.1) <= tick <= high] == ticks
-    (line,) = axes.get_lines()
-    assert line.get_marker() == ("None" if epochs == 300 else "o")
-
-
-def test_best_and_resumed_epochs_are_marked_in_every_panel() -> None:
-    given = rows(3, validation__loss=[3.0, 1.0, 1.0], validation__auc=[0.1, 0.9, 0.9])
-    drawn_figure = figure("run", PLAIN, given, monitor="validation/loss", resumed=[10, 15])
+def test_best_and_resumed_epochs_and_validations_between_them_are_marked() -> None:
+    given = rows(3, train__loss=2.0, validation__loss=[3.0, 1.0, 1.0], validation__auc=[0.1, 0.9, 0.9])
+    between = [{"step": 5, "validation/loss": 4.0}, {"step": 25, "validation/loss": 2.0}]
+    drawn_figure = figure("run", PLAIN, given, monitor="validation/loss", resumed=[10, 15], validations=between)
     drawn = panels(drawn_figure)
     assert [marks(axes) for axes in drawn.values()] == [{":": [1.0, 1.5], "--": [2.0]}] * 2
     stars = {title: [list(line.get_xydata()[0]) for line in axes.get_lines() if line.get_marker() == "*"]
@@ -104,7 +100,13 @@ def test_best_and_resumed_epochs_are_marked_in_every_panel() -> None:
     assert stars == {"loss": [[2.0, 1.0]], "auc": []}
     assert {title: axes.title.get_weight() for title, axes in drawn.items()} == {"loss": "bold", "auc": "normal"}
     assert drawn_figure.get_suptitle() == "run, epoch 3; best validation/loss 1 in epoch 2"
-    assert [text.get_text() for text in drawn_figure.legends[0].get_texts()] == ["validation", "resumed", "best"]
+    texts = [text.get_text() for text in drawn_figure.legends[0].get_texts()]
+    assert texts == ["validation", "train", "resumed", "best"]
+    validations = [(0.5, 4.0), (1.0, 3.0), (2.0, 1.0), (2.5, 2.0), (3.0, 1.0)]
+    assert curves(drawn["loss"]) == {"train/loss": [(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)], "validation/loss": validations}
+    assert epochs_at([15, 20, 40], given) == [1.5, 2.0, 3.0]
+    earliest = figure("run", PLAIN, given, monitor="validation/loss", validations=[{"step": 5, "validation/loss": 0.5}])
+    assert earliest.get_suptitle().endswith("best validation/loss 0.5 in epoch 1")
 
 
 def test_best_is_the_first_of_equals_by_the_direction_and_never_nan() -> None:
@@ -114,38 +116,30 @@ def test_best_is_the_first_of_equals_by_the_direction_and_never_nan() -> None:
     assert best_point(points[:1], "min") is None
 
 
-def test_validations_between_epochs_are_drawn_at_their_steps() -> None:
-    between = [{"step": 5, "validation/loss": 0.25}, {"step": 25, "validation/loss": 2.0}]
-    given = rows(2, train__loss=1.0, validation__loss=1.0)
-    drawn_figure = figure("run", PLAIN, given, validations=between, monitor="validation/loss")
-    drawn = curves(panels(drawn_figure)["loss"])
-    assert drawn["validation/loss"][:3] == [(0.5, 0.25), (1.0, 1.0), (2.0, 1.0)]
-    assert drawn["train/loss"] == [(1.0, 1.0), (2.0, 1.0)]
-    assert drawn_figure.get_suptitle().endswith("best validation/loss 0.25 in epoch 1")
-    assert epochs_at([15, 20, 30], given) == [1.5, 2.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("values", "scale"),
-    [
-        ([2.0, 0.5, 0.05], "log"),
-        ([2.0, 0.5, 0.11], "linear"),  # By a factor of 18.
-        ([2.0, 0.5, 0.0], "linear"),
-        ([0.01, 0.5, 0.9], "linear"),  # It rises, as an accuracy does.
-        ([2.0, math.nan, 0.05], "log"),
-        ([math.nan] * 3, "linear"),
-        ([math.inf, 1.0, -math.inf], "linear"),
-    ],
-)
-def test_a_metric_that_falls_far_is_on_a_log_scale(values: list[float], scale: str) -> None:
-    (axes,) = panels(figure("run", PLAIN, rows(3, train__loss=values), monitor="train/loss")).values()
-    assert axes.get_yscale() == scale
+def test_a_metric_that_falls_far_is_on_a_log_scale() -> None:
+    cases = {
+        "far": ([2.0, 0.5, 0.05], "log"),
+        "by a factor of 18": ([2.0, 0.5, 0.11], "linear"),
+        "to zero": ([2.0, 0.5, 0.0], "linear"),
+        "rises, as an accuracy does": ([0.01, 0.5, 0.9], "linear"),
+        "far with a gap": ([2.0, math.nan, 0.05], "log"),
+        "nothing": ([math.nan] * 3, "linear"),
+        "infinite": ([math.inf, 1.0, -math.inf], "linear"),
+    }
+    given = rows(3, **{f"train/{name}": values for name, (values, _) in cases.items()})
+    drawn = figure("run", PLAIN, given, monitor="train/nothing")
+    drawn.savefig(io.BytesIO(), format="png", dpi=20)  # Whatever is in it can be drawn.
+    assert {title: axes.get_yscale() for title, axes in panels(drawn).items()} == {
+        name: scale for name, (_, scale) in cases.items()
+    }
 
 
 def test_gaps_and_odd_names_do_not_stop_the_drawing() -> None:
     given = rows(3, **{"train/$\\frac{": 1.0, "learning_rate__a": 0.1, "learning_rate__b": 0.2})
     del given[1]["train/$\\frac{"]
     given[2]["validation/late"] = None
-    drawn = panels(figure("$x_{", PLAIN, given))
+    drawn_figure = figure("$x_{", PLAIN, given)
+    drawn_figure.savefig(io.BytesIO(), format="png", dpi=20)
+    drawn = panels(drawn_figure)
     assert list(drawn) == ["$\\frac{", "late", "learning rate"]
     assert curves(drawn["$\\frac{"]) == {"train/$\\frac{": [(1.0, 1.0), (3.0, 1.0)]}

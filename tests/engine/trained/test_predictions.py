@@ -1,6 +1,7 @@
 """predict.py: predictions of a run's best weights, in this process and in files."""
 
 import csv
+import dataclasses
 import json
 import re
 import shutil
@@ -12,46 +13,20 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from small import small_model
 
 import predict
 import task
-import train
+from config import Config
 from engine.errors import BadInput, CannotWrite
-from engine.trained.predictions import _as_tensors, _batches, write_predictions
-
-FLAGS = ("--global-batch-size=60", "--simulated-devices=2", "--epochs=2", "--ema-decay=0.9", "--seed=3")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small() -> Any:
-    with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(task, "create_model", small_model)
-        yield
+from engine.trained.loading import load_trained
+from engine.trained.predictions import Predictor, _as_tensors, _batches, write_predictions
 
 
 @pytest.fixture(scope="module")
-def run_dir(small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("run") / "run"
-    train.main([f"--run-dir={path}", *FLAGS])
-    return path
-
-
-@pytest.fixture(scope="module")
-def held_out(small: None) -> tuple[np.ndarray, np.ndarray]:
+def held_out() -> tuple[np.ndarray, np.ndarray]:
     """The features and the labels of the test examples."""
     features, labels = zip(*task.load_examples("test").as_numpy_iterator(), strict=True)
     return np.stack(features), np.stack(labels)
-
-
-def with_config(run_dir: Path, path: Path, example: list[str] | None = None, **settings: Any) -> Path:
-    """Copies a run, with other settings in its config.json, or another type of its examples."""
-    shutil.copytree(run_dir, path)
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    config["settings"] |= settings
-    config["example"] = example or config["example"]
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return path
 
 
 @pytest.fixture
@@ -69,6 +44,11 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return refuse
 
 
+def probabilities_of(predictor: Predictor, prepared: np.ndarray) -> np.ndarray:
+    """Returns what the predictor's model says of prepared features."""
+    return tf.nn.softmax(predictor.model(prepared)).numpy()
+
+
 def test_predictions_are_those_of_the_test(run_dir: Path, held_out: Any, tmp_path: Path) -> None:
     features, labels = held_out
     np.save(tmp_path / "test.npy", features)
@@ -82,58 +62,54 @@ def test_predictions_are_those_of_the_test(run_dir: Path, held_out: Any, tmp_pat
     probabilities = np.array([[float(row[f"probabilities/{number}"]) for number in range(10)] for row in rows])
     loss = -np.log(probabilities[np.arange(len(labels)), labels]).mean()
     assert loss == pytest.approx(result["test/loss"], rel=1e-5)
+    assert {path.name for path in tmp_path.iterdir()} == {"test.npy", "p.csv"}
 
     predictor = predict.load(run_dir)
-    assert predictor.settings.seed == 3
     assert predictor.settings.run_dir == run_dir
     assert isinstance(predictor.model, keras.Model)
     found = predictor(features, batch_size=7)
+    assert set(found) == {"label", "probabilities"}
     np.testing.assert_allclose(found["probabilities"], probabilities, rtol=1e-4, atol=1e-7)
-    predict.main([str(run_dir), str(tmp_path / "test.npy"), "--output", str(tmp_path / "p.npz")])
-    with np.load(tmp_path / "p.npz") as arrays:
-        assert set(arrays) == {"label", "probabilities"}
-        np.testing.assert_allclose(arrays["probabilities"], probabilities, rtol=1e-4, atol=1e-7)
-    assert {path.name for path in tmp_path.iterdir()} == {"test.npy", "p.csv", "p.npz"}
 
 
 def test_each_predictor_has_the_settings_of_its_run(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_out: Any
+    run_dir: Path, copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, held_out: Any
 ) -> None:
     monkeypatch.setattr(
         task, "prepare_example", lambda features, labels: (features / 16.0 + float(task.config.seed), labels)
     )
-    other, images = with_config(run_dir, tmp_path / "other", seed=9), held_out[0][:5]
-    alone = [predict.load(path)(images)["probabilities"] for path in (run_dir, other)]
-    together = [predict.load(path) for path in (run_dir, other)]
-    for predictor, expected in zip(together, alone, strict=True):
-        np.testing.assert_allclose(predictor(images)["probabilities"], expected, rtol=1e-6)
-    assert not np.allclose(*alone)
+    images = held_out[0][:5]
+    predictors = [predict.load(path) for path in (run_dir, copied(seed=9))]
+    assert [predictor.settings.seed for predictor in predictors] == [3, 9]
+    for predictor in predictors:
+        expected = probabilities_of(predictor, images / 16.0 + predictor.settings.seed)
+        np.testing.assert_allclose(predictor(images)["probabilities"], expected, rtol=1e-5)
 
 
 def test_texts_and_files_of_any_size_are_named_in_the_first_column(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copied: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
     for name, size, value in (("row 1", 8, 3), ("z", 12, 9)):
         (folder / f"{name}.png").write_bytes(tf.io.encode_png(np.full((size, 8, 1), value, "uint8")).numpy())
-    run_dir = with_config(run_dir, tmp_path / "run", example=["uint8[None, None, 1]", "uint8[None, None, 1]"])
+    run_dir = copied(example=["uint8[None, None, 1]", "uint8[None, None, 1]"])
 
     def prepare_example(features: tf.Tensor, labels: tf.Tensor) -> Any:
         both = tf.image.resize(tf.concat([features, labels], axis=-1), (8, 8)) / 16.0
         return both[..., :1], both[..., 1:]
 
+    def read_inputs(path: Path) -> Any:
+        return ((file.name, tf.io.decode_image(file.read_bytes(), 1)) for file in sorted(path.iterdir()))
+
     monkeypatch.setattr(task, "prepare_example", prepare_example)
     monkeypatch.setattr(
         task, "predict_step", lambda features: {"text": tf.strings.as_string(features[:, 0, 0, 0] * 16)}
     )
-
-    def read_inputs(path: Path) -> Any:
-        return ((file.name, tf.io.decode_image(file.read_bytes(), 1)) for file in sorted(path.iterdir()))
-
     monkeypatch.setattr(task, "read_inputs", read_inputs)
+    names, predictions = predict.load(run_dir).predict(task.read_inputs(folder), 128)
     for name in ("p.csv", "p.npz"):
-        predict.main([str(run_dir), str(folder), "--output", str(tmp_path / name)])
+        write_predictions(tmp_path / name, names, predictions)
     assert (tmp_path / "p.csv").read_text(encoding="utf-8") == "example,text\nrow 1.png,3.000000\nz.png,9.000000\n"
     with np.load(tmp_path / "p.npz") as arrays:  # Without pickled objects, which np.load refuses.
         assert arrays["text"].tolist() == ["3.000000", "9.000000"]
@@ -160,56 +136,27 @@ def test_example_that_cannot_be_prepared_is_named_and_nothing_is_written(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_hook_that_draws_gives_the_same_for_any_batch_size(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, held_out: Any
-) -> None:
-    def prepare_example(features: tf.Tensor, labels: tf.Tensor, *, seed: tf.Tensor) -> Any:
-        return features / 16.0 + tf.random.stateless_normal((8, 8, 1), seed), labels
-
-    monkeypatch.setattr(task, "prepare_example", prepare_example)
-    predictor = predict.load(run_dir)
-    images = np.repeat(held_out[0][:1], 10, axis=0)
-    first, second = (predictor(images, batch_size=size)["probabilities"] for size in (3, 10))
-    np.testing.assert_allclose(first, second, rtol=1e-5)
-    assert np.abs(np.diff(first, axis=0)).max(axis=1).min() > 1e-5  # Each example has draws of its own.
-
-
-def test_what_cannot_be_written_as_csv_is_refused_at_once(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
-) -> None:
-    monkeypatch.setattr(task, "predict_step", lambda features: {"mask": features > 0.5})
-    np.save(tmp_path / "images.npy", np.full((3, 8, 8, 1), 9, "float32"))
-    line = refused(run_dir, tmp_path / "images.npy", "--output", tmp_path / "p.csv")
-    assert "--output" in line
-    assert "'mask' is of shape (None, 8, 8, 1)" in line
-    with monkeypatch.context() as patching:
-        patching.setattr(task, "predict_step", lambda features: {"example": features})
-        line = refused(run_dir, tmp_path / "images.npy", "--output", tmp_path / "p.npz")
-        assert "task.predict_step returns 'example', which is a reserved name: rename it" in line
-        # As many columns as the brightest pixel of a batch.
-        patching.setattr(
-            task,
-            "predict_step",
-            lambda features: {"a": features[:, : tf.cast(tf.reduce_max(features) * 16, tf.int32), 0, 0]},
-        )
-        images = np.stack([np.full((8, 8, 1), value, "float32") for value in (2, 3)])
-        with pytest.raises(BadInput, match=r"returned 'a' of several sizes \(\[\(2,\), \(3,\)\]\)"):
-            predict.load(run_dir)(images, batch_size=1)
-        # Two outputs with a column of the same name, and one whose rows are not those of the examples.
-        patching.setattr(
-            task, "predict_step", lambda features: {"a": features[:, :, 0, 0], "a/0": features[:, 0, 0, 0]}
-        )
-        line = refused(run_dir, tmp_path / "images.npy", "--output", tmp_path / "p.csv")
-        assert "'a/0' may be a column of 'a' too: pass an .npz file" in line
-        patching.setattr(task, "predict_step", lambda features: {"a": tf.repeat(features[:, 0, 0, 0], 2)})
-        line = refused(run_dir, tmp_path / "images.npy", "--output", tmp_path / "p.csv")
-        assert "task.predict_step returned 'a' of shape (6,) for 3 examples: return [n, ...], a row per" in line
-    # Without --output, as the result of a run suggests it.
-    monkeypatch.chdir(tmp_path)
-    predict.main([str(run_dir), "images.npy"])
-    with np.load("predictions.npz") as arrays:
-        assert arrays["mask"].shape == (3, 8, 8, 1)
-        assert arrays["mask"].all()
+def test_outputs_that_no_file_can_contain_are_refused(run_dir: Path) -> None:
+    """The predictions of a run that was trained are replaced by others."""
+    trained, images = load_trained(task, Config(run_dir=run_dir)), np.ones((3, 8, 8, 1), "float32")
+    only_arrays = {"mask": tf.TensorSpec([None, 8, 8, 1])}
+    predictor = Predictor(dataclasses.replace(trained, outputs=only_arrays))
+    assert predictor.choose_output(*predict.DEFAULT_OUTPUTS) == Path("predictions.npz")
+    for shapes, problem in (
+        ({"example": [None]}, "^task.predict_step returns 'example', which is a reserved name: rename it"),
+        ({"mask": [None, 8, 8, 1]}, r"^--output p.csv: 'mask' is of shape \(None, 8, 8, 1\): pass an .npz file"),
+        ({"a": [None, 8], "a/0": [None]}, "^--output p.csv: 'a/0' may be a column of 'a' too: pass an .npz file"),
+    ):
+        outputs = {name: tf.TensorSpec(shape) for name, shape in shapes.items()}
+        with pytest.raises(BadInput, match=problem):
+            Predictor(dataclasses.replace(trained, outputs=outputs)).choose_output(Path("p.csv"))
+    for function, problem in (
+        (lambda _, first: {"a": tf.ones([1, first + 2])}, r"returned 'a' of several sizes \(\[\(2,\), \(3,\)"),
+        (lambda *_: {"a": tf.ones(6)}, r"returned 'a' of shape \(6,\) for 1 examples: return \[n, \.\.\.\], a row per"),
+    ):
+        serve = dataclasses.replace(trained.serve_examples, function=function)
+        with pytest.raises(BadInput, match=problem):
+            Predictor(dataclasses.replace(trained, serve_examples=serve))(images, batch_size=1)
 
 
 def test_no_output_is_written_over_the_input_or_a_file_of_the_run(
@@ -249,23 +196,18 @@ def test_output_that_cannot_be_written_is_named_with_what_predict_can_do(tmp_pat
 def test_hook_that_reads_inputs_wrongly_is_named(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
-    path = tmp_path / "images.npy"
-    np.save(path, np.zeros((2, 8, 8, 1), "float32"))
-    monkeypatch.setattr(task, "read_inputs", np.load)
-    assert refused(run_dir, path) == "ERROR: task.read_inputs yields ndarray: yield pairs of a name and features"
+    path, predictor = tmp_path / "images.npy", predict.load(run_dir)
+    path.write_bytes(b"no array")
+    line = refused(run_dir, path)
+    assert re.match(r"ERROR: task\.py:\d+ read_inputs: ValueError: .*pickle", line)
+    assert line.endswith(f" (INPUT {path})")
     for returned, message in (
-        (None, "returned NoneType: yield pairs of a name and features"),
+        (np.zeros((2, 8, 8, 1)), "task.read_inputs yields ndarray: yield pairs of a name and features"),
+        (None, "task.read_inputs returned NoneType: yield pairs of a name and features"),
         ([("a", [[1], [1, 2]])], "features must be arrays: ValueError: setting an array element with a sequence"),
     ):
-        monkeypatch.setattr(task, "read_inputs", lambda path, returned=returned: returned)
-        assert message in refused(run_dir, path)
-    monkeypatch.undo()
-    garbled = path.read_bytes()[:10] + b"{(" * 59 + path.read_bytes()[128:]
-    for content, reason in ((b"no array", "ValueError: .*pickle"), (garbled, "TokenError: .*"), (b"", "EOFError: .*")):
-        path.write_bytes(content)
-        line = refused(run_dir, path)
-        assert re.match(rf"ERROR: task\.py:\d+ read_inputs: {reason}", line)
-        assert line.endswith(f" (INPUT {path})")
+        with pytest.raises(BadInput, match=f"^{message}"):
+            predictor.predict(returned, 128)
     monkeypatch.delattr(task, "read_inputs")
     assert "task.py has no function read_inputs(path): add one" in refused(run_dir, path)
 
@@ -299,56 +241,53 @@ def test_examples_become_batches_of_one_shape_and_of_the_run_s_dtypes() -> None:
     assert tensors(enumerate(records), TEXT)[0][1].tolist() == [b"a\0", b"\xff\0\0"]
 
 
-UNFITTING = {
-    "shape": (enumerate(PIXELS[:, 0]), IMAGE, "example 0: features is int64[3, 1] and must be uint8[2, 3, 1], as in"),
-    "large": (enumerate(PIXELS * 9), IMAGE, "example 4: features has a value that does not fit into uint8"),
-    "fraction": (enumerate(PIXELS / 20), IMAGE, "example 0: features has a value that does not fit into uint8"),
-    "NaN": (enumerate(PIXELS * np.nan), IMAGE, "example 0: features has a value that does not fit into uint8"),
-    "text": ([("p", "1")], tf.TensorSpec([None], tf.int32), "example p: features is <U1[] and must be int32[], as"),
-    "number": ([("p", 1)], TEXT, "example p: features is int64[] and must be string[], as in task.load_examples"),
-    "complex": (enumerate(PIXELS + 0j), IMAGE, "example 0: features is complex128[2, 3, 1] and must be uint8[2, 3, 1]"),
-    "names": ([("p", {"a": [1, 2]})], MIXED, "example p has the features a and must have a, b/0, b/1"),
-}
+UNFITTING = [
+    (enumerate(PIXELS[:, 0]), IMAGE, "example 0: features is int64[3, 1] and must be uint8[2, 3, 1], as in"),
+    (enumerate(PIXELS * 9), IMAGE, "example 4: features has a value that does not fit into uint8"),
+    (enumerate(PIXELS * np.nan), IMAGE, "example 0: features has a value that does not fit into uint8"),
+    ([("p", "1")], tf.TensorSpec([None], tf.int32), "example p: features is <U1[] and must be int32[], as"),
+    ([("p", 1)], TEXT, "example p: features is int64[] and must be string[], as in task.load_examples"),
+    (enumerate(PIXELS + 0j), IMAGE, "example 0: features is complex128[2, 3, 1] and must be uint8[2, 3, 1]"),
+    ([("p", {"a": [1, 2]})], MIXED, "example p has the features a and must have a, b/0, b/1"),
+]
 
 
-@pytest.mark.parametrize("case", UNFITTING)
-def test_example_that_does_not_fit_the_run_is_named(case: str) -> None:
-    examples, spec, message = UNFITTING[case]
-    with pytest.raises(BadInput, match=f"^{re.escape(message)}"):
-        tensors(examples, spec)
+def test_example_that_does_not_fit_the_run_is_named() -> None:
+    for examples, spec, message in UNFITTING:
+        with pytest.raises(BadInput, match=f"^{re.escape(message)}"):
+            tensors(examples, spec)
 
 
-def test_mistakes_are_one_line(
-    run_dir: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    np.save(tmp_path / "images.npy", np.zeros((2, 8, 8)))
+def test_mistakes_are_one_line(run_dir: Path, copied: Callable[..., Path], tmp_path: Path, refused: Any) -> None:
     path = tmp_path / "images.npy"
+    np.save(path, np.zeros((2, 8, 8)))
     for arguments, message in (
-        ((path, path), f"{path} contains no run (config.json is missing): pass the directory of a run"),
         ((tmp_path, path), f"{tmp_path} contains no run (config.json is missing): pass the directory of a run"),
         ((run_dir, tmp_path / "none"), f"INPUT {tmp_path / 'none'} does not exist"),
         ((run_dir, path, "--output", tmp_path / "p.txt"), "must end in .csv or .npz"),
         ((run_dir, path, "--output", tmp_path / "no/p.csv"), f"the folder {tmp_path / 'no'} does not exist: create it"),
         ((run_dir, path, "--batch-size", 0), "--batch-size 0 must be at least 1"),
+        ((copied("gone", gone=3), path), "--gone 3 there and no setting now"),
         (
-            (run_dir, path, "--output", tmp_path / "p.csv"),
-            "ERROR: example 0: features is float64[8, 8] and must be float32[8, 8, 1], as in task.load_examples",
+            (copied("ragged", ["RaggedTensorSpec", "int32[]"]), path),
+            "task.load_examples returns something other than plain tensors",
         ),
     ):
         assert message in refused(*arguments)
     predictor = predict.load(run_dir)
+    with pytest.raises(
+        BadInput, match=r"^example 0: features is float64\[8, 8\] and must be float32\[8, 8, 1\], as in"
+    ):
+        predictor(np.zeros((2, 8, 8)))
     with pytest.raises(BadInput, match="there are no examples"):
         predictor(np.zeros((0, 8, 8, 1), "float32"))
     for examples in (3.0, {"a": [1, 2], "b": [1]}):
         with pytest.raises(BadInput, match=r"must be arrays \[n, \.\.\.\] of the same number n of examples"):
             predictor(examples)
-    assert "--gone 3 there and no setting now" in refused(with_config(run_dir, tmp_path / "gone", gone=3), path)
-    ragged = with_config(run_dir, tmp_path / "ragged", example=["RaggedTensorSpec", "int32[]"])
-    assert "task.load_examples returns something other than plain tensors" in refused(ragged, path)
 
 
 def test_records_in_a_list_are_whole_and_damaged_ones_are_named(
-    run_dir: Path, held_out: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copied: Callable[..., Path], held_out: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Raw bytes of an image, which end with zeros.
     records = [image.astype("float32").tobytes() for image in held_out[0][:5]]
@@ -357,18 +296,19 @@ def test_records_in_a_list_are_whole_and_damaged_ones_are_named(
     def prepare_example(features, labels):
         return tf.ensure_shape(tf.reshape(tf.io.decode_raw(features, tf.float32), (8, 8, 1)), (8, 8, 1)) / 16.0, labels
 
-    expected = predict.load(run_dir)(held_out[0][:5])
     monkeypatch.setattr(task, "prepare_example", prepare_example)
-    predictor = predict.load(with_config(run_dir, tmp_path / "run", ["string[]", "int32[]"]))
-    found = predictor(records)
-    np.testing.assert_allclose(found["probabilities"], expected["probabilities"], rtol=1e-5)
+    predictor = predict.load(copied(example=["string[]", "int32[]"]))
+    expected = probabilities_of(predictor, held_out[0][:5] / 16.0)
+    np.testing.assert_allclose(predictor(records)["probabilities"], expected, rtol=1e-5)
     with pytest.raises(BadInput, match=r"^example 1: "):
         predictor([records[0], b"\xdc\xff" * 100, records[2]])
 
 
-def test_what_is_not_finite_is_said(run_dir: Path, held_out: Any, tmp_path: Path, capsys) -> None:
-    images = held_out[0][:6].copy()
+def test_what_is_not_finite_is_said(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    images = np.ones((6, 8, 8, 1), "float32")
     images[2:4] = np.nan
     np.save(tmp_path / "images.npy", images)
-    predict.main([str(run_dir), str(tmp_path / "images.npy"), "--output", str(tmp_path / "p.csv")])
+    monkeypatch.chdir(tmp_path)
+    predict.main([str(run_dir), "images.npy"])  # Without --output, as the result of a run suggests it.
+    assert (tmp_path / "predictions.csv").is_file()
     assert "'probabilities' is not finite for 2 of the examples, example 2 first" in capsys.readouterr().out

@@ -1,0 +1,87 @@
+"""The folder of an export: replaced as a whole, and only where everything in it is of an export."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.errors import BadInput
+from engine.trained.export_folder import replaced
+
+
+def write(path: Path, text: str) -> None:
+    with replaced(path, ["model"]) as folder:
+        (folder / "model.keras").write_text(text)
+
+
+def test_export_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
+    path = tmp_path / "export"
+    write(path, "first")
+    (path / "model.tflite").write_text("")
+    with pytest.raises(InterruptedError), replaced(path, ["model"]) as folder:
+        (folder / "model.keras").write_text("half")
+        raise InterruptedError
+    assert {each.name: each.read_text() for each in path.iterdir()} == {"model.keras": "first", "model.tflite": ""}
+    path.rename(tmp_path / ".export.earlier")  # As a process that is killed between its two renames leaves it,
+    (tmp_path / ".export.part").mkdir()  # or before them.
+    with pytest.raises(InterruptedError), replaced(path, ["model"]):
+        raise InterruptedError
+    assert (path / "model.keras").read_text() == "first"
+    write(path, "second")
+    assert [(each.name, each.read_text()) for each in path.iterdir()] == [("model.keras", "second")]
+    assert os.listdir(tmp_path) == ["export"]
+
+
+def test_export_that_a_server_still_reads_is_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # NFS keeps a file that is open on another machine under a name of its own, so its directory cannot be removed.
+    rmdir, held = os.rmdir, True
+
+    def rmdir_of_nfs(path, *arguments, **options) -> None:
+        if held:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        rmdir(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir_of_nfs)
+    for number in range(4):
+        held = number < 3
+        write(tmp_path / "export", str(number))
+        assert (tmp_path / "export" / "model.keras").read_text() == str(number)
+    assert os.listdir(tmp_path) == ["export"]
+
+
+def test_link_in_place_of_the_export_is_followed_and_leftovers_are_replaced(tmp_path: Path) -> None:
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run_dir.mkdir()
+    elsewhere.mkdir()
+    (run_dir / "export").symlink_to(elsewhere)
+    (run_dir / "result.json").write_text("kept")
+    (tmp_path / ".elsewhere.part").write_text("a file")
+    (tmp_path / ".elsewhere.earlier").symlink_to(run_dir)
+    for text in ("first", "second"):
+        write(run_dir / "export", text)
+        assert (run_dir / "export").is_symlink()
+        assert [(each.name, each.read_text()) for each in elsewhere.iterdir()] == [("model.keras", text)]
+        assert {each.name for each in tmp_path.iterdir()} == {"run", "elsewhere"}
+    assert (run_dir / "result.json").read_text() == "kept"
+
+
+def test_export_with_files_of_another_origin_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "export"
+    (path / "saved_model/variables").mkdir(parents=True)
+    for own in ("model.keras", "saved_model/fingerprint.pb", "saved_model/variables/variables.index"):
+        (path / own).write_text("")
+    for name in ("notes.txt", "other.keras", "saved_model/assets.extra", "saved_model/variables/notes"):
+        foreign = path / name
+        foreign.write_text("mine")
+        with pytest.raises(BadInput, match=rf"^--export: {foreign} is not of an export, .*: move it elsewhere$"):
+            write(path, "new")
+        assert foreign.read_text() == "mine"
+        foreign.unlink()
+    write(path, "new")
+    shutil.rmtree(path)
+    path.write_text("mine")
+    with pytest.raises(BadInput, match=rf"^--export: {path} is not of an export"):
+        write(path, "new")
+    assert path.read_text() == "mine"
