@@ -19,7 +19,7 @@ import pytest
 import tensorflow as tf
 from loading import batches_of
 from record_files import shuffle_in, write_records
-from small import small_model
+from small import linear_model, small_model
 from streaming import stream
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -38,7 +38,7 @@ from engine.report.summaries import Summaries
 from engine.run import start
 from engine.run.signals import signals
 
-FLAGS = ("--epochs=2", "--global-batch-size=64", "--steps-per-execution=3", "--checkpoint-every-steps=7")
+FLAGS = ("--epochs=1", "--global-batch-size=64", "--steps-per-execution=3", "--checkpoint-every-steps=7")
 LOAD_EXAMPLES = task.load_examples
 
 
@@ -88,7 +88,7 @@ def labels(split: str, load_examples: Any, prepare_example: Any, *, replicas: in
 
     Workers whose executions differ wait for each other for ever.
     """
-    config = Config(strategy="mirrored", simulated_devices=replicas, global_batch_size=8)
+    config = Config(strategy="mirrored", simulated_devices=replicas, global_batch_size=20)
     batches = batches_of(split, load_examples, prepare_example, config)
     found: list[Any] = []
     for epoch in range(passes):
@@ -109,11 +109,7 @@ def plain(features: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 @pytest.mark.parametrize(
     ("problem", "split", "replicas"),
-    [
-        (OSError(errno.EIO, "bad sector"), "train", 1),
-        (TimeoutError("no answer"), "train", 2),
-        (ConnectionResetError("by the server"), "validation", 1),
-    ],
+    [(OSError(errno.EIO, "bad sector"), "train", 2), (ConnectionResetError("by the server"), "validation", 1)],
 )
 def test_streamed_examples_are_neither_lost_nor_doubled_by_faults(
     problem: Exception, split: str, replicas: int, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys
@@ -125,11 +121,8 @@ def test_streamed_examples_are_neither_lost_nor_doubled_by_faults(
     assert labels(split, generated(faults), plain, replicas=replicas) == expected
     assert faults.raised == 4
     assert len(waits) >= 3  # The last one may hit examples that are read ahead, and never used.
-    lines = [line for line in capsys.readouterr().err.splitlines() if "trying again" in line]
-    assert (
-        lines[0]
-        == f"task.load_examples('{split}') cannot be read ({type(problem).__name__}: {problem}): trying again in 1 s"
-    )
+    said = f"task.load_examples('{split}') cannot be read ({type(problem).__name__}: {problem}): trying again in 1 s"
+    assert next(line for line in capsys.readouterr().err.splitlines() if "trying again" in line) == said
 
 
 def test_examples_that_are_cached_are_read_again(waits: list[float]) -> None:
@@ -169,10 +162,10 @@ def number_of(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 def test_record_file_that_gives_io_errors_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux answers every read of unmapped memory with EIO."""
     shuffle_in(monkeypatch, 4000, block=200)
-    pattern = write_records(tmp_path, [100, 60])
+    pattern = write_records(tmp_path, [50, 30])
     expected = labels("train", lambda _: Records(pattern), number_of)
     file, intact, waited = tmp_path / "train-1.tfrecord", tmp_path / "intact", []
-    batches = batches_of("train", lambda _: Records(pattern), number_of, Config(global_batch_size=8))
+    batches = batches_of("train", lambda _: Records(pattern), number_of, Config(global_batch_size=20))
     file.rename(intact)
     file.symlink_to("/proc/self/mem")
 
@@ -193,16 +186,26 @@ def test_record_file_that_gives_io_errors_for_a_while(tmp_path: Path, monkeypatc
     assert waited == [1, 2, 4]
 
 
-def test_fault_while_a_folder_is_listed_leaves_out_no_file(
+def test_index_of_a_file_is_made_again_and_a_folder_looked_at_again(
     tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # glob.glob returns what it has found so far.
     write_records(tmp_path, [5, 3])
-    fails, listdir = Faults(OSError(errno.EIO, os.strerror(errno.EIO)), 1, 2), os.listdir
-    monkeypatch.setattr(records.os, "listdir", lambda folder: (fails(), listdir(folder))[1])
-    load = lambda _: Records(str(tmp_path / "train-*.tfrecord"))  # noqa: E731
+    make, fails = record_index._make, Faults(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), 1, 3)
+    monkeypatch.setattr(record_index, "_make", lambda *arguments: (fails(), make(*arguments))[1])
+    looks, stat = Faults(OSError(errno.EIO, os.strerror(errno.EIO)), 1), os.stat
+
+    def failing(path: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith("train-0.tfrecord"):
+            looks()
+        return stat(path, **options)
+
+    monkeypatch.setattr(records.os, "stat", failing)
+    # glob.glob returns what it has found so far, so a fault could leave out files.
+    lists, listdir = Faults(OSError(errno.EIO, os.strerror(errno.EIO)), 1, 2), os.listdir
+    monkeypatch.setattr(records.os, "listdir", lambda folder: (lists(), listdir(folder))[1])
+    load = lambda _: Records(str(tmp_path / "train-0.tfrecord"), str(tmp_path / "train-[1].tfrecord"))  # noqa: E731
     assert batches_of("train", load, number_of, Config(global_batch_size=8)).number_of_examples == 8
-    assert waits == [1, 2]
+    assert (fails.raised, looks.raised, lists.raised, len(waits)) == (2, 1, 2, 5)
 
 
 def test_files_of_a_run_are_read_again(tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,43 +295,18 @@ def test_summaries_of_which_a_part_was_written_go_to_another_file(
     ]
 
 
-def test_index_of_a_file_is_made_again_and_a_folder_looked_at_again(
-    tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_records(tmp_path, [5, 3])
-    make, fails = record_index._make, Faults(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), 1, 3)
-    monkeypatch.setattr(record_index, "_make", lambda *arguments: (fails(), make(*arguments))[1])
-    looks = Faults(OSError(errno.EIO, os.strerror(errno.EIO)), 1)
-    stat = os.stat
-
-    def failing(path: Any, **options: Any) -> os.stat_result:
-        if str(path).endswith("train-0.tfrecord"):
-            looks()
-        return stat(path, **options)
-
-    monkeypatch.setattr(records.os, "stat", failing)
-    load = lambda _: Records(str(tmp_path / "train-0.tfrecord"), str(tmp_path / "train-1.tfrecord"))  # noqa: E731
-    assert batches_of("train", load, number_of, Config(global_batch_size=8)).number_of_examples == 8
-    assert len(waits) == 3
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
+def test_wrong_arguments_of_records_are_named() -> None:
+    for make, said in (
         (lambda: Records("data/*.tfrecord", number_of), "Records got <function number_of"),
-        (lambda: Records(Path("data").glob("*.tfrecord")), "Records got <generator object"),
         (lambda: Records(b"data"), "Records got b'data'"),
-        (lambda: Records([]), "Records got no path"),
         (lambda: Records(), "Records got no path"),
         (lambda: Records("data").take(-1), "Records.take got -1"),
         (lambda: Records("data").take("5"), "Records.take got '5'"),
-    ],
-)
-def test_wrong_arguments_of_records_are_named(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(BadInput) as rejected:
-        make()
-    assert str(rejected.value).startswith(said)
-    assert ": pass " in str(rejected.value)
+    ):
+        with pytest.raises(BadInput) as rejected:
+            make()
+        assert str(rejected.value).startswith(said)
+        assert ": pass " in str(rejected.value)
 
 
 # --- Faults that stay -------------------------------------------------------------------------------------------------
@@ -358,7 +336,7 @@ def test_long_fault_ends_the_run_with_code_1_and_the_next_start_gives_the_same_b
     def gone(split: str) -> tf.data.Dataset:
         def with_check(number: tf.Tensor, example: Any) -> Any:
             def check(value: np.ndarray) -> np.ndarray:
-                if value == 900:
+                if value == 300:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
                 return value
 
@@ -430,7 +408,7 @@ def test_log_on_the_disk_that_fails_does_not_end_the_attempts(
 def test_run_that_is_stopped_while_it_waits_for_data_ends_with_its_state_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    monkeypatch.setattr(task, "create_model", small_model)
+    monkeypatch.setattr(task, "create_model", linear_model)
     stream(monkeypatch, buffer_size=100)
     reads, next_stack = [0], StackIterator._next_stack
 
@@ -443,28 +421,25 @@ def test_run_that_is_stopped_while_it_waits_for_data_ends_with_its_state_saved(
 
     with monkeypatch.context() as broken, pytest.raises(SystemExit) as ended:
         broken.setattr(StackIterator, "_next_stack", failing)
-        train.main([f"--run-dir={tmp_path / 'run'}", *FLAGS])
+        train.main([f"--run-dir={tmp_path / 'run'}", *FLAGS, "--epochs=2"])
     line = capsys.readouterr().err.splitlines()[-1]
     assert ended.value.code == 42, line
     assert "the same command, without --fresh, resumes from" in line
     assert list((tmp_path / "run/checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize(
-    ("problem", "passes"),
-    [
-        (OSError(errno.ETIMEDOUT, "x"), True),
-        (OSError(errno.ENOENT, "x"), False),
-        (PermissionError(errno.EACCES, "x"), False),
-        (tf.errors.UnknownError(None, None, "/mnt/a; Input/output error"), True),
-        (tf.errors.AbortedError(None, None, "/mnt/a; Stale file handle"), True),
-        (tf.errors.FailedPreconditionError(None, None, "/mnt/a; Transport endpoint is not connected"), True),
-        (tf.errors.UnavailableError(None, None, "x"), True),
-        (tf.errors.DataLossError(None, None, "corrupted record at 12"), False),
-        (tf.errors.InvalidArgumentError(None, None, "Could not parse example input"), False),
-        (tf.errors.NotFoundError(None, None, "/mnt/a; No such file or directory"), False),
-        (tf.errors.UnknownError(None, None, "ReadTimeoutError: HTTPSConnectionPool"), True),
-    ],
-)
-def test_faults_that_may_pass(problem: Exception, passes: bool) -> None:
-    assert exceptions.may_pass(problem) is passes
+def test_faults_that_may_pass_are_those_of_networks_and_disks() -> None:
+    for problem in (
+        OSError(errno.ETIMEDOUT, "x"),
+        TimeoutError("x"),
+        tf.errors.UnknownError(None, None, "/mnt/a; Input/output error"),
+        tf.errors.UnavailableError(None, None, "x"),
+        tf.errors.UnknownError(None, None, "ReadTimeoutError: HTTPSConnectionPool"),
+    ):
+        assert exceptions.may_pass(problem), problem
+    for problem in (
+        PermissionError(errno.EACCES, "x"),
+        tf.errors.DataLossError(None, None, "corrupted record at 12"),
+        tf.errors.NotFoundError(None, None, "/mnt/a; No such file or directory"),
+    ):
+        assert not exceptions.may_pass(problem), problem
