@@ -14,7 +14,7 @@ from step_recipes import (
     FITTING,
     RECIPES,
     Apply,
-    apply,
+    applier,
     assert_close,
     build,
     take_steps,
@@ -26,7 +26,10 @@ import task
 import train
 from engine.check.check import check_task
 
-__all__ = ["apply"]
+
+@pytest.fixture
+def apply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Apply:
+    return applier(monkeypatch, tmp_path)
 
 
 def test_every_recipe_is_run() -> None:

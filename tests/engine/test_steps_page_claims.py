@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from step_recipes import Apply, apply, assert_close, build, take_steps, weights
+from step_recipes import Apply, applier, assert_close, build, take_steps, weights
 
 import task
 import train
@@ -16,7 +16,11 @@ from engine.errors import BadInput, Stopped
 from engine.run.checkpoint_files import read_checkpoint
 from engine.run.signals import Signals
 
-__all__ = ["apply"]
+
+@pytest.fixture
+def apply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Apply:
+    return applier(monkeypatch, tmp_path)
+
 
 # --- Updates ----------------------------------------------------------------------------------------------------------
 

@@ -147,9 +147,11 @@ FITTING: dict[str, dict[str, Any]] = {
 Apply = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture
-def apply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Apply:
-    """Puts a recipe into the modules that it is for, with what goes with it; returns the settings that it needs."""
+def applier(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Apply:
+    """Returns a function that puts a recipe into the modules that it is for, with what goes with it.
+
+    It returns the settings that the recipe needs.
+    """
 
     def apply(title: str, **hooks: Any) -> dict[str, Any]:
         settings = {name: each for name, each in FITTING[title].items() if not callable(each)}
@@ -159,10 +161,10 @@ def apply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Apply:
             monkeypatch.setattr(task, name, hook, raising=False)
         titles = ["A mean over tokens"] * (title == "Masked language model") + [title]
         for block in (each for one in titles for each in blocks(RECIPES[one])):
-            put(block, config if "class Config" in block else task, monkeypatch, tmp_path)
+            put(block, config if "class Config" in block else task, monkeypatch, folder)
         monkeypatch.setattr(train, "Config", config.Config)
         if title == "Distillation from a trained teacher":
-            settings["teacher"] = tmp_path / "teacher.keras"
+            settings["teacher"] = folder / "teacher.keras"
             small_model().save(settings["teacher"])
         return settings
 
