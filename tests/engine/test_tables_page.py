@@ -229,6 +229,7 @@ def test_keras_and_tensorflow_number_ids_as_the_page_says(tmp_path: Path) -> Non
     np.testing.assert_array_equal(rows[0], rows[1])
 
 
+@pytest.mark.long
 def test_grown_table_starts_with_the_old_rows(apply: Apply, capsys: pytest.CaptureFixture[str]) -> None:
     apply("A vocabulary")
     old_name = make_vocabulary()
