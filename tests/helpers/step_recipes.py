@@ -141,7 +141,7 @@ FITTING: dict[str, dict[str, Any]] = {
     "Adversarial examples (FGSM)": {},
     "Diffusion": {},
     "Masked language model": {"load_examples": sentences, "create_model": filling_model},
-    "Layers that are frozen until a step": {"create_model": with_convolution},
+    "Layers that are frozen until a step": {"create_model": with_convolution, "epochs": 1},
 }
 
 Apply = Callable[..., dict[str, Any]]
