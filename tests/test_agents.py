@@ -15,10 +15,9 @@ def test_commands_are_there_and_their_flags_are_read() -> None:
     programs = [shlex.split(command) for command in COMMANDS]
     trains = [words[2:] for words in programs if words[:2] == ["python", "train.py"]]
     assert len(trains) == 3
-    code = "import sys, config, engine.command_line as c; c.read_settings(config.Config, sys.argv[1:])"
-    for flags in trains:
-        done = run("python", "-c", code, *flags, folder=PROJECT)
-        assert done.returncode == 0, (flags, done.stdout, done.stderr)
+    code = f"import config, engine.command_line as c; [c.read_settings(config.Config, each) for each in {trains}]"
+    done = run("python", "-c", code, folder=PROJECT)
+    assert done.returncode == 0, done.stdout + done.stderr
     # What the dev extra installs.
     assert {words[0] for words in programs} == {"python", "pip", "ruff", "mypy", "pytest"}
     for tool in ("ruff", "mypy", "pytest"):

@@ -98,11 +98,10 @@ EPOCH = re.compile(r"(?m)^epoch +(\d+)/(\d+)  loss +(\S+) / +(\S+)  accuracy +(\
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("replicas", [0, 2])
-def test_losses_in_the_readme_are_those_of_its_command(replicas: int, tmp_path: Path) -> None:
+def test_losses_in_the_readme_are_those_of_its_command(tmp_path: Path) -> None:
     shown = EPOCH.findall((TEMPLATE / "README.md").read_text(encoding="utf-8"))
     assert [(number, epochs) for number, epochs, *_ in shown] == [(str(number), "5") for number in range(1, 6)]
-    flags = ("--epochs", "5", "--simulated-devices", str(replicas), "--run-dir", tmp_path)
+    flags = ("--epochs", "5", "--simulated-devices", "2", "--run-dir", tmp_path)
     done = run("python", "train.py", *flags, folder=PROJECT)
     assert done.returncode == 0, done.stderr
     found = EPOCH.findall(done.stdout)

@@ -27,17 +27,13 @@ IN_PROJECT = make_site.PROJECT
         ("README.md", "docs/pitfalls.md#clusters", "template/pitfalls.md#clusters"),
         ("README.md", f"{IN_PROJECT}/docs/data.md", "project/data.md"),
         ("README.md", "docs/curves.png", "assets/curves.png"),
-        ("README.md", "LICENSE", f"{ON_GITHUB}/LICENSE"),
         ("README.md", "docs", f"{make_site.REPOSITORY}/tree/main/docs"),
-        ("docs/porting.md", f"../{IN_PROJECT}/README.md", "../project/index.md"),
         (f"{IN_PROJECT}/README.md", "docs/starter.md", "starters/image_classification.md"),
         (f"{IN_PROJECT}/docs/data.md", f"{ON_GITHUB}/docs/pitfalls.md", "../template/pitfalls.md"),
-        (f"{IN_PROJECT}/docs/data.md", "../README.md#run-it", "index.md#run-it"),
         (f"{IN_PROJECT}/docs/data.md", "../task.py", f"{ON_GITHUB}/%7B%7Bcookiecutter.project_slug%7D%7D/task.py"),
         (f"{IN_PROJECT}/docs/data.md", "#records", "#records"),
         (f"{IN_PROJECT}/docs/data.md", "https://www.tensorflow.org/guide", "https://www.tensorflow.org/guide"),
         (f"{IN_PROJECT}/starters/gan/docs/starter.md", "data.md", "../data.md"),
-        (f"{IN_PROJECT}/starters/gan/docs/starter.md", "../README.md", "../index.md"),
     ],
 )
 def test_links_lead_to_pages_of_the_site_and_else_to_the_repository(file: str, link: str, expected: str) -> None:

@@ -77,6 +77,8 @@ CASES = {
     ),
     "a table that is updated by row": (TABLE, "--micro-batches=2", "--global-clipnorm=0.5"),
 }
+# One with two optimizers, one with rows.
+KILLED = ("WGAN-GP with five critic updates", "a table that is updated by row")
 
 
 @pytest.mark.long
@@ -88,6 +90,14 @@ def test_recipe_is_the_same_on_two_workers_and_after_a_kill(title: str, tmp_path
     clusters.train(project, whole, 1, *FLAGS, *flags)
     clusters.train(project, two, 2, *FLAGS, *flags)
 
+    for row, other in zip(outcome(whole)[0], outcome(two)[0], strict=True):
+        np.testing.assert_allclose([*map(float, other.values())], [*map(float, row.values())], rtol=1e-5)
+    found = weights(two, WEIGHTS)
+    for name, value in weights(whole, WEIGHTS).items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-5 * np.abs(value).max(), err_msg=name)
+
+    if title not in KILLED:
+        return
     with workers(project, tmp_path / "logs", 1, f"--run-dir={killed}", *FLAGS, *flags) as (alone,):
         until(lambda: list(killed.glob("checkpoints/step-*/progress.json")))
         alone.process.kill()
@@ -95,9 +105,3 @@ def test_recipe_is_the_same_on_two_workers_and_after_a_kill(title: str, tmp_path
     (rows, result), (rows_of_killed, result_of_killed) = outcome(whole), outcome(killed)
     assert rows_of_killed == rows
     assert result_of_killed["weights_sha256"] == result["weights_sha256"]
-
-    for row, other in zip(rows, outcome(two)[0], strict=True):
-        np.testing.assert_allclose([*map(float, other.values())], [*map(float, row.values())], rtol=1e-5)
-    found = weights(two, WEIGHTS)
-    for name, value in weights(whole, WEIGHTS).items():
-        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-5 * np.abs(value).max(), err_msg=name)

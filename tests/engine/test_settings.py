@@ -23,60 +23,39 @@ HOME = os.path.expanduser("~")
 # --- Rules ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ("--epochs=0", "--epochs 0 must be from 1 to 2147483647"),
-        ("--epochs=99999999999999999999", "--epochs 99999999999999999999 must be from 1 to 2147483647"),
-        ("--global-batch-size=9999999999", "--global-batch-size 9999999999 must be from 1 to 2147483647"),
-        ("--steps-per-execution=0", "--steps-per-execution 0 must be from 1 to 2147483647"),
-        ("--patience=0", "--patience 0 must be from 1 to 2147483647"),
-        ("--checkpoint-every-steps=0", "--checkpoint-every-steps 0 must be from 1 to"),
-        ("--keep-checkpoints=0", "--keep-checkpoints 0 must be from 1 to"),
-        ("--shuffle-megabytes=0", "--shuffle-megabytes 0 must be from 1 to"),
-        ("--pad-to 8 8", "--pad-to 8 8 must be positive integers in increasing order"),
-        ("--pad-to 0 8", "--pad-to 0 8 must be positive integers in increasing order"),
-        ("--pad-to", "--pad-to  needs lengths, such as --pad-to 64 128 256"),
-        ("--simulated-devices=-2", "--simulated-devices -2 must be from 0 to 1024"),
-        ("--simulated-devices=1000000", "--simulated-devices 1000000 must be from 0 to 1024"),
-        ("--seed=-1", "--seed -1 must be from 0 to 2147483647"),
-        ("--learning-rate=0", "--learning-rate 0.0 must be a positive number of float32, from 1.2e-38 to 3.4e+38"),
-        ("--learning-rate=1e400", "--learning-rate inf must be a positive number of float32, from 1.2e-38 to 3.4e+38"),
-        (
-            "--learning-rate=1e-50",
-            "--learning-rate 1e-50 must be a positive number of float32, from 1.2e-38 to 3.4e+38",
-        ),
-        ("--learning-rate=1e39", "--learning-rate 1e+39 must be a positive number of float32, from 1.2e-38 to 3.4e+38"),
-        (
-            "--global-clipnorm=-1",
-            "--global-clipnorm -1.0 must be a positive number of float32, from 1.2e-38 to 3.4e+38",
-        ),
-        ("--cluster-timeout=1e300", "--cluster-timeout 1e+300 must be at most 1e9"),
-        ("--ema-decay=1", "--ema-decay 1.0 must be between 0 and 1"),
-        ("--ema-decay=nan", "--ema-decay nan must be between 0 and 1"),
-        ("--init-from=\udcff", "--init-from \udcff must be text in UTF-8"),
-        ("--monitor=\udcff", "--monitor \udcff must be text in UTF-8"),
-        ("--run-dir=~/r", f"--run-dir ~/r starts with ~, which only a shell expands: pass {HOME}/r"),
-        ("--compare ~/r", f"--compare ~/r starts with ~, which only a shell expands: pass {HOME}/r"),
-        ("--settings-from=~/r", f"--settings-from ~/r starts with ~, which only a shell expands: pass {HOME}/r"),
-        ("--run-dir=a\0b", r"--run-dir 'a\x00b' contains a null character: remove it"),
-        ("--evaluate-only --run-dir=a\0b", r"--run-dir 'a\x00b' contains a null character: remove it"),
-        ("--run-dir=gs://b/r", "--run-dir gs://b/r is a bucket URL, not a local path: mount the bucket"),
-        ("--init-from=s3:/b/r", "--init-from s3://b/r is a bucket URL, not a local path: mount the bucket"),
-        ("--init-partial", "--init-partial needs --init-from"),
-        ("--fresh --evaluate-only", "--fresh leaves no run to evaluate"),
-        ("--fresh --evaluate-continuously", "--fresh leaves no run to evaluate"),
-        ("--settings-from=gs://b/r", "--settings-from gs://b/r is a bucket URL, not a local path: mount the bucket"),
-        (
-            "--settings-from=runs/none",
-            "--settings-from runs/none is not a JSON object (it does not exist): pass",
-        ),
-    ],
-)
-def test_bad_setting_is_rejected(arguments: str, reason: str) -> None:
+FLOAT = "must be a positive number of float32, from 1.2e-38 to 3.4e+38"
+TILDE = "starts with ~, which only a shell expands: pass"
+BUCKET = "is a bucket URL, not a local path: mount the bucket"
+# One for each rule, and for each place where a rule is applied.
+REJECTED = {
+    "--epochs=0": "--epochs 0 must be from 1 to 2147483647",
+    "--global-batch-size=9999999999": "--global-batch-size 9999999999 must be from 1 to 2147483647",
+    "--simulated-devices=1000000": "--simulated-devices 1000000 must be from 0 to 1024",
+    "--seed=-1": "--seed -1 must be from 0 to 2147483647",
+    "--pad-to 8 8": "--pad-to 8 8 must be positive integers in increasing order",
+    "--pad-to": "--pad-to  needs lengths, such as --pad-to 64 128 256",
+    "--learning-rate=1e-50": f"--learning-rate 1e-50 {FLOAT}",
+    "--learning-rate=1e400": f"--learning-rate inf {FLOAT}",
+    "--cluster-timeout=1e300": "--cluster-timeout 1e+300 must be at most 1e9",
+    "--ema-decay=1": "--ema-decay 1.0 must be between 0 and 1",
+    "--ema-decay=nan": "--ema-decay nan must be between 0 and 1",
+    "--monitor=\udcff": "--monitor \udcff must be text in UTF-8",
+    "--init-from=\udcff": "--init-from \udcff must be text in UTF-8",
+    "--compare ~/r": f"--compare ~/r {TILDE} {HOME}/r",
+    "--settings-from=~/r": f"--settings-from ~/r {TILDE} {HOME}/r",
+    "--evaluate-only --run-dir=a\0b": r"--run-dir 'a\x00b' contains a null character: remove it",
+    "--init-from=s3:/b/r": f"--init-from s3://b/r {BUCKET}",
+    "--init-partial": "--init-partial needs --init-from",
+    "--fresh --evaluate-only": "--fresh leaves no run to evaluate",
+    "--settings-from=runs/none": "--settings-from runs/none is not a JSON object (it does not exist): pass",
+}
+
+
+@pytest.mark.parametrize("arguments", REJECTED)
+def test_bad_setting_is_rejected(arguments: str) -> None:
     with pytest.raises(BadInput) as rejected:
         read_settings(Config, arguments.split())
-    assert reason in str(rejected.value)
+    assert REJECTED[arguments] in str(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -128,14 +107,6 @@ def test_setting_with_a_wrong_default_or_a_name_of_the_engine_is_rejected() -> N
         Config(epochs="3")
 
 
-def test_settings_are_frozen_and_can_be_replaced_with_rules() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().epochs = 3
-    assert dataclasses.replace(Config(), epochs=3).epochs == 3
-    with pytest.raises(BadInput):
-        dataclasses.replace(Config(), epochs=0)
-
-
 # --- The command line -------------------------------------------------------------------------------------------------
 
 
@@ -168,13 +139,10 @@ class Mine(Config):
     [
         (["--epochz", "3"], "Unrecognized options: --epochz, 3: use --epochs INT"),
         (["--epochs=two"], "--epochs: invalid literal for int() with base 10: 'two': use --epochs INT"),
-        (["--seed", "1e3"], "--seed: invalid literal for int() with base 10: '1e3': use --seed INT"),
         (["--limit-steps=y"], "could be instantiated from ['y']: use --limit-steps {None}|INT"),
         (["--seed"], "Missing value for argument '--seed'. Expected 1 values: see --help"),
         (["--strategy=horovod"], "invalid choice 'horovod' for argument '--strategy'"),
-        (["--jit", "False"], "Unrecognized options: False"),
         (["--no-jit"], "Unrecognized options: --no-jit"),
-        (["runs/default"], "Unrecognized options: runs/default"),
         (["--check", "--evaluate-only"], "--check and --evaluate-only are not allowed together"),
     ],
 )
@@ -231,7 +199,6 @@ def test_help_and_user_errors_end_before_tensorflow_is_imported(tmp_path: Path) 
     environment = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"}
     for argument, code, output in (
         ("--help", 0, "--global-batch-size"),
-        ("--epochz=3", 2, "Unrecognized options"),
         ("--epochs=0", 2, "ERROR: --epochs 0 must be"),
         ("--epochs=1", 1, "tensorflow is imported"),
     ):
@@ -346,51 +313,38 @@ def test_settings_of_a_json_file_are_defaults(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text('{"epochs": 5, "global_clipnorm": 0.25}', encoding="utf-8")
     found = read_settings(Config, [f"--settings-from={tmp_path / 'mine.json'}", "--global-clipnorm=1"])
     assert (found.epochs, found.global_clipnorm) == (5, 1.0)
+    with pytest.raises(BadInput, match="cannot be combined with --export, --evaluate-only or"):
+        read_settings(Config, [f"--settings-from={tmp_path / 'mine.json'}", "--export"])
 
 
-@pytest.mark.parametrize(
-    ("text", "more", "reason"),
-    [
-        (
-            '{"epochs": 5, "dropout": 0.5, "depth": 3}',
-            "",
-            "this project has no setting depth, dropout: remove it from a copy",
-        ),
-        ('{"run_dir": "runs/b"}', "", "--run-dir belongs to a single launch: pass it on the command line"),
-        ("[1]", "", "is not a JSON object (it contains a list): pass the directory of a run, or such a file"),
-        ('{"epochs": 5}', "--export", "cannot be combined with --export, --evaluate-only or"),
-        ('{"epochs": 0}', "", "--epochs 0 must be from 1 to 2147483647"),
-        ('{"epochs": "many"}', "", "mine.json: --epochs cannot be 'many': correct it there"),
-        ("{}", "", "mine.json contains no settings: restore it, or pass another run or file"),
-        ('{"settings": []}', "", "mine.json contains no settings: restore it, or pass another run or file"),
-    ],
-    ids=["unknown", "of the launch", "no object", "export", "bad value", "bad type", "empty", "damaged"],
-)
-def test_settings_that_cannot_be_defaults_are_rejected(text: str, more: str, reason: str, tmp_path: Path) -> None:
+DEFAULTS_REJECTED = {
+    '{"epochs": 5, "dropout": 0.5, "depth": 3}': "this project has no setting depth, dropout: remove it from a copy",
+    '{"run_dir": "runs/b"}': "--run-dir belongs to a single launch: pass it on the command line",
+    "[1]": "is not a JSON object (it contains a list): pass the directory of a run, or such a file",
+    '{"epochs": 0}': "--epochs 0 must be from 1 to 2147483647",
+    '{"epochs": "many"}': "mine.json: --epochs cannot be 'many': correct it there",
+    '{"settings": []}': "mine.json contains no settings: restore it, or pass another run or file",
+}
+
+
+@pytest.mark.parametrize("text", DEFAULTS_REJECTED)
+def test_settings_that_cannot_be_defaults_are_rejected(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(text, encoding="utf-8")
     with pytest.raises(BadInput) as rejected:
-        read_settings(Config, [f"--settings-from={tmp_path / 'mine.json'}", *more.split()])
-    assert reason in str(rejected.value)
+        read_settings(Config, [f"--settings-from={tmp_path / 'mine.json'}"])
+    assert DEFAULTS_REJECTED[text] in str(rejected.value)
 
 
-@pytest.mark.parametrize("text", ["{}", '{"settings": {}}', '{"settings": null}', '{"versions": {}}'])
-def test_run_without_settings_gives_no_defaults(text: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
+def test_run_without_settings_gives_no_defaults(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"versions": {}}')  # In a file it would be an unknown setting.
     with pytest.raises(BadInput, match=r"--settings-from .*config.json contains no settings: restore it"):
         read_settings(Config, [f"--settings-from={tmp_path}"])
 
 
 @pytest.mark.parametrize(
     "text",
-    [
-        '{"settings"',
-        "[]",
-        "{}",
-        '{"settings": [1]}',
-        '{"settings": {"seed": 1}, "starts": {}}',
-        '{"settings": {"seed": 1}, "code_sha256": 5}',
-        "[" * 100_000 + "]" * 100_000,
-    ],
+    ['{"settings"', "[]", "{}", '{"settings": {"seed": 1}, "starts": {}}', "[" * 100_000 + "]" * 100_000],
+    ids=len,
 )
 def test_broken_config_is_rejected(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)

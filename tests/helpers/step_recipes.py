@@ -1,0 +1,192 @@
+"""The recipes of docs/steps.md, with data and models that fit them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import config
+import task
+import train
+from engine.model.variables import model_variables
+from pages import blocks, put, sections
+
+RECIPES = sections("steps.md")
+LOAD_EXAMPLES, CREATE_OPTIMIZER = task.load_examples, task.create_optimizer
+BATCH = 16
+
+
+def few_examples(split: str) -> tf.data.Dataset | None:
+    """Two batches, of which the second one has 12 examples."""
+    return None if split == "test" else LOAD_EXAMPLES(split).take(28)
+
+
+def encoder(last: int = 6) -> keras.Model:
+    layers = [keras.layers.Flatten(), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(last)]
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+
+def small_model() -> keras.Model:
+    return encoder(10)
+
+
+def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
+    """Its updates are in proportion to the gradient, so a gradient that is too large is not hidden."""
+    return keras.optimizers.SGD(0.5)
+
+
+def prepare_plainly(features: tf.Tensor, labels: Any) -> tuple[tf.Tensor, Any]:
+    return features / 16.0, labels
+
+
+def token_examples(split: str) -> tf.data.Dataset | None:
+    """Rows of pixels, and as labels how bright each row is; 0 is a row of padding."""
+    examples = few_examples(split)
+    return examples and examples.map(lambda image, label: (image, tf.cast(image[:, 4, 0] // 4.0, tf.int32)))
+
+
+def token_model() -> keras.Model:
+    layers = [keras.layers.Reshape((8, 8)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(10)]
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+
+def boxes(split: str) -> tf.data.Dataset | None:
+    def labels(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        corner = image[2:4, 2:4, 0][0] / 16.0
+        return image, {"is_object": tf.cast(label < 3, tf.float32), "box": tf.concat([corner, 1.0 - corner], axis=0)}
+
+    examples = few_examples(split)
+    return examples and examples.map(labels)
+
+
+def two_heads(split: str) -> tf.data.Dataset | None:
+    def labels(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        return image, {"digit": tf.where(label == 7, -1, label), "is_odd": tf.where(label > 3, -1, label % 2)}
+
+    examples = few_examples(split)
+    return examples and examples.map(labels)
+
+
+def model_of_two(**sizes: int) -> Callable[[], keras.Model]:
+    def create_model() -> keras.Model:
+        inputs = keras.Input((8, 8, 1))
+        hidden = keras.layers.Dense(8, activation="tanh")(keras.layers.Flatten()(inputs))
+        return keras.Model(inputs, {name: keras.layers.Dense(size)(hidden) for name, size in sizes.items()})
+
+    return create_model
+
+
+def partly_labelled(split: str) -> tf.data.Dataset | None:
+    examples = few_examples(split)
+    return examples and examples.map(lambda image, label: (image, tf.where(label > 4, -1, label)))
+
+
+def sentences(split: str) -> tf.data.Dataset | None:
+    """Words from 2 to 18, after which comes padding."""
+
+    def tokens(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        words = tf.cast(tf.reshape(image, [64]), tf.int32) + 2
+        return tf.where(tf.range(64) < 50 + label, words, 0), label
+
+    return None if split == "test" else LOAD_EXAMPLES(split).take(120).map(tokens)
+
+
+def filling_model() -> keras.Model:
+    layers = [keras.layers.Embedding(20, 8), keras.layers.Dense(8, "tanh"), keras.layers.Dense(20)]
+    return keras.Sequential([keras.Input((64,), dtype="int32"), *layers])
+
+
+def with_convolution() -> keras.Model:
+    hidden = [keras.layers.Conv2D(2, 3, activation="gelu"), keras.layers.Flatten()]
+    return keras.Sequential([keras.Input((8, 8, 1)), *hidden, keras.layers.Dense(10)])
+
+
+# The hooks that go with each recipe, and the settings that it needs.
+FITTING: dict[str, dict[str, Any]] = {
+    "Random numbers in a step": {},
+    "A mean over tokens": {
+        "load_examples": token_examples,
+        "create_model": token_model,
+        "prepare_example": prepare_plainly,
+    },
+    "A term for positives only": {
+        "load_examples": boxes,
+        "create_model": model_of_two(is_object=1, box=4),
+        "prepare_example": prepare_plainly,
+        "monitor": "validation/box_loss",
+    },
+    "Several heads with missing labels": {
+        "load_examples": two_heads,
+        "create_model": model_of_two(digit=10, is_odd=2),
+        "prepare_example": prepare_plainly,
+        "monitor": "validation/digit_loss",
+    },
+    "Contrastive learning of one encoder (SimCLR)": {"create_model": encoder},
+    "Contrastive learning of two encoders (CLIP)": {},
+    "Mixup": {},
+    "Mean teacher": {"load_examples": partly_labelled},
+    "Distillation from a trained teacher": {},
+    "WGAN-GP with five critic updates": {
+        "load_examples": lambda split: None if split == "test" else LOAD_EXAMPLES(split).take(120),
+        "global_batch_size": 40,
+        "monitor": "validation/distance",
+        "monitor_direction": "min",
+    },
+    "Sharpness-aware minimization (SAM)": {},
+    "Updates that are skipped": {},
+    "Adversarial examples (FGSM)": {},
+    "Diffusion": {},
+    "Masked language model": {"load_examples": sentences, "create_model": filling_model},
+    "Layers that are frozen until a step": {"create_model": with_convolution, "epochs": 1},
+}
+
+Apply = Callable[..., dict[str, Any]]
+
+
+def applier(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Apply:
+    """Returns a function that puts a recipe into the modules that it is for, with what goes with it.
+
+    It returns the settings that the recipe needs.
+    """
+
+    def apply(title: str, **hooks: Any) -> dict[str, Any]:
+        settings = {name: each for name, each in FITTING[title].items() if not callable(each)}
+        fitting = {name: each for name, each in FITTING[title].items() if callable(each)}
+        usual = {"create_model": small_model, "load_examples": few_examples, "create_optimizer": create_optimizer}
+        for name, hook in {**usual, **fitting, **hooks}.items():
+            monkeypatch.setattr(task, name, hook, raising=False)
+        titles = ["A mean over tokens"] * (title == "Masked language model") + [title]
+        for block in (each for one in titles for each in blocks(RECIPES[one])):
+            put(block, config if "class Config" in block else task, monkeypatch, folder)
+        monkeypatch.setattr(train, "Config", config.Config)
+        if title == "Distillation from a trained teacher":
+            settings["teacher"] = folder / "teacher.keras"
+            small_model().save(settings["teacher"])
+        return settings
+
+    return apply
+
+
+def build(replicas: int, **settings: Any) -> None:
+    train.build(config.Config(simulated_devices=replicas, **{"global_batch_size": BATCH, **settings}))
+
+
+def take_steps(count: int, epoch: int = 0) -> list[float]:
+    """Takes the first steps of an epoch; returns their losses."""
+    stacks = train.batches["train"].iterator(epoch).take(count)
+    return [float(loss) for stack, first, size in stacks for loss in train.run_steps["train"](stack, first, size)]
+
+
+def weights() -> dict[str, np.ndarray]:
+    return {name: variable.numpy() for name, variable in model_variables(task.model).items()}
+
+
+def assert_close(found: Any, expected: Any, rtol: float = 2e-5) -> None:
+    """Compares losses, weights and metrics; of an array, with its largest value."""
+    for (path, one), other in zip(enumerate(tf.nest.flatten(found)), tf.nest.flatten(expected), strict=True):
+        scale = max(np.abs(other).max(initial=0.0), 1e-3)
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol * scale, err_msg=str(path))
