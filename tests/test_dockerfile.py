@@ -23,7 +23,7 @@ from config import Config
 from engine.command_line import read_settings
 
 train.build(read_settings(Config, [*sys.argv[1:], "--steps-per-execution=1"]))
-stack, first, count = next(iter(train.batches["train"].iterator()))
+((stack, first, count),) = train.batches["train"].iterator().take(1)
 print("loss", *train.run_steps["train"](stack, first, count).numpy())
 """
 INSTRUCTIONS = [line.split() for line in DOCKERFILE.splitlines() if line and not line.startswith("#")]

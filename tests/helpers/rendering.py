@@ -19,6 +19,22 @@ TASKS = TEMPLATE / "tests/tasks"
 ANSWERS = json.loads((TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8"))
 STARTERS = ANSWERS["starter"]
 
+# Calls main functions of a project, one after another, and prints what each ends with and writes.
+CALLS = """
+import contextlib, importlib, io, json
+
+calls = json.loads(sys.argv.pop())
+modules = {name: importlib.import_module(name) for name, *_ in calls}
+for name, *arguments in calls:
+    sys.argv[1:], code, written = arguments, 0, io.StringIO()
+    with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
+        try:
+            modules[name].main(*([arguments] if name == "train" else []))
+        except SystemExit as ended:
+            code = ended.code
+    print("called", json.dumps([code, written.getvalue()]))
+"""
+
 # Bytecode or caches inside the template's folder would be rendered into every project that a developer renders.
 sys.dont_write_bytecode = True
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -59,6 +75,13 @@ class Bake:
             program = Path(folder, "program.py")
             program.write_text(f"import os, sys\nsys.path.insert(0, os.getcwd())\n{code}", encoding="utf-8")
             return self.run("python", program, *arguments).stdout
+
+    def call(self, *calls: list[str]) -> list[tuple[int, list[str]]]:
+        """Calls main of some modules with arguments, in one process; returns the exit code and the lines of each."""
+        lines = self.run_code(CALLS, json.dumps(calls)).splitlines()
+        ended = [json.loads(line.removeprefix("called ")) for line in lines if line.startswith("called ")]
+        assert len(ended) == len(calls)
+        return [(code, written.splitlines()) for code, written in ended]
 
     def read(self, name: str) -> str:
         return (self.folder / name).read_text(encoding="utf-8")
