@@ -11,10 +11,10 @@ import pytest
 from rendering import PROJECT, STARTERS, Bake
 
 DOCKERFILE = (PROJECT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+# The step of a starter's task, as small as its settings allow.
 SMALL = {
-    "text_pair_classification": ("--layers=1", "--width=8", "--vocabulary-size=100"),
-    "language_model": ("--layers=1", "--width=8"),
-    "recommendation": ("--global-batch-size=32",),
+    "text_pair_classification": ("--layers=1", "--width=8", "--vocabulary-size=100", "--sequence-length=16"),
+    "language_model": ("--layers=1", "--width=8", "--sequence-length=32"),
 }
 # The end of a run, its evaluations and reports take longer than all else.
 STEP = """
@@ -22,7 +22,7 @@ import train
 from config import Config
 from engine.command_line import read_settings
 
-train.build(read_settings(Config, [*sys.argv[1:], "--steps-per-execution=1"]))
+train.build(read_settings(Config, [*sys.argv[1:], "--global-batch-size=4", "--steps-per-execution=1"]))
 ((stack, first, count),) = train.batches["train"].iterator().take(1)
 print("loss", *train.run_steps["train"](stack, first, count).numpy())
 """

@@ -50,15 +50,15 @@ def test_bad_text_is_named_and_nothing_is_written(project: Bake, tmp_path: Path)
 def test_program_prints_the_command_that_trains_and_user_errors_are_one_line(tmp_path: Path) -> None:
     project = rendered(tmp_path, starter="language_model")
     for split in ("train", "validation", "test"):
-        text = "\n\n".join(["A document.", "Another one."] * 20)
+        text = "\n\n".join(["A document.", "Another one."] * 200)
         (project.folder / f"data/{split}.txt").write_text(text, encoding="utf-8")
     made = tmp_path / "records"
     prepare = ["prepare_data", f"--records={made}", "--sequence-length=30"]
     train = (["train", flag, f"--run-dir={tmp_path / 'run'}"] for flag in USER_ERRORS)
-    (code, lines), again, *errors = project.call(prepare, prepare, *train)
+    (code, lines), again, _, *errors = project.call(prepare, prepare, ["prepare_data"], *train)
     assert code == 0
     # Each row contains both documents, of 12 and 13 tokens.
-    assert "train: 500 tokens in 20 rows, 16.7 % padding" in lines
+    assert "train: 5,000 tokens in 200 rows, 16.7 % padding" in lines
     command = f"python train.py --records {made} --sequence-length 30 --run-dir runs/records"
     assert lines[-1] == f"Made {made}, for: {command}"
     assert again == (2, [f"ERROR: --records {made} exists already: remove it, or pass another folder"])
