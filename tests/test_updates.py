@@ -73,9 +73,7 @@ def shell(home: Path) -> Callable[..., str]:
 def versions(home: Path, shell: Callable[..., str]) -> dict[str, dict[str, str]]:
     """Makes a repository of the template with the tags v0.1.0 and v0.2.0; returns what each renders, by file name."""
     template = home / "template"
-    ignored = shutil.ignore_patterns(
-        ".git", ".venv*", "build", "runs", "__pycache__", ".*_cache", "tests", "benchmarks"
-    )
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "runs", "__pycache__", ".*_cache", "benchmarks")
     shutil.copytree(TEMPLATE, template, ignore=ignored)
     project = template / PROJECT.name
     shell("git init --quiet --initial-branch main", template)
