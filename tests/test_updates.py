@@ -44,7 +44,7 @@ STARTER = "gan"
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the template's two versions."""
-    return tmp_path_factory.mktemp("updates")
+    return tmp_path_factory.mktemp("git")  # cookiecutter clones only what has such a name.
 
 
 @pytest.fixture(scope="module")
