@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def test_oldest_tensorflow_that_is_allowed_is_tested_every_week() -> None:
 
 def test_release_notes_are_the_section_of_the_version() -> None:
     version = described(TEMPLATE)["version"]
-    done = run("python", ".ci/release_notes.py", f"v{version}", folder=TEMPLATE)
+    done = run(sys.executable, ".ci/release_notes.py", f"v{version}", folder=TEMPLATE)
     assert done.returncode == 0, done.stderr
     assert "In task.py" in done.stdout
     assert "\n## " not in done.stdout
