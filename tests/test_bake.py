@@ -8,26 +8,61 @@ from pathlib import Path
 
 import pytest
 
-from rendering import PROJECT, STARTERS, TEMPLATE, Bake, cookiecutter, run
+from rendering import PROJECT, STARTERS, TEMPLATE, Bake, rendered, run, run_cookiecutter
+
+SLUGS = ("my_training", "ab", "ten_char_s", "forty_characters_" + "x" * 23, "lm_2", "two_towers")
+# These are rendered; all other files are copied.
+RENDERED = {"README.md", "pyproject.toml"}
 
 
-def test_no_jinja_is_left(default_bake: Bake) -> None:
-    for name in default_bake.files() - {".github/workflows/ci.yml"}:
-        text = (default_bake.folder / name).read_text(encoding="utf-8")
-        assert "cookiecutter." not in text, name
-        assert "{%" not in text, name
+@pytest.fixture(scope="module")
+def bakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bake]:
+    """The project of each starter, with slugs of several lengths, in one folder."""
+    folder = tmp_path_factory.mktemp("bakes")
+    return {
+        starter: rendered(folder, project_slug=slug, starter=starter)
+        for slug, starter in zip(SLUGS, STARTERS, strict=True)
+    }
 
 
-@pytest.mark.parametrize(
-    ("slug", "starter"),
-    zip(
-        ["my_training", "ab", "ten_char_s", "forty_characters_" + "x" * 23, "lm_2", "two_towers"], STARTERS, strict=True
-    ),
-)
-def test_bake_is_lint_clean_as_it_comes(slug: str, starter: str, bake: Callable[..., Bake]) -> None:
-    project = bake(project_slug=slug, starter=starter)
-    project.run("ruff", "check", ".")
-    project.run("ruff", "format", "--check", ".")
+def test_no_jinja_is_left(bakes: dict[str, Bake]) -> None:
+    for project in bakes.values():
+        for name in project.files() - {".github/workflows/ci.yml"}:
+            text = project.read(name)
+            assert "cookiecutter." not in text, name
+            assert "{%" not in text, name
+
+
+def test_starter_is_its_own_files_and_nothing_else(tracked: set[str], bakes: dict[str, Bake]) -> None:
+    for starter, project in bakes.items():
+        folder = f"starters/{starter}/"
+        own = {name.removeprefix(folder): name for name in tracked if name.startswith(folder)}
+        sources = {name: name for name in tracked if not name.startswith("starters/")} | own
+        assert project.files() == set(sources)
+        for name in sources.keys() - RENDERED:
+            assert (project.folder / name).read_bytes() == (PROJECT / sources[name]).read_bytes(), name
+
+
+def test_rendered_files_differ_in_the_example_task_and_packages_only(bakes: dict[str, Bake]) -> None:
+    texts, tasks = set(), set()
+    for starter, project in bakes.items():
+        readme, needs = (project.read(name) for name in sorted(RENDERED))
+        needs = needs.replace(f'name = "{project.folder.name}"', "")
+        begin, end = needs.index("dependencies = [\n"), needs.index("  # Pinned")
+        rest = needs[end:].replace(f'starter = "{starter}"', "")
+        before, task, after = re.split(r"(?s)## The example task\n\n(.*?)\[docs/starter", readme)
+        texts.add((before, after, needs[:begin], rest))
+        tasks.add(task)
+    assert len(texts) == 1
+    assert len(tasks) == len(STARTERS)
+
+
+def test_bakes_are_lint_clean_as_they_come(bakes: dict[str, Bake]) -> None:
+    # Each file has the settings of the pyproject.toml above it.
+    folder = bakes["gan"].folder.parent
+    for command in (("ruff", "check", "."), ("ruff", "format", "--check", ".")):
+        done = run(*command, folder=folder)
+        assert done.returncode == 0, done.stdout
 
 
 def test_template_is_lint_clean() -> None:
@@ -62,8 +97,8 @@ def test_every_dependency_of_the_project_has_an_upper_bound() -> None:
         assert re.search(r">=[\d.]+,<[\d.]+$", each), each
 
 
-def test_rendered_project_needs_no_attribution(default_bake: Bake) -> None:
-    notice = (default_bake.folder / "engine/LICENSE").read_text(encoding="utf-8")
+def test_rendered_project_needs_no_attribution() -> None:
+    notice = (PROJECT / "engine/LICENSE").read_text(encoding="utf-8")
     # MIT without the condition that makes others keep the notice.
     assert notice.startswith("MIT No Attribution\n")
     assert "shall be included" not in notice
@@ -89,20 +124,20 @@ def test_demo_ends_with_a_good_accuracy_and_says_where_the_files_are() -> None:
     assert (TEMPLATE / run_dir / "result.json").exists()
 
 
-def test_version_is_one_and_is_written_into_the_project(default_bake: Bake) -> None:
+def test_version_is_one_and_is_written_into_the_project() -> None:
+    # In words, so that the unrendered project has it too.
     project, template = (
-        tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
-        for folder in (default_bake.folder, TEMPLATE)
+        tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8")) for folder in (PROJECT, TEMPLATE)
     )
     version = template["project"]["version"]
-    # In words, so that the unrendered project has it too.
     assert project["tool"]["tf-dist-template"]["version"] == version
     assert json.loads((TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8"))["_version"] == version
 
 
-def test_two_lines_say_what_to_do_next(tmp_path: Path) -> None:
-    done = cookiecutter(tmp_path / "rendered", project_slug="mine")
+def test_command_line_renders_and_two_lines_say_what_to_do_next(tmp_path: Path) -> None:
+    done = run_cookiecutter(tmp_path / "rendered", project_slug="mine")
     assert done.stdout.splitlines() == [
         'Next, in an environment for it: cd mine && pip install -e ".[dev]"',
         "Then: python train.py",
     ]
+    assert (tmp_path / "rendered/mine/train.py").exists()

@@ -28,13 +28,18 @@ from engine.cluster.strategy import create_strategy
 
 create_strategy(Config(strategy="mirrored", simulated_devices=5))  # As in tests/engine: once in a process.
 
-# The loop in tests/loops, its port in tests/tasks, and the settings; five replicas share each batch.
+# The loop in tests/loops, its port in tests/tasks, the settings, and the numbers of replicas that share each batch.
 SHORT_BATCHES = {"global_batch_size": 50, "keep_last_batch": True, "smooth": True}  # Of 360 examples, the last 10.
 PORTS = {
-    "article": ("article", "tabular_regression.py", {"global_batch_size": 50}),
-    "tutorial": ("tutorial", "tutorial_cnn/task.py", SHORT_BATCHES),
-    "tutorial, other denominator": ("tutorial", "tutorial_cnn/task.py", {**SHORT_BATCHES, "divide_by": "examples"}),
-    "orbit": ("orbit", "bert/task.py", {"global_batch_size": 40, "global_clipnorm": 1.0, "dropout": 0.0}),
+    "article": ("article", "tabular_regression.py", {"global_batch_size": 50}, (1, 5)),
+    "tutorial": ("tutorial", "tutorial_cnn/task.py", SHORT_BATCHES, (2,)),
+    "tutorial, other denominator": (
+        "tutorial",
+        "tutorial_cnn/task.py",
+        {**SHORT_BATCHES, "divide_by": "examples"},
+        (5,),
+    ),
+    "orbit": ("orbit", "bert/task.py", {"global_batch_size": 40, "global_clipnorm": 1.0, "dropout": 0.0}, (5,)),
 }
 EPOCHS = 2
 PLATEAU = "A smaller rate when nothing improves"
@@ -103,13 +108,13 @@ def numbers_of_the_project(port: ModuleType, settings: Config) -> tuple[list, li
 def test_port_gives_the_numbers_of_the_loop_it_comes_from(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop_name, file, values = PORTS[name]
+    loop_name, file, values, counts = PORTS[name]
     port, loop = load(TASKS / file), load(TEMPLATE / "tests/loops" / f"{loop_name}.py")
     monkeypatch.setattr(train, "task", port)
     settings = settings_of(TASKS / file, tmp_path, **values)
     one_device = tf.distribute.MirroredStrategy(["CPU:0"], cross_device_ops=tf.distribute.ReductionToOneDevice())
     expected_losses, expected_rows, expected_weights = numbers_of_the_loop(loop, port, settings, one_device)
-    for replicas in (1, 2, 5):
+    for replicas in counts:
         losses, rows, weights = numbers_of_the_project(port, dataclasses.replace(settings, simulated_devices=replicas))
         for steps, expected in expected_losses:
             loss, losses = np.mean(losses[:steps]), losses[steps:]
@@ -169,9 +174,6 @@ def assert_same_weights(found: list[np.ndarray], expected: list[np.ndarray]) -> 
         np.testing.assert_allclose(weight, wanted, rtol=1e-5, atol=1e-5 * max(np.abs(wanted).max(), 0.1))
 
 
-# --- The ports in projects of their own -------------------------------------------------------------------------------
-
-
 # What docs/reproducibility.md of the project says of three epochs, four times over: of the losses, and of the rest.
 UNET_TOLERANCES = {"gelu": (1e-5, 5e-5), "relu": (5e-4, 2e-3)}
 
@@ -186,31 +188,13 @@ def test_unet_trains_to_the_same_numbers_on_one_and_two_replicas(bake: Callable[
             folder = f"runs/{activation}-{replicas}"
             settings = ("--epochs", "3", "--simulated-devices", replicas, "--run-dir", folder)
             project.run("python", "train.py", *settings, "--activation", activation)
-            text = (project.folder / folder / "metrics.csv").read_text(encoding="utf-8")
-            rows.append(list(csv.DictReader(text.splitlines())))
+            rows.append(list(csv.DictReader(project.read(f"{folder}/metrics.csv").splitlines())))
         one, two = rows
         assert float(one[-1]["validation/loss"]) < np.log(3)  # The loss of guessing.
         for name in (name for name in one[0] if name.startswith(("train/", "validation/"))):
             found, expected = ([float(row[name]) for row in each] for each in (two, one))
             tolerance = of_losses if name.endswith("/loss") else of_others
             assert found == pytest.approx(expected, rel=tolerance), f"{activation}, {name}"
-
-
-@pytest.mark.long
-# Not with bert: the starter text_pair_classification is a transformer too.
-@pytest.mark.parametrize("name", ["tutorial_cnn", "unet"])
-def test_check_finds_nothing_in_a_port(name: str, bake: Callable[..., Bake]) -> None:
-    project = bake()
-    ports.place(name, project.folder)
-    assert re.search(r"All \d+ checks passed\.", project.run("python", "train.py", "--check").stdout)
-
-
-@pytest.mark.long
-def test_shipped_tests_pass_with_a_port(bake: Callable[..., Bake]) -> None:
-    project = bake()
-    ports.place("unet", project.folder)
-    # Five synchronized layers on four replicas take their time to trace: all options at once are enough of that.
-    project.run("python", "-m", "pytest", "-q", "-k", "not agree or all")
 
 
 # --- The page ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The starter recommendation: its record files, that layouts of the replicas change nothing, and its page."""
+"""The starter recommendation: its record files, what it learns, and its page."""
 
 import json
 import re
@@ -7,107 +7,46 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rendering import Bake, rendered, run
+from rendering import Bake, rendered
 
 SMALL = ("--users=300", "--items=100")
+BAD_NUMBERS = {
+    "--users=0": "--users 0 must be at least 1: pass --users 1 or more",
+    "--items=10": "--items 10 must be at least 11: pass --items 11 or more",
+    "--interactions-per-user=2": "--interactions-per-user 2 must be at least 3: ",
+}
+USER_ERRORS = {
+    "--records=elsewhere": "--records elsewhere has no users.jsonl: make it as docs/starter.md shows",
+    "--best=101": "--best 101 must be at most the number of items in data/records: pass 100",
+    "--micro-batches=2": "--micro-batches is 2, and task.train_step calls engine.model.gather_batch: ",
+    "--ranking-weight=-1": "--ranking-weight -1.0 must be at least 0",
+    "--hidden=0": "--hidden 0 must be at least 1",
+}
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Bake:
-    """The starter's project, with few users and items in data/records; shared."""
-    project = rendered(tmp_path_factory.mktemp("recommendation") / "rendered", starter="recommendation")
-    project.run("python", "prepare_data.py", *SMALL)
-    return project
+@pytest.fixture
+def project(tmp_path: Path) -> Bake:
+    return rendered(tmp_path, starter="recommendation")
 
 
-@pytest.mark.parametrize(
-    ("flag", "reason"),
-    [
-        ("--users=0", "--users 0 must be at least 1: pass --users 1 or more"),
-        ("--items=10", "--items 10 must be at least 11: pass --items 11 or more"),
-        ("--interactions-per-user=2", "--interactions-per-user 2 must be at least 3: "),
-    ],
-)
-def test_bad_number_is_named_and_nothing_is_written(flag: str, reason: str, project: Bake, tmp_path: Path) -> None:
-    done = run("python", "prepare_data.py", f"--records={tmp_path / 'records'}", flag, folder=project.folder)
-    assert done.returncode == 2
-    (error,) = done.stderr.splitlines()
-    assert error.startswith(f"ERROR: {reason}")
-    assert not list(tmp_path.iterdir())
-
-
-def test_program_prints_the_reachable_recall_and_the_command_that_trains(project: Bake, tmp_path: Path) -> None:
+def test_program_prints_the_command_that_trains_and_user_errors_are_one_line(project: Bake, tmp_path: Path) -> None:
     made = tmp_path / "records"
-    command = ("python", "prepare_data.py", f"--records={made}", *SMALL)
-    *lines, last = project.run(*command).stdout.splitlines()
+    prepare = ["prepare_data", f"--records={made}", *SMALL]
+    bad = (["prepare_data", f"--records={tmp_path / 'bad'}", flag] for flag in BAD_NUMBERS)
+    wrong = (["train", flag, f"--run-dir={tmp_path / 'run'}"] for flag in USER_ERRORS)
+    ended = project.call(prepare, ["prepare_data", *SMALL], prepare, *bad, *wrong)
+    (code, (*lines, last)), _, again, *errors = ended
+    assert code == 0
     found = json.loads((made / "recall.json").read_text(encoding="utf-8"))
     assert lines == [f"{name}: {value:.4f}" for name, value in found.items()]
     assert last == f"Made {made}, for: python train.py --records {made} --run-dir runs/records"
     for path in made.iterdir():  # The same seed gives the same bytes.
         assert path.read_bytes() == (project.folder / "data/records" / path.name).read_bytes(), path.name
-    again = run(*command, folder=project.folder)
-    assert again.stderr == f"ERROR: --records {made} exists already: remove it, or pass another folder\n"
-
-
-# In one process, because each start of TensorFlow takes seconds.
-USER_ERRORS = """
-import contextlib, io, sys
-import train
-
-for flags in (["--records=elsewhere"], ["--best=101"], ["--micro-batches=2"], ["--ranking-weight=-1"], ["--hidden=0"]):
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors):
-        try:
-            train.main([*flags, f"--run-dir={sys.argv[1]}/run"])
-        except SystemExit as ended:
-            print(ended.code, errors.getvalue().splitlines()[-1])
-"""
-
-
-def test_user_errors_are_one_line(project: Bake, tmp_path: Path) -> None:
-    done = project.run("python", "-c", USER_ERRORS, tmp_path)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("2 ERROR: ")]
-    reasons = [
-        "--records elsewhere has no users.jsonl: make it as docs/starter.md shows",
-        "--best 101 must be at most the number of items in data/records: pass 100",
-        "--micro-batches is 2, and task.train_step calls engine.model.gather_batch: ",
-        "--ranking-weight -1.0 must be at least 0",
-        "--hidden 0 must be at least 1",
-    ]
-    assert len(lines) == len(reasons), lines
-    for line, reason in zip(lines, reasons, strict=True):
-        assert line.startswith(f"2 ERROR: {reason}"), line
-    assert not list(tmp_path.iterdir())
-
-
-AGREE = """
-import sys
-import numpy as np
-import task, train
-from config import Config
-from engine.cluster.strategy import create_strategy
-
-create_strategy(Config(strategy="mirrored", simulated_devices=4))
-weights, metrics = [], []
-for replicas in (1, 2, 4):
-    flags = [f"--simulated-devices={replicas}", "--epochs=1", "--global-batch-size=64", "--keep-last-batch"]
-    result = train.main([*flags, "--items-at-once=30", f"--run-dir={sys.argv[1]}/{replicas}"])
-    assert train.strategy.num_replicas_in_sync == replicas
-    metrics.append({name: value for name, value in result.items() if name.startswith("test/")})
-    weights.append([each.numpy() for one in task.model.values() for each in one.trainable_variables])
-assert {"test/loss", "test/auc", "test/recall_at_10", "test/ndcg_at_10"} <= metrics[0].keys()
-for other_metrics, other_weights in zip(metrics[1:], weights[1:], strict=True):
-    for name, value in metrics[0].items():
-        np.testing.assert_allclose(other_metrics[name], value, rtol=1e-5, err_msg=name)
-    for one, other in zip(weights[0], other_weights, strict=True):
-        np.testing.assert_allclose(other, one, atol=1e-5 * max(0.1, np.abs(one).max()), rtol=0)
-print("agree")
-"""
-
-
-@pytest.mark.long
-def test_one_two_and_four_replicas_agree(project: Bake, tmp_path: Path) -> None:
-    assert "agree\n" in project.run("python", "-c", AGREE, tmp_path).stdout
+    assert again == (2, [f"ERROR: --records {made} exists already: remove it, or pass another folder"])
+    for (code, lines), reason in zip(errors, [*BAD_NUMBERS.values(), *USER_ERRORS.values()], strict=True):
+        assert code == 2
+        assert lines[-1].startswith(f"ERROR: {reason}")
+    assert {path.name for path in tmp_path.iterdir()} == {project.folder.name, "records"}
 
 
 @pytest.mark.long
@@ -122,30 +61,23 @@ def test_small_data_are_learnt_better_than_popularity(project: Bake, tmp_path: P
 
 
 @pytest.mark.long
-def test_column_is_added_as_the_page_says(tmp_path: Path) -> None:
-    project = rendered(tmp_path / "rendered", starter="recommendation")
-    page = (project.folder / "docs/starter.md").read_text(encoding="utf-8")
+def test_column_is_added_as_the_page_says(project: Bake) -> None:
+    page = project.read("docs/starter.md")
     (made, used) = re.findall(r'`"device": "phone"`|`USER_COLUMNS = {..., ("device": 4)}`', page)
     assert (made, used) == ("", '"device": 4')
-    for name, before, after in (
-        ("prepare_data.py", '"country": f"country_{country:02d}"', ', "device": "phone"'),
-        ("task.py", '"age_group": 8', f", {used}"),
-    ):
-        path = project.folder / name
-        text = path.read_text(encoding="utf-8")
-        assert text.count(before) == 1
-        path.write_text(text.replace(before, before + after), encoding="utf-8")
+    country, age = '"country": f"country_{country:02d}"', '"age_group": 8'
+    project.replace("prepare_data.py", country, f'{country}, "device": "phone"')
+    project.replace("task.py", age, f"{age}, {used}")
     project.run("python", "prepare_data.py", *SMALL)
     project.run("python", "train.py", "--epochs=1", "--global-batch-size=32", "--limit-steps=2", "--export")
     code, _ = re.findall(r"(?s)```python\n(.*?)```", page)
-    assert "item_0" in project.run("python", "-c", code.replace("country=", 'device="phone", country=')).stdout
+    assert "item_0" in project.run_code(code.replace("country=", 'device="phone", country='))
     project.run("python", "-m", "pytest", "-q", "tests/test_task.py", "-k", "not written")
 
 
 @pytest.mark.long
-def test_movielens_is_read_as_the_page_says(tmp_path: Path) -> None:
-    project = rendered(tmp_path / "rendered", starter="recommendation")
-    page = (project.folder / "docs/starter.md").read_text(encoding="utf-8")
+def test_movielens_is_read_as_the_page_says(project: Bake, tmp_path: Path) -> None:
+    page = project.read("docs/starter.md")
     _, program = re.findall(r"(?s)```python\n(.*?)```", page)
     (project.folder / "movielens.py").write_text(program, encoding="utf-8")
     task = project.folder / "task.py"

@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from rendering import Bake, cookiecutter, run
+from rendering import Bake, rendered
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Bake:
     """The starter's project; shared."""
-    output = tmp_path_factory.mktemp("pairs") / "rendered"
-    done = cookiecutter(output, starter="text_pair_classification")
-    assert done.returncode == 0, done.stderr
-    (folder,) = output.iterdir()
-    return Bake(folder)
+    return rendered(tmp_path_factory.mktemp("pairs"), starter="text_pair_classification")
 
 
 GOOD = b"label\tsentence1\tsentence2\n1\tOne.\tTwo.\n"
@@ -26,47 +22,42 @@ BAD_ROWS = {
     "no column": (b"label\tsentence1\tother\n", "row 1 names no column 'sentence2'"),
     "no rows": (b"label\tsentence1\tsentence2\n", "holds no pairs"),
     "a column too few": (GOOD + b"0\tThree.\n", "row 3 has 2 columns, not 3 as row 1"),
-    "no label": (GOOD + b"\tThree.\tFour.\n", "row 3 has the label ''"),
     "a negative label": (GOOD + b"-1\tThree.\tFour.\n", "row 3 has the label '-1'"),
     "an empty sentence": (GOOD + b"0\t \tFour.\n", "row 3 has an empty sentence"),
 }
+WITHOUT_VOCABULARY = {"pairs.txt": "no .tsv file", "new.tsv": "no train.tsv"}
 
 
-@pytest.mark.parametrize("kind", BAD_ROWS)
-def test_bad_row_is_named_and_nothing_is_written(kind: str, project: Bake, tmp_path: Path) -> None:
-    rows, reason = BAD_ROWS[kind]
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.tsv").write_bytes(GOOD)
-    bad = tmp_path / "validation.tsv"
-    if rows is None:
-        bad.mkdir()
-    else:
-        bad.write_bytes(rows)
-    command = ("python", "prepare_data.py", f"--pairs={tmp_path}", f"--records={tmp_path / 'records'}")
-    done = run(*command, folder=project.folder)
-    assert done.returncode == 2
-    (error,) = done.stderr.splitlines()
-    assert error.startswith(f"ERROR: {bad}")
-    assert reason in error
-    assert sorted(path.name for path in tmp_path.iterdir() if path != bad) == ["test.tsv", "train.tsv"]
+def test_bad_pairs_are_named_and_nothing_is_written(project: Bake, tmp_path: Path) -> None:
+    calls, expected = [], []
+    for kind, (rows, reason) in BAD_ROWS.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / "train.tsv").write_bytes(GOOD)
+        bad = folder / "validation.tsv"
+        if rows is None:
+            bad.mkdir()
+        else:
+            bad.write_bytes(rows)
+        calls.append(["prepare_data", f"--pairs={folder}", f"--records={folder / 'records'}"])
+        expected.append((f"ERROR: {bad}", reason))
+    for file, reason in WITHOUT_VOCABULARY.items():
+        folder = tmp_path / file.replace(".", "_")
+        folder.mkdir()
+        (folder / file).write_bytes(GOOD)
+        calls.append(["prepare_data", f"--pairs={folder}", f"--records={folder / 'records'}"])
+        expected.append((f"ERROR: --pairs {folder} holds ", reason))
+    for (code, (line,)), (start, reason) in zip(project.call(*calls), expected, strict=True):
+        assert code == 2
+        assert line.startswith(start)
+        assert reason in line
+    assert {path.name for path in tmp_path.glob("*/*")} == {"train.tsv", "validation.tsv", *WITHOUT_VOCABULARY}
 
 
-@pytest.mark.parametrize(("file", "reason"), [("pairs.txt", "no .tsv file"), ("new.tsv", "no train.tsv")])
-def test_folder_without_pairs_to_make_a_vocabulary_of_is_refused(
-    file: str, reason: str, project: Bake, tmp_path: Path
-) -> None:
-    (tmp_path / file).write_bytes(GOOD)
-    done = run("python", "prepare_data.py", f"--pairs={tmp_path}", "--records=new", folder=project.folder)
-    assert done.returncode == 2
-    (error,) = done.stderr.splitlines()
-    assert error.startswith(f"ERROR: --pairs {tmp_path} holds {reason}")
-
-
-# In one process, because each start of TensorFlow takes seconds.
-WEIGHTS_AND_MISTAKES = """
-import contextlib, dataclasses, io, sys
+# Saves an encoder's weights in three ways, and builds the program with each.
+WEIGHTS = """
 from pathlib import Path
-import keras_hub, numpy as np, tensorflow as tf
+import numpy as np, tensorflow as tf
 import task, train
 from config import Config
 from prepare_data import Arguments, create_tokenizer, make_records, read_pairs
@@ -82,8 +73,6 @@ tf.train.Checkpoint(encoder=encoder).write(str(folder / "encoder"))
 encoder.save_to_preset(folder / "preset")
 create_tokenizer(Arguments(), read_pairs(Path("data/train.tsv"))).save_to_preset(folder / "preset")
 make_records(Arguments(preset=str(folder / "preset"), records=folder / "records"))
-
-preset = [f"--preset={folder / 'preset'}", f"--records={folder / 'records'}"]
 for name in ("encoder.weights.h5", "encoder", "preset"):
     if name == "preset":
         train.build(Config(preset=str(folder / "preset"), records=folder / "records"))
@@ -93,44 +82,27 @@ for name in ("encoder.weights.h5", "encoder", "preset"):
     assert len(loaded.weights) == len(encoder.weights) > 30
     for one, other in zip(encoder.weights, loaded.weights, strict=True):
         np.testing.assert_array_equal(one.numpy(), other.numpy(), err_msg=f"{name}: {other.path}")
-    print("equal", name)
-
-for flags in (
-    ["--sequence-length=64"],
-    ["--vocabulary-size=300"],
-    ["--classes=1"],
-    ["--records=elsewhere"],
-    ["--preset=bert_base_en_uncased"],
-    [preset[0], preset[1], "--vocabulary-size=30522"],
-    ["--preset=no_such_preset", preset[1]],
-):
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors):
-        try:
-            train.main([*flags, f"--run-dir={folder / 'run'}"])
-        except SystemExit as ended:
-            print(ended.code, errors.getvalue().splitlines()[-1])
-assert not (folder / "run").exists()
 """
 
 
 @pytest.mark.long
-def test_encoder_weights_are_those_of_the_file_and_mistakes_are_one_line(project: Bake, tmp_path: Path) -> None:
-    done = project.run("python", "-c", WEIGHTS_AND_MISTAKES, tmp_path)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("equal ", "2 ERROR: "))]
-    assert lines[:3] == ["equal encoder.weights.h5", "equal encoder", "equal preset"]
-    reasons = [
-        "--sequence-length 64 does not fit data/records/train.tfrecord, which holds 128 tokens for a pair: ",
-        "--vocabulary-size 300 does not fit data/records/train.tfrecord, which holds ",
-        "--classes 1 does not fit data/records/train.tfrecord, which holds 1: ",
-        "--records elsewhere has no train.tfrecord: ",
-        "--preset bert_base_en_uncased needs --records of its tokens: ",
-        f"--preset {tmp_path / 'preset'} needs --vocabulary-size 1200",
-        "--preset no_such_preset cannot be loaded (",
-    ]
-    assert len(lines) == 3 + len(reasons), lines
-    for line, reason in zip(lines[3:], reasons, strict=True):
-        assert line.startswith(f"2 ERROR: {reason}"), line
+def test_encoder_weights_are_those_of_the_file_and_user_errors_are_one_line(project: Bake, tmp_path: Path) -> None:
+    project.run_code(WEIGHTS, tmp_path)
+    preset, records = f"--preset={tmp_path / 'preset'}", f"--records={tmp_path / 'records'}"
+    reasons = {
+        ("--sequence-length=64",): "--sequence-length 64 does not fit data/records/train.tfrecord, which holds 128 ",
+        ("--vocabulary-size=300",): "--vocabulary-size 300 does not fit data/records/train.tfrecord, which holds ",
+        ("--classes=1",): "--classes 1 does not fit data/records/train.tfrecord, which holds 1: ",
+        ("--records=elsewhere",): "--records elsewhere has no train.tfrecord: ",
+        ("--preset=bert_base_en_uncased",): "--preset bert_base_en_uncased needs --records of its tokens: ",
+        (preset, records, "--vocabulary-size=30522"): f"--preset {tmp_path / 'preset'} needs --vocabulary-size 1200",
+        ("--preset=no_such_preset", records): "--preset no_such_preset cannot be loaded (",
+    }
+    ended = project.call(*(["train", *flags, f"--run-dir={tmp_path / 'run'}"] for flags in reasons))
+    for (code, lines), reason in zip(ended, reasons.values(), strict=True):
+        assert code == 2
+        assert lines[-1].startswith(f"ERROR: {reason}")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.long

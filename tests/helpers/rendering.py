@@ -1,19 +1,39 @@
 """Renders the template as a user would, and runs what came out."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from cookiecutter.main import cookiecutter
 from programs import run_program
 
 TEMPLATE = Path(__file__).parents[2]
 PROJECT = TEMPLATE / "{{cookiecutter.project_slug}}"
 TASKS = TEMPLATE / "tests/tasks"
-STARTERS = json.loads((TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8"))["starter"]
+ANSWERS = json.loads((TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8"))
+STARTERS = ANSWERS["starter"]
+
+# Calls main functions of a project, one after another, and prints what each ends with and writes.
+CALLS = """
+import contextlib, importlib, io, json
+
+calls = json.loads(sys.argv.pop())
+modules = {name: importlib.import_module(name) for name, *_ in calls}
+for name, *arguments in calls:
+    sys.argv[1:], code, written = arguments, 0, io.StringIO()
+    with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
+        try:
+            modules[name].main(*([arguments] if name == "train" else []))
+        except SystemExit as ended:
+            code = ended.code
+    print("called", json.dumps([code, written.getvalue()]))
+"""
 
 # Bytecode or caches inside the template's folder would be rendered into every project that a developer renders.
 sys.dont_write_bytecode = True
@@ -49,33 +69,68 @@ class Bake:
         assert "WARNING:tensorflow" not in done.stderr, f"{command} made TensorFlow warn:\n{done.stderr}"
         return done
 
+    def run_code(self, code: str, *arguments: str | Path) -> str:
+        """Runs a program that imports from the project, as a fork too; returns what it prints."""
+        with tempfile.TemporaryDirectory() as folder:
+            program = Path(folder, "program.py")
+            program.write_text(f"import os, sys\nsys.path.insert(0, os.getcwd())\n{code}", encoding="utf-8")
+            return self.run("python", program, *arguments).stdout
+
+    def call(self, *calls: list[str]) -> list[tuple[int, list[str]]]:
+        """Calls main of some modules with arguments, in one process; returns the exit code and the lines of each."""
+        lines = self.run_code(CALLS, json.dumps(calls)).splitlines()
+        ended = [json.loads(line.removeprefix("called ")) for line in lines if line.startswith("called ")]
+        assert len(ended) == len(calls)
+        return [(code, written.splitlines()) for code, written in ended]
+
+    def read(self, name: str) -> str:
+        return (self.folder / name).read_text(encoding="utf-8")
+
+    def replace(self, name: str, before: str, after: str) -> None:
+        """Replaces a text that occurs once in a file."""
+        assert self.read(name).count(before) == 1, before
+        (self.folder / name).write_text(self.read(name).replace(before, after), encoding="utf-8")
+
     def files(self) -> set[str]:
         return {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()}
 
-    def result(self, run_dir: str) -> dict[str, float | str]:
+    def result(self, run_dir: str | Path) -> dict[str, float | str]:
         return json.loads((self.folder / run_dir / "result.json").read_text(encoding="utf-8"))
 
 
-def cookiecutter(output: Path, **answers: str) -> subprocess.CompletedProcess[str]:
-    """Renders the template into `output`, away from the developer's own cookiecutter settings."""
-    asked = json.loads((TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8"))
-    unknown = [name for name in answers if name not in asked]
+@functools.cache
+def _prepared() -> tuple[tempfile.TemporaryDirectory, Path, Path]:
+    """Copies what cookiecutter reads, without caches of a developer's tools, and makes settings that are not his."""
+    folder = tempfile.TemporaryDirectory()
+    template, config = Path(folder.name, "template"), Path(folder.name, "settings.yaml")
+    ignored = shutil.ignore_patterns("build", "runs", "__pycache__", ".*_cache")
+    for name in (PROJECT.name, "hooks"):
+        shutil.copytree(TEMPLATE / name, template / name, ignore=ignored)
+    for name in ("cookiecutter.json", "reject_answers.py"):
+        shutil.copy(TEMPLATE / name, template)
+    config.write_text(f"replay_dir: {json.dumps(str(Path(folder.name, 'replay')))}\n", encoding="utf-8")
+    return folder, template, config
+
+
+def check_names(answers: dict[str, str]) -> None:
+    unknown = [name for name in answers if name not in ANSWERS]
     assert not unknown, f"cookiecutter ignores answers to questions it does not ask: {unknown}"
-    # Caches that a developer's tools left in the template's folder would be rendered too.
-    template = output.parent / f"{output.name}.template"
-    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "runs", "__pycache__", ".*_cache")
-    shutil.copytree(TEMPLATE, template, ignore=ignored)
-    config = output.parent / f"{output.name}.cookiecutterrc"
-    config.write_text(f"replay_dir: {json.dumps(str(output.parent / 'replay'))}\n", encoding="utf-8")
-    given = [f"{name}={value}" for name, value in answers.items()]
-    command = ["cookiecutter", "--no-input", "--config-file", config, "--output-dir", output, template, *given]
+
+
+def rendered(output: Path, *, accept_hooks: bool = True, **answers: str) -> Bake:
+    """Renders the template into `output`, in this process; returns the project. Raises what cookiecutter raises."""
+    check_names(answers)
+    _, template, config = _prepared()
     output.mkdir(exist_ok=True)
-    return run(*command, folder=output)
+    options = {"config_file": str(config), "output_dir": str(output), "accept_hooks": accept_hooks}
+    return Bake(Path(cookiecutter(str(template), no_input=True, extra_context=answers, **options)))
 
 
-def rendered(output: Path, **answers: str) -> Bake:
-    """Renders the template into `output`; returns the project."""
-    done = cookiecutter(output, **answers)
-    assert done.returncode == 0, done.stderr
-    (folder,) = output.iterdir()
-    return Bake(folder)
+def run_cookiecutter(output: Path, **answers: str) -> subprocess.CompletedProcess[str]:
+    """Renders the template into `output` by the command line."""
+    check_names(answers)
+    _, template, config = _prepared()
+    output.mkdir()
+    given = [f"{name}={value}" for name, value in answers.items()]
+    options = ["--no-input", "--config-file", config, "--output-dir", output]
+    return run("cookiecutter", *options, template, *given, folder=output)
