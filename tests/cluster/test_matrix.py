@@ -14,22 +14,20 @@ from clusters import COUNTED, LOST
 from matrix import POSSIBLE, Cell, End, trial, undisturbed
 
 BEFORE_THE_RUN = ("rendezvous", "before TensorFlow's start", "TensorFlow's start")
-# One cell for each way in which a worker learns of the event. tests/test_cluster.py has those of TensorFlow's start.
+# One cell for each way in which a worker learns of the event.
 CHOSEN = [
-    Cell("rendezvous", "SIGKILL", 0),
+    Cell("before TensorFlow's start", "SIGKILL", 0),
+    Cell("TensorFlow's start", "SIGTERM", 1),
     Cell("TensorFlow's start", "SIGSTOP", 1),
-    Cell("tracing", "exception", 1),
-    Cell("first step", "SIGSTOP", 0),
-    Cell("mid-epoch", "full disk", 0),
-    Cell("validation", "SIGTERM", 0),
+    Cell("mid-epoch", "SIGTERM", 1),
+    Cell("mid-epoch", "exception", 1),
     Cell("checkpoint", "SIGKILL", 0),
-    Cell("checkpoint", "SIGKILL", 1),
     Cell("checkpoint", "full disk", 0),
     Cell("test", "exception", 1),
     Cell("end", "SIGKILL", 0),
 ]
 # The same command afterwards ends with the weights of an undisturbed run.
-RESUMED = [Cell("validation", "SIGTERM", 0), Cell("checkpoint", "SIGKILL", 0), Cell("checkpoint", "full disk", 0)]
+RESUMED = [Cell("mid-epoch", "SIGTERM", 1), Cell("checkpoint", "SIGKILL", 0)]
 
 
 def check_killed(cell: Cell, victim: End, other: End, address: str) -> None:
