@@ -90,7 +90,7 @@ def test_job_that_loses_a_node_continues_on_the_others(tmp_path: Path) -> None:
 def test_job_of_an_array_has_a_run_directory_and_is_requeued_alone(tmp_path: Path) -> None:
     array = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3", "SLURM_CPUS_PER_TASK": "4"}
     words, told = started(tmp_path, 42, **array)
-    assert words[-7:] == "train.py --run-dir runs/3 --seed 3 --epochs 5".split()
+    assert words[-7:] == ["train.py", "--run-dir", "runs/3", "--seed", "3", "--epochs", "5"]
     assert "--cpus-per-task=4" in words
     assert told == "requeue 9_3"
     # By the array's number Slurm would answer for all of its jobs.
@@ -180,9 +180,13 @@ def test_jobs_of_an_array_have_runs_of_their_own_and_are_requeued_before_their_t
     options = ("--array=4-5", "--nodes=1", f"--cpus-per-task={slurm.CPUS}", "--time=2", "--signal=TERM@20")
     array = submit(cluster, project, "--epochs=100000", options=options)
     jobs = [f"{array}_{number}" for number in (4, 5)]
-    until(lambda: all("resumed from step-" in log_of(project, job) or cluster.has_ended(job) for job in jobs), 400)
+
+    def log(job: str) -> str:
+        return log_of(project, cluster.field(job, "JobId"))
+
+    until(lambda: all("resumed from step-" in log(job) or cluster.has_ended(job) for job in jobs), 400)
     for number, job in zip((4, 5), jobs, strict=True):
-        written = log_of(project, job)
+        written = log(job)
         assert cluster.field(job, "Restarts") == "1", written
         assert "resumed from step-" in written
         assert re.search(r"stopped by SIGTERM.*, the state is in ", written)
