@@ -54,7 +54,7 @@ def test_lost_worker_is_named_by_the_other_within_a_minute(killed: SimpleNamespa
     assert "check its log" in killed.line
 
 
-def test_two_workers_of_which_one_was_killed_have_the_numbers_of_one_process(
+def test_killed_cluster_has_the_numbers_of_one_process(
     one_process: tuple[Path, Path], killed: SimpleNamespace, tmp_path: Path
 ) -> None:
     project, expected = one_process
@@ -125,7 +125,7 @@ def prepare_example(features, labels, *, training, seed):
 
 
 @pytest.mark.long
-def test_two_workers_of_two_replicas_have_the_numbers_of_one_process_with_all_that_can_be_combined(
+def test_two_workers_of_two_replicas_and_one_process_agree_on_all_options(
     one_process: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Initial weights, sets, epochs that are no passes, and a worker that reads again; see TWO_DEVICES."""

@@ -88,7 +88,7 @@ def assert_ended_run_ends_equal(folder: Path, signals: list[str], *arguments: st
     return found
 
 
-def test_run_that_is_stopped_and_killed_ends_bit_equal_and_a_stop_repeats_no_step(tmp_path: Path) -> None:
+def test_stopped_and_killed_run_ends_bit_equal_and_a_stop_repeats_no_step(tmp_path: Path) -> None:
     flags = ("--epochs=6", "--simulated-devices=1")
     found = assert_ended_run_ends_equal(tmp_path, ["SIGTERM", "SIGKILL", "SIGKILL"], *flags, seed=0)
     assert [each["ended"] for each in found] == [42, -signal.SIGKILL, -signal.SIGKILL, 0]
@@ -168,7 +168,7 @@ def test_second_signal_ends_at_once_in_a_chunk_without_end(tmp_path: Path) -> No
         process.kill()
 
 
-def test_output_that_goes_nowhere_does_not_end_a_run_and_a_full_disk_ends_it_with_one_line(tmp_path: Path) -> None:
+def test_full_disk_of_the_output_ends_nothing_and_one_of_the_run_is_one_line(tmp_path: Path) -> None:
     flags = (f"--run-dir={tmp_path / 'run'}", "--simulated-devices=1", "--limit-steps=4")
     nowhere, err = Path("/dev/full"), tmp_path / "err"
     assert Program(["train.py", *flags, "--epochs=1"], PROJECT, nowhere, err).wait(200) == 0

@@ -105,7 +105,7 @@ def contents(run_dir: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_two_workers_have_the_weights_of_a_local_cluster_and_the_numbers_stay_when_nodes_are_lost_and_added(
+def test_two_workers_have_the_weights_of_a_local_cluster_and_the_numbers_stay_without_a_node(
     cluster: Any, start: Callable[..., SimpleNamespace], tmp_path: Path
 ) -> None:
     (tmp_path / "reported.py").write_text(REPORTED, encoding="utf-8")

@@ -173,7 +173,7 @@ def test_job_on_two_nodes_resumes_after_a_stop_and_without_a_node_that_fails(
 
 @pytest.mark.long
 @needs_slurm
-def test_jobs_of_an_array_have_runs_of_their_own_and_are_requeued_before_their_time_limit(
+def test_jobs_of_an_array_are_requeued_before_their_time_limit_and_have_runs_of_their_own(
     cluster: slurm.Slurm, project: Path
 ) -> None:
     # Slurm looks at time limits twice a minute: the signal comes 70 s to 100 s after the start.
