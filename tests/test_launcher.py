@@ -22,6 +22,8 @@ with open(f"started-{task['type']}-{task['index']}", "a") as started:
     first = started.tell() == 0
     started.write(" ".join([*sys.argv[1:], os.environ["TRAINING_START_ID"]]) + "\\n")
 open(f"pid-{os.getpid()}", "w").close()
+with open(f"sees-{name}", "w") as seen:
+    seen.write(os.environ.get("CUDA_VISIBLE_DEVICES", "what there is"))
 print("here is", name, *sys.argv[1:])
 for argument in sys.argv[1:]:
     who, _, what = argument.partition("=")
@@ -102,15 +104,12 @@ def test_every_line_has_its_process_and_arguments_are_passed_on(launched: Callab
     assert not alive(project)
 
 
-def test_death_of_one_ends_all_with_its_code(launched: Callable, project: Path) -> None:
+def test_code_of_the_cause_is_returned_without_a_restart_that_fixes_nothing(launched: Callable, project: Path) -> None:
     done = launched("--workers=2", "--", "worker1=kill", "worker0=wait")
     assert done.returncode == 128 + signal.SIGKILL
     assert "[launcher] worker 1 was ended by SIGKILL" in done.stdout
     assert not alive(project)
-
-
-def test_code_that_no_restart_fixes_is_returned_without_one(launched: Callable, project: Path) -> None:
-    for number, code in enumerate((2, 3), 1):
+    for number, code in enumerate((2, 3), 2):
         assert launched("--workers=2", "--max-restarts=5", "--", f"all={code}").returncode == code
         assert len(starts(project, "worker-0")) == number
 
@@ -221,67 +220,34 @@ def test_signal_before_the_processes_handle_it_is_a_stop_too(launching: Callable
     assert launcher.wait(timeout=20) == 42
 
 
-def test_bad_numbers_are_refused(launched: Callable) -> None:
+def test_bad_numbers_are_refused(launched: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     for arguments, reason in (
         (("--workers=0",), "--workers 0 must be 1 or more"),
         (("--workers=two",), "invalid int value: 'two'"),
         (("--workers=2", "--max-restarts=-1"), "--max-restarts -1 must be 0 or more"),
-        (
-            ("--workers=2", "--epochs", "5"),
-            "--epochs is not a flag of launch.py: pass the arguments of train.py",
-        ),
-        ((), "--workers"),
+        (("--workers=2", "--epochs", "5"), "--epochs is not a flag of launch.py: pass the arguments of train.py"),
+        (("--workers=3",), "cannot share 4 GPU(s) (0, 1, 2, 3) equally: use 1 or 2 or 4 worker(s), or choose the GPUs"),
     ):
         done = launched(*arguments)
         assert done.returncode == 2
         assert reason in done.stderr
 
 
-# --- GPUs -------------------------------------------------------------------------------------------------------------
-
-SEES = """
-import glob, json, os, time
-task = json.loads(os.environ["TF_CONFIG"])["task"]
-with open(f"sees-{task['type']} {task['index']}", "w") as seen:
-    seen.write(os.environ.get("CUDA_VISIBLE_DEVICES", "what there is"))
-while task["type"] == "chief" and len(glob.glob("sees-*")) < 4:  # Its end ends the others.
-    time.sleep(0.05)
-"""
-SERVED = ("--workers=2", "--parameter-servers=1", "--")
-NOTHING = {"worker 0": "-1", "worker 1": "-1"}
-
-
-@pytest.mark.parametrize(
-    ("visible", "arguments", "expected"),
-    [
-        pytest.param("2, GPU-a,1,0,-1,7", ("--workers=2",), {"worker 0": "2,GPU-a", "worker 1": "1,0"}, id="half each"),
-        pytest.param("0,1", ("--workers=2", "--", "--simulated_devices", "1"), NOTHING, id="simulated"),
-        pytest.param("0,1", SERVED, {"chief 0": "-1", "worker 0": "0", "worker 1": "1", "ps 0": "-1"}, id="served"),
-    ],
-)
 def test_workers_share_the_gpus_and_nobody_else_gets_one(
-    visible: str,
-    arguments: tuple[str, ...],
-    expected: dict[str, str],
-    launched: Callable,
-    project: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    launched: Callable, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (project / "train.py").write_text(SEES, encoding="utf-8")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    done = launched(*arguments)
-    assert done.returncode == 0, done.stderr
-    seen = {path.name.removeprefix("sees-"): path.read_text(encoding="utf-8") for path in project.glob("sees-*")}
-    assert seen == expected
-
-
-def test_gpus_that_do_not_divide_are_refused(launched: Callable, project: Path, monkeypatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    done = launched("--workers=3")
-    assert done.returncode == 2
-    reason = "--workers 3 cannot share 4 GPU(s) (0, 1, 2, 3) equally: use 1 or 2 or 4 worker(s), or choose the GPUs"
-    assert reason in done.stderr.splitlines()[-1]
-    assert not list(project.glob("started-*"))
+    served = ("--parameter-servers=1", "--", "chief0=serve", "worker0=wait", "worker1=wait", "ps0=wait")
+    for visible, arguments, expected in (
+        ("2, GPU-a,1,0,-1,7", (), {"worker 0": "2,GPU-a", "worker 1": "1,0"}),
+        ("0,1", ("--", "--simulated_devices", "1"), {"worker 0": "-1", "worker 1": "-1"}),
+        ("0,1", served, {"chief 0": "-1", "worker 0": "0", "worker 1": "1", "ps 0": "-1"}),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        done = launched("--workers=2", *arguments)
+        assert done.returncode == 0, done.stderr
+        seen = {path.name.removeprefix("sees-"): path.read_text(encoding="utf-8") for path in project.glob("sees-*")}
+        assert seen == expected
 
 
 def test_child_of_a_process_that_outlives_it_is_ended_too(launched: Callable, project: Path) -> None:
