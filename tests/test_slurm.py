@@ -157,7 +157,6 @@ def test_job_on_two_nodes_resumes_after_a_stop_and_without_a_node_that_fails(
     until(lambda: newest_step(run_dir) > stopped_at, 120)
     cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     assert cluster.wait(job, seconds=240) == "COMPLETED", log_of(project, job)
-    cluster.run("scontrol", "update", "nodename=n2", "state=resume")
     written = log_of(project, job)
     assert re.search(r"worker 1 of worker 0 n1:\d+, worker 1 n2:\d+", written)
     assert re.search(r"stopped by .*, the state is in ", written)
@@ -202,12 +201,12 @@ def test_jobs_of_an_array_are_requeued_before_their_time_limit_and_have_runs_of_
 @needs_slurm
 def test_jobs_of_an_array_share_the_trials_of_a_sweep(cluster: slurm.Slurm, project: Path) -> None:
     recipes = (PROJECT / "docs/recipes.md").read_text(encoding="utf-8")
-    command, trials = "python sweep.py -- --epochs 5", "python sweep.py --trials 3 -- --epochs 1"
+    command, trials = "python sweep.py -- --epochs 5", "python sweep.py --trials 2 -- --epochs 1"
     options = ("--array=1-2", "--nodes=1", f"--cpus-per-task={slurm.CPUS}")
     assert f'sbatch --array=1-4 --nodes=1 --cpus-per-task=8 --wrap="{command}"' in recipes
     array = cluster.run("sbatch", "--parsable", *options, f"--wrap={trials}", folder=project).strip()
     assert [cluster.wait(f"{array}_{number}", seconds=240) for number in (1, 2)] == ["COMPLETED"] * 2, cluster.logs()
     lines = "\n".join(log_of(project, f"{array}_{number}") for number in (1, 2))
     ended = re.findall(r"^trial (\d+) +complete .*left\)$", lines, re.MULTILINE)
-    assert sorted(map(int, ended)) == [0, 1, 2]
-    assert all((project / f"runs/sweep/trial_{number:03}/result.json").exists() for number in range(3))
+    assert sorted(map(int, ended)) == [0, 1]
+    assert all((project / f"runs/sweep/trial_{number:03}/result.json").exists() for number in range(2))
