@@ -166,19 +166,22 @@ def test_bad_input_is_one_line(
     assert {path.name for path in tmp_path.iterdir()} == {"file", "lower"}
 
 
-def test_slashes_and_spaces_reach_train_as_they_are(make: Callable[..., Project]) -> None:
+def test_slashes_and_spaces_reach_train_as_they_are_and_trials_share_the_gpus(make: Callable[..., Project]) -> None:
     project = make()
     choices = "trial.suggest_categorical('head/init from', ['runs/a b/c'])"
     project.put_space(f"    return ['--learning-rate=0.01', '--init-from=' + {choices}]")
-    out, _ = project.run("--trials=2", "--sweep-dir=my sweeps/a/b", "--", "--epochs=2", "--seed", "3")
-    for number, (_, _, name, _, arguments) in enumerate(project.starts()):
+    flags = ("--trials=3", "--parallel=3", "--sweep-dir=my sweeps/a/b", "--", "--epochs=2", "--seed", "3")
+    out, _ = project.run(*flags, CUDA_VISIBLE_DEVICES="4,5")
+    starts = sorted(project.starts(), key=lambda start: start[2])
+    for number, (_, _, name, _, arguments) in enumerate(starts):
         assert name == f"trial_{number:03}"
         run_dir = f"--run-dir=my sweeps/a/b/{name}"
         assert arguments == ["--epochs=2", "--seed", "3", "--learning-rate=0.01", "--init-from=runs/a b/c", run_dir]
-    assert [trial.params for trial in project.trials("my sweeps/a/b")] == [{"head/init from": "runs/a b/c"}] * 2
+    assert sorted(visible for _, _, _, visible, _ in starts) == ["4", "4", "5"]
+    assert [trial.params for trial in project.trials("my sweeps/a/b")] == [{"head/init from": "runs/a b/c"}] * 3
     best = "python train.py --epochs=2 --seed 3 --learning-rate=0.01 '--init-from=runs/a b/c' --run-dir=runs/best"
     assert f"again: {best}\n" in out
-    assert (project.folder / "my sweeps/a/b/compared").read_text() == "trial_000 trial_001"
+    assert (project.folder / "my sweeps/a/b/compared").read_text() == "trial_000 trial_001 trial_002"
 
 
 def test_failed_trial_is_recorded_and_three_alike_end_the_sweep(make: Callable[..., Project]) -> None:
@@ -219,6 +222,9 @@ def test_sweep_that_is_killed_ends_as_one_left_alone(make: Callable[..., Project
         process.kill()
         process.wait()
         until(lambda: not any(is_alive(pid) for pid, *_ in killed.starts()), 100)
+    # As a full disk cuts the study.
+    with (killed.folder / "runs/sweep/journal.log").open("ab") as file:
+        file.write(b'{"op_code": 4, "wor')
     out, _ = killed.run(*flags)
     left_alone.communicate(timeout=300)
     trials = killed.trials()
@@ -249,17 +255,16 @@ def test_programs_share_the_trials_and_take_over_from_a_killed_one(make: Callabl
     assert all(trial.state.name == "COMPLETE" for trial in project.trials())
     for name in ("importances", "trials"):
         assert (project.folder / f"runs/sweep/{name}.png").read_bytes().startswith(b"\x89PNG")
-    # A study that a full disk has cut is read.
-    with (project.folder / "runs/sweep/journal.log").open("ab") as file:
-        file.write(b'{"op_code": 4, "wor')
-    project.run("--trials=6", "--pruner=none", "--", "--epochs=1")
-    assert [trial.state.name for trial in project.trials()] == ["COMPLETE"] * 6
 
 
-def test_stopped_sweep_ends_with_42_and_continues(make: Callable[..., Project]) -> None:
+def test_stopped_sweep_ends_with_42_and_continues_when_nobody_uses_the_run(make: Callable[..., Project]) -> None:
+    """Where a run is in use, train.py ends with 2, as with bad input. A text of the engine tells them apart."""
+    text = "is in use by another run"
+    assert text in (PROJECT / "engine/run/directory.py").read_text(encoding="utf-8")
+    assert text in (PROJECT / "sweep.py").read_text(encoding="utf-8")
     project = make(seconds=0.3)
     flags = ("--trials=2", "--", "--epochs=4")
-    process = project.start(*flags)
+    process = project.start(*flags, CUDA_VISIBLE_DEVICES="4,5")
     metrics = project.folder / "runs/sweep/trial_000/metrics.csv"
     until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2, 100)
     process.send_signal(signal.SIGTERM)
@@ -267,35 +272,14 @@ def test_stopped_sweep_ends_with_42_and_continues(make: Callable[..., Project]) 
     assert process.returncode == 42, err
     assert err.startswith("The sweep was stopped; to continue, start the same command again")
     assert [trial.state.name for trial in project.trials()] == ["RUNNING"]
-    project.run("--timeout=0.1", *flags, code=42)
-    assert [trial.state.name for trial in project.trials()] == ["RUNNING"]
+    with filelock.FileLock(project.folder / "runs/sweep/trial_000/.lock"):
+        project.run("--timeout=1", *flags, code=42)
+        assert [trial.state.name for trial in project.trials()] == ["RUNNING"]
     project.run(*flags)
     assert [len(trial.intermediate_values) for trial in project.trials()] == [4, 4]
-    *names, last = [name for _, _, name, *_ in project.starts()]
-    assert (set(names), last) == ({"trial_000"}, "trial_001")
-
-
-def test_run_in_use_is_no_failed_trial(make: Callable[..., Project]) -> None:
-    """Bad input ends a program with 2, too. The text that tells them apart is in the engine."""
-    text = "is in use by another run"
-    assert text in (PROJECT / "engine/run/directory.py").read_text(encoding="utf-8")
-    assert text in (PROJECT / "sweep.py").read_text(encoding="utf-8")
-    project = make()
-    with filelock.FileLock(project.folder / "runs/sweep/trial_000/.lock"):
-        process = project.start("--trials=1")
-        until(lambda: len(project.starts()) >= 2, 100)
-        assert process.poll() is None
-    process.communicate(timeout=200)
-    assert process.returncode == 0
-    assert [trial.state.name for trial in project.trials()] == ["COMPLETE"]
-
-
-def test_trials_share_the_gpus(make: Callable[..., Project]) -> None:
-    project = make()
-    for visible, parallel, expected in (("0,1,2", 2, {"0,2", "1"}), ("0,1", 3, {"0", "1"})):
-        before, flags = len(project.starts()), (f"--sweep-dir={parallel}", f"--trials={parallel}")
-        project.run(*flags, f"--parallel={parallel}", "--", "--epochs=2", CUDA_VISIBLE_DEVICES=visible)
-        assert {seen for _, _, _, seen, _ in project.starts()[before:]} == expected
+    first, *names, last = [name for _, _, name, *_ in project.starts()]
+    assert (first, set(names), last) == ("trial_000", {"trial_000"}, "trial_001")
+    assert project.starts()[0][3] == "4,5"
 
 
 def test_pruners_are_those_of_the_engine() -> None:
