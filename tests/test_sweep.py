@@ -210,10 +210,10 @@ def test_failed_trial_is_recorded_and_three_alike_end_the_sweep(make: Callable[.
 def test_sweep_that_is_killed_ends_as_one_left_alone(make: Callable[..., Project]) -> None:
     """The trials and scores, and what was pruned when, are the same; no train.py outlives a kill."""
     alone, killed = make("alone"), make("killed")
-    flags = ("--trials=10", "--", "--epochs=5")
+    flags = ("--trials=7", "--", "--epochs=5")
     left_alone = alone.start(*flags)
     draw = random.Random(0)
-    for _ in range(3):
+    for _ in range(2):
         process = killed.start(*flags)
         count = len(killed.starts())
         until(lambda count=count, process=process: len(killed.starts()) > count or process.poll() is not None, 100)
@@ -230,8 +230,8 @@ def test_sweep_that_is_killed_ends_as_one_left_alone(make: Callable[..., Project
     trials = killed.trials()
     assert outcomes(trials) == outcomes(alone.trials())
     assert {trial.state.name for trial in trials} == {"COMPLETE", "PRUNED"}
-    assert len({trial.params["learning_rate"] for trial in trials}) == 10
-    assert len(alone.starts()) == 10 < len(killed.starts())
+    assert len({trial.params["learning_rate"] for trial in trials}) == 7
+    assert len(alone.starts()) == 7 < len(killed.starts())
     completed = [trial for trial in trials if trial.state.name == "COMPLETE"]
     for trial in completed:
         assert trial.value == pytest.approx((math.log10(trial.params["learning_rate"]) + 2.5) ** 2 + 1 / 5)
