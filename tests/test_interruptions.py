@@ -1,8 +1,7 @@
 """A run that is killed or stopped, at any moment and many times, ends as if it had not been."""
 
-import collections
-import csv
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -12,123 +11,120 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import outcome
+from processes import until
+from programs import Program
 
 from rendering import PROJECT, run
 
 LIVES = Path(__file__).parent / "helpers/lives.py"
 # Small chunks and frequent saves, so that a life can end in many kinds of moments.
-FLAGS = ("--steps-per-execution=3", "--checkpoint-every-steps=5")
-LAYOUTS = {
-    "one_device": ("--simulated-devices=1",),
-    "two_replicas": ("--simulated-devices=2", "--async-checkpoints", "--keep-checkpoints=1"),
-}
-TIME_COLUMNS = ("seconds", "examples_per_second", "goodput")
+FLAGS = ("--steps-per-execution=3", "--checkpoint-every-steps=5", "--async-checkpoints", "--keep-checkpoints=1")
+
+ENDLESS = """
+import os, sys
+
+sys.path.insert(0, os.environ["PROJECT"])
+import tensorflow as tf
+from engine.run.signals import Signals
+
+endless = tf.function(lambda: tf.while_loop(lambda _: tf.random.uniform([]) < 2.0, lambda x: (x,), (0.0,)))
+with Signals().listening():
+    print("ready", flush=True)
+    endless()
+"""
+# train.py where no file may be larger than 1,000 kB.
+LIMITED = """
+import resource, runpy, sys
+
+sys.path.insert(0, {project!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+PLACES = ("anywhere", "saving", "validation")  # Where the signals come, in turns.
 
 Lives = list[dict[str, Any]]
 
 
-def lives(folder: Path, *arguments: str, epochs: int = 10, ends: int = 0, **options: Any) -> Lives:
+def lives(folder: Path, signals: list[str], *arguments: str, **options: Any) -> Lives:
     """Runs lives.py; returns how each life ended."""
     given = [f"--{name}={value}" for name, value in options.items()]
-    command = ["python", LIVES, f"--run-dir={folder}", f"--log={folder}.log", f"--ends={ends}", *given, "--", *FLAGS]
-    done = run(*command, f"--epochs={epochs}", *arguments, folder=folder.parent)
+    command = ["python", LIVES, f"--run-dir={folder}", f"--log={folder}.log", "--signals", *signals, *given]
+    done = run(*command, "--", *FLAGS, *arguments, folder=folder.parent)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def outcome(run_dir: Path) -> tuple[Any, Any]:
-    """Returns what must not depend on interruptions: the rows of metrics.csv, and result.json, without times."""
-    with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as lines:
-        rows = [{name: text for name, text in row.items() if name not in TIME_COLUMNS} for row in csv.DictReader(lines)]
-    result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
-    return rows, {name: value for name, value in result.items() if name not in TIME_COLUMNS}
-
-
-def steps_run(folder: Path) -> dict[str, int]:
-    steps: dict[str, int] = collections.Counter()
-    for line in Path(f"{folder}.log").read_text(encoding="utf-8").splitlines():
-        name, count = line.split()[:2]
-        steps[name] += int(count)
-    return dict(steps)
+def trained(folder: Path) -> list[tuple[int, int, float, bool]]:
+    """Returns how many steps each chunk of training had, after which one, its seconds, and whether a life began."""
+    lines = map(str.split, Path(f"{folder}.log").read_text(encoding="utf-8").splitlines())
+    return [(int(n), int(after), float(s), first == "1") for name, n, after, s, first in lines if name == "train"]
 
 
 def seconds_that_count(folder: Path) -> float:
     """Returns the seconds of the training steps from which no resume went back, without the first ones of a start."""
     chunks: list[tuple[int, float]] = []  # After which step, and the seconds.
     resumed = 0
-    for line in Path(f"{folder}.log").read_text(encoding="utf-8").splitlines():
-        name, _, after, seconds, is_first = line.split()
-        if name != "train":
-            continue
-        if int(is_first):
-            resumed = int(after)
+    for _, after, seconds, is_first in trained(folder):
+        if is_first:
+            resumed = after
             chunks = [each for each in chunks if each[0] < resumed]
-        if int(after) > resumed:
-            chunks.append((int(after), float(seconds)))
+        if after > resumed:
+            chunks.append((after, seconds))
     return sum(seconds for _, seconds in chunks)
 
 
-@pytest.fixture(scope="session", params=["two_replicas", pytest.param("one_device", marks=pytest.mark.long)])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
-    """A run that nothing interrupts, and the arguments of its layout."""
-    folder = tmp_path_factory.mktemp("whole") / request.param
-    assert [each["ended"] for each in lives(folder, *LAYOUTS[request.param])] == [0]
-    return folder, LAYOUTS[request.param]
-
-
-def assert_killed_run_ends_equal(uninterrupted: Path, folder: Path, *layout: str, ends: int, **options: Any) -> Lives:
-    found = lives(folder, *layout, ends=ends, signal="SIGKILL", **options)
-    killed = collections.Counter(life["place"] for life in found if life["ended"] == -signal.SIGKILL)
-    assert set(killed) == {"anywhere", "saving", "validation"}
-    assert killed.total() >= 0.8 * ends  # A place may not be reached any more near the end.
+def assert_ended_run_ends_equal(folder: Path, signals: list[str], *arguments: str, **options: Any) -> Lives:
+    """Ends a run in `folder` by the signals, one life each; compares its end with that of one that was left alone."""
+    whole, disturbed = folder / "whole", folder / "disturbed"
+    assert [each["ended"] for each in lives(whole, [], *arguments, **options)] == [0]
+    found = lives(disturbed, signals, *arguments, **options)
+    ended = [life["place"] for life in found if life["ended"]]
+    assert set(ended) == {*PLACES[: len(signals)]}
+    assert len(ended) >= 0.8 * len(signals)  # A place may not be reached any more near the end.
     assert found[-1]["ended"] == 0
-    assert outcome(folder) == outcome(uninterrupted)
+    assert outcome(disturbed) == outcome(whole)
     # Half-written files of the killed are gone.
-    assert not [path for path in folder.rglob(".*") if path.name != ".lock"]
+    assert not [path for path in disturbed.rglob(".*") if path.name != ".lock"]
     return found
 
 
-def test_killed_run_ends_bit_equal(whole: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
-    uninterrupted, layout = whole
-    assert_killed_run_ends_equal(uninterrupted, tmp_path / "killed", *layout, ends=3, seed=0)
+def test_stopped_and_killed_run_ends_bit_equal_and_a_stop_repeats_no_step(tmp_path: Path) -> None:
+    flags = ("--epochs=6", "--simulated-devices=1")
+    found = assert_ended_run_ends_equal(tmp_path, ["SIGTERM", "SIGKILL"], *flags, seed=0)
+    assert [each["ended"] for each in found] == [42, -signal.SIGKILL, 0]
+    chunks = trained(tmp_path / "disturbed")
+    second = [number for number, (*_, is_first) in enumerate(chunks) if is_first][1]
+    assert sum(count for count, *_ in chunks[:second]) == chunks[second][1]
 
 
 @pytest.mark.long
 def test_often_killed_run_ends_bit_equal(tmp_path: Path) -> None:
-    layout = LAYOUTS["two_replicas"]
-    lives(tmp_path / "whole", *layout)
+    """Of validations of 3 chunks of each of two sets, some are killed in the second one; epochs are no passes."""
     seed = int(time.time())
-    killed = tmp_path / f"killed_by_{seed}"
-    found = assert_killed_run_ends_equal(tmp_path / "whole", killed, *layout, ends=12, seed=seed, pause=0.02)
+    flags = (
+        "--epochs=10",
+        "--simulated-devices=2",
+        "--steps-per-epoch=25",
+        "--validate-every-steps=10",
+        "--evaluation-batch-size=12",
+    )
+    flags = (*flags, "--monitor=validation/1/loss")
+    found = assert_ended_run_ends_equal(tmp_path, ["SIGKILL"] * 12, *flags, seed=seed, sets=2, pause=0.02)
+    killed = tmp_path / "disturbed"
+    rows, result = outcome(killed)
+    assert rows[-1]["step"] == str(10 * 25)
+    assert {"test/0/loss", "test/1/accuracy", "best_validation/1/loss"} <= result.keys()
     goodput = json.loads((killed / "result.json").read_text(encoding="utf-8"))["goodput"]
     # A start that was killed before its first steps may have written nothing.
-    trained = [each for each in found if each["chunks"]]
-    assert len(trained) <= goodput["starts"] <= len(found)
-    seconds, (least, most) = goodput["seconds"], (sum(each["seconds"] for each in some) for some in (trained, found))
+    with_steps = [each for each in found if each["chunks"]]
+    assert len(with_steps) <= goodput["starts"] <= len(found), seed
+    seconds, (least, most) = goodput["seconds"], (sum(each["seconds"] for each in some) for some in (with_steps, found))
     # These starts take a few seconds, and each kill takes what came after the last write.
     assert 0.95 * least - 0.5 * len(found) < sum(seconds.values()) < 1.05 * most
     assert seconds["training"] == pytest.approx(seconds_that_count(killed), rel=0.05)
     assert seconds["repeated"] > 0
-
-
-@pytest.mark.long
-def test_run_killed_among_several_sets_ends_bit_equal(tmp_path: Path) -> None:
-    """Of validations of 3 chunks of each set, some are killed in the second one; epochs are no passes."""
-    layout = (*LAYOUTS["two_replicas"], "--steps-per-epoch=25", "--validate-every-steps=10")
-    layout += ("--evaluation-batch-size=12", "--monitor=validation/1/loss")
-    lives(tmp_path / "whole", *layout, sets=2)
-    assert_killed_run_ends_equal(tmp_path / "whole", tmp_path / "killed", *layout, ends=9, seed=0, sets=2)
-    rows, result = outcome(tmp_path / "killed")
-    assert rows[-1]["step"] == str(10 * 25)
-    assert {"test/0/loss", "test/1/accuracy", "best_validation/1/loss"} <= result.keys()
-
-
-def test_stopped_run_computes_no_step_twice(whole: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
-    uninterrupted, layout = whole
-    found = lives(tmp_path / "stopped", *layout, ends=3, signal="SIGTERM", seed=1)
-    assert [life["ended"] for life in found] == [42] * 3 + [0]
-    assert outcome(tmp_path / "stopped") == outcome(uninterrupted)
-    assert steps_run(tmp_path / "stopped") == steps_run(uninterrupted)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
@@ -156,24 +152,15 @@ def test_signal_while_libraries_are_imported_ends_with_a_line(number: int, code:
     assert not (tmp_path / "project" / "runs").exists()
 
 
-def test_second_signal_ends_at_once_in_a_chunk_without_end() -> None:
-    program = """
-import tensorflow as tf
-from engine.run.signals import Signals
-
-endless = tf.function(lambda: tf.while_loop(lambda _: tf.random.uniform([]) < 2.0, lambda x: (x,), (0.0,)))
-with Signals().listening():
-    print("ready", flush=True)
-    endless()
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+def test_second_signal_ends_at_once_in_a_chunk_without_end(tmp_path: Path) -> None:
+    program, out = tmp_path / "program.py", tmp_path / "out"
+    program.write_text(ENDLESS, encoding="utf-8")
+    process = Program([str(program)], tmp_path, out, tmp_path / "err", {**os.environ, "PROJECT": str(PROJECT)})
     try:
-        assert process.stdout.readline() == "ready\n"
+        until(lambda: out.exists() and "ready" in out.read_text(), 100)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        assert process.stdout.readline().startswith("SIGINT: the running steps end")
+        until(lambda: "SIGINT: the running steps end" in out.read_text(), 100)
         process.send_signal(signal.SIGINT)  # As a terminal and a wrapper may send it, both at once.
         time.sleep(1.5)
         assert process.poll() is None
@@ -183,33 +170,22 @@ with Signals().listening():
         process.kill()
 
 
-@pytest.mark.parametrize(
-    "output", [pytest.param("> /dev/full", marks=pytest.mark.long), "| true"], ids=["full disk", "nobody reads"]
-)
-def test_output_that_goes_nowhere_does_not_end_the_training(output: str, tmp_path: Path) -> None:
-    command = f"{sys.executable} train.py --run-dir={tmp_path / 'run'} --epochs=1 {output}; exit ${{PIPESTATUS[0]}}"
-    done = run("bash", "-c", command, folder=PROJECT)
-    assert "Traceback" not in done.stderr
-    assert done.returncode == 0
-    assert (tmp_path / "run" / "result.json").exists()
-
-
-def test_full_disk_is_one_line_and_the_run_goes_on_with_more_room(tmp_path: Path) -> None:
-    command = ["python", "train.py", f"--run-dir={tmp_path / 'run'}", "--simulated-devices=1", "--limit-steps=4"]
-    assert run(*command, "--epochs=1", folder=PROJECT).returncode == 0
+def test_full_disk_of_the_output_ends_nothing_and_one_of_the_run_is_one_line(tmp_path: Path) -> None:
+    flags = (f"--run-dir={tmp_path / 'run'}", "--simulated-devices=1", "--limit-steps=4")
+    nowhere, err = Path("/dev/full"), tmp_path / "err"
+    assert Program(["train.py", *flags, "--epochs=1"], PROJECT, nowhere, err).wait(200) == 0
+    assert "Traceback" not in err.read_text(encoding="utf-8")
     before = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()}
+    assert before
 
     # No file may be larger than 1,000 kB: the weights fit, the whole state does not.
-    full = run("bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *command, "--epochs=2", folder=PROJECT)
+    limited = tmp_path / "limited.py"
+    limited.write_text(LIMITED.format(project=str(PROJECT)), encoding="utf-8")
+    full = run("python", limited, *flags, "--epochs=2", folder=PROJECT)
     (line,) = [line for line in full.stderr.splitlines() if line.startswith("ERROR: ")]
     assert full.returncode == 1
-    assert "step-00000008 cannot be written" in line
-    assert "File too large" in line
-    assert "free disk space" in line
+    for text in ("step-00000008 cannot be written", "File too large", "free disk space"):
+        assert text in line
     assert "Traceback" not in full.stderr
     after = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()}
     assert after == before
-
-    more = run(*command, "--epochs=2", folder=PROJECT)
-    assert "resumed from step-00000004" in more.stdout
-    assert more.returncode == 0

@@ -22,6 +22,8 @@ with open(f"started-{task['type']}-{task['index']}", "a") as started:
     first = started.tell() == 0
     started.write(" ".join([*sys.argv[1:], os.environ["TRAINING_START_ID"]]) + "\\n")
 open(f"pid-{os.getpid()}", "w").close()
+with open(f"sees-{name}", "w") as seen:
+    seen.write(os.environ.get("CUDA_VISIBLE_DEVICES", "what there is"))
 print("here is", name, *sys.argv[1:])
 for argument in sys.argv[1:]:
     who, _, what = argument.partition("=")
@@ -35,6 +37,8 @@ for argument in sys.argv[1:]:
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "wait":
         time.sleep(60)
+    elif what == "serve":
+        time.sleep(2)
     elif what == "late":
         time.sleep(1)
         sys.exit(1)
@@ -100,17 +104,14 @@ def test_every_line_has_its_process_and_arguments_are_passed_on(launched: Callab
     assert not alive(project)
 
 
-def test_death_of_one_ends_all_with_its_code(launched: Callable, project: Path) -> None:
+def test_code_of_the_cause_is_returned_without_a_restart_that_fixes_nothing(launched: Callable, project: Path) -> None:
     done = launched("--workers=2", "--", "worker1=kill", "worker0=wait")
     assert done.returncode == 128 + signal.SIGKILL
     assert "[launcher] worker 1 was ended by SIGKILL" in done.stdout
     assert not alive(project)
-
-
-@pytest.mark.parametrize("code", [2, 3])
-def test_code_that_no_restart_fixes_is_returned_without_one(launched: Callable, project: Path, code: int) -> None:
-    assert launched("--workers=2", "--max-restarts=5", "--", f"all={code}").returncode == code
-    assert len(starts(project, "worker-0")) == 1
+    for number, code in enumerate((2, 3), 2):
+        assert launched("--workers=2", "--max-restarts=5", "--", f"all={code}").returncode == code
+        assert len(starts(project, "worker-0")) == number
 
 
 def test_cluster_continues_without_lost_workers_down_to_the_minimum(launched: Callable, project: Path) -> None:
@@ -158,19 +159,16 @@ def test_lost_worker_is_the_one_that_failed_or_does_not_end(launched: Callable, 
 def test_cluster_is_started_again_as_the_same_start(launched: Callable, project: Path, end: str) -> None:
     done = launched("--workers=2", "--max-restarts=2", "--", "--fresh", f"worker1={end}once", "worker0=0")
     assert done.returncode == 0, done.stdout
-    assert "restarting (restarts left: 1)" in done.stdout
+    assert done.stdout.count(": restarting (") == done.stdout.count("restarting (restarts left: 1)") == 1
     # The same flags and the same id, by which the second start knows the run of the first one.
     first, second = starts(project, "worker-1")
     assert first == second
     assert first.startswith("--fresh ")
-    launched("--workers=2", "--", "--fresh", "all=0")
-    assert starts(project, "worker-0")[-1].split()[-1] != first.split()[-1]
-
-
-def test_restarts_are_counted(launched: Callable) -> None:
-    done = launched("--workers=2", "--max-restarts=2", "--", "all=42")
-    assert done.returncode == 42
-    assert done.stdout.count(": restarting (") == 2
+    if end == "42":  # Another start has another id, and no more restarts than it is allowed.
+        assert launched("--workers=2", "--max-restarts=1", "--", "--fresh", "all=42").returncode == 42
+        *_, third, fourth = starts(project, "worker-0")
+        assert third == fourth
+        assert third.split()[-1] != first.split()[-1]
 
 
 def test_signal_to_the_launcher_is_passed_on_and_starts_nothing(launching: Callable, project: Path) -> None:
@@ -190,36 +188,29 @@ def test_no_process_outlives_a_killed_launcher(launching: Callable, project: Pat
     until(lambda: not alive(project), 10)
 
 
-def test_dead_worker_is_started_again_beside_a_chief(launched: Callable, project: Path) -> None:
-    arguments = ("chief0=0", "worker1=killonce", "worker0=wait", "worker1=0", "ps0=wait")
-    (project / "train.py").write_text(PROGRAM.replace("time.sleep(60)", "time.sleep(3)"), encoding="utf-8")
-    done = launched("--workers=2", "--parameter-servers=1", "--max-restarts=1", "--", "chief0=wait", *arguments)
+def test_beside_a_chief_a_dead_worker_is_started_again_alone_and_a_dead_server_with_all(
+    launched: Callable, project: Path
+) -> None:
+    flags = ("--workers=2", "--parameter-servers=1", "--max-restarts=1", "--", "chief0=serve", "worker0=wait")
+    done = launched(*flags, "worker1=killonce", "worker1=0", "ps0=wait")
     assert done.returncode == 0, done.stdout
     assert "worker 1 was ended by SIGKILL: restarting (restarts left: 0)" in done.stdout
-    assert len(starts(project, "worker-1")) == 2
-    assert len(starts(project, "chief-0")) == 1
+    assert [len(starts(project, name)) for name in ("worker-1", "chief-0")] == [2, 1]
     assert starts(project, "chief-0")[0].startswith("--strategy=parameter_server ")
-
-
-def test_others_continue_without_a_dead_worker_beside_a_chief(launched: Callable, project: Path) -> None:
-    (project / "train.py").write_text(PROGRAM.replace("time.sleep(60)", "time.sleep(3)"), encoding="utf-8")
-    done = launched(
-        "--workers=2", "--parameter-servers=1", "--", "worker1=kill", "chief0=wait", "worker0=wait", "ps0=wait"
-    )
+    (project / "started-ps-0").unlink()
+    done = launched(*flags, "worker1=wait", "ps0=killonce", "ps0=wait")
     assert done.returncode == 0, done.stdout
-    assert "worker 1 was ended by SIGKILL: the others continue" in done.stdout
+    assert "[launcher] ended with 137: restarting (restarts left: 0)" in done.stdout
+    assert [len(starts(project, name)) for name in ("ps-0", "chief-0")] == [2, 3]
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 42])
-def test_others_continue_without_a_worker_that_ended_beside_a_chief(
-    code: int, launched: Callable, project: Path
-) -> None:
-    program = PROGRAM.replace("time.sleep(60)", "time.sleep(3)")
-    (project / "train.py").write_text(program, encoding="utf-8")
-    others = ("chief0=wait", "worker0=wait", "ps0=wait")
-    done = launched("--workers=2", "--parameter-servers=1", "--", f"worker1={code}", *others)
+def test_others_continue_without_workers_that_end_beside_a_chief(launched: Callable, project: Path) -> None:
+    ends = {1: "was ended by SIGKILL", **{i: f"ended with exit code {code}" for i, code in enumerate((0, 1, 2, 42), 2)}}
+    codes = [f"worker{index}={end.split()[-1].replace('SIGKILL', 'kill')}" for index, end in ends.items()]
+    done = launched("--workers=6", "--parameter-servers=1", "--", *codes, "chief0=serve", "worker0=wait", "ps0=wait")
     assert done.returncode == 0, done.stdout
-    assert f"worker 1 ended with exit code {code}: the others continue" in done.stdout
+    for index, end in ends.items():
+        assert f"worker {index} {end}: the others continue" in done.stdout
 
 
 def test_signal_before_the_processes_handle_it_is_a_stop_too(launching: Callable, project: Path) -> None:
@@ -229,72 +220,34 @@ def test_signal_before_the_processes_handle_it_is_a_stop_too(launching: Callable
     assert launcher.wait(timeout=20) == 42
 
 
-def test_bad_numbers_are_refused(launched: Callable) -> None:
+def test_bad_numbers_are_refused(launched: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     for arguments, reason in (
         (("--workers=0",), "--workers 0 must be 1 or more"),
         (("--workers=two",), "invalid int value: 'two'"),
         (("--workers=2", "--max-restarts=-1"), "--max-restarts -1 must be 0 or more"),
-        (
-            ("--workers=2", "--epochs", "5"),
-            "--epochs is not a flag of launch.py: pass the arguments of train.py",
-        ),
-        ((), "--workers"),
+        (("--workers=2", "--epochs", "5"), "--epochs is not a flag of launch.py: pass the arguments of train.py"),
+        (("--workers=3",), "cannot share 4 GPU(s) (0, 1, 2, 3) equally: use 1 or 2 or 4 worker(s), or choose the GPUs"),
     ):
         done = launched(*arguments)
         assert done.returncode == 2
         assert reason in done.stderr
 
 
-# --- GPUs -------------------------------------------------------------------------------------------------------------
-
-SEES = """
-import glob, json, os, time
-task = json.loads(os.environ["TF_CONFIG"])["task"]
-with open(f"sees-{task['type']} {task['index']}", "w") as seen:
-    seen.write(os.environ.get("CUDA_VISIBLE_DEVICES", "what there is"))
-while task["type"] == "chief" and len(glob.glob("sees-*")) < 4:  # Its end ends the others.
-    time.sleep(0.05)
-"""
-SERVED = ("--workers=2", "--parameter-servers=1", "--")
-NOTHING = {"worker 0": "-1", "worker 1": "-1"}
-
-
-@pytest.mark.parametrize(
-    ("visible", "arguments", "expected"),
-    [
-        pytest.param("0,1,2,3", ("--workers=2",), {"worker 0": "0,1", "worker 1": "2,3"}, id="half each"),
-        pytest.param("GPU-a, 1", ("--workers=2",), {"worker 0": "GPU-a", "worker 1": "1"}, id="by name"),
-        pytest.param("2,3", ("--workers=1",), {"worker 0": "2,3"}, id="all for one"),
-        pytest.param("", ("--workers=2",), {"worker 0": "", "worker 1": ""}, id="none"),
-        pytest.param("0,-1,1", ("--workers=1",), {"worker 0": "0"}, id="up to the first that is none"),
-        pytest.param("0", ("--workers=2", "--", "--simulated-devices=2"), NOTHING, id="simulated"),
-        pytest.param("0,1", ("--workers=2", "--", "--simulated_devices", "1"), NOTHING, id="simulated, in two words"),
-        pytest.param("0,1", SERVED, {"chief 0": "-1", "worker 0": "0", "worker 1": "1", "ps 0": "-1"}, id="served"),
-    ],
-)
 def test_workers_share_the_gpus_and_nobody_else_gets_one(
-    visible: str,
-    arguments: tuple[str, ...],
-    expected: dict[str, str],
-    launched: Callable,
-    project: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    launched: Callable, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (project / "train.py").write_text(SEES, encoding="utf-8")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    done = launched(*arguments)
-    assert done.returncode == 0, done.stderr
-    seen = {path.name.removeprefix("sees-"): path.read_text(encoding="utf-8") for path in project.glob("sees-*")}
-    assert seen == expected
-
-
-def test_gpus_that_do_not_divide_are_refused(launched: Callable, project: Path, monkeypatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    done = launched("--workers=3")
-    assert done.returncode == 2
-    reason = "--workers 3 cannot share 4 GPU(s) (0, 1, 2, 3) equally: use 1 or 2 or 4 worker(s), or choose the GPUs"
-    assert reason in done.stderr.splitlines()[-1]
-    assert not list(project.glob("started-*"))
+    served = ("--parameter-servers=1", "--", "chief0=serve", "worker0=wait", "worker1=wait", "ps0=wait")
+    for visible, arguments, expected in (
+        ("2, GPU-a,1,0,-1,7", (), {"worker 0": "2,GPU-a", "worker 1": "1,0"}),
+        ("0,1", ("--", "--simulated_devices", "1"), {"worker 0": "-1", "worker 1": "-1"}),
+        ("0,1", served, {"chief 0": "-1", "worker 0": "0", "worker 1": "1", "ps 0": "-1"}),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        done = launched("--workers=2", *arguments)
+        assert done.returncode == 0, done.stderr
+        seen = {path.name.removeprefix("sees-"): path.read_text(encoding="utf-8") for path in project.glob("sees-*")}
+        assert seen == expected
 
 
 def test_child_of_a_process_that_outlives_it_is_ended_too(launched: Callable, project: Path) -> None:

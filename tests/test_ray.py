@@ -12,10 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import clusters
 import pytest
 from processes import is_alive, until
 
-from rendering import PROJECT, run
+from rendering import PROJECT
 
 PROGRAM = PROJECT / "deploy/ray_train.py"
 # Loaded by Ray's controller: writes the metrics that all workers have reported.
@@ -104,58 +105,39 @@ def contents(run_dir: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_two_workers_have_the_weights_of_launch_and_report_each_epoch(
+def test_two_workers_have_the_weights_of_a_local_cluster_and_the_numbers_stay_without_a_node(
     cluster: Any, start: Callable[..., SimpleNamespace], tmp_path: Path
 ) -> None:
     (tmp_path / "reported.py").write_text(REPORTED, encoding="utf-8")
-    cluster.add_node(num_cpus=2)
-    flags = ("--workers", "2", "--", "--epochs=2", "--run-dir=of_ray")
-    ray = start(*flags, RAY_TRAIN_CALLBACKS="reported.Reported")
-    launched = ("launch.py", "--workers", "2", "--", "--epochs=2", f"--run-dir={tmp_path / 'launched'}")
-    done = run("python", *launched, folder=PROJECT)
-    assert done.returncode == 0, done.stdout
+    lost, _ = cluster.add_node(num_cpus=1), cluster.add_node(num_cpus=1)
+    ray = start("--workers", "2", "--", "--epochs=2", "--run-dir=of_ray", RAY_TRAIN_CALLBACKS="reported.Reported")
+    clusters.train(PROJECT, tmp_path / "local", 2, "--epochs=2")
     assert ray.process.wait(300) == 0, ray.read()
-    weights = [contents(tmp_path / name, "result.json")["weights_sha256"] for name in ("of_ray", "launched")]
+    weights = [contents(tmp_path / name, "result.json")["weights_sha256"] for name in ("of_ray", "local")]
     assert weights[0] == weights[1]
     rows = [json.loads(line)[0] for line in (tmp_path / "rows").read_text(encoding="utf-8").splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
 
+    ray = start("--workers", "1", "--", "--epochs=0", "--run-dir=none")
+    assert ray.process.wait(200) == 2, ray.read()
+    assert "ERROR: --epochs 0 must be" in ray.read()
+    line = "ERROR: Ray does not start the workers again: a worker ended with exit code 2, see its line"
+    assert ray.read().splitlines().count(line) == 1
+    assert "Traceback" not in ray.read()
 
-@pytest.mark.long
-def test_lost_and_added_nodes_leave_the_metrics_as_they_are(
-    cluster: Any, start: Callable[..., SimpleNamespace], tmp_path: Path
-) -> None:
-    flags = ("--epochs=30", "--checkpoint-every-steps=20", "--seed=1")
-    lost, run_dir = cluster.add_node(num_cpus=1), tmp_path / "elastic"
-    cluster.add_node(num_cpus=1)
+    flags, run_dir = ("--epochs=30", "--checkpoint-every-steps=20", "--seed=1"), tmp_path / "elastic"
     elastic = ("--workers=2", "--min-workers=1", "--resize-seconds=3")
     ray = start(*elastic, "--", *flags, "--run-dir=elastic", RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="5")
-
     until(lambda: any((run_dir / "checkpoints").glob("step-*")) or ray.process.poll() is not None)
     assert ray.process.poll() is None, ray.read()
     cluster.remove_node(lost)
     until(lambda: len(contents(run_dir, "config.json")["starts"]) == 2 or ray.process.poll() is not None)
     assert ray.process.poll() is None, ray.read()
     cluster.add_node(num_cpus=1)
-    alone = run("python", "train.py", *flags, f"--run-dir={tmp_path / 'alone'}", folder=PROJECT)
-    assert alone.returncode == 0, alone.stderr
+    clusters.train(PROJECT, tmp_path / "alone", 1, *flags)
     assert ray.process.wait(300) == 0, ray.read()
     starts = contents(run_dir, "config.json")["starts"]
     assert len(starts) == 3, starts
     expected, found = (contents(tmp_path / name, "result.json") for name in ("alone", "elastic"))
     for name in ("test/loss", "test/accuracy"):
         assert math.isclose(found[name], expected[name], abs_tol=1e-5), name
-
-
-@pytest.mark.long
-def test_bad_input_of_a_worker_ends_the_program_with_its_line_and_code(
-    cluster: Any, start: Callable[..., SimpleNamespace]
-) -> None:
-    cluster.add_node(num_cpus=1)
-    ray = start("--workers", "1", "--", "--epochs=0", "--run-dir=none")
-    assert ray.process.wait(200) == 2, ray.read()
-    written = ray.read()
-    assert "ERROR: --epochs 0 must be" in written
-    line = "ERROR: Ray does not start the workers again: a worker ended with exit code 2, see its line"
-    assert written.splitlines().count(line) == 1
-    assert "Traceback" not in written

@@ -1,11 +1,11 @@
 """sweep.py with a small program instead of train.py, and with train.py itself: killed, shared, pruned, failed."""
 
-import ast
 import json
 import math
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -21,6 +21,10 @@ import pytest
 from processes import is_alive, until
 
 from rendering import PROJECT
+
+sys.path.insert(0, str(PROJECT))
+
+from engine.trials import PRUNERS, Trials
 
 # Replaces train.py: a run has a row per epoch, whose score follows from its flags, and resumes after its last row. A
 # file that is named as the run is makes it fail with that text. Every start is a line in "starts".
@@ -123,17 +127,6 @@ def outcomes(trials: list[optuna.trial.FrozenTrial]) -> list[tuple]:
     return [(each.number, each.state.name, each.params, each.value, each.intermediate_values) for each in trials]
 
 
-def test_sweep_has_at_most_80_lines_of_code() -> None:
-    code = (PROJECT / "sweep.py").read_text(encoding="utf-8")
-    texts = set()
-    for node in ast.walk(ast.parse(code)):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
-            texts |= {*range(node.lineno, node.end_lineno + 1)}
-    lines = [line for number, line in enumerate(code.splitlines(), 1) if number not in texts]
-    assert sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines) <= 80
-
-
 def test_without_optuna_help_and_error_name_the_extra(make: Callable[..., Project], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['optuna'] = None\n", encoding="utf-8")
     project = make()
@@ -147,7 +140,6 @@ def test_without_optuna_help_and_error_name_the_extra(make: Callable[..., Projec
     [
         (("--parallel=0",), "ERROR: --parallel 0 must be at least 1\n"),
         (("--", "--epoch=5"), "ERROR: Unrecognized options: --epoch=5: use --epochs INT"),
-        (("--", "--epochs=0"), "ERROR: --epochs 0 must be"),
         (
             ("--", "--monitor=validation/accuracy"),
             "--monitor validation/accuracy needs --monitor-direction min or max: add it after --",
@@ -158,85 +150,70 @@ def test_without_optuna_help_and_error_name_the_extra(make: Callable[..., Projec
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )
-def test_bad_input_is_one_line(arguments: tuple[str, ...], line: str, make: Callable[..., Project]) -> None:
-    project = make()
-    (project.folder / "file").touch()
-    if "--sweep-dir=lower" in arguments:
-        project.run("--sweep-dir=lower", "--trials=0")
-    _, err = project.run(*arguments, code=2)
+def test_bad_input_is_one_line(
+    arguments: tuple[str, ...], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Trials(Path("lower"), "min", "none")
+    monkeypatch.setattr(sys, "argv", ["sweep.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PROJECT / "sweep.py"), run_name="__main__")
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
     assert line in err
     assert err.count("\n") == 1
-    assert not project.starts()
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "lower"}
 
 
-def test_slashes_and_spaces_reach_train_as_they_are(make: Callable[..., Project]) -> None:
+def test_slashes_and_spaces_reach_train_as_they_are_and_trials_share_the_gpus(make: Callable[..., Project]) -> None:
     project = make()
     choices = "trial.suggest_categorical('head/init from', ['runs/a b/c'])"
     project.put_space(f"    return ['--learning-rate=0.01', '--init-from=' + {choices}]")
-    out, _ = project.run("--trials=2", "--sweep-dir=my sweeps/a/b", "--", "--epochs=2", "--seed", "3")
-    for number, (_, _, name, _, arguments) in enumerate(project.starts()):
+    flags = ("--trials=3", "--parallel=3", "--sweep-dir=my sweeps/a/b", "--", "--epochs=2", "--seed", "3")
+    out, _ = project.run(*flags, CUDA_VISIBLE_DEVICES="4,5")
+    starts = sorted(project.starts(), key=lambda start: start[2])
+    for number, (_, _, name, _, arguments) in enumerate(starts):
         assert name == f"trial_{number:03}"
         run_dir = f"--run-dir=my sweeps/a/b/{name}"
         assert arguments == ["--epochs=2", "--seed", "3", "--learning-rate=0.01", "--init-from=runs/a b/c", run_dir]
-    assert [trial.params for trial in project.trials("my sweeps/a/b")] == [{"head/init from": "runs/a b/c"}] * 2
+    assert sorted(visible for _, _, _, visible, _ in starts) == ["4", "4", "5"]
+    assert [trial.params for trial in project.trials("my sweeps/a/b")] == [{"head/init from": "runs/a b/c"}] * 3
     best = "python train.py --epochs=2 --seed 3 --learning-rate=0.01 '--init-from=runs/a b/c' --run-dir=runs/best"
     assert f"again: {best}\n" in out
-    assert (project.folder / "my sweeps/a/b/compared").read_text() == "trial_000 trial_001"
+    assert (project.folder / "my sweeps/a/b/compared").read_text() == "trial_000 trial_001 trial_002"
 
 
 def test_failed_trial_is_recorded_and_three_alike_end_the_sweep(make: Callable[..., Project]) -> None:
+    """A lack of memory kills three; the last lines of their output differ."""
     project = make()
     for number in (1, 2):
         (project.folder / f"trial_{number:03}").write_text(f"DIR: the loss is nan in step {number}")
     for number in (3, 4, 5):
-        (project.folder / f"trial_{number:03}").write_text("DIR cannot be trained")
-    out, err = project.run("--trials=9", "--", "--epochs=2", code=2)
-    assert err == "ERROR: 3 trials in a row ended with: ERROR: RUN_DIR cannot be trained\n"
-    states = {trial.number: (trial.state.name, trial.user_attrs.get("error")) for trial in project.trials()}
-    failed = ("FAIL", "ERROR: RUN_DIR cannot be trained")
-    complete = ("COMPLETE", None)
-    nan = [("FAIL", f"ERROR: RUN_DIR: the loss is nan in step {number}") for number in (1, 2)]
-    assert states == {0: complete, 1: nan[0], 2: nan[1], 3: failed, 4: failed, 5: failed}
-    assert re.search(r"(?m)^trial 1 +fail +ERROR: RUN_DIR: the loss is nan in step 1 \(best \d", out)
-    # The cause is removed. The next trials run, and the table has the failed ones, too.
-    for number in range(6, 9):
-        assert not (project.folder / f"trial_{number:03}").exists()
-    out, _ = project.run("--trials=8", "--", "--epochs=2")
-    table = re.findall(r"(?m)^trial (\d+) +(\w+) +(\S+)", out.split("\n\n")[1 if out.startswith("trial") else 0])
-    assert [state for _, state, _ in table] == ["complete"] * 3 + ["fail"] * 5
-    scores = [float(score) for _, state, score in table if state == "complete"]
-    assert scores == sorted(scores)
-
-
-def test_three_killed_trials_in_a_row_end_the_sweep(make: Callable[..., Project]) -> None:
-    """A lack of memory kills them; the last lines of their output differ."""
-    project = make()
-    for number in range(1, 4):
         (project.folder / f"trial_{number:03}").touch()
-    _, err = project.run("--trials=9", "--", "--epochs=2", code=2)
+    out, err = project.run("--trials=9", "--", "--epochs=2", code=2)
     assert err == "ERROR: 3 trials in a row ended with: ended by SIGKILL\n"
+    states = [(trial.state.name, trial.user_attrs.get("error")) for trial in project.trials()]
+    nan = [("FAIL", f"ERROR: RUN_DIR: the loss is nan in step {number}") for number in (1, 2)]
+    assert states == [("COMPLETE", None), *nan, *[("FAIL", "ended by SIGKILL")] * 3]
+    assert re.search(r"(?m)^trial 1 +fail +ERROR: RUN_DIR: the loss is nan in step 1 \(best \d", out)
+    # The cause is removed. The next trial runs, and the table has the failed ones, too.
+    out, _ = project.run("--trials=7", "--", "--epochs=1")
+    table = re.findall(r"(?m)^trial (\d+) +(\w+) +(\S+)", out.split("\n\n")[1])
+    assert [state for _, state, _ in table] == ["complete"] * 2 + ["fail"] * 5
+    assert float(table[0][2]) < float(table[1][2])
     # Whatever the arguments are now, the best trial is repeated with its own.
-    out, _ = project.run("--trials=0", "--", "--epochs=9")
+    assert table[0][0] == "0"
     assert re.search(r"again: python train\.py --epochs=2 --learning-rate=", out)
-
-
-def test_study_that_a_full_disk_has_cut_is_read(make: Callable[..., Project]) -> None:
-    project = make()
-    project.run("--trials=1", "--", "--epochs=2")
-    with (project.folder / "runs/sweep/journal.log").open("ab") as file:
-        file.write(b'{"op_code": 4, "wor')
-    for trials in (2, 3):
-        project.run(f"--trials={trials}", "--", "--epochs=2")
-    assert [trial.state.name for trial in project.trials()] == ["COMPLETE"] * 3
 
 
 def test_sweep_that_is_killed_ends_as_one_left_alone(make: Callable[..., Project]) -> None:
     """The trials and scores, and what was pruned when, are the same; no train.py outlives a kill."""
     alone, killed = make("alone"), make("killed")
-    flags = ("--trials=20", "--", "--epochs=5")
+    flags = ("--trials=7", "--", "--epochs=5")
     left_alone = alone.start(*flags)
-    draw, kills = random.Random(0), 0
-    while kills < 10:
+    draw = random.Random(0)
+    for _ in range(2):
         process = killed.start(*flags)
         count = len(killed.starts())
         until(lambda count=count, process=process: len(killed.starts()) > count or process.poll() is not None, 100)
@@ -244,15 +221,17 @@ def test_sweep_that_is_killed_ends_as_one_left_alone(make: Callable[..., Project
         assert process.poll() is None
         process.kill()
         process.wait()
-        kills += 1
         until(lambda: not any(is_alive(pid) for pid, *_ in killed.starts()), 100)
+    # As a full disk cuts the study.
+    with (killed.folder / "runs/sweep/journal.log").open("ab") as file:
+        file.write(b'{"op_code": 4, "wor')
     out, _ = killed.run(*flags)
     left_alone.communicate(timeout=300)
     trials = killed.trials()
     assert outcomes(trials) == outcomes(alone.trials())
     assert {trial.state.name for trial in trials} == {"COMPLETE", "PRUNED"}
-    assert len({trial.params["learning_rate"] for trial in trials}) == 20
-    assert len(alone.starts()) == 20 < len(killed.starts())
+    assert len({trial.params["learning_rate"] for trial in trials}) == 7
+    assert len(alone.starts()) == 7 < len(killed.starts())
     completed = [trial for trial in trials if trial.state.name == "COMPLETE"]
     for trial in completed:
         assert trial.value == pytest.approx((math.log10(trial.params["learning_rate"]) + 2.5) ** 2 + 1 / 5)
@@ -260,18 +239,9 @@ def test_sweep_that_is_killed_ends_as_one_left_alone(make: Callable[..., Project
     assert f"again: python train.py --epochs=5 --learning-rate={best.params['learning_rate']} " in out
 
 
-def test_no_training_outlives_a_killed_sweep(make: Callable[..., Project]) -> None:
-    project = make(seconds=60)
-    process = project.start("--trials=2", "--parallel=2")
-    until(lambda: len(project.starts()) == 2, 100)
-    process.kill()
-    process.wait()
-    until(lambda: not any(is_alive(pid) for pid, *_ in project.starts()), 100)
-
-
 def test_programs_share_the_trials_and_take_over_from_a_killed_one(make: Callable[..., Project]) -> None:
     project = make(seconds=0.2)
-    flags = ("--trials=6", "--pruner=none", "--", "--epochs=4")
+    flags = ("--trials=5", "--pruner=none", "--", "--epochs=4")
     first, second = project.start(*flags), project.start(*flags)
     until(lambda: sum(parent == first.pid for _, parent, *_ in project.starts()) == 2, 100)
     first.kill()  # In its second trial, which takes almost a second.
@@ -280,17 +250,21 @@ def test_programs_share_the_trials_and_take_over_from_a_killed_one(make: Callabl
     assert second.returncode == 0, err
     names = [name for _, _, name, *_ in project.starts()]
     # Only the trial that the killed program was in is started twice.
-    assert sorted(set(names)) == [f"trial_{number:03}" for number in range(6)]
-    assert len(names) == 7
+    assert sorted(set(names)) == [f"trial_{number:03}" for number in range(5)]
+    assert len(names) == 6
     assert all(trial.state.name == "COMPLETE" for trial in project.trials())
     for name in ("importances", "trials"):
         assert (project.folder / f"runs/sweep/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_stopped_sweep_ends_with_42_and_continues(make: Callable[..., Project]) -> None:
+def test_stopped_sweep_ends_with_42_and_continues_when_nobody_uses_the_run(make: Callable[..., Project]) -> None:
+    """Where a run is in use, train.py ends with 2, as with bad input. A text of the engine tells them apart."""
+    text = "is in use by another run"
+    assert text in (PROJECT / "engine/run/directory.py").read_text(encoding="utf-8")
+    assert text in (PROJECT / "sweep.py").read_text(encoding="utf-8")
     project = make(seconds=0.3)
-    flags = ("--trials=2", "--", "--epochs=6")
-    process = project.start(*flags)
+    flags = ("--trials=2", "--", "--epochs=4")
+    process = project.start(*flags, CUDA_VISIBLE_DEVICES="4,5")
     metrics = project.folder / "runs/sweep/trial_000/metrics.csv"
     until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2, 100)
     process.send_signal(signal.SIGTERM)
@@ -298,69 +272,31 @@ def test_stopped_sweep_ends_with_42_and_continues(make: Callable[..., Project]) 
     assert process.returncode == 42, err
     assert err.startswith("The sweep was stopped; to continue, start the same command again")
     assert [trial.state.name for trial in project.trials()] == ["RUNNING"]
-    project.run("--timeout=0.1", *flags, code=42)
-    assert [trial.state.name for trial in project.trials()] == ["RUNNING"]
-    project.run(*flags)
-    assert [len(trial.intermediate_values) for trial in project.trials()] == [6, 6]
-    assert [name for _, _, name, *_ in project.starts()] == ["trial_000"] * 3 + ["trial_001"]
-
-
-def test_run_in_use_is_no_failed_trial(make: Callable[..., Project]) -> None:
-    """Bad input ends a program with 2, too. The text that tells them apart is in the engine."""
-    text = "is in use by another run"
-    assert text in (PROJECT / "engine/run/directory.py").read_text(encoding="utf-8")
-    assert text in (PROJECT / "sweep.py").read_text(encoding="utf-8")
-    project = make()
     with filelock.FileLock(project.folder / "runs/sweep/trial_000/.lock"):
-        process = project.start("--trials=1")
-        until(lambda: len(project.starts()) >= 2, 100)
-        assert process.poll() is None
-    process.communicate(timeout=200)
-    assert process.returncode == 0
-    assert [trial.state.name for trial in project.trials()] == ["COMPLETE"]
-
-
-@pytest.mark.parametrize(
-    ("visible", "parallel", "expected"),
-    [("0,1,2", 2, {"0,2", "1"}), ("0,1", 3, {"0", "1"}), ("", 2, {""}), ("4,5", 1, {"4,5"})],
-)
-def test_trials_share_the_gpus(visible: str, parallel: int, expected: set[str], make: Callable[..., Project]) -> None:
-    project = make()
-    project.run("--trials=3", f"--parallel={parallel}", "--", "--epochs=2", CUDA_VISIBLE_DEVICES=visible)
-    assert {visible for _, _, _, visible, _ in project.starts()} == expected
+        project.run("--timeout=1", *flags, code=42)
+        assert [trial.state.name for trial in project.trials()] == ["RUNNING"]
+    project.run(*flags)
+    assert [len(trial.intermediate_values) for trial in project.trials()] == [4, 4]
+    first, *names, last = [name for _, _, name, *_ in project.starts()]
+    assert (first, set(names), last) == ("trial_000", {"trial_000"}, "trial_001")
+    assert project.starts()[0][3] == "4,5"
 
 
 def test_pruners_are_those_of_the_engine() -> None:
-    offered, known = (
-        ast.parse((PROJECT / name).read_text(encoding="utf-8")).body for name in ("sweep.py", "engine/trials.py")
-    )
-    (offered,) = (each.value.elts for each in offered if ast.unparse(each).startswith("PRUNERS"))
-    (known,) = (each.value.keys for each in known if ast.unparse(each).startswith("PRUNERS"))
-    assert [each.value for each in offered] == [each.value for each in known]
+    assert [*runpy.run_path(str(PROJECT / "sweep.py"))["PRUNERS"]] == [*PRUNERS]
 
 
 @pytest.mark.long
 def test_killed_sweep_of_real_runs_ends_bit_equal(make: Callable[..., Project]) -> None:
-    """Over learning rate and width; the second trial diverges. Two programs run the sweep that is left alone."""
+    """Over the learning rate; the second trial diverges."""
     alone, killed = make("alone", seconds=0), make("killed", seconds=0)
+    rate = 'trial.suggest_float("learning_rate", 1e-3, 1e-2, log=True)'
     for project in (alone, killed):
-        config, task = project.folder / "config.py", project.folder / "task.py"
-        code = config.read_text("utf-8").replace("    # Any setting", "    width: int = 8\n\n    # Any setting")
-        config.write_text(code, encoding="utf-8")
-        layers = '[keras.layers.Flatten(), keras.layers.Dense(config.width, "gelu"), keras.layers.Dense(10)]'
-        model = f"    return keras.Sequential([keras.Input((8, 8, 1)), *{layers}])\n    # TODO(you): Build"
-        task.write_text(task.read_text("utf-8").replace("    # TODO(you): Build", model), encoding="utf-8")
-        project.put_space(
-            '    width = trial.suggest_int("width", 8, 16)',
-            '    rate = 1e38 if trial.number == 1 else trial.suggest_float("learning_rate", 1e-3, 1e-2, log=True)',
-            '    return [f"--learning-rate={rate}", f"--width={width}"]',
-        )
-    flags = ("--trials=3", "--", "--epochs=4", "--limit-steps=10", "--checkpoint-every-steps=5")
-    both = [alone.start(*flags), alone.start(*flags)]
-    for process in both:
-        assert process.wait(timeout=400) == 0
+        project.put_space(f"    return [f'--learning-rate={{1e38 if trial.number == 1 else {rate}}}']")
+    flags = ("--trials=2", "--", "--epochs=4", "--limit-steps=10", "--checkpoint-every-steps=5")
+    alone.run(*flags)
     sweep_dir = killed.folder / "runs/sweep"
-    for moment in ("trial_000/checkpoints/step*", "trial_001", "trial_002/checkpoints/step*"):
+    for moment in ("trial_000/checkpoints/step*", "trial_001"):
         process = killed.start(*flags)
         until(lambda moment=moment: list(sweep_dir.glob(moment)), 200)
         assert process.poll() is None
@@ -368,13 +304,10 @@ def test_killed_sweep_of_real_runs_ends_bit_equal(make: Callable[..., Project]) 
         process.wait()
     killed.run(*flags)
     assert outcomes(killed.trials()) == outcomes(alone.trials())
-    assert [trial.state.name for trial in killed.trials()] == ["COMPLETE", "FAIL", "COMPLETE"]
-    for name in ("trial_000", "trial_002"):
-        results = [
-            json.loads((project.folder / "runs/sweep" / name / "result.json").read_text(encoding="utf-8"))
-            for project in (alone, killed)
-        ]
-        assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
-    config_json = json.loads((alone.folder / "runs/sweep/trial_000/config.json").read_text(encoding="utf-8"))
-    assert len(config_json["starts"]) == 1  # Each trial was done once.
+    assert [trial.state.name for trial in killed.trials()] == ["COMPLETE", "FAIL"]
+    results = [
+        json.loads((project.folder / "runs/sweep/trial_000/result.json").read_text(encoding="utf-8"))
+        for project in (alone, killed)
+    ]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
     assert (alone.folder / "runs/sweep/comparison.png").exists()

@@ -20,45 +20,66 @@ from rendering import PROJECT
 
 TIME_COLUMNS = ("seconds", "examples_per_second", "goodput")
 LOST, COUNTED = 43, 44  # The exit codes of processes that have lost another one; one whose end is counted ends with 44.
+# No batch divides the examples, of training or of evaluation; clipping, parts of a batch and an average of the weights.
+# Frequent saves and short executions, so that kills come in many kinds of moments.
+NUMBERS = (
+    *("--epochs=2", "--global-batch-size=24", "--global-clipnorm=0.5", "--micro-batches=2", "--ema-decay=0.9"),
+    *("--keep-last-batch", "--validate-every-steps=8", "--checkpoint-every-steps=10", "--steps-per-execution=5"),
+)
 
-# What is added to the default task.py where the numbers are compared: a normalization that needs all replicas.
+# What is added to the default task.py where the numbers are compared: a normalization that needs all replicas, and L2.
 NORMALIZED = """
-
-_create_model = create_model
 
 
 def create_model() -> keras.Model:
-    layers = _create_model().layers
-    return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.BatchNormalization(synchronized=True), *layers])
+    hidden = keras.layers.Dense(24, activation="gelu", kernel_regularizer=keras.regularizers.L2(1e-3))
+    layers = [keras.layers.BatchNormalization(synchronized=True), keras.layers.Flatten(), hidden]
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Dense(10)])
 """
 
-# Each process writes the losses of all its steps, and how many collective operations the loops of each graph contain.
-LOSSES = """
+# A task of few examples, whose processes write the losses of their training steps, and how many collective operations
+# the loops of each graph contain. The executions of several processes take a while, so that a kill comes between them.
+RECORDED = """
 
 import json
 import os
+import time
 
 from engine.data.stacks import CompiledSteps
+from engine.run.passes import Pass
 
-_call, _seen = CompiledSteps.__call__, set()
-
-
-def _recorded(self, stack, first, count):
-    losses = _call(self, stack, first, count)
-    index = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
-    if config.run_dir.is_dir():  # Only --evaluate-only does without.
-        with open(config.run_dir / f".losses-{index}", "a") as file:
-            file.writelines(f"{loss!r}\\n" for loss in losses.numpy().tolist())
-        if id(self) not in _seen:
-            _seen.add(id(self))
-            functions = self.graph().as_graph_def().library.function
-            number = sum(node.op.startswith("Collective") for each in functions for node in each.node_def)
-            with open(config.run_dir / f".collectives-{index}", "a") as file:
-                file.write(f"{number}\\n")
-    return losses
+_load_examples, _call, _record, _seen = load_examples, CompiledSteps.__call__, Pass.record, set()
+_index = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
 
 
-CompiledSteps.__call__ = _recorded
+def load_examples(split: str) -> tf.data.Dataset:
+    return _load_examples(split).take(500 if split == "train" else 90)
+
+
+def _write(name: str, text: str) -> None:
+    with open(config.run_dir / f".{name}-{_index}", "a") as file:
+        file.write(text)
+
+
+def _called(self, stack, first, count):
+    if id(self) not in _seen:
+        _seen.add(id(self))
+        functions = self.graph().as_graph_def().library.function
+        number = sum(node.op.startswith("Collective") for each in functions for node in each.node_def)
+        _write("collectives", f"{number}\\n")
+    time.sleep(0.1 * ("TF_CONFIG" in os.environ))
+    return _call(self, stack, first, count)
+
+
+def _recorded(self, losses):
+    done = self.done
+    values, *others = _record(self, losses)
+    if self.name == "train":
+        _write("losses", "".join(f"{self.epoch} {step} {loss!r}\\n" for step, loss in enumerate(values.tolist(), done)))
+    return values, *others
+
+
+CompiledSteps.__call__, Pass.record = _called, _recorded
 """
 
 # Gives each worker two CPU devices, where users have two GPUs. TensorFlow itself takes all GPUs or one CPU, and there

@@ -69,8 +69,10 @@ def plant(task: dict[str, Any], phase: str, event: str, victim: int, marker: Pat
         return evaluation_step(split, batch)
 
     task["load_examples"] = lambda split: load_examples(split).take(192 if split == "train" else 64)
+    # BatchNormalization's statistics and dropout's seeds differ between workers, and have to be restored so.
+    layers = (keras.layers.BatchNormalization, keras.layers.Flatten, lambda: keras.layers.Dropout(0.3))
     task["create_model"] = lambda: keras.Sequential(
-        [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dropout(0.3), keras.layers.Dense(10)]
+        [keras.Input((8, 8, 1)), *(layer() for layer in layers), keras.layers.Dense(10)]
     )
     task["train_step"], task["evaluation_step"] = counted_train_step, counted_evaluation_step
 

@@ -1,13 +1,13 @@
 """Runs the generated project again and again, ends it each time before its time, and lets the last life end by itself.
 
-    python lives.py --run-dir DIR --log FILE --ends 10 --signal SIGKILL --seed 0 -- <arguments of train.py>
+    python lives.py --run-dir DIR --log FILE --signals SIGTERM SIGKILL --seed 0 -- <arguments of train.py>
 
 The task is the default one, with a small model that has dropout. The program is imported once and every life is a fork
-of that, because to import TensorFlow takes longer than all the rest. SIGKILL comes at a random time, in the middle of a
-save, or in a validation, in turns; any other signal comes at a random time. With --sets 2, validation and test are of
-two sets, "0" and "1". Stdout has one JSON line per life, which says how it ended and how many seconds it took; the log
-has a line per chunk of steps: how many they were, after which training step, how many seconds they took, and whether
-they were the first ones of the life. Each chunk takes --pause seconds longer.
+of that, because to import TensorFlow takes longer than all the rest. The signals end the first lives: at a random time,
+in the middle of a save, or in a validation, in turns. With --sets 2, validation and test are of two sets, "0" and "1".
+Stdout has one JSON line per life, which says how it ended and how many seconds it took; the log has a line per chunk of
+steps: how many they were, after which training step, how many seconds they took, and whether they were the first ones
+of the life. Each chunk takes --pause seconds longer.
 """
 
 import argparse
@@ -40,23 +40,24 @@ LONGEST = 120.0  # seconds
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How a life is ended: by a signal `delay` seconds after its first steps, or by SIGKILL at a call in a place."""
+    """How a life is ended: by a signal, `delay` seconds after its first steps or at a call in a place."""
 
+    number: int = 0
     place: str = "anywhere"
     delay: float | None = None
     call: float | None = None
     """Which call, counted from 1; 1.5 is after the first one."""
 
 
-def draw_end(place: str, draw: random.Random) -> End:
+def draw_end(number: int, place: str, draw: random.Random) -> End:
     if place == "anywhere":
-        return End(delay=draw.uniform(0, 0.3))
+        return End(number, delay=draw.uniform(0, 0.3))
     # A call in a save, or a chunk of a validation: there are few of them before the next kill is due.
-    return End(place, call=draw.randrange(2, {"saving": 40, "validation": 8}[place]) / 2)
+    return End(number, place, call=draw.randrange(2, {"saving": 40, "validation": 8}[place]) / 2)
 
 
-def killed_at(call: float | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator: the process is killed at a call of one of the functions that it is given."""
+def ended_at(end: End) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator: the process gets the signal at a call of one of the functions that it is given."""
     calls = 0
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,11 +65,11 @@ def killed_at(call: float | None) -> Callable[[Callable[..., Any]], Callable[...
             nonlocal calls
             calls += 1
             number = calls
-            if number == call:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if number == end.call:
+                os.kill(os.getpid(), end.number)
             result = function(*arguments, **options)
-            if number + 0.5 == call:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if number + 0.5 == end.call:
+                os.kill(os.getpid(), end.number)
             return result
 
         return counted
@@ -80,7 +81,7 @@ def live(arguments: list[str], end: End, log: Path, sets: int, pause: float) -> 
     """Runs the program in this process; returns its exit code."""
     engine.imported_at = time.monotonic()  # It was imported long before.
     compile_steps, load_examples = train.compile_steps, task.load_examples
-    kill = killed_at(end.call)
+    kill = ended_at(end)
 
     def create_small_model() -> keras.Model:
         hidden = [keras.layers.Flatten(), keras.layers.Dense(32, activation="gelu"), keras.layers.Dropout(0.3)]
@@ -119,8 +120,8 @@ def live(arguments: list[str], end: End, log: Path, sets: int, pause: float) -> 
     return 0
 
 
-def lead(arguments: list[str], end: End, number: int, log: Path, sets: int, pause: float) -> int:
-    """Runs one life and ends it with the signal `number`; returns its exit code, or the signal as a negative number."""
+def lead(arguments: list[str], end: End, log: Path, sets: int, pause: float) -> int:
+    """Runs one life and ends it; returns its exit code, or the signal as a negative number."""
     chunks_before = chunks(log)
     child = os.fork()
     if not child:
@@ -136,7 +137,7 @@ def lead(arguments: list[str], end: End, number: int, log: Path, sets: int, paus
         if due is None and end.delay is not None and chunks(log) > chunks_before:
             due = time.monotonic() + end.delay
         if due is not None and time.monotonic() > due:
-            os.kill(child, number)
+            os.kill(child, end.number)
             due = float("inf")
         if time.monotonic() > began + LONGEST:
             os.kill(child, signal.SIGKILL)
@@ -152,23 +153,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--ends", type=int, default=0)
-    parser.add_argument("--signal", default="SIGKILL")
+    parser.add_argument("--signals", nargs="*", default=[])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sets", type=int, default=1)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()
-    draw, number = random.Random(options.seed), signal.Signals[options.signal]
-    places = ("anywhere", "saving", "validation") if number == signal.SIGKILL else ("anywhere",)
-    ends = [draw_end(places[life % len(places)], draw) for life in range(options.ends)]
+    draw = random.Random(options.seed)
+    places = itertools.cycle(["anywhere", "saving", "validation"])
+    ends = [draw_end(signal.Signals[name], next(places), draw) for name in options.signals]
     for end in (*ends, End()):
-        before, began, arguments = (
-            chunks(options.log),
-            time.monotonic(),
-            [f"--run-dir={options.run_dir}", *options.arguments],
-        )
-        code = lead(arguments, end, number, options.log, options.sets, options.pause)
+        before, began = chunks(options.log), time.monotonic()
+        arguments = [f"--run-dir={options.run_dir}", *options.arguments]
+        code = lead(arguments, end, options.log, options.sets, options.pause)
         life = {"place": end.place, "ended": code, "seconds": time.monotonic() - began}
         print(json.dumps({**life, "chunks": chunks(options.log) - before}), flush=True)
 

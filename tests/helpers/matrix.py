@@ -68,9 +68,6 @@ class End:
     seconds: float | None  # From the event on.
     line: str
 
-    def is_error(self) -> bool:
-        return self.code == 1 and self.line.startswith("ERROR: ")
-
 
 class Trial:
     """A cell in a folder: a project, and the run that the event disturbs."""
