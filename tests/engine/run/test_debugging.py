@@ -128,9 +128,6 @@ def test_limited_run_takes_so_many_steps_of_everything_each_time(
     evaluated = train.main([f"--run-dir={tmp_path}", "--simulated-devices=1", "--evaluate-only"])
     best = float(rows(tmp_path)[result["best_epoch"] - 1]["validation/loss"])
     assert evaluated["validation/loss"] == pytest.approx(best, rel=1e-6)
-    sizes.clear()
-    train.main([f"--run-dir={tmp_path}", "--simulated-devices=1", "--evaluate-only", "--limit-steps=100"])
-    assert sum(sizes) == 179
 
 
 @pytest.mark.parametrize(

@@ -119,11 +119,14 @@ def test_start_that_failed_or_was_stopped_before_its_first_step_can_be_repeated(
 # --- Beside the training ----------------------------------------------------------------------------------------------
 
 
-def test_own_column_in_a_row_is_reported(tmp_path: Path) -> None:
-    start = {"epochs_done": 0, "validated_step": 0, "step": 0, "resumed": []}
+def test_own_column_in_a_row_is_reported_and_lost_rows_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = {"epochs_done": 2, "validated_step": 0, "step": 2, "resumed": [2]}
     report = Report(Config(run_dir=tmp_path), ResultNames({}, []), "min", **start)
+    assert "metrics.csv lacks 2 of 2 epochs" in capsys.readouterr().out
     report.epoch(
-        {"epoch": 1, "step": 1, "seconds": 1.0, "examples_per_second": 1.0, "learning_rate": 0.1, "mine": 2.0},
+        {"epoch": 3, "step": 3, "seconds": 1.0, "examples_per_second": 1.0, "learning_rate": 0.1, "mine": 2.0},
         is_best=False,
     )
     report.draw_curves()

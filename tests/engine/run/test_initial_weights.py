@@ -9,13 +9,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from short_runs import ONE_REPLICA, interrupted, run
+from short_runs import ONE_REPLICA, run, stop
 from small import small_model
 
 import task
 import train
 from config import Config
-from engine.errors import BadInput, Stopped
+from engine.errors import BadInput
 from engine.model.variables import model_variables
 from engine.run import initial_weights
 from engine.run.checkpoint_files import read_checkpoint
@@ -178,12 +178,11 @@ def test_run_begun_with_weights_resumes_its_own_state(
 ) -> None:
     folder = shutil.copytree(trained[0], tmp_path / "trained")
     flags = (*ONE_REPLICA, f"--init-from={folder}")
-    with interrupted(0, Stopped), pytest.raises(SystemExit):
-        run(tmp_path / "next", *flags, "--epochs=1")
+    stop(0, tmp_path / "next", *flags)
     assert f"8 of the model's 8 variables from {folder}/best/step-00000020" in capsys.readouterr().out
     stored, _ = read_checkpoint(tmp_path / "next" / "checkpoints" / "step-00000000")
     for name, value in trained[1].items():
         np.testing.assert_array_equal(stored[name], value)
     shutil.rmtree(folder)
-    assert run(tmp_path / "next", *flags, "--epochs=1")["step"] == 20
+    stop(0, tmp_path / "next", *flags)
     assert "resumed from step-00000000" in capsys.readouterr().out

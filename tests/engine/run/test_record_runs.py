@@ -3,19 +3,21 @@
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from record_files import shuffle_in
-from short_runs import kill, run
+from short_runs import interrupted, run
 from sklearn.datasets import load_digits
 
 import task
 import train
+from config import Config
 from engine.data import Records
+from engine.errors import BadInput
+from engine.run import RunDirectory, saving_on_exit, start_run
 
 # A batch of 134 = 2 x 67 examples has two segments, and the pipeline of each takes a while to start.
 FLAGS = ("--global-batch-size=134", "--simulated-devices=1", "--epochs=1", "--steps-per-execution=2")
@@ -54,12 +56,21 @@ def data(linear: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_killed_damaged_and_changed_files_end_bit_equal_or_are_refused(
-    data: Path, tmp_path: Path, ended: Callable[..., tuple[int, str]]
-) -> None:
-    expected, folder = run(tmp_path / "whole", *FLAGS), tmp_path / "killed"
-    flags = (*FLAGS, "--checkpoint-every-steps=3")
-    kill(3, folder, *flags)
+def trained(run_dir: Path) -> dict[str, np.ndarray]:
+    """Starts a run, or resumes it, and trains an epoch; returns the state."""
+    settings = {"epochs": 1, "global_batch_size": 134, "simulated_devices": 1, "steps_per_execution": 2}
+    train.build(Config(run_dir=run_dir, checkpoint_every_steps=3, **settings))
+    with RunDirectory(run_dir) as directory:
+        start_run(train.run, directory, train.batches)
+        with saving_on_exit(train.run):
+            train.train_epoch()
+    return train.run.checkpoints.state.values()
+
+
+def test_killed_damaged_and_changed_files_end_bit_equal_or_are_refused(data: Path, tmp_path: Path) -> None:
+    expected, folder = trained(tmp_path / "whole"), tmp_path / "killed"
+    with interrupted(3, InterruptedError), pytest.raises(InterruptedError):
+        trained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     counts = {split: each["examples"] for split, each in config["data"].items()}
     assert counts == {"train": 700, "validation": 134, "test": 134}
@@ -68,26 +79,28 @@ def test_killed_damaged_and_changed_files_end_bit_equal_or_are_refused(
 
     # Refused while the files are others, with as many records.
     write(path, range(301, 401))
-    code, line = ended(folder, *flags)
-    told = "ERROR: task.load_examples('train') returned other examples than the run has used so far ("
-    assert (code, line.startswith(told)) == (2, True), line
-    assert "(700 examples then and now, not the same ones): restore the data" in line
+    with pytest.raises(
+        BadInput, match=r"\('train'\) returned other examples .* \(700 .* then and now, not the same ones"
+    ):
+        trained(folder)
 
     # A record whose data are damaged ends it when it is read, and nothing is lost.
     spoiled = bytearray(content)
     for number in range(0, 100, 5):
         spoiled[number * 273 + 99] ^= 1
     path.write_bytes(spoiled)
-    code, line = ended(folder, *flags)
-    told = re.search(rf"ERROR: {path}: record (\d+), counted from 0, at byte (\d+) is damaged", line)
-    assert code == 2
-    assert told, line
-    assert int(told[2]) == 273 * int(told[1])
-    assert f"resumes from {folder}/checkpoints/step-" in line
+    told = rf"{path}: record (\d+), counted from 0, at byte (\d+) is damaged.* resumes from {folder}/checkpoints/step-"
+    with pytest.raises(BadInput, match=told) as ending:
+        trained(folder)
+    number, place = re.search(told, str(ending.value)).groups()
+    assert int(place) == 273 * int(number)
 
     path.write_bytes(content)
     os.utime(path, ns=(1, 1))  # As a copy may have it.
-    assert run(folder, *flags) == expected
+    found = trained(folder)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
 @pytest.mark.long
