@@ -16,7 +16,6 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, CannotWrite, Diverged
-from engine.run import checkpoints
 from engine.run.checkpoints import LARGE, Checkpoints
 from engine.run.state import State, one_of_replicas, weights_sha256
 from engine.run.writer import Writer
@@ -82,7 +81,7 @@ def test_save_takes_no_memory_for_copies_of_the_variables_and_restore_little(tmp
         status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) // 1024 for line in status if line.startswith(f"{field}:"))
 
-    named = {str(number): tf.Variable(tf.random.uniform([2**22])) for number in range(8)}  # 16 MiB each
+    named = {str(number): tf.Variable(tf.random.uniform([2**23])) for number in range(8)}  # 32 MiB each
     checkpoints = make_checkpoints(tmp_path, named)
 
     def peak(function: Callable[[], object]) -> int:
@@ -92,8 +91,8 @@ def test_save_takes_no_memory_for_copies_of_the_variables_and_restore_little(tmp
         function()
         return mebibytes("VmHWM") - before
 
-    assert peak(lambda: checkpoints.save(1, {})) < 32
-    assert peak(lambda: checkpoints.restore(checkpoints.paths()[0])) < 64
+    assert peak(lambda: checkpoints.save(1, {})) < 64
+    assert peak(lambda: checkpoints.restore(checkpoints.paths()[0])) < 128
 
 
 def on(replicas: int, **values: list[float]) -> State:
@@ -185,25 +184,6 @@ def test_newest_are_kept_in_the_order_of_their_steps_and_other_files_beside_are_
     assert {path.name for path in tmp_path.iterdir()} == {*newest, "step-00000009.bak", "step-notes.txt"}
     checkpoints.save(15, {})  # As after a resume from an earlier checkpoint: the later ones go.
     assert [path.name for path in checkpoints.paths()] == ["step-00000015"]
-
-
-def test_directory_that_goes_once_all_is_written_fails_the_next_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, elsewhere, sync = tmp_path / "run", tmp_path / "elsewhere", checkpoints.sync
-
-    def move_after_the_last(*paths: Path) -> None:
-        sync(*paths)
-        if paths == (directory / "best",):
-            directory.rename(elsewhere)
-
-    directory.mkdir()
-    best = make_checkpoints(directory / "best", variables(a=(2,)))
-    monkeypatch.setattr(checkpoints, "sync", move_after_the_last)
-    best.save(1, {})
-    assert (elsewhere / "best" / "step-00000001").is_dir()
-    with pytest.raises(CannotWrite, match="restore the directory"):
-        best.save(2, {})
 
 
 def test_what_is_written_in_a_thread_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

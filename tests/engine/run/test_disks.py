@@ -179,15 +179,6 @@ def test_files_that_another_program_holds_are_removed_later(tmp_path: Path, monk
     assert sorted(os.listdir(tmp_path)) == ["step-00000004"]
 
 
-def test_half_written_checkpoint_that_another_program_holds_ends_no_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = make_checkpoints(tmp_path, variables(a=(2,)))
-    (tmp_path / ".step-00000001.part").mkdir()
-    monkeypatch.setattr("engine.run.checkpoints._delete", lambda path: None)
-    assert saved.save(1, {}).is_dir()
-
-
 def test_directory_that_cannot_be_listed_for_a_moment_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

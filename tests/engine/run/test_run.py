@@ -10,7 +10,7 @@ from made_up_runs import STEPS, Batches, put_into_train_py
 from short_runs import interrupted
 
 import train
-from engine.errors import BadInput, Diverged, Stopped
+from engine.errors import BadInput, Diverged, InterruptedStep, Stopped
 from engine.run import saving_on_exit
 from engine.run.progress import Progress
 from engine.run.run import Run
@@ -210,6 +210,20 @@ def test_steps_that_were_not_counted_are_not_saved(begin: Callable[..., Run]) ->
         train.train_epoch()
     assert float(run.objects.weight) > 10
     assert saved(run) == ["step-00000010"]
+
+
+def test_user_error_after_a_validation_does_not_restart_it(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begin(epochs=2)
+
+    def fail(_: Any) -> None:
+        raise InterruptedStep("a hook failed")
+
+    monkeypatch.setattr(run, "end_epoch", fail)
+    with pytest.raises(InterruptedStep), saving_on_exit(run):
+        run_epochs(run, [1.0, 2.0])
+    assert run.progress.steps_of_pass == {}
 
 
 def test_run_without_a_best_says_what_is_missing(begin: Callable[..., Run]) -> None:

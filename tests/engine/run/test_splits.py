@@ -67,7 +67,7 @@ def test_run_stopped_in_its_second_validation_set_goes_on_with_arrays_and_epochs
     assert {"test/easy/loss", "test/hard/f1/9", "test/easy/accuracy"} <= result.keys()
 
 
-def test_run_without_validation_and_test_resumes_and_says_so(
+def test_run_without_validation_and_test_says_so(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -76,7 +76,6 @@ def test_run_without_validation_and_test_resumes_and_says_so(
     load = {"train": task.load_examples, "validation": lambda _: None, "test": lambda _: None}
     monkeypatch.setattr(task, "load_examples", lambda split: load[split](split))
     flags = (*ONE_REPLICA, "--epochs=3", "--patience=5", "--monitor=train/loss", "--steps-per-execution=10")
-    stop(4, tmp_path, *flags)
     result = run(tmp_path, *flags)
     assert result["test"] is None
     out = capsys.readouterr().out
