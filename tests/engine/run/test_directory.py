@@ -5,8 +5,8 @@ import errno
 import fcntl
 import json
 import socket
-import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -97,17 +97,9 @@ def test_run_that_was_killed_where_there_are_no_locks_keeps_nobody_out(
 
 def test_lock_of_another_machine_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     path = started(tmp_path / "run", starts=[{"host": "node7", "machine": "another"}])
-    program = """
-import fcntl, sys, time
-with open(sys.argv[1], "w") as lock:  # As a server of NFS keeps the lock of a machine that is dead.
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    print("locked", flush=True)
-    time.sleep(1.5)
-"""
-    command = [sys.executable, "-c", program, str(path / ".lock")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as server, RunDirectory(path) as directory:
-        assert server.stdout is not None
-        server.stdout.readline()
+    with (path / ".lock").open("w") as server, RunDirectory(path) as directory:
+        fcntl.flock(server, fcntl.LOCK_EX)  # As a server of NFS keeps the lock of a machine that is dead.
+        threading.Timer(1.0, server.close).start()
         directory.lock()
         assert "is in use by another run, last started on node7; if" in capsys.readouterr().out
         monkeypatch.setattr(directory_module, "SECONDS_OF_LEASE", 0.1)
