@@ -200,6 +200,14 @@ def resume(
     return resumed
 
 
+@pytest.mark.usefixtures("linear")
+def test_hook_that_takes_a_context_gives_each_process_files_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_examples = task.load_examples
+    monkeypatch.setattr(task, "load_examples", lambda split, input_context=None: load_examples(split))
+    train.build(Config(simulated_devices=1, global_batch_size=60))
+    assert (train.batches["train"].shards_by_file, train.batches["train"].steps_per_epoch) == (True, 20)
+
+
 @pytest.mark.parametrize(
     ("shards_by_file", "steps_per_epoch", "steps"),
     [(True, None, {}), (True, None, {"train": 3}), (True, 7, {}), (False, 7, {"train": 3})],
