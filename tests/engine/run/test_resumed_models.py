@@ -47,8 +47,8 @@ def test_stopped_run_with_every_kind_of_state_ends_bit_equal(tmp_path: Path, mon
     monkeypatch.setattr(task, "create_model", create_model)
     flags = ("--epochs=2", "--simulated-devices=3", "--steps-per-execution=3", "--keep-last-batch", "--ema-decay=0.9")
     flags += ("--micro-batches=2", "--precision=mixed_float16", "--checkpoint-every-steps=5", "--global-clipnorm=0.5")
-    # In the first epoch, before its validation, and in the second epoch.
-    assert_stopped_run_ends_equal((3, 6, 5), tmp_path, *flags)
+    # In the first epoch, and before its validation.
+    assert_stopped_run_ends_equal((3, 6), tmp_path, *flags)
 
 
 @pytest.mark.long
