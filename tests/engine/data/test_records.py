@@ -265,7 +265,7 @@ def test_each_of_a_million_records_is_read_once_by_any_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = write(tmp_path, [400_000, 1, 99_999, 250_003, 130_000, 20_000, 100_000])
-    shuffle_in(monkeypatch, 2**21, block=2**13)  # Of 24 MB.
+    shuffle_in(monkeypatch, 2**24, block=2**13)  # Of 324 MB, as records take 300 bytes besides their data.
     expected = Order(loaded, size=48)()
     assert len(expected) == 1_000_003 // 48
     counts = np.bincount(expected[..., 1].ravel(), minlength=1_000_003)

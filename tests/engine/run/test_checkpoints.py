@@ -1,41 +1,24 @@
 """Checkpoints are whole, verified by name and by checksum, and only the newest are kept."""
 
 import concurrent.futures
-import errno
 import hashlib
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from small_states import make_checkpoints, variables
 
 from config import Config
-from engine import retries
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
-from engine.errors import BadInput, CannotWrite, Diverged, Unavailable
-from engine.run import checkpoint_files, checkpoints, progress
-from engine.run.checkpoints import LARGE, Checkpoints, Damaged, read_newest
-from engine.run.progress import Progress
+from engine.errors import BadInput, CannotWrite, Diverged
+from engine.run.checkpoints import LARGE, Checkpoints
 from engine.run.state import State, one_of_replicas, weights_sha256
 from engine.run.writer import Writer
-
-
-def variables(**shapes: tuple[int, ...]) -> dict[str, tf.Variable]:
-    return {name.replace("_", "/"): tf.Variable(tf.zeros(shape)) for name, shape in shapes.items()}
-
-
-def state_of(named: dict[str, tf.Variable]) -> State:
-    strategy = tf.distribute.get_strategy()
-    return State(strategy, Workers(strategy), named)
-
-
-def make_checkpoints(directory: Path, named: dict[str, tf.Variable], **options) -> Checkpoints:
-    return Checkpoints(directory, state_of(named), **{"keep": 1, **options})
 
 
 def test_restored_variables_and_record_are_those_saved(tmp_path: Path) -> None:
@@ -92,13 +75,6 @@ def test_files_are_on_the_disk_before_they_have_their_names(tmp_path: Path, monk
     assert tmp_path in synced  # After the rename.
 
 
-def test_values_stay_what_they_were_when_the_variables_change() -> None:
-    variable = tf.Variable([1.0, 2.0])
-    values = state_of({"a": variable}).values()
-    variable.assign_add([1.0, 1.0])
-    np.testing.assert_array_equal(values["a"], [1.0, 2.0])
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory can be reset on Linux only")
 def test_save_takes_no_memory_for_copies_of_the_variables_and_restore_little(tmp_path: Path) -> None:
     def mebibytes(field: str) -> int:
@@ -135,43 +111,29 @@ def on(replicas: int, **values: list[float]) -> State:
     return State(strategy, Workers(strategy), mirrored, per_replica)
 
 
-def test_every_replica_gets_back_its_own(tmp_path: Path) -> None:
-    state = on(3)
+@pytest.mark.parametrize(("first", "second"), [(3, 3), (2, 1), (1, 4), (4, 2), (2, 3)])
+def test_every_replica_gets_back_its_own_and_another_number_of_them_what_it_means(
+    first: int, second: int, tmp_path: Path
+) -> None:
+    state, other = on(first), on(second)
     values = {
         "mirrored": np.array([0.1, 0.2], "float32"),
-        "layer/seed_generator_state": np.array([[1, 2], [3, 4], [5, 6]], "uint32"),
-        "mean": np.array([0.1, 0.2, 0.3], "float32"),
-        "text": np.array([b"a", b"", b"a\0"], object),
-        "none": np.zeros((3, 0), "float32"),
-        "total": np.array([1.1, 2.2, 3.3], "float32"),
+        "layer/seed_generator_state": np.array([[7 + replica, 2] for replica in range(first)], "uint32"),
+        "mean": np.arange(first, dtype="float32"),
+        "text": np.array([f"of {replica}".encode() for replica in range(first)], object),
+        "none": np.zeros((first, 0), "float32"),
+        "total": np.arange(1, first + 1, dtype="float32"),
     }
     state.assign(values)
     path = Checkpoints(tmp_path, state, keep=1).save(1, {})
-    other = on(3)
-    Checkpoints(tmp_path, other, keep=1).restore(path)
-    for name, value in values.items():
-        np.testing.assert_array_equal(other.values()[name], value)
-
-
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 4), (4, 2), (2, 3)])
-def test_another_number_of_replicas_restores_what_it_means(first: int, second: int, tmp_path: Path) -> None:
-    state = on(first)
-    state.assign(
-        {
-            "mirrored": np.array([0.1, 0.2], "float32"),
-            "layer/seed_generator_state": np.array([[7 + replica, 2] for replica in range(first)], "uint32"),
-            "mean": np.arange(first, dtype="float32"),
-            "text": np.array([f"of {replica}" for replica in range(first)], object),
-            "none": np.zeros((first, 0), "float32"),
-            "total": np.arange(1, first + 1, dtype="float32"),
-        }
-    )
-    path = Checkpoints(tmp_path, state, keep=1).save(1, {})
-    other = on(second)
     Checkpoints(tmp_path, other, keep=1).restore(path)
     found = other.values()
+    if first == second:
+        for name, value in values.items():
+            np.testing.assert_array_equal(found[name], value)
+        return
     for value in other.strategy.experimental_local_results(other.mirrored["mirrored"]):
-        np.testing.assert_array_equal(value.numpy(), np.array([0.1, 0.2], "float32"))
+        np.testing.assert_array_equal(value.numpy(), values["mirrored"])
     np.testing.assert_array_equal(found["mean"], [(first - 1) / 2] * second)
     assert list(found["text"]) == [b"of 0"] * second  # Texts have no mean.
     assert found["none"].shape == (second, 0)
@@ -193,69 +155,21 @@ def test_statistics_that_agree_stay_the_same_bits_on_any_number_of_replicas(tmp_
         np.testing.assert_array_equal(other.values()["mean"], np.full(replicas, rounded[0]))
 
 
-def test_newest_are_kept_in_the_order_of_their_steps(tmp_path: Path) -> None:
+def test_newest_are_kept_in_the_order_of_their_steps_and_other_files_beside_are_left_alone(tmp_path: Path) -> None:
     checkpoints = make_checkpoints(tmp_path, variables(a=(2,)), keep=2)
     assert checkpoints.paths() == []
-    for step in (1, 9, 10, 99_999_999, 100_000_000):
-        checkpoints.save(step, {})
-    assert [path.name for path in checkpoints.paths()] == ["step-99999999", "step-100000000"]
-
-
-def test_saving_an_earlier_step_drops_the_later_ones(tmp_path: Path) -> None:
-    checkpoints = make_checkpoints(tmp_path, variables(a=(2,)), keep=2)
-    for step in (10, 20, 30, 15):
-        checkpoints.save(step, {})
-    assert [path.name for path in checkpoints.paths()] == ["step-00000015"]
-
-
-def test_other_files_beside_are_left_alone(tmp_path: Path) -> None:
-    checkpoints = make_checkpoints(tmp_path, variables(a=(2,)))
     checkpoints.save(1, {})
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000002.part")  # As a killed save leaves it.
     (tmp_path / "step-00000009.bak").mkdir()
     (tmp_path / "step-notes.txt").write_text("mine")
-    checkpoints.save(2, {})
-    assert [path.name for path in checkpoints.paths()] == ["step-00000002"]
-    assert (tmp_path / "step-00000009.bak").exists()
-
-
-def test_half_written_checkpoint_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = make_checkpoints(tmp_path, variables(a=(2,)), keep=2)
-    checkpoints.save(1, {})
-    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000002.part")
     assert [path.name for path in checkpoints.paths()] == ["step-00000001"]
-    # The next save removes what was left behind.
-    checkpoints.save(2, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
-
-
-def test_directory_that_goes_once_all_is_written_fails_the_next_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, elsewhere, sync = tmp_path / "run", tmp_path / "elsewhere", checkpoints.sync
-
-    def move_after_the_last(*paths: Path) -> None:
-        sync(*paths)
-        if paths == (directory / "best",):
-            directory.rename(elsewhere)
-
-    directory.mkdir()
-    best = make_checkpoints(directory / "best", variables(a=(2,)))
-    monkeypatch.setattr(checkpoints, "sync", move_after_the_last)
-    best.save(1, {})
-    assert (elsewhere / "best" / "step-00000001").is_dir()
-    with pytest.raises(CannotWrite, match="restore the directory"):
-        best.save(2, {})
-
-
-def test_same_step_is_saved_again(tmp_path: Path) -> None:
-    state = {"a": tf.Variable(1.0)}
-    checkpoints = make_checkpoints(tmp_path, state)
-    checkpoints.save(5, {})
-    state["a"].assign(2.0)
-    path = checkpoints.save(5, {})
-    state["a"].assign(3.0)
-    checkpoints.restore(path)
-    assert state["a"].numpy() == 2.0
+    for step in (9, 10, 99_999_999, 100_000_000):
+        checkpoints.save(step, {})
+    newest = ["step-99999999", "step-100000000"]
+    assert [path.name for path in checkpoints.paths()] == newest
+    assert {path.name for path in tmp_path.iterdir()} == {*newest, "step-00000009.bak", "step-notes.txt"}
+    checkpoints.save(15, {})  # As after a resume from an earlier checkpoint: the later ones go.
+    assert [path.name for path in checkpoints.paths()] == ["step-00000015"]
 
 
 def test_what_is_written_in_a_thread_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,219 +224,21 @@ def test_other_variables_are_refused_by_name(tmp_path: Path) -> None:
     assert all((variable.numpy() == 0).all() for variable in ours.values())
 
 
-def test_what_was_infinite_from_the_start_is_saved(tmp_path: Path) -> None:
-    checkpoints = make_checkpoints(tmp_path, {"mask": tf.Variable([0.0, float("-inf")])})
-    checkpoints.save(1, {})
-    checkpoints.state.mirrored["mask"].assign([0.0, float("nan")])
-    with pytest.raises(Diverged, match="mask is not finite"):
-        checkpoints.save(2, {})
-
-
-@pytest.mark.parametrize("size", [2, LARGE])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_not_saved(value: float, size: int, tmp_path: Path) -> None:
-    state = {"model/a": tf.Variable([1.0] * size), "metrics/train/ratio": tf.Variable(value)}
+@pytest.mark.parametrize(("size", "value"), [(2, float("nan")), (LARGE, float("inf"))])
+def test_what_is_not_finite_is_not_saved(size: int, value: float, tmp_path: Path) -> None:
+    # A metric may be anything, and what was infinite from the start may stay so.
+    mask = tf.Variable([0.0, float("-inf")])
+    state = {"model/a": tf.Variable([1.0] * size), "mask": mask, "metrics/train/ratio": tf.Variable(value)}
     checkpoints = make_checkpoints(tmp_path, state, keep=2)
-    checkpoints.save(1, {})  # A metric may be anything.
+    checkpoints.save(1, {})
     state["model/a"].assign([1.0] * (size - 1) + [value])
     with pytest.raises(Diverged, match="after step 2 the variable model/a is not finite"):
         checkpoints.save(2, {})
+    state["model/a"].assign([1.0] * size)
+    mask.assign([0.0, float("nan")])
+    with pytest.raises(Diverged, match="mask is not finite"):
+        checkpoints.save(2, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-
-
-def damage(path: Path, how: str) -> None:
-    content = bytearray(path.read_bytes())
-    path.unlink()
-    if how == "emptied":
-        path.write_bytes(b"")
-    elif how == "cut short":
-        path.write_bytes(content[: len(content) * 3 // 5])
-    elif how == "changed":
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-
-
-@pytest.mark.parametrize("how", ["removed", "emptied", "cut short", "changed"])
-@pytest.mark.parametrize("file", ["state.index", "state.data-00000-of-00001", "progress.json", "SHA256SUMS"])
-def test_damage_is_found_and_the_checkpoint_before_is_used(file: str, how: str, tmp_path: Path, capsys) -> None:
-    state = variables(a=(1000,), b=())
-    checkpoints, best = (
-        make_checkpoints(tmp_path / "states", state, keep=3),
-        make_checkpoints(tmp_path / "best", state, keep=3),
-    )
-    for step in (1, 2):
-        state["a"].assign(tf.fill([1000], float(step)))
-        progress = Progress(step=step)
-        best.save(step, progress.record())
-        checkpoints.save(step, Progress(step=step, best_step=step).record())
-    state["a"].assign(tf.zeros([1000]))
-
-    damage(tmp_path / "states" / "step-00000002" / file, how)
-    with pytest.raises(Damaged, match="step-00000002 is damaged"):
-        checkpoints.read(tmp_path / "states" / "step-00000002")
-    assert (state["a"].numpy() == 0).all()
-    path, values, progress = read_newest(checkpoints, best)
-    assert (path.name, progress.step, values["a"][0]) == ("step-00000001", 1, 1.0)
-    assert "step-00000002 is skipped" in capsys.readouterr().out
-
-    # A checkpoint whose best weights are damaged is of no use either.
-    damage(tmp_path / "best" / "step-00000001" / file, how)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(BadInput, match="has no usable checkpoint"):
-        read_newest(checkpoints, best)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.parametrize("times", [2, 100])
-@pytest.mark.parametrize("of", ["the tensors", "access", "the record"])
-def test_fault_that_passes_is_no_damage(
-    of: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # If it were, an older checkpoint would be used, and the next save would remove this one.
-    state = variables(a=(2,))
-    states, best = (make_checkpoints(tmp_path / name, state, keep=2) for name in ("states", "best"))
-    for step in (1, 2):
-        states.save(step, Progress(step=step).record())
-    left = [times]
-
-    def failing(read: Callable, problem: Exception) -> Callable:
-        def read_or_fail(*arguments: Any) -> Any:
-            left[0] -= 1
-            if left[0] >= 0:
-                raise problem
-            return read(*arguments)
-
-        return read_or_fail
-
-    if of != "the record":
-        problem: Exception = tf.errors.UnknownError(None, None, "state.index; Input/output error")
-        if of == "access":  # TensorFlow takes any error of it for an absent file.
-            problem = tf.errors.NotFoundError(None, None, "Failed to find any matching files for state")
-        monkeypatch.setattr(tf.train, "load_checkpoint", failing(tf.train.load_checkpoint, problem))
-    else:
-        problem = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        monkeypatch.setattr(checkpoint_files, "file_sha256", failing(checkpoint_files.file_sha256, problem))
-    monkeypatch.setattr(retries, "SECONDS_TO_WAIT", (0.001,) * 3)
-    if times == 2:
-        path, _, progress = read_newest(states, best)
-        assert (path.name, progress.step) == ("step-00000002", 2)
-        assert capsys.readouterr().err.count("step-00000002 cannot be read") == 2
-    else:
-        with pytest.raises(Unavailable, match="step-00000002 still cannot be read"):
-            read_newest(states, best)
-
-
-@pytest.mark.parametrize("of", ["the tensors", "the sync", "the rename"])
-def test_checkpoint_is_written_again_after_a_fault_that_passes(
-    of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retries, "SECONDS_TO_WAIT", (0.001,) * 3)
-    states = make_checkpoints(tmp_path / "states", variables(a=(2,)), keep=2)
-    problems: list[Exception] = [OSError(errno.EIO, os.strerror(errno.EIO))] * 2
-    if of == "the tensors":
-        problems = [tf.errors.UnknownError(None, None, "state.data; Input/output error")] * 2
-    holders: dict[str, Any] = {"the tensors": (tf.raw_ops, "SaveV2"), "the sync": (checkpoints, "sync")}
-    holder, name = holders.get(of, (Path, "rename"))
-    call = getattr(holder, name)
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        if of == "the rename" and problems:
-            call(*arguments, **options)  # It happens, and the answer of the server is lost.
-        if problems:
-            raise problems.pop()
-        return call(*arguments, **options)
-
-    monkeypatch.setattr(holder, name, failing)
-    states.save(1, Progress(step=1).record())
-    assert os.listdir(tmp_path / "states") == ["step-00000001"]
-    assert states.read(states.path(1))[1]["step"] == 1
-
-
-def test_too_many_open_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = make_checkpoints(tmp_path / "states", variables(a=(2,)), keep=2)
-    for step in (1, 2):
-        states.save(step, Progress(step=step).record())
-
-    def fail(path: Path) -> str:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(checkpoint_files, "file_sha256", fail)
-    with pytest.raises(Unavailable, match=r"step-00000002 cannot be read \(OSError: .*Too many open files\)"):
-        read_newest(states, states)
-
-
-@pytest.mark.parametrize("newer", [{"colour": "red"}, {"format": 2}])
-def test_checkpoint_of_another_version_is_rejected_and_stays(newer: dict, tmp_path: Path) -> None:
-    # If it counted as damaged, an older checkpoint would be used, and the next save would remove it.
-    state = variables(a=(2,))
-    checkpoints = make_checkpoints(tmp_path, state, keep=2)
-    checkpoints.save(1, Progress(step=1).record())
-    checkpoints.save(2, Progress(step=2).record() | newer)
-    # Its variables may differ, too, which alone would mean another model.
-    checkpoints = make_checkpoints(tmp_path, variables(b=(3,)), keep=2)
-    with pytest.raises(BadInput, match=r"step-00000002 was written by another version of engine/ .*(colour|format 2)"):
-        read_newest(checkpoints, make_checkpoints(tmp_path / "best", state))
-
-
-def test_files_that_another_program_holds_are_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # NFS keeps a file that is open on another machine under a name of its own, so its directory cannot be removed.
-    checkpoints, held = make_checkpoints(tmp_path, variables(a=(2,))), "step-00000001"
-    rmdir = os.rmdir
-
-    def rmdir_of_nfs(path, *arguments, **options) -> None:
-        if held and held in str(path):
-            raise OSError(errno.EBUSY, "Device or resource busy")
-        rmdir(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "rmdir", rmdir_of_nfs)
-    for step in (1, 2, 3):
-        checkpoints.save(step, {})
-    hidden, newest = sorted(os.listdir(tmp_path))
-    assert (hidden.rpartition(".")[0], newest) == (".step-00000001.removed", "step-00000003")
-    # The same steps once more, as after a resume: what is held takes the name of nothing, neither now nor before.
-    checkpoints.save(1, {})
-    assert [path.name for path in checkpoints.paths()] == ["step-00000001"]
-    checkpoints.save(2, {})
-    assert [path.name for path in checkpoints.paths()] == ["step-00000002"]
-    held = ""
-    checkpoints.save(4, {})
-    assert sorted(os.listdir(tmp_path)) == ["step-00000004"]
-
-
-def test_half_written_checkpoint_that_another_program_holds_ends_no_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = make_checkpoints(tmp_path, variables(a=(2,)))
-    (tmp_path / ".step-00000001.part").mkdir()
-    monkeypatch.setattr("engine.run.checkpoints._delete", lambda path: None)
-    assert saved.save(1, {}).is_dir()
-
-
-def test_directory_that_cannot_be_listed_for_a_moment_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = make_checkpoints(tmp_path, variables(a=(2,)))
-    saved.save(1, {})
-    glob = Path.glob
-
-    def stale(path: Path, pattern: str):
-        if path == tmp_path and pattern.startswith("."):
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return glob(path, pattern)
-
-    monkeypatch.setattr(Path, "glob", stale)
-    saved.clear()
-    saved.save(2, {})
-    assert [path.name for path in saved.paths()] == ["step-00000002"]
-
-
-def test_record_without_a_format_is_of_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Progress(step=1).record()
-    del record["format"]
-    assert Progress.read(record, tmp_path).step == 1
-    monkeypatch.setattr(progress, "FORMAT", 2)
-    with pytest.raises(BadInput, match=r"was written by another version of engine/ \(format 1\)"):
-        Progress.read(record, tmp_path)
 
 
 def test_fingerprint_is_the_one_documented() -> None:

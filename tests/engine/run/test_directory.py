@@ -1,10 +1,12 @@
 """The directory of a run: what is rejected, and who may use it."""
 
 import dataclasses
+import errno
+import fcntl
 import json
-import signal
-import subprocess
+import socket
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -21,7 +23,6 @@ from engine.run import directory as directory_module
 from engine.run.checkpoints import Checkpoints
 from engine.run.directory import RunDirectory
 from engine.run.state import State
-from rendering import PROJECT
 
 
 def rejected(path: Path, *, fresh: bool = False) -> str:
@@ -76,41 +77,29 @@ def test_directory_in_use_is_rejected_until_it_is_not(tmp_path: Path) -> None:
         directory.lock()
 
 
-@pytest.mark.parametrize("error", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
-def test_run_that_was_killed_where_there_are_no_locks_keeps_nobody_out(error: str, tmp_path: Path) -> None:
+def test_run_that_was_killed_where_there_are_no_locks_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Some mounts of Lustre have no flock, some of NFS no lock daemon. A file in its place would stay after SIGKILL.
-    path = started(tmp_path / "run")
-    program = f"""
-import errno, fcntl, os, pathlib, signal, socket, sys
-sys.path.insert(0, {str(PROJECT)!r})
-def flock(*_):
-    raise OSError(errno.{error}, "no locks")
-fcntl.flock = flock
-socket.gethostname = lambda: sys.argv[1]
-from engine.run.directory import RunDirectory
-directory = RunDirectory(pathlib.Path({str(path)!r}))
-directory.lock()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    for host in ("one", "other"):
-        killed = subprocess.run([sys.executable, "-c", program, host], capture_output=True, text=True, check=False)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        assert "is on a file system without locks: let only one run use it" in killed.stdout
+    path, killed = started(tmp_path / "run"), []
+    for number in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+
+        def flock(*_: object, number: int = number) -> None:
+            raise OSError(number, "no locks")
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        for host in ("one", "other"):
+            monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+            killed.append(RunDirectory(path))  # Like a killed program, it releases nothing.
+            killed[-1].lock()
+            assert "is on a file system without locks: let only one run use it" in capsys.readouterr().out
 
 
 def test_lock_of_another_machine_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     path = started(tmp_path / "run", starts=[{"host": "node7", "machine": "another"}])
-    program = """
-import fcntl, sys, time
-with open(sys.argv[1], "w") as lock:  # As a server of NFS keeps the lock of a machine that is dead.
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    print("locked", flush=True)
-    time.sleep(1.5)
-"""
-    command = [sys.executable, "-c", program, str(path / ".lock")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as server, RunDirectory(path) as directory:
-        assert server.stdout is not None
-        server.stdout.readline()
+    with (path / ".lock").open("w") as server, RunDirectory(path) as directory:
+        fcntl.flock(server, fcntl.LOCK_EX)  # As a server of NFS keeps the lock of a machine that is dead.
+        threading.Timer(1.0, server.close).start()
         directory.lock()
         assert "is in use by another run, last started on node7; if" in capsys.readouterr().out
         monkeypatch.setattr(directory_module, "SECONDS_OF_LEASE", 0.1)

@@ -74,13 +74,10 @@ def test_automatic_length_of_several_workers_is_of_five_seconds() -> None:
     assert lengths(ran, "train", 7, 0.25) == [1, 1, 2, 4, 8, 16, 20]
 
 
-def test_given_length_stays() -> None:
+def test_given_length_stays_and_a_shorter_execution_does_not_change_another() -> None:
     ran = executions(steps_per_execution=7)
     assert lengths(ran, "train", 3, 0.001) == [7, 7, 7]
     assert ran.length("train", left=2, step=0) == 2
-
-
-def test_shorter_execution_does_not_change_the_length() -> None:
     ran = executions(steps_per_execution="auto")
     lengths(ran, "train", 4, 0.0001)
     ran.took("train", 2, 100)

@@ -1,0 +1,305 @@
+"""What may change when a run is resumed, what may not, and which words say so."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from short_runs import ONE_REPLICA, rows, run, stop
+
+import task
+import train
+from config import Config
+from engine.cluster.workers import Workers
+from engine.errors import BadInput
+from engine.files import read_json, write_json
+from engine.run import start
+from engine.run.directory import RunDirectory
+from engine.run.progress import Progress
+from engine.run.run import Run
+from engine.run.start import START_ID, _changed_data, _created_rates, _resume, lock_and_find_result
+
+Ended = Callable[..., tuple[int, str]]
+SGD = keras.optimizers.SGD
+
+
+# --- Learning rates ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("linear")
+def test_every_optimizer_takes_a_changed_rate_or_schedule_and_keeps_what_a_hook_has_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(learning_rate: float, last: float | None = 0.0) -> None:
+        schedule = keras.optimizers.schedules.PolynomialDecay(0.1, 40, last or 0.0)
+
+        def create_optimizer(total_steps: int) -> dict[str, keras.optimizers.Optimizer]:
+            weights, biases = (SGD(factor * learning_rate, name=name) for factor, name in ((2, "weights"), (4, "bias")))
+            several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(weights, {".*bias": biases}))
+            scheduled = SGD(0.1 if last is None else schedule)
+            return {"several": several, "own": SGD(0.5), "one": SGD(3 * learning_rate), "scheduled": scheduled}
+
+        monkeypatch.setattr(task, "create_model", lambda: {name: linear() for name in create_optimizer(40)})
+        monkeypatch.setattr(task, "create_optimizer", create_optimizer)
+        # Those of the task take one model. They are traced, and not run.
+        for step in ("train_step", "evaluation_step"):
+            monkeypatch.setattr(task, step, lambda *batch: tf.reduce_mean(task.model["own"](batch[-1][0])))
+        train.build(Config(run_dir=tmp_path, learning_rate=learning_rate, simulated_devices=1))
+
+    def save(progress: Progress) -> None:
+        for optimizer in task.optimizer.values():
+            optimizer.iterations.assign(20)
+        train.run.progress = progress
+        train.run.save()
+
+    def resume() -> tuple[Progress, str]:
+        resumed = _resume(train.run, train.batches, {})
+        assert resumed is not None
+        return resumed
+
+    linear = task.create_model
+    build(0.003)
+    save(Progress(step=20, learning_rates=_created_rates(train.run)))
+    build(0.003)
+    assert resume()[1] == "resumed from step-00000020"
+    build(0.001, last=0.02)
+    progress, message = resume()
+    assert message == (
+        "resumed from step-00000020; --learning-rate 0.003 -> 0.001; learning_rate/several/bias 0.012 -> 0.004; "
+        "learning_rate/several/weights 0.006 -> 0.002; learning_rate/one 0.009 -> 0.003"
+    )
+    # A new schedule continues at the step that the run has reached.
+    assert train.run.objects.learning_rates() == pytest.approx(
+        {
+            "learning_rate/several/bias": 0.004,
+            "learning_rate/several/weights": 0.002,
+            "learning_rate/own": 0.5,
+            "learning_rate/one": 0.003,
+            "learning_rate/scheduled": 0.06,
+        }
+    )
+    task.optimizer["one"].learning_rate = 0.0007  # As a hook between epochs may.
+    save(progress)
+    build(0.001)
+    assert resume()[1] == "resumed from step-00000020.1"
+    assert train.run.objects.learning_rates()["learning_rate/one"] == pytest.approx(0.0007)
+    build(0.001, last=None)
+    with pytest.raises(BadInput, match=r"belongs to another model or optimizer \(1 variables differ: scheduled/"):
+        resume()
+
+
+# --- Examples ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("linear")
+def test_changed_examples_are_refused_and_used_on_purpose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ended: Ended
+) -> None:
+    load_examples, flags = task.load_examples, (*ONE_REPLICA, "--epochs=3", "--steps-per-execution=1")
+
+    def use(count: int) -> None:
+        monkeypatch.setattr(task, "load_examples", lambda split: load_examples(split).take(count))
+
+    use(240)
+    stop(1 + 4 + 3 + 1, tmp_path, *flags)  # After step 6, of which 4 are of epoch 1.
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    use(180)
+    code, line = ended(tmp_path, *flags)
+    told = "task.load_examples('train') returned other examples than the run has used so far (240 examples then, 180"
+    assert (code, f"{told} now): restore the data, use another --run-dir or --fresh" in line) == (2, True), line
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+    path = tmp_path / "config.json"
+    code_at_start = read_json(path)["code_sha256"] | {"gone.py": "0" * 64}
+    write_json(path, {**read_json(path), "code_sha256": code_at_start})
+    capsys.readouterr()
+    assert run(tmp_path, *flags, "--allow-changed-data", "--learning-rate=0.01")["step"] == 12
+    assert (
+        "resumed from step-00000006; --learning-rate 0.003 -> 0.01; 'train' has changed (240 examples then, 180 now); "
+        "'test' has changed"
+    ) in capsys.readouterr().out
+    assert [row["step"] for row in rows(tmp_path)] == ["4", "9", "12"]
+    config = json.loads(path.read_text(encoding="utf-8"))
+    assert {name: each["examples"] for name, each in config["data"].items()} == {
+        "train": 180,
+        "validation": 179,
+        "test": 180,
+    }
+    assert [(start["step"], start["learning_rate"]) for start in config["starts"]] == [(0, 0.003), (6, 0.01)]
+    assert config["code_sha256"].items() >= code_at_start.items()
+
+
+def test_each_difference_of_examples_is_told() -> None:
+    before = {"train": {"examples": 240, "element_spec": "int32[]", "sha256": "a"}}
+    for change, told in (
+        ({"examples": 180}, "240 examples then, 180 now"),
+        ({"sha256": "b"}, "240 examples then and now, not the same ones"),
+        ({"element_spec": "int64[]", "sha256": "b"}, r"int32\[\] then, int64\[\] now"),
+    ):
+        data = {"train": before["train"] | change, "new": before["train"]}
+        with pytest.raises(BadInput, match=rf"\('train'\) returned other examples than .* so far \({told}\)"):
+            _changed_data(Config(), before, data)
+    assert _changed_data(Config(), before, {**before, "new": before["train"]}) == {}
+
+
+# --- Runs that have ended, and --fresh --------------------------------------------------------------------------------
+
+
+def test_finished_run_is_found_unless_more_is_asked_for_or_its_result_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers = Workers(tf.distribute.get_strategy())
+    complete = {"epochs": 4, "epochs_without_improvement": 2, "step": 80, "seconds": 1.0, "weights_sha256": "a"}
+
+    def found(result: dict[str, Any], **settings: Any) -> dict[str, Any] | None:
+        config = Config(run_dir=tmp_path, **settings)
+        write_json(tmp_path / "config.json", {"settings": config.as_json()})
+        write_json(tmp_path / "result.json", result)
+        with RunDirectory(tmp_path) as directory:
+            return lock_and_find_result(directory, config, workers)
+
+    assert found(complete, epochs=4) == complete
+    assert "Finished already after 4 epochs (more --epochs would continue it" in capsys.readouterr().out
+    assert found(complete, epochs=9, patience=2) == complete
+    assert "Finished already after 4 epochs (more --patience would continue it" in capsys.readouterr().out
+    for settings in ({"epochs": 9}, {"epochs": 9, "patience": 3}, {"epochs": 4, "fresh": True}):
+        assert found(complete, **settings) is None
+    for damaged in ({"epochs": "1"}, {}, {**complete, "epochs": "4"}):
+        assert found(damaged, epochs=4) is None
+
+
+def test_fresh_begins_once_in_all_lives_of_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, settings = Workers(tf.distribute.get_strategy()), Config(run_dir=tmp_path, epochs=4, fresh=True)
+    result = {"epochs": 4, "epochs_without_improvement": 0, "step": 1, "seconds": 1.0, "weights_sha256": "a"}
+    write_json(tmp_path / "config.json", {"settings": settings.as_json(), "start_id": "first"})
+    write_json(tmp_path / "result.json", result)
+    for start_id, expected in (("first", result), ("second", None), ("", None)):
+        monkeypatch.setenv(START_ID, start_id)
+        with RunDirectory(tmp_path) as directory:
+            assert lock_and_find_result(directory, settings, workers) == expected
+
+
+# --- What a checkpoint says -------------------------------------------------------------------------------------------
+
+
+def resume(
+    run: Run, progress: Progress, *names: str, data: dict[str, Any] | None = None, shards_by_file: bool = False
+) -> tuple[Progress, str]:
+    """Resumes from a checkpoint with this progress; `names` are the datasets, and `data` has their fingerprints."""
+    newest = (Path(f"step-{progress.step:08d}"), {"weight": np.float32(progress.step)}, progress)
+    batches: Any = {name: SimpleNamespace(shards_by_file=shards_by_file) for name in names}
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(start, "read_newest", lambda *_: newest)
+        resumed = start._resume(run, batches, data or {})
+    assert resumed is not None
+    return resumed
+
+
+@pytest.mark.usefixtures("linear")
+def test_hook_that_takes_a_context_gives_each_process_files_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_examples = task.load_examples
+    monkeypatch.setattr(task, "load_examples", lambda split, input_context=None: load_examples(split))
+    train.build(Config(simulated_devices=1, global_batch_size=60))
+    assert (train.batches["train"].shards_by_file, train.batches["train"].steps_per_epoch) == (True, 20)
+
+
+@pytest.mark.parametrize(
+    ("shards_by_file", "steps_per_epoch", "steps"),
+    [(True, None, {}), (True, None, {"train": 3}), (True, 7, {}), (False, 7, {"train": 3})],
+)
+def test_position_in_a_pass_is_of_its_number_of_workers_if_each_has_files_of_its_own(
+    shards_by_file: bool, steps_per_epoch: int | None, steps: dict[str, int], begin: Callable[..., Run]
+) -> None:
+    run = begin(epochs=2, steps_per_epoch=steps_per_epoch)
+    progress = Progress(epoch=1, step=7, workers=2, steps_of_pass=steps)
+    if shards_by_file and (steps_per_epoch or steps):
+        with pytest.raises(BadInput, match=r"pass on 2 worker\(s\), and there are 1 \(.*\): resume with 2"):
+            resume(run, progress, "train", shards_by_file=True)
+    else:
+        resumed = resume(run, progress, "train", shards_by_file=shards_by_file)
+        assert resumed == (progress, "resumed from step-00000007")
+
+
+def test_fewer_epochs_than_were_begun_and_lost_checkpoints_are_refused(begin: Callable[..., Run]) -> None:
+    progress = Progress(epoch=1, step=24, steps_of_pass={"train": 4})
+    with pytest.raises(BadInput, match="--epochs 1: the run already reached epoch 2; pass at least 2"):
+        resume(begin(epochs=1), progress, "train")
+    assert resume(begin(epochs=2), progress, "train")[0] == progress
+    run = begin()
+    assert start._resume(run, {}, {}) is None
+    (run.settings.run_dir / "result.json").touch()
+    with pytest.raises(BadInput, match="checkpoints is empty although the run has gone far"):
+        start._resume(run, {}, {})
+
+
+def fingerprint(count: int) -> dict[str, Any]:
+    return {"examples": count, "element_spec": "int32[]", "sha256": "a", "steps_per_epoch": count}
+
+
+@pytest.mark.parametrize(
+    ("steps", "ended", "changed", "left", "reset", "end"),
+    [
+        # Within an epoch, and in a validation inside it, of which one dataset has ended.
+        ({"train": 3}, [], ["train"], [], ["train"], 13 + 2 * 4),
+        ({"train": 3}, [], ["validation/a"], ["train"], [], None),
+        ({"train": 3, "validation/b": 1}, ["validation/a"], ["train"], [], ["train", "validation/b"], 13 + 2 * 4),
+        ({"train": 3, "validation/b": 1}, ["validation/a"], ["validation/a"], ["train"], ["validation/b"], None),
+        # In the validation after an epoch, which is not trained again; between epochs.
+        ({"validation/b": 1}, ["train", "validation/a"], ["train"], ["train"], ["validation/b"], 13 + 4),
+        ({"validation/b": 1}, ["train", "validation/a"], ["validation/b"], ["train"], ["validation/b"], None),
+        ({}, [], ["train"], [], [], 13 + 2 * 4),
+    ],
+)
+def test_passes_over_changed_examples_start_over(
+    steps: dict[str, int],
+    ended: list[str],
+    changed: list[str],
+    left: list[str],
+    reset: list[str],
+    end: int | None,
+    begin: Callable[..., Run],
+) -> None:
+    run = begin(epochs=3, allow_changed_data=True, monitor="validation/a/loss")
+    before = {name: fingerprint(5) for name in ("train", "validation/a", "validation/b")}
+    metrics = {name: {f"{name}/loss": 1.0} for name in ended}
+    progress = Progress(1, 13, steps, metrics, best_epoch=1, best_step=10, best_score=0.5, data=before)
+    progress, message = resume(run, progress, *before, data=before | {name: fingerprint(4) for name in changed})
+    assert [*progress.steps_of_pass, *progress.metrics] == left
+    assert run.objects.resets == reset
+    assert message == f"resumed from step-00000013; {changed[0]!r} has changed (5 examples then, 4 now)" + (
+        "; 5 steps per epoch then, 4 now: the learning-rate schedule spans 12 steps instead of 15, and the training "
+        f"ends after step {end}"
+        if end
+        else ""
+    )
+    assert (progress.best_step, progress.best_score) == (10, None if changed == ["validation/a"] else 0.5)
+
+
+def test_score_of_other_examples_is_forgotten_and_patience_starts_over_if_an_epoch_follows(
+    begin: Callable[..., Run],
+) -> None:
+    for epochs, expected in ((6, (None, 0)), (5, (0.5, 3))):
+        run = begin(epochs=epochs, allow_changed_data=True, monitor="validation/a/loss")
+        before = {name: fingerprint(5) for name in ("train", "validation/a")}
+        progress = Progress(5, 25, best_epoch=2, best_step=10, best_score=0.5, data=before)
+        resumed, _ = resume(run, progress, *before, data={**before, "validation/a": fingerprint(4)})
+        assert (resumed.best_score, resumed.epochs_without_improvement()) == expected
+
+
+def test_sets_that_are_gone_are_forgotten_at_a_resume(begin: Callable[..., Run]) -> None:
+    """What was counted of the pass that was under way is of no other set."""
+    run = begin(epochs=2)
+    steps = {"train": 10, "validation/old": 3}
+    scores = {"validation/older": {"validation/older/loss": 1.0}, "validation/kept": {"validation/kept/loss": 2.0}}
+    data = {"train": fingerprint(4)}  # The checkpoint is of a version that recorded none.
+    progress = Progress(step=10, steps_of_pass=steps, metrics=scores)
+    progress, _ = resume(run, progress, "train", "validation/kept", "validation/new", data=data)
+    run.start(progress)
+    assert run.objects.resets == ["validation/old"]
+    assert run.progress.steps_of_pass == {"train": 10}
+    assert run.results("validation") == {"validation/kept/loss": 2.0}

@@ -1,0 +1,116 @@
+"""Evaluation beside the training: once, or of every checkpoint as it appears."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+from short_runs import ONE_REPLICA, rows
+
+import task
+import train
+from engine.run.checkpoint_files import StoredValues
+
+Ended = Callable[..., tuple[int, str]]
+
+
+def evaluate(run_dir: Path, *flags: str) -> dict[str, float]:
+    """Returns the metrics of --evaluate-only; no setting of the training is given."""
+    found = train.main([f"--run-dir={run_dir}", "--evaluate-only", *flags])
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.usefixtures("same_model")
+def test_evaluation_is_of_the_best_weights_and_changes_nothing(
+    whole: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Ended
+) -> None:
+    assert "is empty: train first" in ended(tmp_path / "run", "--evaluate-only")[1]
+    assert not list(tmp_path.iterdir())
+    result = json.loads((whole / "result.json").read_text(encoding="utf-8"))
+    before = {path: path.stat().st_mtime_ns for folder in (whole, stopped) for path in folder.rglob("*")}
+    found = evaluate(tmp_path / "none", *ONE_REPLICA, f"--init-from={whole}")
+    assert found["test/loss"] == pytest.approx(result["test/loss"], rel=1e-5)
+    assert found["validation/loss"] == pytest.approx(result["best_validation/loss"], rel=1e-5)
+
+    # It counts from the start, though this run was stopped in a validation; and it may be of other examples.
+    load_examples = task.load_examples
+    monkeypatch.setattr(task, "load_examples", lambda split: load_examples(split).take(179))
+    best = float(rows(stopped, "validations.csv")[0]["validation/loss"])
+    found = evaluate(stopped, "--simulated-devices=4")
+    assert found["validation/loss"] == pytest.approx(best, rel=1e-5)
+    assert found["test/loss"] != pytest.approx(result["test/loss"], rel=1e-3)
+    assert {path: path.stat().st_mtime_ns for folder in (whole, stopped) for path in folder.rglob("*")} == before
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("same_model")
+def test_evaluation_of_damaged_weights_or_with_other_settings_is_refused(
+    whole: Path, tmp_path: Path, ended: Ended
+) -> None:
+    for way in ("--evaluate-only", "--evaluate-continuously"):
+        code, line = ended(whole, way, "--ema-decay=0.5")
+        assert (code, "other settings (--ema-decay 0.9 there and 0.5 now): use the run's" in line) == (2, True), line
+    shutil.copytree(whole, tmp_path / "run")
+    for path in (tmp_path / "run" / "best").iterdir():
+        (path / "progress.json").unlink()
+    code, line = ended(tmp_path / "run", "--evaluate-only", *ONE_REPLICA)
+    assert (code, "/best/step-" in line, " is damaged" in line) == (2, True, True), line
+
+
+@pytest.mark.usefixtures("same_model")
+def test_continuous_evaluation_follows_a_run_and_writes_only_its_own(
+    whole: Path,
+    stopped: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ended: Ended,
+) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    folder, way = tmp_path / "run", ("--evaluate-continuously", "--evaluation-timeout=1")
+    (folder / "tensorboard" / "evaluation").write_text("in the way")  # Root may write anywhere else.
+    code, line = ended(folder, *way)
+    assert (code, f"{folder}/tensorboard/evaluation cannot be written" in line) == (1, True), line
+    (folder / "tensorboard" / "evaluation").unlink()
+
+    read, removed = StoredValues.read, folder / "checkpoints" / "step-00000008"
+
+    def read_late(values: StoredValues, names: list[str]) -> dict[str, tf.Tensor]:
+        if values.path == removed:  # As the run may do meanwhile.
+            shutil.rmtree(removed)
+        return read(values, names)
+
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parent != removed]
+    before = {path: path.read_bytes() for path in files}
+    monkeypatch.setattr(StoredValues, "read", read_late)
+    train.main([f"--run-dir={folder}", *way])
+    assert "Nothing new for 1 s (--evaluation-timeout)" in capsys.readouterr().out
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    new = {path.relative_to(folder).as_posix() for path in after.keys() - before.keys()}
+    assert {name for name in new if not name.startswith("tensorboard/evaluation/")} == {"evaluations.csv"}
+    assert before == {path: after[path] for path in before}
+    # The newest checkpoint is from the middle of a validation, which counts from the start here.
+    (found,) = rows(folder, "evaluations.csv")
+    measured = rows(whole, "validations.csv")[1]
+    assert found["step"] == measured["step"] == "16"
+    assert float(found["validation/loss"]) == pytest.approx(float(measured["validation/loss"]), rel=1e-6)
+
+    # Begun again it has nothing to do, and it ends with the run.
+    shutil.copy(whole / "result.json", folder)
+    train.main([f"--run-dir={folder}", "--evaluate-continuously"])
+    out = capsys.readouterr().out
+    assert "The run has ended." in out
+    assert "step-" not in out
+
+
+def test_continuous_evaluation_waits_for_a_run_and_leaves_its_directory_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "evaluator", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(evaluator))
+    train.main([f"--run-dir={tmp_path / 'run'}", *ONE_REPLICA, "--evaluate-continuously", "--evaluation-timeout=1"])
+    assert "Nothing new for 1 s (--evaluation-timeout)" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,190 @@
+"""Models with state of every kind, each in a run that is stopped and ends with the same bits."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from short_runs import ONE_REPLICA, interrupted, rows, run, stop
+from small import linear_model, small_model
+
+import task
+import train
+from config import Config
+from engine.errors import Stopped
+from engine.run import saving_on_exit
+from engine.run.checkpoint_files import read_checkpoint
+from engine.run.directory import RunDirectory
+from engine.run.progress import Progress
+from engine.run.run import Run
+from engine.run.start import start_run
+from engine.run.state import State, weights_sha256
+
+
+def assert_stopped_run_ends_equal(stops: tuple[int, ...], folder: Path, *flags: str) -> dict[str, Any]:
+    """Stops a run after so many chunks each time, compares it with one that is not stopped, and returns its result."""
+    flags = (*ONE_REPLICA, *flags)
+    expected = run(folder / "whole", *flags)
+    for chunks in stops:
+        stop(chunks, folder / "stopped", *flags)
+    assert run(folder / "stopped", *flags) == expected
+    for table in ("metrics.csv", "validations.csv"):
+        if (folder / "whole" / table).exists():
+            assert rows(folder / "stopped", table) == rows(folder / "whole", table)
+    return expected
+
+
+@pytest.mark.long
+def test_stopped_run_with_every_kind_of_state_ends_bit_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_model() -> keras.Model:
+        layers = [keras.layers.Flatten(), keras.layers.Dense(8), keras.layers.BatchNormalization()]
+        layers += [keras.layers.Dropout(0.2), keras.layers.Dense(10, kernel_regularizer="l2")]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+    monkeypatch.setattr(task, "create_model", create_model)
+    flags = ("--epochs=2", "--simulated-devices=3", "--steps-per-execution=3", "--keep-last-batch", "--ema-decay=0.9")
+    flags += ("--micro-batches=2", "--precision=mixed_float16", "--checkpoint-every-steps=5", "--global-clipnorm=0.5")
+    # In the first epoch, and before its validation.
+    assert_stopped_run_ends_equal((3, 6), tmp_path, *flags)
+
+
+@pytest.mark.long
+def test_metrics_that_make_their_variables_late_are_in_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
+        return {"loss": keras.metrics.Mean(), "f1": keras.metrics.F1Score(average="macro")}
+
+    def update_metrics(split, labels, predictions, per_example_loss, weights) -> None:
+        task.metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
+        one_hot = tf.one_hot(labels, 10)
+        task.metrics[split]["f1"].update_state(one_hot, tf.nn.softmax(predictions), sample_weight=weights)
+
+    monkeypatch.setattr(task, "create_model", small_model)
+    flags = ("--epochs=1", "--simulated-devices=2", "--steps-per-execution=3")
+    without = run(tmp_path / "without", *ONE_REPLICA, *flags)
+    monkeypatch.setattr(task, "create_metrics", create_metrics)
+    monkeypatch.setattr(task, "update_metrics", update_metrics)
+    expected = assert_stopped_run_ends_equal((5,), tmp_path, *flags)
+    assert expected["weights_sha256"] == without["weights_sha256"]  # To make them changed nothing else.
+    assert "metrics/train/f1/f1_score/true_positives" in train.run.checkpoints.state.per_replica
+    assert {"train/f1", "validation/f1"} <= rows(tmp_path / "stopped")[0].keys()
+
+
+class Remembering(keras.layers.Layer):
+    """Keeps a mean and the state of a generator in variables that Keras does not list."""
+
+    def build(self, shape):
+        self.mean = tf.Variable(tf.zeros(shape[1:]), trainable=False, name="mean")
+        self.generator = tf.random.Generator.from_seed(7)
+
+    def call(self, inputs, training=False):
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(inputs, axis=0))
+            inputs += 0.1 * self.generator.normal(tf.shape(inputs))
+        return inputs - self.mean
+
+
+def test_stopped_run_with_state_that_keras_does_not_list_ends_bit_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tasks"))
+    import gan
+
+    create_models = gan.create_model
+
+    def create_model() -> dict[str, keras.Model]:
+        inputs = keras.Input(batch_shape=(30, gan.NOISE))  # Two replicas' shares of 60.
+        layers = [keras.layers.Reshape((2, 4)), keras.layers.SimpleRNN(4, stateful=True, unroll=True), Remembering()]
+        generator = keras.Sequential([inputs, *layers, keras.layers.Dense(64, activation="tanh")])
+        return {"generator": generator, "discriminator": create_models()["discriminator"]}
+
+    monkeypatch.setattr(gan, "create_model", create_model)
+    monkeypatch.setattr(train, "task", gan)
+    settings = {"epochs": 1, "global_batch_size": 60, "simulated_devices": 2, "steps_per_execution": 2}
+    config = Config(run_dir=tmp_path, monitor="validation/loss", monitor_direction="min", **settings)
+
+    def start() -> State:
+        train.build(config)
+        with RunDirectory(tmp_path) as directory:
+            start_run(train.run, directory, train.batches)
+        return train.run.checkpoints.state
+
+    state = start()
+    initial = state.values()
+    metrics, expected = train.train_epoch(), state.values()
+    state.assign(initial)
+    train.run.start(Progress())
+    with interrupted(2, Stopped), pytest.raises(Stopped), saving_on_exit(train.run):
+        train.train_epoch()
+
+    state = start()
+    assert train.run.progress.step == 4
+    assert train.train_epoch() == metrics
+    found = state.values()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    kept = {name.split("/")[-1]: value for name, value in found.items() if name.startswith("hidden/")}
+    assert kept.keys() == {"rnn_state", "mean", "StateVar"}
+    assert not np.array_equal(*kept["mean"])  # Each replica's own.
+    # Best weights come with the state that a validation uses.
+    assert {name.split("/")[-1] for name in train.run.best.state.values() if name.startswith("hidden/")} == {
+        "rnn_state",
+        "mean",
+    }
+
+
+@keras.saving.register_keras_serializable("tests")
+class AlwaysNoisy(keras.layers.Layer):
+    """Draws noise in evaluations too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def build(self, shape: Any) -> None:
+        self.generator = tf.random.Generator.from_seed(7)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        noise = self.generator.normal(tf.shape(inputs))
+        return inputs + 0.1 * (noise + keras.random.normal(tf.shape(inputs), seed=self.seed_generator))
+
+
+def test_draws_of_a_validation_change_no_training_and_repeat_after_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "create_model", lambda: linear_model(AlwaysNoisy()))
+    settings = {"epochs": 1, "global_batch_size": 60, "simulated_devices": 2, "steps_per_execution": 1}
+    train.build(Config(run_dir=tmp_path, validate_every_steps=8, **settings))
+    hidden, initial = train.run.hidden, train.run.checkpoints.state.values()
+    validations: list[dict[str, float]] = []
+
+    def noted(metrics: dict[str, float]) -> None:
+        validations.append(metrics)
+        Run.end_validation(train.run, metrics)
+
+    def train_from(values: Any, progress: Progress, **changes: Any) -> str:
+        config = dataclasses.replace(train.config, **changes)
+        train.run = Run(config, train.strategy, train.run.workers, train.objects, hidden)
+        train.run.checkpoints.state.assign(values)
+        train.run.start(progress)
+        monkeypatch.setattr(train.run, "end_validation", noted)
+        with saving_on_exit(train.run):
+            train.train_epoch()
+        return weights_sha256(train.objects.weights)
+
+    expected = train_from(initial, Progress(), validate_every_steps=None)
+    assert not validations
+    assert train_from(initial, Progress()) == expected
+    with interrupted(9, Stopped), pytest.raises(Stopped):
+        train_from(initial, Progress())
+    values, record = read_checkpoint(tmp_path / "checkpoints" / "step-00000008.1")
+    # The validation begins again, because it has drawn numbers.
+    assert record["steps_of_pass"] == {"train": 8, "validation": 0}
+    assert train_from(values, Progress(**record)) == expected
+    whole, resumed = validations[:2], validations[2:]
+    assert resumed == whole
