@@ -1,4 +1,4 @@
-"""The number of replicas changes no result: loss, gradients and metrics agree, with all options.
+"""The number of replicas changes no result: loss, gradients and metrics agree, with micro-batches and a padded last batch.
 
 Randomness inside the model (dropout, noise) is switched off, because each replica draws its own. A layer whose
 randomness cannot be switched off skips the comparison. The loss must agree in every batch; the gradient of a batch
@@ -23,7 +23,8 @@ from engine.errors import BadInput
 from engine.model.variables import model_variables
 
 REPLICAS = 4
-OPTIONS = {"keep_last_batch": True, "global_clipnorm": 1e-3, "ema_decay": 0.9, "micro_batches": 2}
+# Without clipping, which makes a gradient that is too large look right.
+OPTIONS = {"keep_last_batch": True, "ema_decay": 0.9, "micro_batches": 2}
 
 
 def test_one_and_four_replicas_agree(settings: Config) -> None:
