@@ -109,9 +109,9 @@ def test_code_of_the_cause_is_returned_without_a_restart_that_fixes_nothing(laun
     assert done.returncode == 128 + signal.SIGKILL
     assert "[launcher] worker 1 was ended by SIGKILL" in done.stdout
     assert not alive(project)
-    for number, code in enumerate((2, 3), 2):
-        assert launched("--workers=2", "--max-restarts=5", "--", f"all={code}").returncode == code
-        assert len(starts(project, "worker-0")) == number
+    for code in (2, 3):
+        done = launched("--workers=2", "--max-restarts=5", "--", f"all={code}")
+        assert (done.returncode, "restarting" in done.stdout) == (code, False)
 
 
 def test_cluster_continues_without_lost_workers_down_to_the_minimum(launched: Callable, project: Path) -> None:

@@ -1,4 +1,4 @@
-"""The number of replicas changes no result: loss, gradients and metrics agree, with micro-batches and a padded last batch.
+"""The number of replicas changes no result: loss, gradients and metrics agree.
 
 Randomness inside the model (dropout, noise) is switched off, because each replica draws its own. A layer whose
 randomness cannot be switched off skips the comparison. The loss must agree in every batch; the gradient of a batch
