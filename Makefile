@@ -29,28 +29,35 @@ export MYPY_CACHE_DIR := /dev/null
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
+# Installs this folder's dependencies, with the extras that follow it.
+install = if command -v uv >/dev/null; then uv pip install --quiet --python $(BIN)/python --editable '$(1)'; \
+	else $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '$(1)'; fi
+
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Python 3.11, 3.12 or 3.13 is needed: make PYTHON=/path/to/python3.13")'
-	@if command -v uv >/dev/null; then \
-		uv venv --quiet --clear --python $(PYTHON) .venv && uv pip install --quiet --python $(BIN)/python --editable .; \
-	else \
-		$(PYTHON) -m venv --clear .venv && $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .; \
-	fi
+	@if command -v uv >/dev/null; then uv venv --quiet --clear --python $(PYTHON) .venv; \
+	else $(PYTHON) -m venv --clear .venv; fi
+	@$(call install,.)
 	@touch $@
 
-demo: .venv/installed
+.venv/installed-for-tests: .venv/installed
+	@$(call install,.[test])
+	@touch $@
+
+# This starter needs KerasHub too.
+demo: $(if $(filter text_pair_classification,$(STARTER)),.venv/installed-for-tests,.venv/installed)
 	@rm -rf build/demo
 	@$(BIN)/cookiecutter --no-input --default-config --output-dir build/demo . starter=$(STARTER)
 	@cd $(DEMO) && "$(CURDIR)/$(BIN)/python" train.py --simulated-devices 2
 	@echo "The run's files are in $(DEMO)/runs/default, the project in $(DEMO)."
 
-test: .venv/installed
+test: .venv/installed-for-tests
 	$(BIN)/python $(PYTEST) -m "not long"
 
 test-all: test
 	$(BIN)/python $(PYTEST) -m long
 
-coverage: .venv/installed
+coverage: .venv/installed-for-tests
 	@rm -rf build/coverage && mkdir -p build/coverage
 	$(BIN)/coverage run --data-file=$(CURDIR)/build/coverage/data $(PYTEST) -m "not long"
 	$(BIN)/coverage combine --quiet --data-file=build/coverage/data build/coverage
@@ -81,11 +88,11 @@ docs: build/docs-environment/installed
 	@.venv-tf-keras/bin/python -m pip install --quiet --disable-pip-version-check $(TF_KERAS)
 	@touch $@
 
-benchmark: .venv/installed .venv-orbit/installed .venv-tf-keras/installed
+benchmark: .venv/installed-for-tests .venv-orbit/installed .venv-tf-keras/installed
 	$(BIN)/python benchmarks/run.py --overhead --costs --orbit .venv-orbit/bin/python
 	$(BIN)/python benchmarks/tables.py --orbit .venv-orbit/bin/python --tf-keras .venv-tf-keras/bin/python
 
-lint: .venv/installed
+lint: .venv/installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd '{{cookiecutter.project_slug}}' && "$(CURDIR)/$(BIN)/mypy"

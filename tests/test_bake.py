@@ -84,9 +84,13 @@ def test_template_lists_what_its_project_needs() -> None:
         tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         for folder in (TEMPLATE, PROJECT)
     )
+    listed = set(template["dependencies"])
+    hub = {each for each in project["dependencies"] if each.startswith("keras-hub")}  # Of one starter.
+    assert set(project["dependencies"]) - hub <= listed
     extras = project["optional-dependencies"]
-    needed = project["dependencies"] + extras["dev"] + extras["ray"] + extras["sweep"]
-    assert set(needed) <= set(template["dependencies"])
+    assert hub.union(extras["dev"], extras["ray"], extras["sweep"]) <= set(template["optional-dependencies"]["test"])
+    # make demo installs nothing else.
+    assert listed - set(project["dependencies"]) == {"cookiecutter>=2.7.1,<3"}
 
 
 def test_every_dependency_of_the_project_has_an_upper_bound() -> None:
