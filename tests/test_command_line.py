@@ -142,6 +142,7 @@ def test_task_that_cannot_be_imported_is_one_line(bake: Callable[..., Bake]) -> 
     assert whole.splitlines()[-1] == last
 
 
+@pytest.mark.long
 def test_terminal_gets_a_live_line_that_vanishes_and_the_users_level_is_kept(
     default_bake: Bake, tmp_path: Path
 ) -> None:

@@ -207,6 +207,7 @@ def test_failed_trial_is_recorded_and_three_alike_end_the_sweep(make: Callable[.
     assert re.search(r"again: python train\.py --epochs=2 --learning-rate=", out)
 
 
+@pytest.mark.long
 def test_sweep_that_is_killed_ends_as_one_left_alone(make: Callable[..., Project]) -> None:
     """The trials and scores, and what was pruned when, are the same; no train.py outlives a kill."""
     alone, killed = make("alone"), make("killed")
@@ -239,6 +240,7 @@ def test_sweep_that_is_killed_ends_as_one_left_alone(make: Callable[..., Project
     assert f"again: python train.py --epochs=5 --learning-rate={best.params['learning_rate']} " in out
 
 
+@pytest.mark.long
 def test_programs_share_the_trials_and_take_over_from_a_killed_one(make: Callable[..., Project]) -> None:
     project = make(seconds=0.2)
     flags = ("--trials=5", "--pruner=none", "--", "--epochs=4")

@@ -164,7 +164,8 @@ def test_update_with_git_alone(
     assert_updated(folder, versions, deleted=DELETED)
 
 
-@pytest.mark.parametrize("beginning", [pytest.param("create", marks=pytest.mark.long), "link"])
+@pytest.mark.long
+@pytest.mark.parametrize("beginning", ["create", "link"])
 def test_update_with_cruft(
     beginning: str, home: Path, tmp_path: Path, shell: Callable[..., str], versions: dict[str, dict[str, str]]
 ) -> None:

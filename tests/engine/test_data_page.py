@@ -150,6 +150,7 @@ def test_images_in_folders(arrays, loaded) -> None:
     np.testing.assert_allclose(image * 255.0, arrays["test"][0][int(name.removesuffix(".png"))], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_tokenised_text(arrays, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for split, count in COUNTS.items():

@@ -154,6 +154,7 @@ def test_class_weight_and_metrics_are_those_of_fit(apply: Apply, small: None, mo
         assert [row[f"validation/{name}"] for row in rows] == pytest.approx(history[f"val_{theirs}"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_clipping_and_val_loss_are_those_of_fit(apply: Apply, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     apply("val_loss as in Keras")
     clipping = {"clipvalue": 0.01}

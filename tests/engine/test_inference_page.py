@@ -47,6 +47,7 @@ def outputs_of(title: str) -> dict[str, np.ndarray]:
     return {name: np.asarray(output) for name, output in names["outputs"].items()}
 
 
+@pytest.mark.long
 def test_blocks_give_the_same_outputs(here: Path) -> None:
     by_predictor, by_endpoint = map(outputs_of, ("Predictions in a notebook", "The SavedModel"))
     assert by_predictor.keys() == by_endpoint.keys() == {"label", "probabilities"}

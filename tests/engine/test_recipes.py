@@ -105,6 +105,7 @@ def test_rates_are_reduced_as_by_reducelronplateau(
     assert len(set(found)) > 2
 
 
+@pytest.mark.long
 def test_state_of_ones_own_ends_a_run_after_a_stop_too(
     apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +240,7 @@ def test_gradient_norm_is_reported_and_the_same_in_micro_batches(
     assert 0.1 < rows[0]["train/gradient_norm"] < 100
 
 
+@pytest.mark.long
 def test_images_go_to_tensorboard(
     apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -283,6 +285,7 @@ def test_text_is_looked_up_in_a_vocabulary_that_is_exported(
     assert served(tf.constant(["a good film", "a bad film"]))["label"].numpy().tolist() == [1, 0]
 
 
+@pytest.mark.long
 def test_no_recipe_starts_tensorflow_when_it_is_imported() -> None:
     """The CPU can be divided into simulated devices only before that."""
     pages = (RECIPES, sections("steps.md"))

@@ -101,7 +101,9 @@ def by_hand(
 
 
 # Four replicas cannot share a batch of 10 in 2 micro-batches each, so some are padded.
-@pytest.mark.parametrize(("replicas", "global_batch_size"), [(1, 12), (2, 12), (4, 10)])
+@pytest.mark.parametrize(
+    ("replicas", "global_batch_size"), [(1, 12), pytest.param(2, 12, marks=pytest.mark.long), (4, 10)]
+)
 def test_training_equals_numpy(replicas: int, global_batch_size: int) -> None:
     options = {"global_clipnorm": 0.3, "ema_decay": 0.8}
     settings = {"global_batch_size": global_batch_size, "keep_last_batch": True, "micro_batches": 2, **options}

@@ -109,7 +109,10 @@ def plain(features: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 @pytest.mark.parametrize(
     ("problem", "split", "replicas"),
-    [(OSError(errno.EIO, "bad sector"), "train", 2), (ConnectionResetError("by the server"), "validation", 1)],
+    [
+        (OSError(errno.EIO, "bad sector"), "train", 2),
+        pytest.param(ConnectionResetError("by the server"), "validation", 1, marks=pytest.mark.long),
+    ],
 )
 def test_streamed_examples_are_neither_lost_nor_doubled_by_faults(
     problem: Exception, split: str, replicas: int, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys
@@ -159,6 +162,7 @@ def number_of(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.zeros([3]), tf.io.decode_raw(tf.strings.substr(record, 0, 8), tf.int64)[0]
 
 
+@pytest.mark.long
 def test_record_file_that_gives_io_errors_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux answers every read of unmapped memory with EIO."""
     shuffle_in(monkeypatch, 4000, block=200)
@@ -306,6 +310,7 @@ def test_faults_of_the_data_are_not_tried_again(waits: list[float], monkeypatch:
     assert waits == []
 
 
+@pytest.mark.long
 def test_long_fault_ends_the_run_with_code_1_and_the_next_start_gives_the_same_bits(
     tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -58,12 +58,10 @@ def all_padded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str,
         return outcome(tmp_path_factory.mktemp("all_padded") / "run", "--simulated-devices=1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
-    [
-        ("--simulated-devices=1",),
-        pytest.param(("--simulated-devices=2", "--micro-batches=2", "--jit"), marks=pytest.mark.long),
-    ],
+    [("--simulated-devices=1",), ("--simulated-devices=2", "--micro-batches=2", "--jit")],
     ids=" ".join,
 )
 def test_cut_sequences_give_the_numbers_of_padded_ones(

@@ -115,6 +115,7 @@ def test_sam_updates_by_the_gradient_at_the_moved_weights(replicas: int, apply: 
     assert_close(task.model.get_weights(), expected)
 
 
+@pytest.mark.long
 def test_large_gradients_change_nothing(apply: Apply, monkeypatch: pytest.MonkeyPatch) -> None:
     apply("Updates that are skipped", create_optimizer=lambda total_steps: keras.optimizers.AdamW(0.01, epsilon=1e-5))
     monkeypatch.setattr(task, "LARGEST_NORM", 1e-9)
@@ -149,6 +150,7 @@ def small_denoiser() -> keras.Model:
     return keras.Model({"image": image, "angle": angle}, keras.layers.Dense(1)(image * angle))
 
 
+@pytest.mark.long
 def test_samples_are_written_and_compiled_once(
     apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +164,7 @@ def test_samples_are_written_and_compiled_once(
     assert task.sample.experimental_get_tracing_count() == 1
 
 
+@pytest.mark.long
 def test_eight_of_ten_hidden_tokens_are_masks(apply: Apply) -> None:
     apply("Masked language model")
     build(1, global_batch_size=120)
@@ -180,6 +183,7 @@ def test_eight_of_ten_hidden_tokens_are_masks(apply: Apply) -> None:
 # --- Layers that start late -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_encoder_starts_at_its_step(apply: Apply) -> None:
     apply("Layers that are frozen until a step")
     # Two steps an epoch; of six steps the first two are without the encoder.

@@ -179,6 +179,7 @@ def test_vocabulary_has_the_frequent_users_in_an_order_of_their_own(apply: Apply
     assert make_vocabulary() == name
 
 
+@pytest.mark.long
 def test_users_get_their_rows_and_the_export_has_the_vocabulary(apply: Apply) -> None:
     apply("A vocabulary")
     name = make_vocabulary()
@@ -277,6 +278,7 @@ def test_grown_table_starts_with_the_old_rows(apply: Apply, capsys: pytest.Captu
 # --- Several tables, several ids --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_tables_in_one_are_trained_as_several_tables(apply: Apply) -> None:
     apply("Several tables in one")
 
@@ -378,6 +380,7 @@ def test_unknown_id_reads_the_first_row_of_its_column(apply: Apply) -> None:
     assert train.batches["train"].element_spec[0].shape == (16, 3)
 
 
+@pytest.mark.long
 def test_id_outside_of_the_table_is_named_as_the_page_says(
     apply: Apply, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

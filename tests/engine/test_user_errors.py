@@ -200,7 +200,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return outcome(tmp_path_factory.mktemp("whole"), *GOES_ON)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["train", pytest.param("validation", marks=pytest.mark.long)])
 def test_run_with_a_fault_in_a_step_goes_on_bit_equal_once_it_is_fixed(
     fault: str, whole: dict[str, Any], ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +296,7 @@ def test_mistake_of_the_engine_keeps_its_traceback(tmp_path: Path, monkeypatch: 
 # --- From a notebook --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_program_runs_outside_the_main_thread_and_returns_what_it_came_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,6 +239,7 @@ def test_right_form_is_no_false_alarm(hooks: dict[str, Any], check: Any) -> None
     assert not any("its gradient jumps" in line for line in lines)
 
 
+@pytest.mark.long
 def test_sum_over_the_batch_is_right_with_micro_batches(check: Any) -> None:
     loss = loss_of_even_labels(even_of_batch, tf.math.divide_no_nan)
     assert_sound(check({"compute_loss": loss}, only=("results",), micro_batches=2, keep_last_batch=True))
@@ -300,6 +301,7 @@ def test_loss_whose_gradient_jumps_is_named(loss: Callable, check: Any, monkeypa
     )
 
 
+@pytest.mark.long
 def test_draws_of_a_seed_generator_in_the_loss_are_named(check: Any) -> None:
     seeds = []
 

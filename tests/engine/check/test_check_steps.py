@@ -273,6 +273,10 @@ FAULTS = {
 }
 # Another fault above is found by the same comparison.
 LONG = {
+    "divided twice",
+    "regularization",
+    "added loss",
+    "steps that are traced again",
     "NumPy in the step",
     "loss that only masks",
     "term without weights",

@@ -70,8 +70,8 @@ def all_shares(found: Batches, *, first_step: int = 0) -> list[list[np.ndarray]]
     [
         ("train", 4, 2, 1, True, False, False),
         ("train", 3, 3, 1, False, True, True),
-        ("train", 3, 1, 2, False, False, True),
-        ("validation", 5, 1, 1, False, False, False),
+        pytest.param("train", 3, 1, 2, False, False, True, marks=pytest.mark.long),
+        pytest.param("validation", 5, 1, 1, False, False, False, marks=pytest.mark.long),
         ("validation", 2, 2, 1, False, True, False),
     ],
 )

@@ -92,7 +92,11 @@ def test_without_shuffling_the_order_is_that_of_the_files_cut_into_segments(
 
 @pytest.mark.parametrize(
     ("size", "processes", "keeps_last", "memory", "point"),
-    [(12, 2, True, 60_000, 300), (67, 3, False, 60_000, 64), (10, 2, True, 2**29, 2**15)],
+    [
+        (67, 3, False, 60_000, 64),
+        (10, 2, True, 2**29, 2**15),
+        pytest.param(12, 2, True, 60_000, 300, marks=pytest.mark.long),
+    ],
 )
 def test_order_has_each_record_once_for_any_number_of_processes_and_from_any_step_on(
     size: int,
@@ -185,6 +189,7 @@ def test_place_of_no_record_is_in_the_graph_of_a_pass(files: Records) -> None:
     assert max(sizes) < 24
 
 
+@pytest.mark.long
 def test_files_sorted_by_class_are_mixed_as_by_a_perfect_shuffle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

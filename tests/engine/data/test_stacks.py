@@ -167,6 +167,7 @@ print("taken", flush=True)
 """
 
 
+@pytest.mark.long
 def test_program_ends_while_a_generator_of_examples_runs() -> None:
     """TensorFlow's threads would wait for Python, and Python's end for them."""
     started = time.monotonic()

@@ -34,6 +34,7 @@ def test_hooks_in_python_give_the_numbers_of_compiled_ones(tmp_path: Path) -> No
     assert found["step"] == expected["step"] == 6
 
 
+@pytest.mark.long
 def test_hooks_in_python_are_clipped_averaged_and_taken_in_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """They also see values, and the next build compiles them again."""
     seen: dict[str, list[Any]] = {"train_step": [], "prepare_example": []}
@@ -90,6 +91,7 @@ def test_mistake_in_a_hook_in_python_is_one_line(
     assert (code, "KeyError: 'loss' (in train steps 1 to 2 of epoch 1)" in line) == (2, True), line
 
 
+@pytest.mark.long
 def test_limited_run_takes_so_many_steps_of_everything_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

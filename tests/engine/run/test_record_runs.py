@@ -67,6 +67,7 @@ def trained(run_dir: Path) -> dict[str, np.ndarray]:
     return train.run.checkpoints.state.values()
 
 
+@pytest.mark.long
 def test_killed_damaged_and_changed_files_end_bit_equal_or_are_refused(data: Path, tmp_path: Path) -> None:
     expected, folder = trained(tmp_path / "whole"), tmp_path / "killed"
     with interrupted(3, InterruptedError), pytest.raises(InterruptedError):

@@ -154,6 +154,7 @@ class AlwaysNoisy(keras.layers.Layer):
         return inputs + 0.1 * (noise + keras.random.normal(tf.shape(inputs), seed=self.seed_generator))
 
 
+@pytest.mark.long
 def test_draws_of_a_validation_change_no_training_and_repeat_after_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import train
 pytestmark = pytest.mark.usefixtures("linear")
 
 
+@pytest.mark.long
 def test_run_stopped_in_its_second_validation_set_goes_on_with_arrays_and_epochs_that_are_no_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

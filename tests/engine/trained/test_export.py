@@ -130,6 +130,7 @@ def test_signal_while_a_run_finishes_ends_it_before_the_export(
 WORDS = ["bird", "cat", "dog"]
 
 
+@pytest.mark.long
 def test_vocabularies_travel_with_the_export(
     copied: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
