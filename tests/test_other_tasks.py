@@ -41,7 +41,7 @@ BROKEN_RULES = {
         r"task\.py train_step +the loss agrees, and the gradient of .* differs: .* without a sum of your own",
     ),
     "training mode in validation": (
-        ("model(features, training=False)", "model(features, training=True)"),
+        ("predictions = model(features, training=False)", "predictions = model(features, training=True)"),
         {"test_padding_does_not_count", "test_evaluation_changes_nothing"},
         r"task\.py evaluation_step +validation draws random numbers in dropout.*: call the model with training=False",
     ),

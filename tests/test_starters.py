@@ -257,7 +257,8 @@ def test_starter_is_exported_and_predicts_what_was_evaluated(starter: tuple[str,
             lines = project.read("data/test.tsv").splitlines()[1:]
             labels = np.array([int(line.split("\t")[0]) for line in lines])
         found = predicted["mask" if name == "segmentation" else "label"]
-        assert np.mean(found == labels) == pytest.approx(result["test/accuracy"], rel=1e-5)
+        # One of 92,160 pixels may be another one: the two programs round a tie differently.
+        assert np.mean(found == labels) == pytest.approx(result["test/accuracy"], rel=1e-4)
     commands = re.findall(r"python (?:-c|predict\.py) [^\n`]+", project.read("docs/starter.md"))
     assert commands
     for command in commands:
