@@ -12,8 +12,10 @@ PYTHON ?= python3
 STARTER ?= image_classification
 BIN := .venv/bin
 DEMO := build/demo/my_training
-# -rs prints what is skipped, and why. Tests wait for processes and signals, so there are more workers than two cores.
-PYTEST := -m pytest -rs --numprocesses 3 --dist worksteal
+# -rs prints what is skipped, and why. Tests wait for processes and signals, so there are more workers than two cores. The
+# short tests of a file share what its fixtures made, so one worker runs them.
+PYTEST := -m pytest -rs --numprocesses 3
+SHORT := $(PYTEST) --dist loadfile -m "not long"
 
 # The versions that Orbit and tf-keras are measured with. Without them pip looks for a solution for minutes.
 ORBIT := tf-models-official==2.20.0 tensorflow==2.20.0 tensorflow-text==2.20.0 tf-keras==2.20.1 keras==3.15.1 numpy==2.4.6
@@ -52,14 +54,14 @@ demo: $(if $(filter text_pair_classification,$(STARTER)),.venv/installed-for-tes
 	@echo "The run's files are in $(DEMO)/runs/default, the project in $(DEMO)."
 
 test: .venv/installed-for-tests
-	$(BIN)/python $(PYTEST) -m "not long"
+	$(BIN)/python $(SHORT)
 
 test-all: test
-	$(BIN)/python $(PYTEST) -m long
+	$(BIN)/python $(PYTEST) --dist worksteal -m long --durations 20
 
 coverage: .venv/installed-for-tests
 	@rm -rf build/coverage && mkdir -p build/coverage
-	$(BIN)/coverage run --data-file=$(CURDIR)/build/coverage/data $(PYTEST) -m "not long"
+	$(BIN)/coverage run --data-file=$(CURDIR)/build/coverage/data $(SHORT)
 	$(BIN)/coverage combine --quiet --data-file=build/coverage/data build/coverage
 	$(BIN)/coverage report --data-file=build/coverage/data --ignore-errors --show-missing
 
