@@ -43,10 +43,10 @@ def starting(sleep: float, seconds: float, other: int = 1) -> subprocess.Popen[s
 
 
 def test_start_that_takes_too_long_ends_the_process_and_names_who_is_gone() -> None:
+    late = "ERROR: TensorFlow did not start on all of worker 0, worker 1 within 0.5 s "
     process = starting(60, 0.5)
     out, err = process.communicate(timeout=50)
     assert (process.returncode, out.split()[-1]) == (43, "starts")
-    late = "ERROR: TensorFlow did not start on all of worker 0, worker 1 within 0.5 s "
     assert err.splitlines()[-1].startswith(f"{late}(worker 1 (127.0.0.1:1) is gone): check its log")
     with socket.create_server(("127.0.0.1", 0)) as server:
         process = starting(60, 0.5, other=server.getsockname()[1])
@@ -60,10 +60,9 @@ def test_start_in_time_leaves_nothing_behind() -> None:
     process = starting(1, 30)
     out, err = process.communicate(timeout=50)
     assert (process.returncode, err) == (0, "")
-    (*children, starts), *lines = out.splitlines()[0].split(), *out.splitlines()[1:]
+    (child, starts), *lines = out.splitlines()[0].split(), *out.splitlines()[1:]
     assert (starts, lines) == ("starts", ["in time", "not reached by a signal"])
-    assert len(children) == 1
-    assert not is_alive(int(children[0]))
+    assert not is_alive(int(child))
 
 
 def test_process_that_prints_the_line_ends_with_the_one_that_starts() -> None:
