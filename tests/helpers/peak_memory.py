@@ -1,7 +1,4 @@
-"""Prints the peak memory in MiB that training takes beyond what building did, and the loss.
-
-python peak_memory.py MICRO_BATCHES
-"""
+"""Prints the peak memory in MiB that training in sys.argv[1] micro-batches takes beyond building, and the loss."""
 
 import json
 import sys

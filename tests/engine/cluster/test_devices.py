@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tensorflow as tf
-from small import linear_model
 
-import task
-import train
 from config import Config
 from engine.cluster import devices, nvidia
 from engine.cluster import strategy as strategies
@@ -18,7 +16,6 @@ from engine.cluster.environment import Cluster
 from engine.cluster.nvidia import identify_gpus, visible_gpus
 from engine.cluster.strategy import strategy_info
 from engine.errors import BadInput
-from engine.run.summary import describe_run, print_summary
 
 A100 = {"device_name": "NVIDIA A100", "compute_capability": (8, 0)}
 T4 = {"device_name": "Tesla T4", "compute_capability": (7, 5)}
@@ -148,20 +145,12 @@ def test_memory_of_all_gpus_grows_before_anything_starts(machine: Machine, monke
 # --- The plan and config.json -----------------------------------------------------------------------------------------
 
 
-def test_plan_and_config_name_the_devices(machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_devices_are_described(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(8))
-    monkeypatch.setattr(task, "create_model", linear_model)
-    train.build(Config(simulated_devices=2, global_batch_size=33))
-    print_summary(train.run, train.batches, "with new weights")
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
-    assert lines["devices"] == "2 simulated on 8 CPU cores"
-    assert lines["all-reduce"] == "one_device"
-    assert lines["batch"] == "33 examples, 17 on each replica, 34 in all with padding"
-    recorded = describe_run(train.run, train.batches, {})
-    assert (recorded["devices"], recorded["arithmetic"]) == (lines["devices"], "float32")
-
     machine()
     assert strategy_info(create()) == strategies.StrategyInfo("one_device", "1 replica(s)", "CPU, 8 cores")
+    two = strategies.StrategyInfo("mirrored", "2 replica(s)", "2 simulated on 8 CPU cores", "one_device")
+    assert strategy_info(create(simulated_devices=2)) == two
     assert strategy_info(create(simulated_devices=1)).devices == "1 simulated on 8 CPU cores"
     assert strategy_info(create()).devices == "CPU, 8 cores"  # The same object, TensorFlow's default strategy.
     machine(A100, A100)
@@ -289,9 +278,8 @@ def test_workers_compare_their_settings_and_code(machine: Machine, monkeypatch: 
 # --- TPUs: a stand-in, as there is none to try it on ------------------------------------------------------------------
 
 
-def test_tpu_is_found_connected_and_initialized_before_its_strategy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tpu_is_connected_and_initialized_before_its_strategy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, Any]] = []
-    tpu_strategy = type("Strategy", (), {"num_replicas_in_sync": 8})()
 
     def noted(name: str, result: Any = None) -> Any:
         return lambda *arguments, **options: calls.append((name, *arguments, *options.values())) or result
@@ -299,17 +287,14 @@ def test_tpu_is_found_connected_and_initialized_before_its_strategy_is_made(monk
     monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", noted("find", "resolver"))
     monkeypatch.setattr(tf.config, "experimental_connect_to_cluster", noted("connect"))
     monkeypatch.setattr(tf.tpu.experimental, "initialize_tpu_system", noted("initialize"))
-    monkeypatch.setattr(tf.distribute, "TPUStrategy", noted("strategy", tpu_strategy))
+    monkeypatch.setattr(tf.distribute, "TPUStrategy", noted("strategy", SimpleNamespace(num_replicas_in_sync=8)))
     monkeypatch.setenv("TPU_NAME", "mine")
-    monkeypatch.setattr(strategies, "_made", {})
-    assert create(strategy="tpu") is tpu_strategy
-    assert strategy_info(tpu_strategy) == strategies.StrategyInfo("tpu", "8 replica(s)", "8 TPU cores")
-    assert calls == [("find", "mine"), ("connect", "resolver"), ("initialize", "resolver"), ("strategy", "resolver")]
+    _, info = strategies._create("tpu", Config(), 0, None)
+    assert info == strategies.StrategyInfo("tpu", "8 replica(s)", "8 TPU cores")
+    assert calls == [("find", "mine"), *((each, "resolver") for each in ("connect", "initialize", "strategy"))]
 
-    def none_there(**_: Any) -> None:
-        raise ValueError("Please provide a TPU Name to connect to.")
 
-    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", none_there)
-    strategies._made.clear()
+def test_absent_tpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", lambda **_: int("none"))  # A ValueError.
     with pytest.raises(BadInput, match=r"--strategy tpu finds no TPU \(.*\): .*tensorflow-tpu 2\.20 "):
         create(strategy="tpu")

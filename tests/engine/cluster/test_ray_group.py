@@ -1,4 +1,4 @@
-"""Which ends of workers Ray restarts and counts, and how many workers fit on its nodes."""
+"""Which ends of workers Ray restarts and counts."""
 
 import pickle
 from typing import Any
@@ -39,13 +39,3 @@ def test_stop_is_not_counted_and_a_failure_is(ray_group: Any) -> None:
     ray_group.Restarts().after_exception(None, failures)  # Raises nothing, so Ray's own rule applies.
     decisions = [policy.make_decision(WorkerGroupError("", failures)) for _ in range(2)]
     assert decisions == [FailureDecision.RETRY, FailureDecision.RAISE]
-
-
-def test_room_counts_whole_workers_on_living_nodes(ray_group: Any) -> None:
-    nodes = [
-        {"Alive": True, "Resources": {"CPU": 7.0, "GPU": 1.0}},
-        {"Alive": True, "Resources": {"CPU": 4.0}},
-        {"Alive": False, "Resources": {"CPU": 64.0}},
-    ]
-    assert ray_group.room_for_workers(nodes, {"CPU": 2.0}) == 5
-    assert ray_group.room_for_workers(nodes, {"CPU": 2.0, "GPU": 1.0}) == 1

@@ -84,26 +84,6 @@ def test_values_of_the_chief_arrive_bit_for_bit_in_bounded_pieces(monkeypatch: p
     assert threads.largest <= 5000
 
 
-def test_arrays_above_two_to_the_33_bytes_have_sizes_of_64_bits() -> None:
-    array = np.zeros(9 * 2**30 + 3, np.uint8)  # Pages that nobody touches take no memory.
-    chief, worker = Threads(2).all
-    heads: list[np.ndarray] = []
-    sizes: dict[Workers, list[int]] = {chief: [], worker: []}
-
-    def add(integers: np.ndarray) -> np.ndarray:
-        heads.append(integers)
-        integers[:1] *= 2  # The other worker's tag.
-        return integers
-
-    chief._sum, worker._sum = add, lambda integers: heads[0]
-    for each in (chief, worker):
-        each._send = lambda sent, size, each=each: sizes[each].append(size) or array[:size]
-    for each in (chief, worker):
-        received = each.from_chief(lambda: {"table": array})["table"]
-        assert np.shares_memory(received, array)  # Nothing was copied.
-    assert sizes[chief] == sizes[worker] == [0, array.size]
-
-
 def test_values_of_all_workers_are_gathered_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 5000)
     threads = Threads(3)

@@ -95,13 +95,7 @@ def take_that_of_another(cache: Path) -> None:
     cache.with_name(".b.tfrecord.index").rename(cache)
 
 
-def take_that_of_the_previous_version(cache: Path) -> None:
-    head, body = cache.read_bytes().split(b"\n", 1)
-    cache.write_bytes(head.replace(b'"version": 3', b'"version": 2') + b"\n" + body)
-
-
 CACHES = {
-    "of the previous version": take_that_of_the_previous_version,
     "JSON of something else": lambda cache: cache.write_bytes(b"[]\n"),
     "damaged": damage,
     "of another file": take_that_of_another,
@@ -138,17 +132,6 @@ def test_index_that_cannot_be_cached_beside_its_file_is_cached_in_a_second_folde
         line = f"The index of {file} cannot be cached: it is made again at each start\n"
         assert capsys.readouterr().out == ("" if folder else 2 * line)
     assert not [path for path in file.parent.iterdir() if path.name.startswith(".") and path.is_file()]
-
-
-def test_caches_that_killed_processes_left_half_written_are_removed(file: Path) -> None:
-    name = ".b.tfrecord.index"
-    old, new, complete = (file.parent / each for each in (f"{name}.{'0' * 32}", f"{name}.{'1' * 32}", name))
-    for path in (old, new, complete):
-        path.write_bytes(b"")
-    for path in (old, complete):
-        os.utime(path, (0, 0))
-    index_files([str(file)])
-    assert [path.exists() for path in (old, new, complete)] == [False, True, True]
 
 
 # --- Files without complete records -----------------------------------------------------------------------------------
