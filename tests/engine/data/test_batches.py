@@ -234,12 +234,3 @@ def test_training_on_files_takes_equally_many_steps_and_resumes() -> None:
                 np.testing.assert_array_equal(part, same)
     # No two examples, of whichever worker, have the same augmentation.
     assert len(set(seeds)) == 32
-
-
-def test_examples_of_an_epoch_inside_a_pass_are_those_without_the_padding_of_every_process() -> None:
-    own = of_processes(keep_last_batch=True, steps_per_epoch=5)
-    # The first process has padding from the fifth batch of six on.
-    assert own[0].steps_per_pass == 6
-    assert [each.examples_in(0) for each in own] == [17 + 20] * 2
-    # The rest of the first pass, and four batches of the second.
-    assert own[0].examples_in(1) == 2 + 32

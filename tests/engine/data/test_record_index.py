@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -87,18 +86,9 @@ def damage(cache: Path) -> None:
     cache.write_bytes(content)
 
 
-def take_that_of_another(cache: Path) -> None:
-    write(cache.with_name("b.tfrecord"), LENGTHS[::-1])
-    changed = os.stat(cache.with_name("a.tfrecord")).st_mtime_ns
-    os.utime(cache.with_name("b.tfrecord"), ns=(changed, changed))
-    index_files([str(cache.with_name("b.tfrecord"))])
-    cache.with_name(".b.tfrecord.index").rename(cache)
-
-
 CACHES = {
     "JSON of something else": lambda cache: cache.write_bytes(b"[]\n"),
     "damaged": damage,
-    "of another file": take_that_of_another,
     "of a file that was written again": lambda cache: os.utime(cache.with_name("a.tfrecord"), ns=(1, 1)),
 }
 
@@ -171,21 +161,6 @@ def test_bad_file_is_named_with_record_and_offset(file: Path) -> None:
             with pytest.raises(BadInput, match=f"^{re.escape(path)}.*{re.escape(reason)}"):
                 index_files([path])
         assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-def test_file_that_grows_while_it_is_indexed_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not count as damaged. The size is read before the records."""
-    content, find_key = file.read_bytes(), record_index._key
-
-    def key_while_it_grows(path: str) -> dict[str, Any]:
-        found = find_key(path)
-        file.write_bytes(content)
-        return found
-
-    file.write_bytes(content[:-700])
-    monkeypatch.setattr(record_index, "_key", key_while_it_grows)
-    with pytest.raises(BadInput, match=r"is still being written: start again when it is complete"):
-        index_files([str(file)])
 
 
 def test_processes_that_start_together_share_the_work_print_progress_and_obey_a_signal(

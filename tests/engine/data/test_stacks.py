@@ -4,7 +4,6 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from config import Config
 from engine.data import stacks
 from engine.data.batches import Batches
 from engine.data.stacks import BYTES_OF_STACK, Sizes, StackIterator, stack_sizes
-from engine.errors import BadInput
 from rendering import PROJECT
 
 
@@ -27,20 +25,6 @@ def counting(split: str, count: int, *, replicas: int = 1, **options: Any) -> Ba
 
     config = Config(simulated_devices=replicas, global_batch_size=4)
     return batches_of(split, load_examples, lambda features, labels: (features, labels), config, **options)
-
-
-def test_iterator_says_whether_the_program_waits_for_a_batch() -> None:
-    seen: list[bool] = []
-
-    def endless() -> Iterator[str]:
-        while True:
-            seen.append(iterator.is_waiting)
-            yield "a stack"
-
-    sizes = Sizes((1,), 1)
-    iterator = StackIterator(lambda *_: (endless(), sizes, sizes), "the hook", 0, 0, rejection=lambda *_: BadInput())
-    seen += [iterator.is_waiting for _ in iterator.take(2)]
-    assert seen == [True, True, False, False]
 
 
 def take(batches: Batches, feed: StackIterator, count: int) -> list[float]:
