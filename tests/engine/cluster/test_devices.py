@@ -85,9 +85,6 @@ def cluster_that_says(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any])
     monkeypatch.setattr(strategies.console, "quiet", False)
 
 
-# --- What there is ----------------------------------------------------------------------------------------------------
-
-
 def test_visible_gpus_are_those_of_the_variable_or_of_the_driver_and_have_one_name(driver: Path) -> None:
     assert visible_gpus({}) == ["0", "1"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-aaaa, MIG-1, -1, 0"}) == ["GPU-aaaa", "MIG-1"]
@@ -142,9 +139,6 @@ def test_memory_of_all_gpus_grows_before_anything_starts(machine: Machine, monke
     assert [call[0] for call in calls] == ["growth", "growth"]
 
 
-# --- The plan and config.json -----------------------------------------------------------------------------------------
-
-
 def test_devices_are_described(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(8))
     machine()
@@ -170,9 +164,6 @@ def test_products_of_fewer_digits_are_named(machine: Machine, monkeypatch: pytes
     assert describe_arithmetic("float32", 0) == "float32"
     machine(T4)
     assert describe_arithmetic("float32", 0) == "float32"
-
-
-# --- How gradients are summed -----------------------------------------------------------------------------------------
 
 
 def test_gpus_of_a_machine_sum_as_asked_for(machine: Machine) -> None:
@@ -273,9 +264,6 @@ def test_workers_compare_their_settings_and_code(machine: Machine, monkeypatch: 
     assert (facts["--epochs"], facts["GPUs"], own["gpus"]) == (7, 0, [])  # Simulated devices use no GPU.
     assert facts["code"]["task.py"]
     assert "--run-dir" not in facts
-
-
-# --- TPUs: a stand-in, as there is none to try it on ------------------------------------------------------------------
 
 
 def test_tpu_is_connected_and_initialized_before_its_strategy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

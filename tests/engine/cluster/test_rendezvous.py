@@ -21,16 +21,10 @@ from engine.cluster.workers import _accused
 from engine.errors import BadInput, CountedLoss, PeerLost
 
 
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def local(number: int, host: str = "127.0.0.1") -> list[Cluster]:
-    addresses = {"worker": [f"{host}:{port}" for port in free_ports(number)]}
+    with contextlib.ExitStack() as open_servers:
+        servers = [open_servers.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        addresses = {"worker": [f"{host}:{each.getsockname()[1]}" for each in servers]}
     return [Cluster("TF_CONFIG", addresses, "worker", index) for index in range(number)]
 
 
@@ -171,9 +165,6 @@ def test_port_in_use_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch, ca
         rendezvous(members[0], {}, timeout=20)
 
 
-# --- Strangers at the rendezvous --------------------------------------------------------------------------------------
-
-
 STRANGE = {
     "nothing": b"",
     "no object": b"[]\n",
@@ -215,18 +206,15 @@ def test_strangers_do_not_disturb_the_rendezvous_which_no_other_address_can_reac
 
 
 def test_process_listens_everywhere_where_the_address_is_not_a_loopback_one() -> None:
-    with _listen(f"a-name-that-nobody-knows-yet:{free_ports(1)[0]}") as server:
+    with _listen("a-name-that-nobody-knows-yet:0") as server:
         assert server.getsockname()[0] in ("::", "0.0.0.0")
 
 
 def test_name_that_cannot_be_resolved_is_named() -> None:
-    addresses = [f"127.0.0.1:{free_ports(1)[0]}", "no-such-host.invalid:2"]
+    addresses = ["127.0.0.1:0", "no-such-host.invalid:2"]
     rule = r"worker 1 \(no-such-host.* did not join .*: worker 0 cannot resolve the name no-such-host.inv"
     with pytest.raises(PeerLost, match=rule):
         rendezvous(Cluster("TF_CONFIG", {"worker": addresses}, "worker", 0), {}, timeout=0.3)
-
-
-# --- Which peer is gone -----------------------------------------------------------------------------------------------
 
 
 def test_one_end_is_counted_where_a_process_does_not_answer() -> None:

@@ -57,9 +57,6 @@ def all_shares(found: Batches, *, first_step: int = 0) -> list[list[np.ndarray]]
     return [share for batch in of_replicas(found, first_step=first_step) for share in batch]
 
 
-# --- Examples of all processes ----------------------------------------------------------------------------------------
-
-
 # Of several processes, each feeds as many replicas as the others.
 @pytest.mark.parametrize(
     ("split", "source", "replicas", "processes", "micro_batches", "keeps_last", "is_seeded"),
@@ -189,9 +186,6 @@ def test_process_goes_on_with_the_next_unseen_batch_and_prepares_its_share_only(
     assert set(prepared) & set(map(tuple, seeds.reshape(-1, 2))) == set(map(tuple, seeds[2:, 4:].reshape(-1, 2)))
 
 
-# --- Examples sharded by file -----------------------------------------------------------------------------------------
-
-
 def load_own_files(split: str, input_context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
     """Three files, of 10, 22 and 7 examples; a pipeline reads every so many-th file."""
     files = [range(10), range(10, 32), range(32, 39)]
@@ -207,8 +201,6 @@ def of_processes(split: str = "train", **options: Any) -> list[Batches]:
 
 
 def test_evaluation_of_files_counts_each_example_once_in_equally_many_steps() -> None:
-    one = batches("validation", load_examples=load_own_files)
-    assert (one.number_of_examples, one.steps_per_pass) == (39, 5)
     counted = Counter()
     for own in of_processes("validation"):
         assert (own.number_of_examples, own.steps_per_pass, own.dropped) == (39, 6, 0)

@@ -100,9 +100,6 @@ def test_value_that_python_draws_once_for_all_examples_is_found() -> None:
         assert all(re.match(r"a value .+ comes from Python, once for all examples, because", each) for each in draws)
 
 
-# --- Examples of any structure ----------------------------------------------------------------------------------------
-
-
 # What task.load_examples makes of a number, and task.prepare_example of that; whether the number is the weight.
 FORMS = {
     "one tensor": (lambda number: number, lambda number: (number, number), False),

@@ -73,11 +73,6 @@ def test_points_and_fingerprint_are_those_of_a_plain_walk(
     (index,) = index_files([str(path)])
     np.testing.assert_array_equal(index.points, [*points, (number, offset)])
     assert index.sha256 == hashlib.sha256(headers + checksums).hexdigest()
-    for count in (1, 777, 1999, 5000):
-        taken = index.take(count)
-        assert taken.length == min(count, 2000)
-        np.testing.assert_array_equal(taken.points[:-1], [point for point in points if point[0] < count])
-        assert taken.size == min([point[1] for point in points if point[0] >= count], default=size)
 
 
 def damage(cache: Path) -> None:
@@ -122,9 +117,6 @@ def test_index_that_cannot_be_cached_beside_its_file_is_cached_in_a_second_folde
         line = f"The index of {file} cannot be cached: it is made again at each start\n"
         assert capsys.readouterr().out == ("" if folder else 2 * line)
     assert not [path for path in file.parent.iterdir() if path.name.startswith(".") and path.is_file()]
-
-
-# --- Files without complete records -----------------------------------------------------------------------------------
 
 
 def change(offset: int) -> Callable[[bytes], bytes]:

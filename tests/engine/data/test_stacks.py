@@ -20,11 +20,8 @@ from rendering import PROJECT
 
 
 def counting(split: str, count: int, *, replicas: int = 1, **options: Any) -> Batches:
-    def load_examples(_: str) -> tf.data.Dataset:
-        return tf.data.Dataset.range(count).map(lambda number: (number, number))
-
-    config = Config(simulated_devices=replicas, global_batch_size=4)
-    return batches_of(split, load_examples, lambda features, labels: (features, labels), config, **options)
+    numbers, config = tf.data.Dataset.range(count), Config(simulated_devices=replicas, global_batch_size=4)
+    return batches_of(split, lambda _: numbers, lambda number: (number, number), config, **options)
 
 
 def take(batches: Batches, feed: StackIterator, count: int) -> list[float]:
