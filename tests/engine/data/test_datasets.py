@@ -14,6 +14,7 @@ from streaming import stream
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data import Batches, load_splits
+from engine.data.element_spec import leaves
 from engine.data.examples import DatasetExamples
 from engine.data.splits import load_datasets
 from engine.errors import BadInput
@@ -227,3 +228,9 @@ def test_evaluations_draw_other_numbers_than_training_and_each_other_and_repeat_
     drawn = {name: joined(features(each)) for name, each in batches.items()}
     assert len(set(joined(drawn.values()))) == 3 * 16
     assert joined(features(batches["validation/b"], 3)) == drawn["validation/b"]
+
+
+def test_features_are_named_by_their_keys_in_the_order_of_tensorflow() -> None:
+    for features, names in ((1, ["features"]), (({"b": 2, "a": 3}, 1), ["features/0/a", "features/0/b", "features/1"])):
+        assert list(leaves(features)) == names
+        assert list(leaves(features).values()) == tf.nest.flatten(features)
