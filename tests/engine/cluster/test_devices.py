@@ -266,7 +266,7 @@ def test_workers_compare_their_settings_and_code(machine: Machine, monkeypatch: 
     assert "--run-dir" not in facts
 
 
-def test_tpu_is_connected_and_initialized_before_its_strategy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tpu_is_initialized_before_use_and_an_absent_one_named(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, Any]] = []
 
     def noted(name: str, result: Any = None) -> Any:
@@ -280,9 +280,6 @@ def test_tpu_is_connected_and_initialized_before_its_strategy_is_made(monkeypatc
     _, info = strategies._create("tpu", Config(), 0, None)
     assert info == strategies.StrategyInfo("tpu", "8 replica(s)", "8 TPU cores")
     assert calls == [("find", "mine"), *((each, "resolver") for each in ("connect", "initialize", "strategy"))]
-
-
-def test_absent_tpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", lambda **_: int("none"))  # A ValueError.
     with pytest.raises(BadInput, match=r"--strategy tpu finds no TPU \(.*\): .*tensorflow-tpu 2\.20 "):
         create(strategy="tpu")

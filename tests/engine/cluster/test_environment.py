@@ -43,8 +43,7 @@ def test_first_process_is_the_chief() -> None:
     assert with_chief.is_chief
     # A job without processes is not passed on, because TensorFlow crashes at it.
     without = find_cluster(tf_config({"chief": [], "worker": TWO, "ps": []}))
-    assert json.loads(without.tf_config())["cluster"] == {"worker": TWO}
-    assert without.is_chief
+    assert (json.loads(without.tf_config())["cluster"], without.is_chief) == ({"worker": TWO}, True)
 
 
 def test_managed_clouds_describe_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
