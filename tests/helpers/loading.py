@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data.batches import Batches
 from engine.data.preparation import Preparation
-from engine.data.splits import load_datasets, load_splits
-from engine.data.worker_batches import WorkerBatches
+from engine.data.splits import load_datasets
 
 
 def batches_of(
@@ -37,22 +35,16 @@ def batches_of(
     return Batches(split, examples, lengths, preparation, strategy, config, contexts[index])
 
 
-def batches_of_two_workers(
-    load_examples: Callable[..., Any], prepare_example: Callable[..., Any], config: Config
-) -> WorkerBatches:
-    """Returns training batches as with parameter servers, without any."""
-    task = SimpleNamespace(load_examples=load_examples, prepare_example=prepare_example)
-    pool = SimpleNamespace(count=2)
-    return load_splits(["train"], task, config, create_strategy(config), workers=pool)["train"]
-
-
-def whole(batches: Batches, epoch: int = 0, first_step: int = 0) -> list[list[np.ndarray]]:
-    """Returns every global batch of an epoch as [features, labels, weights], its replicas' shares joined."""
+def whole(batches: Batches, epoch: int = 0, first_step: int = 0, count: int | None = None) -> list[list[np.ndarray]]:
+    """Returns `count` global batches from a step of an epoch on, or the rest of it, as [features, labels, weights]."""
     local_results = batches._strategy.experimental_local_results
-    return [
-        [np.concatenate([share.numpy() for share in local_results(part)]) for part in batch]
-        for batch in batches.one_by_one(epoch, first_step)
-    ]
+    iterator = batches._new_iterator(*batches._place(epoch, first_step))
+    found = []
+    # Without tracing a function that picks a batch, which takes longer than all the rest.
+    for stack, first, taken in iterator.take(count or batches.steps_per_epoch - first_step):
+        parts = [np.concatenate([share.numpy() for share in local_results(part)], axis=1) for part in stack]
+        found += [[part[index] for part in parts] for index in range(first, first + taken)]
+    return found
 
 
 def joined(batches: list[list[np.ndarray]]) -> list[np.ndarray]:

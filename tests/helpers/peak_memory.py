@@ -1,9 +1,7 @@
-"""Prints the peak memory in MiB that training takes beyond what building did, and the loss.
-
-python peak_memory.py MICRO_BATCHES
-"""
+"""Prints the peak memory in MiB that training in sys.argv[1] micro-batches takes beyond building, and the loss."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -34,10 +32,8 @@ def create_model() -> keras.Model:
 
 def peak() -> float:
     # Not getrusage's, which begins with the peak of the process that started this one.
-    (line,) = [
-        line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM")
-    ]
-    return int(line.split()[1]) / 1024
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(re.findall(r"VmHWM:\s*(\d+)", status)[0]) / 1024
 
 
 task.load_examples, task.create_model = load_examples, create_model

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from loading import whole
 from streaming import stream
 
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data import Batches, load_splits
+from engine.data.element_spec import leaves
 from engine.data.examples import DatasetExamples
-from engine.data.splits import each_dataset, load_datasets
+from engine.data.splits import load_datasets
 from engine.errors import BadInput
 
 SPLITS = ("train", "validation", "test")
@@ -32,20 +34,9 @@ def load(examples: dict[str, Any], *, replicas: int = 1, prepare: Any = None, **
     return load_splits(SPLITS, task, config, create_strategy(config))
 
 
-def features(batches: Batches, epoch: int = 0, first_step: int = 0, count: int | None = None) -> list[list[int]]:
-    """Returns the features, without padding, of `count` global batches from a step of an epoch on; of an epoch's."""
-    local_results = batches._strategy.experimental_local_results
-    pick = tf.function(batches.stacks.pick, autograph=False)
-    iterator = batches._new_iterator(*batches._place(epoch, first_step))
-    found = []
-    for stack, first, taken in iterator.take(count or batches.steps_per_epoch):
-        for index in range(first, first + taken):
-            batch = pick(stack, tf.constant(index))
-            numbers, weights = (
-                np.concatenate([share.numpy() for share in local_results(part)]) for part in (batch[0], batch[2])
-            )
-            found.append(numbers[weights > 0].tolist())
-    return found
+def features(batches: Batches, *place: int, **options: Any) -> list[list[int]]:
+    """Returns the features, without padding, of the global batches that `whole` returns."""
+    return [numbers[weights > 0].tolist() for numbers, _, weights in whole(batches, *place, **options)]
 
 
 def joined(batches: list[list[int]]) -> list[int]:
@@ -55,16 +46,10 @@ def joined(batches: list[list[int]]) -> list[int]:
 def test_splits_may_be_missing_and_have_several_sets() -> None:
     sets = {"easy": numbers(100, 11), "very-hard_2.0": numbers(200, 5)}
     batches = load({"train": numbers(0, 20), "validation": sets, "test": None})
-    assert {name: each.split for name, each in batches.items()} == {
-        "train": "train",
-        "validation/easy": "validation",
-        "validation/very-hard_2.0": "validation",
-    }
+    names = {"train": "train", "validation/easy": "validation", "validation/very-hard_2.0": "validation"}
+    assert {name: each.split for name, each in batches.items()} == names
     assert joined(features(batches["validation/easy"])) == list(range(100, 111))
     assert joined(features(batches["validation/very-hard_2.0"])) == list(range(200, 205))
-    assert list(load({"train": numbers(0, 20), "validation": None, "test": sets})) == [
-        *("train", "test/easy", "test/very-hard_2.0")
-    ]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -79,10 +64,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"validation": {"shorts": numbers(0, 9).map(lambda one, two: (tf.cast(one, tf.int16), two))}},
         r"task.load_examples\('validation'\)\['shorts'\] and task.prepare_example gave \(int16.*'train' gave \(int64",
     ),
+    ({"train": numbers(0, 9).repeat()}, r"task.load_examples\('train'\) returned endless examples"),
+    ({"train": numbers(0, 9).filter(lambda number, _: number > 2)}, "returned examples of unknown number"),
+    ({"train": tf.data.Dataset.range(9)}, r"'labels' \(task.prepare_example gets .*: int64\[\], as task.load_examples"),
+    (
+        {"train": numbers(0, 9).map(lambda number, label: (number, label, [1.0, 2.0]))},
+        r"returned sample weights of float32\[2\]: each must be one number",
+    ),
+    (
+        {"train": tf.data.Dataset.range(9).map(lambda length: (tf.ones(length), 0))},
+        r"task.prepare_example returned \(float32\[None\], int32\[\]\) for task.load_examples\('train'\): each must",
+    ),
+    ({"train": numbers(0, 7)}, r"--global-batch-size 8 is larger than the 7 examples of task.load_examples\('train'\)"),
 ]
 
 
-def test_sets_that_cannot_be_used_are_refused() -> None:
+def test_examples_that_cannot_be_used_are_refused() -> None:
     for examples, reason in REFUSED:
         with pytest.raises(BadInput, match=reason):
             load({"train": numbers(0, 20), "validation": None, "test": None, **examples})
@@ -92,28 +89,25 @@ def test_validation_in_an_epoch_needs_a_validation() -> None:
     examples = {"train": numbers(0, 20), "validation": None, "test": numbers(0, 9)}
     with pytest.raises(BadInput, match=r"--validate-every-steps 2: task.load_examples\('validation'\) returned None"):
         load(examples, validate_every_steps=2)
-    load({**examples, "validation": {"one": numbers(0, 9)}}, validate_every_steps=2)
 
 
 def test_hook_is_called_once_for_all_datasets_and_by_each_worker_for_its_own() -> None:
     calls = []
 
     def hook(split: str, input_context: tf.distribute.InputContext | None = None) -> Any:
-        worker = input_context.input_pipeline_id if input_context else None
-        calls.append(worker)
-        return {name: numbers(0, 9 + (worker or 0)) for name in "abc"}
+        calls.append(input_context.input_pipeline_id if input_context else None)
+        return {name: numbers(0, 9 + (calls[-1] or 0)) for name in "ab"}
 
     def lengths(*pipelines: int) -> dict[str, int]:
         found = load_datasets("test", hook, Config(), tf.distribute.InputContext(*pipelines))
         return {name: examples.length for name, examples in found.items()}
 
-    assert lengths() == {"test/a": 9, "test/b": 9, "test/c": 9}
-    assert calls == [None]
-    calls.clear()
-    assert lengths(1000, 1) == {"test/a": 10, "test/b": 10, "test/c": 10}
-    assert calls == [1]
-    assert each_dataset({"a": 1, "b": 2}, str) == {"a": "1", "b": "2"}
-    assert (each_dataset(None, str), each_dataset(3, str)) == (None, "3")
+    assert lengths() == {"test/a": 9, "test/b": 9}
+    assert lengths(1000, 1) == {"test/a": 10, "test/b": 10}
+    assert calls == [None, 1]
+    with pytest.raises(BadInput, match="for worker 1 of 2 returned no examples"):
+        context = tf.distribute.InputContext(2, 1)
+        load_datasets("train", lambda split, input_context: numbers(0, 0), Config(), context)
 
 
 def test_steps_are_those_that_all_workers_can_take() -> None:
@@ -141,51 +135,32 @@ def test_steps_are_those_that_all_workers_can_take() -> None:
 
 
 def test_evaluation_batches_have_a_size_of_their_own() -> None:
-    examples = {
-        "train": numbers(0, 20),
-        "validation": numbers(0, 37),
-        "test": {"a": numbers(0, 20), "b": numbers(0, 1)},
-    }
+    examples = {"train": numbers(0, 20), "validation": numbers(0, 37), "test": numbers(0, 1)}
     batches = load(examples, replicas=2, evaluation_batch_size=20)
-    assert {
+    found = {
         name: (each.global_batch_size, each.per_replica_batch_size, each.steps_per_pass)
         for name, each in batches.items()
-    } == {
-        "train": (8, 4, 2),
-        "validation": (20, 10, 2),
-        "test/a": (20, 10, 1),
-        "test/b": (20, 10, 1),
     }
+    assert found == {"train": (8, 4, 2), "validation": (20, 10, 2), "test": (20, 10, 1)}
     assert features(batches["validation"]) == [list(range(20)), list(range(20, 37))]
+    assert features(batches["test"]) == [[0]]
     with pytest.raises(BadInput, match=r"--evaluation-batch-size 1 is too small for 2 replica\(s\): use 2 or more"):
         load(examples, replicas=2, evaluation_batch_size=1)
 
 
-# --- Epochs of --steps-per-epoch --------------------------------------------------------------------------------------
+def numbered_texts(text: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return tf.strings.to_number(text, tf.int64), label
 
 
-def numbered_texts(features: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    return tf.strings.to_number(features, tf.int64) if features.dtype == tf.string else features, labels
-
-
-@pytest.mark.parametrize(
-    ("are_texts", "steps", "keeps_last"), [(True, 3, True), pytest.param(False, 7, False, marks=pytest.mark.long)]
-)
-def test_epochs_are_cut_from_the_passes(are_texts: bool, steps: int, keeps_last: bool) -> None:
-    """Epochs that are longer than a pass, and shorter ones."""
-    train = numbers(0, 37)
-    if are_texts:
-        train = train.map(lambda number, _: (tf.strings.as_string(number), number))
-    examples, options = {"train": train, "validation": None, "test": None}, {"keep_last_batch": keeps_last}
+def test_epochs_are_cut_from_the_passes() -> None:
+    steps, train = 3, numbers(0, 37).map(lambda number, _: (tf.strings.as_string(number), number))
+    examples, options = {"train": train, "validation": None, "test": None}, {"keep_last_batch": True}
     by_pass = load(examples, prepare=numbered_texts, **options)["train"]
-    assert by_pass.steps_per_pass == (5 if keeps_last else 4)
-    passes = range(-(-2 * steps // by_pass.steps_per_pass))
-    stream = [batch for number in passes for batch in features(by_pass, number)]
-    for number in passes:  # Each pass has each example at most once; the passes differ.
-        order = joined(stream[number * by_pass.steps_per_pass : (number + 1) * by_pass.steps_per_pass])
-        assert len(set(order)) == len(order) == (37 if keeps_last else 32)
+    stream = [batch for number in range(2) for batch in features(by_pass, number)]
+    for order in (joined(stream[:5]), joined(stream[5:])):
+        assert sorted(order) == list(range(37))
     made = load(examples, prepare=numbered_texts, replicas=2, steps_per_epoch=steps, **options)["train"]
-    assert (made.steps_per_pass, made.steps_per_epoch) == (by_pass.steps_per_pass, steps)
+    assert (made.steps_per_pass, made.steps_per_epoch) == (5, steps)
     assert features(made, count=2 * steps) == stream[: 2 * steps]
     assert features(made, 1, steps - 1, count=1) == stream[2 * steps - 1 : 2 * steps]
     feed = made.iterator()
@@ -195,16 +170,11 @@ def test_epochs_are_cut_from_the_passes(are_texts: bool, steps: int, keeps_last:
         of_epoch = stream[epoch * steps : (epoch + 1) * steps]
         assert made.examples_in(epoch) == len(joined(of_epoch))
         assert made.examples_in(epoch, 1, steps - 1) == len(joined(of_epoch[1:]))
-
-
-def test_example_that_fails_is_placed_in_its_epoch() -> None:
-    train = load({"train": numbers(0, 32), "validation": None, "test": None}, steps_per_epoch=3)["train"]
+    # The same step of another pass.
+    assert made.iterator(7) is not feed
+    # Batch 3 of the second pass is number 8 of all: the second of the third epoch.
     error = tf.errors.InvalidArgumentError(None, None, "lost")
-    # Of passes of 4 steps, batch 2 of the second is number 6 of all: the first of the third epoch.
-    assert "in the batches from step 1 of epoch 3 on" in str(train._rejection(error, 1, 2))
-
-
-# --- Examples that are others -----------------------------------------------------------------------------------------
+    assert "in the batches from step 2 of epoch 3 on" in str(made._rejection(error, 1, 2))
 
 
 def sha256(dataset: tf.data.Dataset) -> str:
@@ -218,9 +188,9 @@ OTHERS: list[tuple[Any, Any]] = [
     (np.arange(200), np.arange(200)[::-1]),
     (np.arange(200), np.where(np.arange(200) == 0, 7, np.arange(200))),
     (np.zeros(3, np.float32), np.array([0.0, -0.0, 0.0], np.float32)),
-    (["a", "b"], ["a", "c"]),
     (["a", ""], ["", "a"]),
     (tf.ragged.constant([[1, 2], [3]]), tf.ragged.constant([[1], [2, 3]])),
+    ([f"data/{name}/0.png" for name in "abc"], [f"data/{name}/0.png" for name in "abd"]),
 ]
 
 
@@ -231,20 +201,12 @@ def test_other_examples_have_another_hash(streams: bool, monkeypatch: pytest.Mon
     make = tf.data.Dataset.from_tensor_slices
     for values, others in OTHERS:
         assert sha256(make(values)) == sha256(make(values)) != sha256(make(others))
+    # The files may be elsewhere.
+    assert sha256(make(["data/a/0.png"])) == sha256(make(["/mnt/other/data/a/0.png"]))
 
 
-def test_hash_reads_as_much_of_any_dataset_and_paths_may_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def paths(folder: str, names: str = "abc") -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensor_slices(([f"{folder}/{name}/0.png" for name in names], [*range(len(names))]))
-
-    assert sha256(paths("data")) == sha256(paths("/mnt/other/data")) != sha256(paths("data", "abd"))
-    with monkeypatch.context() as streamed:
-        stream(streamed, 10)
-        assert sha256(paths("data")) == sha256(paths("/mnt/other/data")) != sha256(paths("data", "abd"))
-    values = np.arange(10_000)
-    assert sha256(tf.data.Dataset.from_tensor_slices(values)) != sha256(
-        tf.data.Dataset.from_tensor_slices(np.where(values == 9_999, 0, values))
-    )
+def test_hash_reads_little_of_a_large_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream(monkeypatch, 10)
     read = []
 
     def examples():
@@ -252,20 +214,23 @@ def test_hash_reads_as_much_of_any_dataset_and_paths_may_be_elsewhere(monkeypatc
             read.append(number)
             yield number
 
-    stream(monkeypatch, 10)
     dataset = tf.data.Dataset.from_generator(examples, output_signature=tf.TensorSpec([], tf.int64))
     sha256(dataset.apply(tf.data.experimental.assert_cardinality(10_000)))
     assert len(read) < 100
 
 
-def test_evaluations_draw_other_numbers_than_training_and_each_other() -> None:
+def test_evaluations_draw_other_numbers_than_training_and_each_other_and_repeat_them() -> None:
     def draw(features, labels, *, training, seed):
         return tf.random.stateless_uniform([], seed, maxval=2**31 - 1, dtype=tf.int32), labels
 
-    examples = {"train": numbers(0, 40), "validation": {"a": numbers(0, 40), "b": numbers(0, 40)}, "test": None}
+    examples = {"train": numbers(0, 16), "validation": {"a": numbers(0, 16), "b": numbers(0, 16)}, "test": None}
     batches = load(examples, prepare=draw)
     drawn = {name: joined(features(each)) for name, each in batches.items()}
-    assert len(set(joined(drawn.values()))) == 3 * 40
-    assert joined(features(batches["validation/b"], epoch=3)) == drawn["validation/b"]
-    again = load(examples, prepare=draw)["validation/a"]
-    assert joined(features(again)) == drawn["validation/a"]
+    assert len(set(joined(drawn.values()))) == 3 * 16
+    assert joined(features(batches["validation/b"], 3)) == drawn["validation/b"]
+
+
+def test_features_are_named_by_their_keys_in_the_order_of_tensorflow() -> None:
+    for features, names in ((1, ["features"]), (({"b": 2, "a": 3}, 1), ["features/0/a", "features/0/b", "features/1"])):
+        assert list(leaves(features)) == names
+        assert list(leaves(features).values()) == tf.nest.flatten(features)
