@@ -261,7 +261,7 @@ def test_id_outside_of_its_column_is_named_or_reads_the_first_row(apply: Apply) 
     arrays["place"][50, 2] = 500
     np.savez("data/train.npz", **arrays)
     apply("Ids outside of the table", 0)
-    rule = r"example 50, counted from 0.* place must be at least 0 and less than \[7, 24, 500\]: fix .*\[.*500\b.*\]"
+    rule = r"example 50, counted from 0.*place must be at least 0 and less than \[7, 24, 500\]: fix .*\[.*500\b.*\]"
     with pytest.raises(BadInput, match=rule):
         build()
         list(train.batches["train"].iterator().take(10))
