@@ -13,7 +13,7 @@ import config
 import task
 import train
 from engine.model.variables import model_variables
-from pages import blocks, put, sections
+from pages import put_section, sections
 
 RECIPES = {title: text for title, text in sections("steps.md").items() if "```python" in text}
 LOAD_EXAMPLES, CREATE_OPTIMIZER = task.load_examples, task.create_optimizer
@@ -139,10 +139,9 @@ def applier(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Apply:
         for name, hook in {**USUAL, **fitting, **hooks}.items():
             if callable(hook):
                 monkeypatch.setattr(task, name, hook, raising=False)
-        titles = ["A mean over tokens"] * (title == "Masked language model") + [title]
-        for block in (each for one in titles for each in blocks(RECIPES[one])):
-            put(block, config if "class Config" in block else task, monkeypatch, folder)
-        monkeypatch.setattr(train, "Config", config.Config)
+        if title == "Masked language model":  # Its loss is the mean over tokens.
+            put_section(RECIPES["A mean over tokens"], monkeypatch, folder)
+        put_section(RECIPES[title], monkeypatch, folder)
         if title == "Distillation from a trained teacher":
             settings["teacher"] = folder / "teacher.keras"
             small_model().save(settings["teacher"])
