@@ -26,6 +26,8 @@ import config
 import task
 import train
 from engine.check.check import check_task
+from engine.errors import BadInput
+from engine.run.initial_weights import load_initial_weights
 
 
 @pytest.fixture
@@ -160,8 +162,8 @@ FORMULAS: dict[str, Callable[..., float] | None] = {
 }
 # They need the complete batch at once.
 WHOLE = ("SimCLR", "CLIP", "Mixup", "WGAN-GP", "SAM", "skipped")
-# Of each kind: a sum over the batch, a comparison within it, and a second network.
-QUICK = ("A mean over tokens", "Contrastive learning of one encoder (SimCLR)", "Mean teacher")
+# A sum over the batch, and a comparison within it.
+QUICK = ("A mean over tokens", "Contrastive learning of one encoder (SimCLR)")
 
 
 def without_padding(batch: Any) -> tuple[Any, Any]:
@@ -316,6 +318,21 @@ def test_frozen_teacher_is_not_averaged_and_evaluated_as_it_is(apply: Apply) -> 
     with train.run.evaluation_weights():
         for value, expected in zip(task.model["teacher"].get_weights(), last, strict=True):
             np.testing.assert_array_equal(value, expected)
+
+
+def test_networks_start_with_those_of_a_run_and_not_with_a_file_of_one(apply: Apply, tmp_path: Path) -> None:
+    apply("Mean teacher")
+    build(1, run_dir=tmp_path)
+    train.run.best.save(1, {})
+    expected = weights()
+    for network in task.model.values():
+        network.set_weights([np.zeros_like(each) for each in network.get_weights()])
+    assert load_initial_weights(tmp_path, task.model, partial=False).startswith("8 of the model's 8 variables from")
+    for name, value in weights().items():
+        np.testing.assert_array_equal(value, expected[name])
+    task.model["student"].save(tmp_path / "student.keras")
+    with pytest.raises(BadInput, match="contains one model, and the task has student, teacher"):
+        load_initial_weights(tmp_path / "student.keras", task.model, partial=False)
 
 
 # --- Generation -------------------------------------------------------------------------------------------------------
