@@ -17,7 +17,7 @@ from small import linear_model
 import config
 import task
 import train
-from pages import blocks, put_section, sections
+from pages import blocks, put_section, sections, untested
 from rendering import PROJECT
 from rendering import run as run_program
 
@@ -47,8 +47,7 @@ def run(folder: Path, *flags: str) -> tuple[dict[str, Any], list[dict[str, float
 
 
 def test_every_recipe_is_run() -> None:
-    tested = Path(__file__).read_text(encoding="utf-8")
-    assert not [title for title, text in RECIPES.items() if "```python" in text and f'"{title}"' not in tested]
+    assert not untested(RECIPES, __file__)
 
 
 def test_rate_rises_and_falls_in_straight_lines(apply: Apply) -> None:

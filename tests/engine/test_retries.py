@@ -305,14 +305,6 @@ def test_long_fault_ends_the_run_with_code_1_and_the_next_start_gives_the_same_b
     assert run("gone") == expected
 
 
-def test_signal_ends_a_wait_for_the_data_of_one_process() -> None:
-    gone = Faults(*range(1, 101))
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    with signals.listening(), pytest.raises(Unavailable, match="stopped by a signal while the file could not be read"):
-        retries.until_read(gone, "the file", obeys_signals=True)
-    assert gone.calls == 1
-
-
 def test_signal_does_not_end_other_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "SECONDS_AFTER_SIGNAL", 0.01)
     with signals.listening():

@@ -16,7 +16,7 @@ import train
 from engine.errors import BadInput
 from engine.model.rows import describe_tables
 from engine.run.initial_weights import load_initial_weights
-from pages import blocks, put, sections
+from pages import blocks, put, sections, untested
 from rendering import run as run_program
 
 RECIPES = sections("tables.md")
@@ -105,8 +105,7 @@ def assert_step_is(name: str, expected: Callable[..., tuple[np.ndarray, ...]], *
 
 
 def test_every_recipe_is_run() -> None:
-    tested = Path(__file__).read_text(encoding="utf-8")
-    assert not [title for title, text in RECIPES.items() if "```python" in text and f'"{title}"' not in tested]
+    assert not untested(RECIPES, __file__)
 
 
 # --- Hashed ids -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,12 @@ def blocks(text: str) -> list[str]:
     return re.findall(r"(?ms)^```python\n(.*?)^```", text)
 
 
+def untested(page: dict[str, str], file: str) -> list[str]:
+    """Returns the sections with code whose titles a file of tests does not contain."""
+    tests = Path(file).read_text(encoding="utf-8")
+    return [title for title, text in page.items() if blocks(text) and f'"{title}"' not in tests]
+
+
 def put(block: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Runs a block as a part of a module, whose names are again what they were after the test."""
     for name in re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| = |:)", block):

@@ -128,10 +128,7 @@ Apply = Callable[..., dict[str, Any]]
 
 
 def applier(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Apply:
-    """Returns a function that puts a recipe into the modules that it is for, with what goes with it.
-
-    It returns the settings that the recipe needs.
-    """
+    """Returns a function that puts a recipe, and what goes with it, into place, and returns the settings it needs."""
 
     def apply(title: str, **hooks: Any) -> dict[str, Any]:
         fitting = FITTING.get(title, {})
