@@ -343,5 +343,6 @@ def test_run_that_is_stopped_while_it_waits_for_data_ends_with_its_state_saved(
         train.main([f"--run-dir={tmp_path / 'run'}", *FLAGS, "--epochs=2"])
     line = capsys.readouterr().err.splitlines()[-1]
     assert ended.value.code == 42, line
+    assert fails.raised == 1  # It is not tried again.
     assert "the same command, without --fresh, resumes from" in line
     assert list((tmp_path / "run/checkpoints").glob("step-*"))
