@@ -1,8 +1,8 @@
 """Faults of a network or a disk: the examples are read again from the same place, and only long faults end a run."""
 
-import contextlib
 import csv
 import errno
+import io
 import json
 import os
 import re
@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 from loading import batches_of
 from record_files import shuffle_in, write_records
-from small import linear_model, small_model
+from small import linear_model
 from streaming import stream
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -26,7 +26,6 @@ import task
 import train
 from config import Config
 from engine import exceptions, files, retries
-from engine.cluster.launcher import START_ID
 from engine.data import record_index, records
 from engine.data.records import Records
 from engine.data.stacks import StackIterator
@@ -34,7 +33,6 @@ from engine.errors import BadInput, CannotWrite, Unavailable, asked_to_stop
 from engine.model.metrics import ResultNames
 from engine.report import tables
 from engine.report.summaries import Summaries
-from engine.run import start
 from engine.run.signals import signals
 
 FLAGS = ("--epochs=1", "--global-batch-size=64", "--steps-per-execution=3", "--checkpoint-every-steps=7")
@@ -44,8 +42,9 @@ LOAD_EXAMPLES = task.load_examples
 class Faults:
     """Raises an error at chosen moments, each once: the numbers count calls, over all threads."""
 
-    def __init__(self, problem: Exception, *moments: int) -> None:
-        self.problem, self.moments, self.calls, self.raised = problem, set(moments), 0, 0
+    def __init__(self, *moments: int, problem: Exception | None = None) -> None:
+        self.problem = problem or OSError(errno.EIO, os.strerror(errno.EIO))
+        self.moments, self.calls, self.raised = set(moments), 0, 0
         self._lock = threading.Lock()
 
     def __call__(self) -> None:
@@ -55,6 +54,10 @@ class Faults:
             self.raised += is_now
         if is_now:
             raise self.problem
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function, before each call of which an error may be raised."""
+        return lambda *arguments, **options: (self(), function(*arguments, **options))[1]
 
 
 @pytest.fixture
@@ -82,9 +85,9 @@ def generated(fails: Callable[[], None], count: int = 200) -> Callable[[str], tf
     return load_examples
 
 
-def labels(split: str, load_examples: Any, prepare_example: Any, *, replicas: int = 1) -> list[Any]:
+def labels(load_examples: Any, prepare_example: Any, *, replicas: int = 1) -> list[Any]:
     config = Config(strategy="mirrored", simulated_devices=replicas, global_batch_size=20)
-    return labels_of(batches_of(split, load_examples, prepare_example, config))
+    return labels_of(batches_of("train", load_examples, prepare_example, config))
 
 
 def labels_of(batches: Any, passes: int = 2) -> list[Any]:
@@ -107,52 +110,36 @@ def plain(features: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return features, label
 
 
-@pytest.mark.parametrize(
-    ("problem", "split", "replicas"),
-    [
-        (OSError(errno.EIO, "bad sector"), "train", 2),
-        pytest.param(ConnectionResetError("by the server"), "validation", 1, marks=pytest.mark.long),
-    ],
-)
 def test_streamed_examples_are_neither_lost_nor_doubled_by_faults(
-    problem: Exception, split: str, replicas: int, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys
+    waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     stream(monkeypatch, buffer_size=20)
-    expected = labels(split, generated(lambda: None), plain, replicas=replicas)
+    expected = labels(generated(lambda: None), plain, replicas=2)
     # While it is hashed at the start, twice in the same place, and in the second pass.
-    faults = Faults(problem, 3, 90, 150, 400)
-    assert labels(split, generated(faults), plain, replicas=replicas) == expected
+    faults = Faults(3, 90, 150, 400)
+    assert labels(generated(faults), plain, replicas=2) == expected
     assert faults.raised == 4
     assert len(waits) >= 3  # The last one may hit examples that are read ahead, and never used.
-    said = f"task.load_examples('{split}') cannot be read ({type(problem).__name__}: {problem}): trying again in 1 s"
+    said = "task.load_examples('train') cannot be read (OSError: [Errno 5] Input/output error): trying again in 1 s"
     assert next(line for line in capsys.readouterr().err.splitlines() if "trying again" in line) == said
 
 
-def test_examples_that_are_cached_are_read_again(waits: list[float]) -> None:
-    faults = Faults(ConnectionResetError("by the server"), 1, 60, 250)
-    assert labels("train", generated(faults), plain) == labels("train", generated(lambda: None), plain)
-    assert waits == [1, 2, 4]
-
-
-def test_hook_that_reads_a_file_is_called_again_and_so_is_load_examples(waits: list[float]) -> None:
-    faults = Faults(tf.errors.UnavailableError(None, None, "the store restarts"), 5, 77)
+def test_cached_examples_are_read_again_and_so_is_what_a_hook_reads(waits: list[float]) -> None:
+    in_hook = Faults(5, 77, problem=tf.errors.UnavailableError(None, None, "the store restarts"))
+    in_examples = Faults(1, 60, 250, problem=ConnectionResetError("by the server"))
+    at_start = Faults(1, 2)
 
     def read(label: tf.Tensor) -> np.ndarray:
-        faults()
+        in_hook()
         return np.full([3], label, np.float32)
 
     def prepare(features: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.ensure_shape(tf.py_function(read, [label], tf.float32), [3]), label
 
-    at_start = Faults(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), 1, 2)
-
-    def load_examples(split: str) -> tf.data.Dataset:
-        at_start()
-        return generated(lambda: None)(split)
-
-    assert labels("train", load_examples, prepare) == labels("train", generated(lambda: None), plain)
-    assert at_start.raised == faults.raised == 2
-    assert len(waits) in (3, 4)  # Two examples that are prepared at the same time may fail in one attempt.
+    load_examples = at_start.before(generated(in_examples))
+    assert labels(load_examples, prepare) == labels(generated(lambda: None), plain)
+    assert (at_start.raised, in_examples.raised, in_hook.raised) == (2, 3, 2)
+    assert len(waits) in (6, 7)  # Two examples that are prepared at the same time may fail in one attempt.
 
 
 # --- Record files -----------------------------------------------------------------------------------------------------
@@ -188,9 +175,9 @@ def test_index_of_a_file_is_made_again_and_a_folder_looked_at_again(
     tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_records(tmp_path, [5, 3])
-    make, fails = record_index._make, Faults(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), 1, 3)
-    monkeypatch.setattr(record_index, "_make", lambda *arguments: (fails(), make(*arguments))[1])
-    looks, stat = Faults(OSError(errno.EIO, os.strerror(errno.EIO)), 1), os.stat
+    make, fails = record_index._make, Faults(1, 3)
+    monkeypatch.setattr(record_index, "_make", fails.before(make))
+    looks, stat = Faults(1), os.stat
 
     def failing(path: Any, **options: Any) -> os.stat_result:
         if str(path).endswith("train-0.tfrecord"):
@@ -199,43 +186,36 @@ def test_index_of_a_file_is_made_again_and_a_folder_looked_at_again(
 
     monkeypatch.setattr(records.os, "stat", failing)
     # glob.glob returns what it has found so far, so a fault could leave out files.
-    lists, listdir = Faults(OSError(errno.EIO, os.strerror(errno.EIO)), 1, 2), os.listdir
-    monkeypatch.setattr(records.os, "listdir", lambda folder: (lists(), listdir(folder))[1])
+    lists, listdir = Faults(1, 2), os.listdir
+    monkeypatch.setattr(records.os, "listdir", lists.before(listdir))
     load = lambda _: Records(str(tmp_path / "train-0.tfrecord"), str(tmp_path / "train-[1].tfrecord"))  # noqa: E731
     assert batches_of("train", load, number_of, Config(global_batch_size=8)).number_of_examples == 8
     assert (fails.raised, looks.raised, lists.raised, len(waits)) == (2, 1, 2, 5)
 
 
 def test_files_of_a_run_are_read_again(tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text('{"start_id": "this launch"}', encoding="utf-8")
-    settings = Config(run_dir=tmp_path, fresh=True)
-    monkeypatch.setenv(START_ID, "this launch")
+    (tmp_path / "config.json").write_text('{"seed": 1}', encoding="utf-8")
     read = Path.read_text
-
-    def failing(*moments: int) -> None:
-        fails = Faults(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), *moments)
-        monkeypatch.setattr(Path, "read_text", lambda path, **options: (fails(), read(path, **options))[1])
-
-    failing(1, 2)
-    assert not start._is_fresh(settings)  # Otherwise the run would be moved aside.
+    monkeypatch.setattr(Path, "read_text", Faults(1, 2).before(read))
+    assert files.read_json(tmp_path / "config.json") == {"seed": 1}
     assert waits == [1, 2]
-    failing(*range(1, 100))
+    monkeypatch.setattr(Path, "read_text", Faults(*range(1, 100)).before(read))
     with pytest.raises(Unavailable, match=r"config\.json still cannot be read"):
-        start._is_fresh(settings)
+        files.read_json(tmp_path / "config.json")
 
 
 # --- Files of a run ---------------------------------------------------------------------------------------------------
 
 
 def test_files_are_written_again(tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    fails, replace = Faults(OSError(errno.EIO, os.strerror(errno.EIO)), 1, 2), Path.replace
-    monkeypatch.setattr(Path, "replace", lambda path, target: (fails(), replace(path, target))[1])
+    fails, replace = Faults(1, 2), Path.replace
+    monkeypatch.setattr(Path, "replace", fails.before(replace))
     files.write_json(tmp_path / "result.json", {"loss": 0.5})
     assert json.loads((tmp_path / "result.json").read_text()) == {"loss": 0.5}
     assert waits == [1, 2]
     assert f"{tmp_path / 'result.json'} cannot be written (OSError: [Errno 5]" in capsys.readouterr().err
-    always = Faults(OSError(errno.EIO, os.strerror(errno.EIO)), *range(1, 100))
-    monkeypatch.setattr(Path, "replace", lambda *_: always())
+    always = Faults(*range(1, 100))
+    monkeypatch.setattr(Path, "replace", always.before(replace))
     with pytest.raises(CannotWrite, match=r"result\.json cannot be written \(Input/output error\)"):
         files.write_json(tmp_path / "result.json", {"loss": 0.25})
     assert always.raised == len(retries.SECONDS_TO_WAIT) + 1
@@ -247,7 +227,7 @@ def test_row_of_which_a_part_was_written_is_written_again(
     tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns = tables.append_row(tmp_path / "steps.csv", {"step": 1, "loss": 0.5}, [])
-    fails = Faults(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), 1)
+    fails = Faults(1)
 
     class Failing(csv.DictWriter):
         def __init__(self, lines: TextIO, *arguments: Any, **options: Any) -> None:
@@ -290,23 +270,15 @@ def test_summaries_of_which_a_part_was_written_go_to_another_file(
     assert found == [(1, 0.5), (2, 0.25), (3, 0.125)]
 
 
-def test_wrong_arguments_of_records_are_named() -> None:
-    for patterns, said in (((b"data",), "Records got b'data'"), ((), "Records got no path")):
-        with pytest.raises(BadInput, match=rf"^{said}: pass "):
-            Records(*patterns)
-    with pytest.raises(BadInput, match=r"^Records.take got -1: pass "):
-        Records("data").take(-1)
-
-
 # --- Faults that stay -------------------------------------------------------------------------------------------------
 
 
 def test_faults_of_the_data_are_not_tried_again(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     stream(monkeypatch, buffer_size=20)
-    for problem in (FileNotFoundError(errno.ENOENT, "no such file"), ValueError("not a number")):
-        with pytest.raises(BadInput, match="failed on example") as rejected:
-            labels("train", generated(Faults(problem, *range(100, 10_000))), plain)
-        assert rejected.value.exit_code == 2
+    faults = Faults(*range(100, 10_000), problem=FileNotFoundError(errno.ENOENT, "no such file"))
+    with pytest.raises(BadInput, match="failed on example") as rejected:
+        labels(generated(faults), plain)
+    assert rejected.value.exit_code == 2
     assert waits == []
 
 
@@ -314,47 +286,23 @@ def test_faults_of_the_data_are_not_tried_again(waits: list[float], monkeypatch:
 def test_long_fault_ends_the_run_with_code_1_and_the_next_start_gives_the_same_bits(
     tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    monkeypatch.setattr(task, "create_model", small_model)
+    monkeypatch.setattr(task, "create_model", linear_model)
     stream(monkeypatch, buffer_size=100)
 
-    def run(name: str) -> dict[str, Any]:
-        train.main([f"--run-dir={tmp_path / name}", *FLAGS])
-        return json.loads((tmp_path / name / "result.json").read_text(encoding="utf-8"))
+    def run(name: str) -> str:
+        return train.main([f"--run-dir={tmp_path / name}", *FLAGS])["weights_sha256"]
 
-    expected = run("whole")
-
-    def check(number: np.ndarray, features: np.ndarray) -> np.ndarray:
-        if number == 300:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return features
-
-    def checked(number: tf.Tensor, example: Any) -> Any:
-        features, label = example
-        return tf.ensure_shape(tf.numpy_function(check, [number, features], tf.float32), features.shape), label
-
-    def gone(split: str) -> tf.data.Dataset:
-        return LOAD_EXAMPLES(split).enumerate().map(checked)
-
-    with monkeypatch.context() as broken:
-        broken.setattr(task, "load_examples", gone)
+    expected, next_stack, fails = run("whole"), StackIterator._next_stack, Faults(3, 4, 5)
+    with monkeypatch.context() as broken, pytest.raises(SystemExit) as ended:
+        broken.setattr(StackIterator, "_next_stack", fails.before(next_stack))
         broken.setattr(retries, "SECONDS_TO_WAIT", (60, 180))
-        with pytest.raises(SystemExit) as ended:
-            run("gone")
+        run("gone")
     assert ended.value.code == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert waits[-2:] == [60, 180]
     assert "task.load_examples('train') still cannot be read, after 2 more attempts in 4 minutes" in line
-    assert "Input/output error" in line
     assert f"resumes from {tmp_path / 'gone' / 'checkpoints'}" in line
-    assert run("gone")["weights_sha256"] == expected["weights_sha256"]
-
-
-def test_signal_ends_a_wait_for_the_data_of_one_process() -> None:
-    gone = Faults(OSError(errno.EIO, "gone"), *range(1, 101))
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    with signals.listening(), pytest.raises(Unavailable, match="stopped by a signal while the file could not be read"):
-        retries.until_read(gone, "the file", obeys_signals=True)
-    assert gone.calls == 1
+    assert run("gone") == expected
 
 
 def test_signal_does_not_end_other_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +311,7 @@ def test_signal_does_not_end_other_attempts(monkeypatch: pytest.MonkeyPatch) -> 
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked_to_stop.wait(10)
         for again in (retries.until_written, retries.until_read):
-            gone = Faults(OSError(errno.EIO, "gone"), 1, 2, 3, 4, 5)
+            gone = Faults(1, 2, 3, 4, 5)
             again(gone, "the file")
             assert gone.calls == 6
     assert not asked_to_stop.is_set()
@@ -372,12 +320,9 @@ def test_signal_does_not_end_other_attempts(monkeypatch: pytest.MonkeyPatch) -> 
 def test_log_on_the_disk_that_fails_does_not_end_the_attempts(
     waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        monkeypatch.setattr(retries.sys, "stderr", full)
-        retries.until_written(Faults(OSError(errno.EIO, "gone"), 1, 2), "the file")
-        monkeypatch.undo()
-        with contextlib.suppress(OSError):
-            full.close()
+    with monkeypatch.context() as failing, open("/dev/full", "wb", buffering=0) as full:
+        failing.setattr(retries.sys, "stderr", io.TextIOWrapper(full, write_through=True))
+        retries.until_written(Faults(1, 2), "the file")
     assert waits == [1, 2]
 
 
@@ -386,19 +331,18 @@ def test_run_that_is_stopped_while_it_waits_for_data_ends_with_its_state_saved(
 ) -> None:
     monkeypatch.setattr(task, "create_model", linear_model)
     stream(monkeypatch, buffer_size=100)
-    reads, next_stack = [0], StackIterator._next_stack
+    next_stack, fails = StackIterator._next_stack, Faults(*range(6, 100))
 
     def failing(iterator: StackIterator) -> Any:
-        reads[0] += 1
-        if reads[0] > 5:
+        if fails.calls == 5:
             os.kill(os.getpid(), signal.SIGTERM)
-            raise OSError(errno.EIO, "gone")
-        return next_stack(iterator)
+        return fails.before(next_stack)(iterator)
 
     with monkeypatch.context() as broken, pytest.raises(SystemExit) as ended:
         broken.setattr(StackIterator, "_next_stack", failing)
         train.main([f"--run-dir={tmp_path / 'run'}", *FLAGS, "--epochs=2"])
     line = capsys.readouterr().err.splitlines()[-1]
     assert ended.value.code == 42, line
+    assert fails.raised == 1  # It is not tried again.
     assert "the same command, without --fresh, resumes from" in line
     assert list((tmp_path / "run/checkpoints").glob("step-*"))

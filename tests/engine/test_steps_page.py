@@ -5,18 +5,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from step_recipes import (
     BATCH,
     CREATE_OPTIMIZER,
-    FITTING,
     RECIPES,
     Apply,
     applier,
     assert_close,
     build,
+    small_model,
     take_steps,
     weights,
 )
@@ -25,15 +26,13 @@ import config
 import task
 import train
 from engine.check.check import check_task
+from engine.errors import BadInput
+from engine.run.initial_weights import load_initial_weights
 
 
 @pytest.fixture
 def apply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Apply:
     return applier(monkeypatch, tmp_path)
-
-
-def test_every_recipe_is_run() -> None:
-    assert {title for title, text in RECIPES.items() if "```python" in text} == FITTING.keys()
 
 
 # --- What each loss is ------------------------------------------------------------------------------------------------
@@ -143,28 +142,28 @@ def plain_loss(features: np.ndarray, labels: np.ndarray) -> float:
     return cross_entropy(labels, task.model(features)).sum() / BATCH
 
 
-IN_TWO = {"micro_batches": 2}
-# The loss, and settings with which one replica gives the same.
-LOSSES: dict[str, tuple[Callable[..., float] | None, dict[str, Any]]] = {
-    "Random numbers in a step": (noisy_loss, IN_TWO),
-    "A mean over tokens": (token_loss, IN_TWO),
-    "A term for positives only": (box_loss, IN_TWO),
-    "Several heads with missing labels": (loss_of_heads, IN_TWO),
-    "Contrastive learning of one encoder (SimCLR)": (simclr_loss, {}),
-    "Contrastive learning of two encoders (CLIP)": (clip_loss, {}),
-    "Mixup": (mixup_loss, {}),
-    "Mean teacher": (loss_of_student, IN_TWO),
-    "Distillation from a trained teacher": (loss_of_distillation, IN_TWO),
-    "WGAN-GP with five critic updates": (None, {}),
-    "Sharpness-aware minimization (SAM)": (None, {}),
-    "Updates that are skipped": (plain_loss, {}),
-    "Adversarial examples (FGSM)": (loss_of_attack, IN_TWO),
-    "Diffusion": (diffusion_loss, IN_TWO),
-    "Masked language model": (token_loss, IN_TWO),
-    "Layers that are frozen until a step": (plain_loss, IN_TWO),
+FORMULAS: dict[str, Callable[..., float] | None] = {
+    "Random numbers in a step": noisy_loss,
+    "A mean over tokens": token_loss,
+    "A term for positives only": box_loss,
+    "Several heads with missing labels": loss_of_heads,
+    "Contrastive learning of one encoder (SimCLR)": simclr_loss,
+    "Contrastive learning of two encoders (CLIP)": clip_loss,
+    "Mixup": mixup_loss,
+    "Mean teacher": loss_of_student,
+    "Distillation from a trained teacher": loss_of_distillation,
+    "WGAN-GP with five critic updates": None,  # Tests of their own compare these two.
+    "Sharpness-aware minimization (SAM)": None,
+    "Updates that are skipped": plain_loss,
+    "Adversarial examples (FGSM)": loss_of_attack,
+    "Diffusion": diffusion_loss,
+    "Masked language model": token_loss,
+    "Layers that are frozen until a step": plain_loss,
 }
-# Of each kind: a sum over the batch, a comparison within it, and a second network.
-QUICK = ("A mean over tokens", "Contrastive learning of one encoder (SimCLR)", "Mean teacher")
+# They need the complete batch at once.
+WHOLE = ("SimCLR", "CLIP", "Mixup", "WGAN-GP", "SAM", "skipped")
+# A sum over the batch, and a comparison within it.
+QUICK = ("A mean over tokens", "Contrastive learning of one encoder (SimCLR)")
 
 
 def without_padding(batch: Any) -> tuple[Any, Any]:
@@ -177,35 +176,198 @@ def results_on_one_replica(title: str, settings: dict[str, Any]) -> tuple[list[f
 
     The second batch has padding. The steps run in Python, which takes a moment, and in micro-batches.
     """
-    loss, options = LOSSES[title]
-    build(1, keep_last_batch=True, limit_steps=2, eager=True, steps_per_execution=1, **settings, **options)
+    formula, parts = FORMULAS[title], 1 if any(name in title for name in WHOLE) else 2
+    build(1, keep_last_batch=True, limit_steps=2, eager=True, steps_per_execution=1, micro_batches=parts, **settings)
     batches = [*itertools.islice(train.batches["train"].one_by_one(), 2)]
     before, losses = weights(), []
     for batch, (stack, first, count) in zip(batches, train.batches["train"].iterator().take(2), strict=True):
-        expected = loss(*without_padding(batch)) if loss else None
+        expected = formula(*without_padding(batch)) if formula else None
         losses += map(float, train.run_steps["train"](stack, first, count))
-        assert loss is None or losses[-1] == pytest.approx(expected, rel=1e-5)
+        assert formula is None or losses[-1] == pytest.approx(expected, rel=1e-5)
     # Nothing depends on the bias with which a critic ends.
     still = [name for name, value in before.items() if np.array_equal(value, weights()[name])]
     assert not [name for name in still if not name.endswith("bias")]
+    # A teacher in a file is in no checkpoint.
+    assert not [name for name in train.run.checkpoints.state.values() if name.startswith("hidden/")]
     return losses, weights(), train.run.objects.results("train") | train.validate()
-
-
-@pytest.mark.parametrize("title", [title for title, (loss, _) in LOSSES.items() if loss and title not in QUICK])
-def test_loss_of_a_recipe_is_that_of_its_formula(title: str, apply: Apply) -> None:
-    results_on_one_replica(title, {"learning_rate": 0.01, **apply(title)})
 
 
 @pytest.mark.parametrize(
     ("title", "replicas"),
-    [pytest.param(title, 2, marks=[pytest.mark.long] * (title not in QUICK)) for title in LOSSES]
+    [pytest.param(title, 2, marks=[pytest.mark.long] * (title not in QUICK)) for title in RECIPES]
     + [pytest.param(title, 4, marks=pytest.mark.long) for title in ("A mean over tokens", "Mixup")],
 )
-def test_recipe_gives_the_same_results_on_several_replicas(title: str, replicas: int, apply: Apply) -> None:
+def test_recipe_gives_the_loss_of_its_formula_and_the_same_results_on_several_replicas(
+    title: str, replicas: int, apply: Apply
+) -> None:
     settings = {"learning_rate": 0.01, **apply(title)}
     build(replicas, keep_last_batch=True, limit_steps=2, **settings)
     found = take_steps(2), weights(), train.run.objects.results("train") | train.validate()
     assert_close(found, results_on_one_replica(title, settings))
+
+
+# --- Updates ----------------------------------------------------------------------------------------------------------
+
+
+def test_recipes_refuse_what_they_cannot_do(apply: Apply) -> None:
+    for title, settings, reason in (
+        ("Sharpness-aware minimization (SAM)", {"micro_batches": 2}, "SAM is not for --micro-batches"),
+        ("WGAN-GP with five critic updates", {"global_batch_size": 16}, "must be a multiple of 5"),
+    ):
+        build(1, eager=True, **{**apply(title), **settings})
+        with pytest.raises(ValueError, match=reason):
+            take_steps(1)
+
+
+@pytest.mark.long
+def test_critic_is_updated_five_times(apply: Apply) -> None:
+    """The same in a plain loop, of fifths of the batches."""
+    settings = apply("WGAN-GP with five critic updates")
+    build(1, learning_rate=1e-3, **settings)
+    take_steps(3)
+    found = weights()
+    build(1, learning_rate=1e-3, **settings)
+    critic, generator = task.model["critic"], task.model["generator"]
+
+    def update(name: str, tape: tf.GradientTape, loss: tf.Tensor) -> None:
+        variables = task.model[name].trainable_variables
+        task.optimizer[name].apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    for features, images, _ in itertools.islice(train.batches["train"].one_by_one(), 3):
+        for part in range(5):
+            noise, mix, real = features["noise"][part::5], features["mix"][part::5], images[part::5]
+            with tf.GradientTape() as tape:
+                made = tf.stop_gradient(generator(noise))
+                between = tf.constant(mix.numpy() * real.numpy() + (1 - mix.numpy()) * made.numpy())
+                with tf.GradientTape() as inner:
+                    inner.watch(between)
+                    scores = critic(between)
+                slopes = tf.norm(tf.reshape(inner.gradient(scores, between), [8, -1]), axis=1)
+                loss = tf.reduce_mean(critic(made) - critic(real)) + 10.0 * tf.reduce_mean((slopes - 1.0) ** 2)
+            update("critic", tape, loss)
+        with tf.GradientTape() as tape:
+            loss = -tf.reduce_mean(critic(generator(features["noise"])))
+        update("generator", tape, loss)
+    assert_close(weights(), found, rtol=1e-4)
+
+
+@pytest.mark.long
+def test_sam_updates_by_the_gradient_at_the_moved_weights(apply: Apply) -> None:
+    apply("Sharpness-aware minimization (SAM)")
+    build(4, limit_steps=1)
+    features, labels, _ = next(train.batches["train"].one_by_one())
+    features, labels = (
+        tf.concat(train.strategy.experimental_local_results(each), axis=0) for each in (features, labels)
+    )
+
+    def gradients() -> list[np.ndarray]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(task.loss_objects["label"](labels, task.model(features)))
+        return [each.numpy() for each in tape.gradient(loss, task.model.trainable_variables)]
+
+    before, first = task.model.get_weights(), gradients()
+    norm = np.sqrt(sum(np.square(each).sum() for each in first))
+    task.model.set_weights([each + 0.05 / norm * gradient for each, gradient in zip(before, first, strict=True)])
+    expected = [each - 0.5 * gradient for each, gradient in zip(before, gradients(), strict=True)]
+    task.model.set_weights(before)
+    take_steps(1)
+    assert_close(task.model.get_weights(), expected)
+
+
+@pytest.mark.long
+def test_large_gradients_change_nothing(apply: Apply, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply("Updates that are skipped", create_optimizer=lambda total_steps: keras.optimizers.AdamW(0.01, epsilon=1e-5))
+    monkeypatch.setattr(task, "LARGEST_NORM", 1e-9)
+    build(2)
+    kept = [*task.model.trainable_variables, *task.optimizer.variables]
+    before = [each.numpy() for each in kept]
+    take_steps(1)
+    for variable, value in zip(kept, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+@pytest.mark.long
+def test_encoder_starts_at_its_step(apply: Apply) -> None:
+    apply("Layers that are frozen until a step")
+    # Two steps an epoch; of six steps the first two are without the encoder.
+    build(2, epochs=3, learning_rate=0.1, keep_last_batch=True)
+    before = weights()
+    kernel = next(name for name in before if "conv2d/kernel" in name)
+    take_steps(2)
+    np.testing.assert_array_equal(weights()[kernel], before[kernel])
+    take_steps(1, epoch=1)
+    # A tenth of the rate of the head; Adam's first step is as long as the rate, later ones are shorter.
+    assert 0.001 < np.abs(weights()[kernel] - before[kernel]).max() < 0.011
+
+
+def test_frozen_teacher_is_not_averaged_and_evaluated_as_it_is(apply: Apply) -> None:
+    apply("Mean teacher")
+
+    def create_model() -> dict[str, keras.Model]:
+        models = {name: small_model() for name in ("student", "teacher")}
+        for each in models.values():
+            each.add(keras.layers.BatchNormalization(synchronized=True))
+        models["teacher"].trainable = False
+        return models
+
+    task.create_model = create_model
+    build(1, ema_decay=0.5, eager=True)
+    assert {name.split("/")[0] for name in train.objects.average.averages} == {"student"}
+    take_steps(1)
+    last = task.model["teacher"].get_weights()
+    with train.run.evaluation_weights():
+        for value, expected in zip(task.model["teacher"].get_weights(), last, strict=True):
+            np.testing.assert_array_equal(value, expected)
+
+
+def test_networks_start_with_those_of_a_run_and_not_with_a_file_of_one(apply: Apply, tmp_path: Path) -> None:
+    apply("Mean teacher")
+    build(1, run_dir=tmp_path)
+    train.run.best.save(1, {})
+    expected = weights()
+    for network in task.model.values():
+        network.set_weights([np.zeros_like(each) for each in network.get_weights()])
+    assert load_initial_weights(tmp_path, task.model, partial=False).startswith("8 of the model's 8 variables from")
+    for name, value in weights().items():
+        np.testing.assert_array_equal(value, expected[name])
+    task.model["student"].save(tmp_path / "student.keras")
+    with pytest.raises(BadInput, match="contains one model, and the task has student, teacher"):
+        load_initial_weights(tmp_path / "student.keras", task.model, partial=False)
+
+
+# --- Generation -------------------------------------------------------------------------------------------------------
+
+
+def test_known_velocity_leads_to_the_image(apply: Apply, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All images are one: then the velocity is known, and every sample is that image."""
+    apply("Diffusion")
+    wanted = np.random.default_rng(0).uniform(size=(8, 8, 1)).astype("float32")
+
+    class Known(keras.Model):
+        def call(self, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
+            image, angle = 2.0 * wanted - 1.0, inputs["angle"]
+            noise = (inputs["image"] - tf.cos(angle) * image) / tf.sin(angle)
+            return tf.cos(angle) * noise - tf.sin(angle) * image
+
+    monkeypatch.setattr(task, "model", Known(), raising=False)
+    for epoch in (1, 2):
+        task.on_report({"epoch": epoch}, tmp_path, config.Config())
+    for file in sorted((tmp_path / "samples").iterdir()):
+        found = tf.io.decode_png(file.read_bytes()) / 255
+        np.testing.assert_allclose(found, np.tile(wanted, [4, 8, 1]), atol=0.003)
+    assert file.name == "epoch-0002.png"
+    assert task.sample.experimental_get_tracing_count() == 1
+
+
+def test_eight_of_ten_hidden_tokens_are_masks(apply: Apply) -> None:
+    apply("Masked language model")
+    tokens = (np.arange(20_000) % 19 + 2) % 20  # No masks; 0 is padding.
+    shown, hidden = task.prepare_example(tf.constant(tokens), tf.constant(0), seed=tf.constant([1, 2]))
+    is_hidden, shown = hidden.numpy() != 0, shown.numpy()
+    np.testing.assert_array_equal(np.where(is_hidden, hidden, shown), tokens)
+    assert is_hidden.sum() / (tokens != 0).sum() == pytest.approx(0.15, abs=0.02)
+    assert (shown == 1)[is_hidden].mean() == pytest.approx(0.8, abs=0.04)
+    assert (shown == tokens)[is_hidden].mean() == pytest.approx(0.1, abs=0.04)
 
 
 # --- What --check says ------------------------------------------------------------------------------------------------

@@ -26,6 +26,12 @@ def blocks(text: str) -> list[str]:
     return re.findall(r"(?ms)^```python\n(.*?)^```", text)
 
 
+def untested(page: dict[str, str], file: str) -> list[str]:
+    """Returns the sections with code whose titles a file of tests does not contain."""
+    tests = Path(file).read_text(encoding="utf-8")
+    return [title for title, text in page.items() if blocks(text) and f'"{title}"' not in tests]
+
+
 def put(block: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Runs a block as a part of a module, whose names are again what they were after the test."""
     for name in re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| = |:)", block):
@@ -34,3 +40,15 @@ def put(block: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch, folder:
     file = folder / f"{module.__name__}_{len(list(folder.glob('*.py')))}.py"
     file.write_text(block, encoding="utf-8")
     exec(compile(block, file, "exec"), vars(module))  # noqa: S102
+
+
+def put_section(text: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Runs the blocks of a section as parts of the modules that they are for."""
+    import config  # Here, because only tests of the engine have a project at hand.
+    import task
+    import train
+
+    for block in blocks(text):
+        of_program = train if "In `train.py`" in text else task
+        put(block, config if "class Config" in block else of_program, monkeypatch, folder)
+    monkeypatch.setattr(train, "Config", config.Config)

@@ -13,9 +13,9 @@ import config
 import task
 import train
 from engine.model.variables import model_variables
-from pages import blocks, put, sections
+from pages import put_section, sections
 
-RECIPES = sections("steps.md")
+RECIPES = {title: text for title, text in sections("steps.md").items() if "```python" in text}
 LOAD_EXAMPLES, CREATE_OPTIMIZER = task.load_examples, task.create_optimizer
 BATCH = 16
 
@@ -25,64 +25,23 @@ def few_examples(split: str) -> tf.data.Dataset | None:
     return None if split == "test" else LOAD_EXAMPLES(split).take(28)
 
 
-def encoder(last: int = 6) -> keras.Model:
-    layers = [keras.layers.Flatten(), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(last)]
-    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+def labelled(label: Callable[..., Any]) -> Callable[[str], tf.data.Dataset | None]:
+    """Returns a hook that gives these examples other labels, made of the image and the digit."""
+
+    def load_examples(split: str) -> tf.data.Dataset | None:
+        examples = few_examples(split)
+        return examples and examples.map(lambda image, digit: (image, label(image, digit)))
+
+    return load_examples
 
 
-def small_model() -> keras.Model:
-    return encoder(10)
+def box(image: tf.Tensor, digit: tf.Tensor) -> dict[str, tf.Tensor]:
+    corner = image[2, 2:4, 0] / 16.0
+    return {"is_object": tf.cast(digit < 3, tf.float32), "box": tf.concat([corner, 1.0 - corner], axis=0)}
 
 
-def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
-    """Its updates are in proportion to the gradient, so a gradient that is too large is not hidden."""
-    return keras.optimizers.SGD(0.5)
-
-
-def prepare_plainly(features: tf.Tensor, labels: Any) -> tuple[tf.Tensor, Any]:
-    return features / 16.0, labels
-
-
-def token_examples(split: str) -> tf.data.Dataset | None:
-    """Rows of pixels, and as labels how bright each row is; 0 is a row of padding."""
-    examples = few_examples(split)
-    return examples and examples.map(lambda image, label: (image, tf.cast(image[:, 4, 0] // 4.0, tf.int32)))
-
-
-def token_model() -> keras.Model:
-    layers = [keras.layers.Reshape((8, 8)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(10)]
-    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
-
-
-def boxes(split: str) -> tf.data.Dataset | None:
-    def labels(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        corner = image[2:4, 2:4, 0][0] / 16.0
-        return image, {"is_object": tf.cast(label < 3, tf.float32), "box": tf.concat([corner, 1.0 - corner], axis=0)}
-
-    examples = few_examples(split)
-    return examples and examples.map(labels)
-
-
-def two_heads(split: str) -> tf.data.Dataset | None:
-    def labels(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        return image, {"digit": tf.where(label == 7, -1, label), "is_odd": tf.where(label > 3, -1, label % 2)}
-
-    examples = few_examples(split)
-    return examples and examples.map(labels)
-
-
-def model_of_two(**sizes: int) -> Callable[[], keras.Model]:
-    def create_model() -> keras.Model:
-        inputs = keras.Input((8, 8, 1))
-        hidden = keras.layers.Dense(8, activation="tanh")(keras.layers.Flatten()(inputs))
-        return keras.Model(inputs, {name: keras.layers.Dense(size)(hidden) for name, size in sizes.items()})
-
-    return create_model
-
-
-def partly_labelled(split: str) -> tf.data.Dataset | None:
-    examples = few_examples(split)
-    return examples and examples.map(lambda image, label: (image, tf.where(label > 4, -1, label)))
+def two_labels(image: tf.Tensor, digit: tf.Tensor) -> dict[str, tf.Tensor]:
+    return {"digit": tf.where(digit == 7, -1, digit), "is_odd": tf.where(digit > 3, -1, digit % 2)}
 
 
 def sentences(split: str) -> tf.data.Dataset | None:
@@ -95,52 +54,73 @@ def sentences(split: str) -> tf.data.Dataset | None:
     return None if split == "test" else LOAD_EXAMPLES(split).take(120).map(tokens)
 
 
-def filling_model() -> keras.Model:
-    layers = [keras.layers.Embedding(20, 8), keras.layers.Dense(8, "tanh"), keras.layers.Dense(20)]
-    return keras.Sequential([keras.Input((64,), dtype="int32"), *layers])
+def prepare_plainly(features: tf.Tensor, labels: Any) -> tuple[tf.Tensor, Any]:
+    return features / 16.0, labels
+
+
+def sequential(shape: tuple[int, ...], *layers: keras.layers.Layer, dtype: str = "float32") -> keras.Model:
+    return keras.Sequential([keras.Input(shape, dtype=dtype), *layers])
+
+
+def dense(units: int = 8) -> keras.layers.Layer:
+    return keras.layers.Dense(units, activation="tanh")
+
+
+def small_model(last: int = 10) -> keras.Model:
+    return sequential((8, 8, 1), keras.layers.Flatten(), dense(), keras.layers.Dense(last))
+
+
+def model_of_two(**sizes: int) -> keras.Model:
+    inputs = keras.Input((8, 8, 1))
+    hidden = dense()(keras.layers.Flatten()(inputs))
+    return keras.Model(inputs, {name: keras.layers.Dense(size)(hidden) for name, size in sizes.items()})
 
 
 def with_convolution() -> keras.Model:
     hidden = [keras.layers.Conv2D(2, 3, activation="gelu"), keras.layers.Flatten()]
-    return keras.Sequential([keras.Input((8, 8, 1)), *hidden, keras.layers.Dense(10)])
+    return sequential((8, 8, 1), *hidden, keras.layers.Dense(10))
 
 
-# The hooks that go with each recipe, and the settings that it needs.
+USUAL: dict[str, Any] = {
+    "create_model": small_model,
+    "load_examples": few_examples,
+    # Its updates are in proportion to the gradient, so a gradient that is too large is not hidden.
+    "create_optimizer": lambda total_steps: keras.optimizers.SGD(0.5),
+}
+# The hooks that go with a recipe, and the settings that it needs, besides the usual ones.
 FITTING: dict[str, dict[str, Any]] = {
-    "Random numbers in a step": {},
     "A mean over tokens": {
-        "load_examples": token_examples,
-        "create_model": token_model,
+        # Rows of pixels, and as labels how bright each row is; 0 is a row of padding.
+        "load_examples": labelled(lambda image, digit: tf.cast(image[:, 4, 0] // 4.0, tf.int32)),
+        "create_model": lambda: sequential((8, 8, 1), keras.layers.Reshape((8, 8)), dense(), keras.layers.Dense(10)),
         "prepare_example": prepare_plainly,
     },
     "A term for positives only": {
-        "load_examples": boxes,
-        "create_model": model_of_two(is_object=1, box=4),
+        "load_examples": labelled(box),
+        "create_model": lambda: model_of_two(is_object=1, box=4),
         "prepare_example": prepare_plainly,
         "monitor": "validation/box_loss",
     },
     "Several heads with missing labels": {
-        "load_examples": two_heads,
-        "create_model": model_of_two(digit=10, is_odd=2),
+        "load_examples": labelled(two_labels),
+        "create_model": lambda: model_of_two(digit=10, is_odd=2),
         "prepare_example": prepare_plainly,
         "monitor": "validation/digit_loss",
     },
-    "Contrastive learning of one encoder (SimCLR)": {"create_model": encoder},
-    "Contrastive learning of two encoders (CLIP)": {},
-    "Mixup": {},
-    "Mean teacher": {"load_examples": partly_labelled},
-    "Distillation from a trained teacher": {},
+    "Contrastive learning of one encoder (SimCLR)": {"create_model": lambda: small_model(6)},
+    "Mean teacher": {"load_examples": labelled(lambda image, digit: tf.where(digit > 4, -1, digit))},
     "WGAN-GP with five critic updates": {
         "load_examples": lambda split: None if split == "test" else LOAD_EXAMPLES(split).take(120),
         "global_batch_size": 40,
         "monitor": "validation/distance",
         "monitor_direction": "min",
     },
-    "Sharpness-aware minimization (SAM)": {},
-    "Updates that are skipped": {},
-    "Adversarial examples (FGSM)": {},
-    "Diffusion": {},
-    "Masked language model": {"load_examples": sentences, "create_model": filling_model},
+    "Masked language model": {
+        "load_examples": sentences,
+        "create_model": lambda: sequential(
+            (64,), keras.layers.Embedding(20, 8), dense(), keras.layers.Dense(20), dtype="int32"
+        ),
+    },
     "Layers that are frozen until a step": {"create_model": with_convolution, "epochs": 1},
 }
 
@@ -148,21 +128,17 @@ Apply = Callable[..., dict[str, Any]]
 
 
 def applier(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Apply:
-    """Returns a function that puts a recipe into the modules that it is for, with what goes with it.
-
-    It returns the settings that the recipe needs.
-    """
+    """Returns a function that puts a recipe, and what goes with it, into place, and returns the settings it needs."""
 
     def apply(title: str, **hooks: Any) -> dict[str, Any]:
-        settings = {name: each for name, each in FITTING[title].items() if not callable(each)}
-        fitting = {name: each for name, each in FITTING[title].items() if callable(each)}
-        usual = {"create_model": small_model, "load_examples": few_examples, "create_optimizer": create_optimizer}
-        for name, hook in {**usual, **fitting, **hooks}.items():
-            monkeypatch.setattr(task, name, hook, raising=False)
-        titles = ["A mean over tokens"] * (title == "Masked language model") + [title]
-        for block in (each for one in titles for each in blocks(RECIPES[one])):
-            put(block, config if "class Config" in block else task, monkeypatch, folder)
-        monkeypatch.setattr(train, "Config", config.Config)
+        fitting = FITTING.get(title, {})
+        settings = {name: each for name, each in fitting.items() if not callable(each)}
+        for name, hook in {**USUAL, **fitting, **hooks}.items():
+            if callable(hook):
+                monkeypatch.setattr(task, name, hook, raising=False)
+        if title == "Masked language model":  # Its loss is the mean over tokens.
+            put_section(RECIPES["A mean over tokens"], monkeypatch, folder)
+        put_section(RECIPES[title], monkeypatch, folder)
         if title == "Distillation from a trained teacher":
             settings["teacher"] = folder / "teacher.keras"
             small_model().save(settings["teacher"])
