@@ -33,7 +33,8 @@ class Launched:
 
     def workers(self) -> list[int]:
         number = self.process.pid
-        return [*map(int, Path(f"/proc/{number}/task/{number}/children").read_text(encoding="utf-8").split())]
+        children = Path(f"/proc/{number}/task/{number}/children").read_text(encoding="utf-8").split()
+        return [int(child) for child in children if b"train.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
     def until(self, condition: Callable[[], object]) -> None:
         until(lambda: self.process.poll() is not None or condition())
