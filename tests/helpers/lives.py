@@ -4,10 +4,9 @@
 
 The task is the default one, with a small model that has dropout. The program is imported once and every life is a fork
 of that, because to import TensorFlow takes longer than all the rest. The signals end the first lives: at a random time,
-in the middle of a save, or in a validation, in turns. With --sets 2, validation and test are of two sets, "0" and "1".
-Stdout has one JSON line per life, which says how it ended and how many seconds it took; the log has a line per chunk of
-steps: how many they were, after which training step, how many seconds they took, and whether they were the first ones
-of the life. Each chunk takes --pause seconds longer.
+in the middle of a save, or in a validation, in turns. Stdout has one JSON line per life, which says how it ended and how
+many seconds it took; the log has a line per chunk of steps: how many they were, after which training step, how many
+seconds they took, and whether they were the first ones of the life. Each chunk takes --pause seconds longer.
 """
 
 import argparse
@@ -77,11 +76,10 @@ def ended_at(end: End) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def live(arguments: list[str], end: End, log: Path, sets: int, pause: float) -> int:
+def live(arguments: list[str], end: End, log: Path, pause: float) -> int:
     """Runs the program in this process; returns its exit code."""
     engine.imported_at = time.monotonic()  # It was imported long before.
-    compile_steps, load_examples = train.compile_steps, task.load_examples
-    kill = ended_at(end)
+    compile_steps, kill = train.compile_steps, ended_at(end)
 
     def create_small_model() -> keras.Model:
         hidden = [keras.layers.Flatten(), keras.layers.Dense(32, activation="gelu"), keras.layers.Dropout(0.3)]
@@ -104,12 +102,7 @@ def live(arguments: list[str], end: End, log: Path, sets: int, pause: float) -> 
         logged.graph = steps.graph
         return logged
 
-    def load_sets(split: str) -> Any:
-        examples = load_examples(split)
-        return examples if split == "train" else {str(number): examples.shard(sets, number) for number in range(sets)}
-
     task.create_model, train.compile_steps = create_small_model, compile_logged
-    task.load_examples = load_examples if sets == 1 else load_sets
     if end.place == "saving":
         Path.rename, Path.replace, shutil.rmtree = map(kill, (Path.rename, Path.replace, shutil.rmtree))
         tf.raw_ops.SaveV2, os.fsync = kill(tf.raw_ops.SaveV2), kill(os.fsync)
@@ -120,12 +113,12 @@ def live(arguments: list[str], end: End, log: Path, sets: int, pause: float) -> 
     return 0
 
 
-def lead(arguments: list[str], end: End, log: Path, sets: int, pause: float) -> int:
+def lead(arguments: list[str], end: End, log: Path, pause: float) -> int:
     """Runs one life and ends it; returns its exit code, or the signal as a negative number."""
     chunks_before = chunks(log)
     child = os.fork()
     if not child:
-        code = live(arguments, end, log, sets, pause)
+        code = live(arguments, end, log, pause)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -155,7 +148,6 @@ def main() -> None:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--signals", nargs="*", default=[])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sets", type=int, default=1)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()
@@ -165,7 +157,7 @@ def main() -> None:
     for end in (*ends, End()):
         before, began = chunks(options.log), time.monotonic()
         arguments = [f"--run-dir={options.run_dir}", *options.arguments]
-        code = lead(arguments, end, options.log, options.sets, options.pause)
+        code = lead(arguments, end, options.log, options.pause)
         life = {"place": end.place, "ended": code, "seconds": time.monotonic() - began}
         print(json.dumps({**life, "chunks": chunks(options.log) - before}), flush=True)
 
