@@ -37,25 +37,16 @@ def test_lost_worker_is_named_within_a_minute_and_the_cluster_then_has_the_numbe
     assert (training > 0, others) == (True, [0, 0])
 
 
-# Two sets to validate, none to test, and a metric of each class.
+# Two sets to validate, none to test.
 SETS = """
 
-_all_examples, _create_metrics, _update_metrics = load_examples, create_metrics, update_metrics
+_all_examples = load_examples
 
 
 def load_examples(split: str):
     examples = _all_examples(split)
     sets = {"easy": examples.take(50), "hard": examples.skip(50)}
     return {"train": examples, "validation": sets, "test": None}[split]
-
-
-def create_metrics(split: str):
-    return {**_create_metrics(split), "f1": keras.metrics.F1Score(average=None)}
-
-
-def update_metrics(split, labels, predictions, per_example_loss, weights):
-    _update_metrics(split, labels, predictions, per_example_loss, weights)
-    metrics[split]["f1"].update_state(tf.one_hot(labels, 10), tf.nn.softmax(predictions), sample_weight=weights)
 """
 # The second worker meets an error of its file system, which passes, in the middle of an epoch.
 FAILING_ONCE = """
@@ -82,7 +73,7 @@ def test_two_workers_of_two_replicas_and_one_process_agree_on_all_options(
 ) -> None:
     """Initial weights, sets, epochs that are no passes, and a worker that reads again; see TWO_DEVICES."""
     flags = (*NUMBERS, f"--init-from={one_process[1]}", "--steps-per-epoch=30", "--evaluation-batch-size=10")
-    flags = (*flags, "--monitor=validation/hard/f1/3", "--profile")
+    flags = (*flags, "--monitor=validation/hard/loss")
     projects = []
     for number, addition in ((1, ""), (2, FAILING_ONCE + TWO_DEVICES)):
         (tmp_path / str(number)).mkdir()
@@ -94,7 +85,7 @@ def test_two_workers_of_two_replicas_and_one_process_agree_on_all_options(
     assert_same_numbers(tmp_path / "one", tmp_path / "two")
     rows, result = outcome(tmp_path / "two")
     assert (rows[-1]["step"], result["test"]) == ("60", None)
-    assert {"train/f1/0", "validation/easy/f1/9", "validation/hard/accuracy"} <= rows[0].keys()
+    assert {"validation/easy/loss", "validation/hard/accuracy"} <= rows[0].keys()
 
 
 UNSEEDED = """

@@ -4,8 +4,8 @@
 
 The task is the default one, with a small model that has dropout. The program is imported once and every life is a fork
 of that, because to import TensorFlow takes longer than all the rest. The signals end the first lives: at a random time,
-in the middle of a save, or in a validation, in turns. Stdout has one JSON line per life, which says how it ended and how
-many seconds it took; the log has a line per chunk of steps: how many they were, after which training step, how many
+in the middle of a save, or in a validation, in turns. Stdout has one JSON line per life, which says how it ended and
+how many seconds it took; the log has a line per chunk of steps: how many they were, after which training step, how many
 seconds they took, and whether they were the first ones of the life. Each chunk takes --pause seconds longer.
 """
 
@@ -18,6 +18,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ import engine
 import task
 import train
 
-LONGEST = 120.0  # seconds
+LONGEST = 120  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class End:
     """How a life is ended: by a signal, `delay` seconds after its first steps or at a call in a place."""
 
     number: int = 0
-    place: str = "anywhere"
+    place: str = ""
     delay: float | None = None
     call: float | None = None
     """Which call, counted from 1; 1.5 is after the first one."""
@@ -50,20 +51,18 @@ class End:
 
 def draw_end(number: int, place: str, draw: random.Random) -> End:
     if place == "anywhere":
-        return End(number, delay=draw.uniform(0, 0.3))
+        return End(number, place, delay=draw.uniform(0, 0.3))
     # A call in a save, or a chunk of a validation: there are few of them before the next kill is due.
     return End(number, place, call=draw.randrange(2, {"saving": 40, "validation": 8}[place]) / 2)
 
 
 def ended_at(end: End) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator: the process gets the signal at a call of one of the functions that it is given."""
-    calls = 0
+    calls = itertools.count(1)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            number = calls
+            number = next(calls)
             if number == end.call:
                 os.kill(os.getpid(), end.number)
             result = function(*arguments, **options)
@@ -76,14 +75,16 @@ def ended_at(end: End) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
+def create_small_model() -> keras.Model:
+    hidden = [keras.layers.Flatten(), keras.layers.Dense(32, activation="gelu"), keras.layers.Dropout(0.3)]
+    return keras.Sequential([keras.Input((8, 8, 1)), *hidden, keras.layers.Dense(10)])
+
+
 def live(arguments: list[str], end: End, log: Path, pause: float) -> int:
     """Runs the program in this process; returns its exit code."""
     engine.imported_at = time.monotonic()  # It was imported long before.
     compile_steps, kill = train.compile_steps, ended_at(end)
-
-    def create_small_model() -> keras.Model:
-        hidden = [keras.layers.Flatten(), keras.layers.Dense(32, activation="gelu"), keras.layers.Dropout(0.3)]
-        return keras.Sequential([keras.Input((8, 8, 1)), *hidden, keras.layers.Dense(10)])
+    left = [] if end.delay is None else [threading.Timer(end.delay, os.kill, (os.getpid(), end.number))]
 
     def compile_logged(split: str, step: Callable[..., Any]) -> Callable[..., Any]:
         steps, calls = compile_steps(split, step), itertools.count()
@@ -95,6 +96,8 @@ def live(arguments: list[str], end: End, log: Path, pause: float) -> int:
             seconds, after = time.monotonic() - started, train.run.progress.step
             with log.open("a", encoding="utf-8") as lines:
                 lines.write(f"{split} {int(count)} {after} {seconds} {int(next(calls) == 0)}\n")
+            while left:
+                left.pop().start()
             return losses
 
         if end.place == split == "validation":
@@ -115,27 +118,14 @@ def live(arguments: list[str], end: End, log: Path, pause: float) -> int:
 
 def lead(arguments: list[str], end: End, log: Path, pause: float) -> int:
     """Runs one life and ends it; returns its exit code, or the signal as a negative number."""
-    chunks_before = chunks(log)
     child = os.fork()
     if not child:
+        signal.alarm(LONGEST)
         code = live(arguments, end, log, pause)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    began, due = time.monotonic(), None
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if due is None and end.delay is not None and chunks(log) > chunks_before:
-            due = time.monotonic() + end.delay
-        if due is not None and time.monotonic() > due:
-            os.kill(child, end.number)
-            due = float("inf")
-        if time.monotonic() > began + LONGEST:
-            os.kill(child, signal.SIGKILL)
-            raise TimeoutError(f"a life took longer than {LONGEST} s")
-        time.sleep(0.002)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def chunks(log: Path) -> int:
