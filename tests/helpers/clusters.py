@@ -173,17 +173,13 @@ def outcome(run_dir: Path) -> tuple[list[dict[str, str]], dict[str, Any]]:
 def assert_same_numbers(one: Path, other: Path) -> None:
     """Metrics, validations and test result agree to 1e-5; variables to 1e-5 of each one's largest value."""
     (rows, result), (other_rows, other_result) = outcome(one), outcome(other)
-    assert len(rows) == len(other_rows)
     for row, other_row in zip(rows, other_rows, strict=True):
-        np.testing.assert_allclose(
-            [float(value) for value in row.values()], [float(value) for value in other_row.values()], rtol=1e-5
-        )
+        np.testing.assert_allclose([*map(float, row.values())], [*map(float, other_row.values())], rtol=1e-5)
     between, other_between = (np.loadtxt(run / "validations.csv", delimiter=",", skiprows=1) for run in (one, other))
     assert between.size
     np.testing.assert_allclose(other_between, between, rtol=1e-5)
-    for name, value in result.items():
-        if name.startswith("test/"):
-            np.testing.assert_allclose(other_result[name], value, rtol=1e-5, err_msg=name)
+    for name in (name for name in result if name.startswith("test/")):
+        np.testing.assert_allclose(other_result[name], result[name], rtol=1e-5, err_msg=name)
     for name, value in weights(one).items():
         largest = np.abs(value).max()
         np.testing.assert_allclose(weights(other)[name], value, rtol=0, atol=1e-5 * largest, err_msg=name)
