@@ -34,7 +34,7 @@ for argument in sys.argv[1:]:
         continue
     what = what.removesuffix("once")
     if what == "save":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), print("saved"), sys.exit(42)))
     print("here is", name, flush=True)
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -159,22 +159,23 @@ def test_cluster_is_started_again_as_the_same_start(launched: Callable, project:
 
 
 @pytest.mark.parametrize(
-    ("processes", "arguments"),
+    ("processes", "saved", "arguments"),
     [
-        (2, ("--workers=2", "--max-restarts=5", "--", "all=save")),
-        (1, ("--workers=1", "--", "all=wait")),
-        (3, ("--workers=1", "--parameter-servers=1", "--", "chief0=save", "worker0=wait", "ps0=wait")),
+        (2, 2, ("--workers=2", "--max-restarts=5", "--", "all=save")),
+        (1, 0, ("--workers=1", "--", "all=wait")),
+        (3, 1, ("--workers=1", "--parameter-servers=1", "--", "chief0=save", "worker0=wait", "ps0=wait")),
     ],
     ids=["to all", "before they handle it", "to the chief"],
 )
 def test_signal_to_the_launcher_is_passed_on_and_starts_nothing(
-    processes: int, arguments: tuple[str, ...], launching: Callable, project: Path
+    processes: int, saved: int, arguments: tuple[str, ...], launching: Callable, project: Path
 ) -> None:
     launcher = launching(*arguments)
     for _ in range(processes):
         launcher.stdout.readline()
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=20) == 42
+    assert launcher.stdout.read().count("] saved\n") == saved
     assert len(starts(project, "worker 0")) == 1
     assert not alive(project)
 
