@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import outcome
+from clusters import outcome, project_with
 from processes import until
 from programs import Program
 
@@ -33,13 +32,44 @@ with Signals().listening():
     print("ready", flush=True)
     endless()
 """
-# train.py where no file may be larger than 1,000 kB.
+# train.py where after the first checkpoint no file may be larger than 1,000 kB: the weights fit, the state does not.
 LIMITED = """
 import resource, runpy, sys
 
 sys.path.insert(0, {project!r})
-resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+from engine.run.checkpoints import Checkpoints
+
+save = Checkpoints.save
+
+
+def save_then_limit(self, *arguments):
+    saved = save(self, *arguments)
+    if self.directory.name == "checkpoints":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    return saved
+
+
+Checkpoints.save = save_then_limit
 runpy.run_path("train.py", run_name="__main__")
+"""
+# Added to task.py: random numbers from TensorFlow and from NumPy.
+DRAWS = """
+
+_compute_loss = compute_loss
+
+
+def _noisy(image):
+    return image + np.random.normal(size=image.shape).astype("float32")
+
+
+def prepare_example(features, labels):
+    image = features / 16.0 + tf.random.normal([8, 8, 1], seed=3)
+    return tf.ensure_shape(tf.numpy_function(_noisy, [image], tf.float32), (8, 8, 1)), labels
+
+
+def compute_loss(*arguments):
+    loss, per_example_loss = _compute_loss(*arguments)
+    return loss + tf.random.uniform([]), per_example_loss
 """
 
 PLACES = ("anywhere", "saving", "validation")  # Where the signals come, in turns.
@@ -101,45 +131,28 @@ def test_stopped_and_killed_run_ends_bit_equal_and_a_stop_repeats_no_step(tmp_pa
 
 @pytest.mark.long
 def test_often_killed_run_ends_bit_equal(tmp_path: Path) -> None:
-    """Of validations of 3 chunks of each of two sets, some are killed in the second one; epochs are no passes."""
     seed = int(time.time())
-    flags = (
-        "--epochs=10",
-        "--simulated-devices=2",
-        "--steps-per-epoch=25",
-        "--validate-every-steps=10",
-        "--evaluation-batch-size=12",
-    )
-    flags = (*flags, "--monitor=validation/1/loss")
-    found = assert_ended_run_ends_equal(tmp_path, ["SIGKILL"] * 12, *flags, seed=seed, sets=2, pause=0.02)
-    killed = tmp_path / "disturbed"
-    rows, result = outcome(killed)
-    assert rows[-1]["step"] == str(10 * 25)
-    assert {"test/0/loss", "test/1/accuracy", "best_validation/1/loss"} <= result.keys()
-    goodput = json.loads((killed / "result.json").read_text(encoding="utf-8"))["goodput"]
+    flags = ("--epochs=10", "--simulated-devices=2", "--steps-per-epoch=25", "--validate-every-steps=10")
+    found = assert_ended_run_ends_equal(tmp_path, ["SIGKILL"] * 12, *flags, seed=seed, pause=0.02)
+    goodput = json.loads((tmp_path / "disturbed/result.json").read_text(encoding="utf-8"))["goodput"]
     # A start that was killed before its first steps may have written nothing.
     with_steps = [each for each in found if each["chunks"]]
     assert len(with_steps) <= goodput["starts"] <= len(found), seed
     seconds, (least, most) = goodput["seconds"], (sum(each["seconds"] for each in some) for some in (with_steps, found))
     # These starts take a few seconds, and each kill takes what came after the last write.
     assert 0.95 * least - 0.5 * len(found) < sum(seconds.values()) < 1.05 * most
-    assert seconds["training"] == pytest.approx(seconds_that_count(killed), rel=0.05)
+    assert seconds["training"] == pytest.approx(seconds_that_count(tmp_path / "disturbed"), rel=0.05)
     assert seconds["repeated"] > 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
 def test_signal_while_libraries_are_imported_ends_with_a_line(number: int, code: int, tmp_path: Path) -> None:
-    shutil.copytree(PROJECT, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    project_with(tmp_path, "")
     # In the place of a library that takes long, and that catches what is raised meanwhile.
     slow = "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(60)\nexcept BaseException: pass\n"
     (tmp_path / "project" / "tensorflow.py").write_text(slow, encoding="utf-8")
-    process = subprocess.Popen(
-        [sys.executable, "train.py"],
-        cwd=tmp_path / "project",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "train.py"], cwd=tmp_path / "project", **pipes)
     try:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
@@ -171,21 +184,22 @@ def test_second_signal_ends_at_once_in_a_chunk_without_end(tmp_path: Path) -> No
 
 
 def test_full_disk_of_the_output_ends_nothing_and_one_of_the_run_is_one_line(tmp_path: Path) -> None:
-    flags = (f"--run-dir={tmp_path / 'run'}", "--simulated-devices=1", "--limit-steps=4")
-    nowhere, err = Path("/dev/full"), tmp_path / "err"
-    assert Program(["train.py", *flags, "--epochs=1"], PROJECT, nowhere, err).wait(200) == 0
-    assert "Traceback" not in err.read_text(encoding="utf-8")
-    before = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()}
-    assert before
-
-    # No file may be larger than 1,000 kB: the weights fit, the whole state does not.
-    limited = tmp_path / "limited.py"
-    limited.write_text(LIMITED.format(project=str(PROJECT)), encoding="utf-8")
-    full = run("python", limited, *flags, "--epochs=2", folder=PROJECT)
-    (line,) = [line for line in full.stderr.splitlines() if line.startswith("ERROR: ")]
-    assert full.returncode == 1
+    flags = (f"--run-dir={tmp_path / 'run'}", "--simulated-devices=1", "--limit-steps=4", "--epochs=2")
+    program, nowhere, err = tmp_path / "limited.py", Path("/dev/full"), tmp_path / "err"
+    program.write_text(LIMITED.format(project=str(PROJECT)), encoding="utf-8")
+    assert Program([str(program), *flags], PROJECT, nowhere, err).wait(200) == 1
+    (line,) = [line for line in err.read_text(encoding="utf-8").splitlines() if line.startswith("ERROR: ")]
     for text in ("step-00000008 cannot be written", "File too large", "free disk space"):
         assert text in line
-    assert "Traceback" not in full.stderr
-    after = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()}
-    assert after == before
+    assert "Traceback" not in err.read_text(encoding="utf-8")
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("[!.]*")] == ["step-00000004"]
+
+
+@pytest.mark.long
+def test_draws_that_a_resumed_run_does_not_repeat_are_reported(tmp_path: Path) -> None:
+    project = project_with(tmp_path, DRAWS)
+    done = run("python", "train.py", "--simulated-devices=1", "--limit-steps=2", "--epochs=1", folder=project)
+    assert done.returncode == 0, done.stderr
+    reported = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("task.")]
+    assert len(reported) == 3, done.stdout
+    assert all("(task.py:" in line for line in reported)

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from typing import Any
 
 import clusters
 import pytest
-from processes import is_alive, until
+from processes import until
 
 from rendering import PROJECT
 
@@ -33,16 +32,10 @@ class Reported(ReportCallback):
 
 def test_absent_ray_is_one_line_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\")", encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, PROGRAM, "--workers", "2"], env=environment, capture_output=True, text=True, check=False
-    )
+    options = {"env": {**os.environ, "PYTHONPATH": str(tmp_path)}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, PROGRAM, "--workers", "2"], check=False, **options)
     assert done.returncode == 2
-    line = "ERROR: Ray Train cannot be imported (No module named 'ray'): pip install -e \".[ray]\"\n"
-    assert done.stderr == line
-
-
-# --- On a real Ray ----------------------------------------------------------------------------------------------------
+    assert done.stderr == "ERROR: Ray Train cannot be imported (No module named 'ray'): pip install -e \".[ray]\"\n"
 
 
 @pytest.fixture
@@ -50,7 +43,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """A Ray whose nodes are processes of this machine: a head without CPUs, to which tests add nodes."""
     pytest.importorskip("ray.train")
     # A short path, because sockets lie in it.
-    with tempfile.TemporaryDirectory(prefix="r") as folder:
+    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
         settings = {"USAGE_STATS_ENABLED": "0", "AUTH_MODE": "disabled", "TMPDIR": folder, "worker_niceness": "0"}
         for name, value in settings.items():
             monkeypatch.setenv(f"RAY_{name}", value)
@@ -65,20 +58,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
             yield cluster
         finally:
             cluster.shutdown()
-            until(lambda: not processes_below(folder), 30)
-
-
-def processes_below(folder: str) -> list[int]:
-    """Returns the processes that have a Ray's folder in their command line or environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            texts = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
-        except OSError:
-            continue
-        if folder.encode() + b"/" in texts and int(path.name) != os.getpid() and is_alive(int(path.name)):
-            found.append(int(path.name))
-    return found
 
 
 @pytest.fixture
@@ -95,13 +74,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., SimpleNamespace]]:
 
     yield start
     for process in started:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
 
 
-def contents(run_dir: Path, name: str) -> dict[str, Any]:
-    path = run_dir / name
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"starts": []}
+def result(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.long
@@ -113,31 +91,25 @@ def test_two_workers_have_the_weights_of_a_local_cluster_and_the_numbers_stay_wi
     ray = start("--workers", "2", "--", "--epochs=2", "--run-dir=of_ray", RAY_TRAIN_CALLBACKS="reported.Reported")
     clusters.train(PROJECT, tmp_path / "local", 2, "--epochs=2")
     assert ray.process.wait(300) == 0, ray.read()
-    weights = [contents(tmp_path / name, "result.json")["weights_sha256"] for name in ("of_ray", "local")]
-    assert weights[0] == weights[1]
+    assert result(tmp_path / "of_ray")["weights_sha256"] == result(tmp_path / "local")["weights_sha256"]
     rows = [json.loads(line)[0] for line in (tmp_path / "rows").read_text(encoding="utf-8").splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
-
-    ray = start("--workers", "1", "--", "--epochs=0", "--run-dir=none")
-    assert ray.process.wait(200) == 2, ray.read()
-    assert "ERROR: --epochs 0 must be" in ray.read()
-    line = "ERROR: Ray does not start the workers again: a worker ended with exit code 2, see its line"
-    assert ray.read().splitlines().count(line) == 1
-    assert "Traceback" not in ray.read()
 
     flags, run_dir = ("--epochs=30", "--checkpoint-every-steps=20", "--seed=1"), tmp_path / "elastic"
     elastic = ("--workers=2", "--min-workers=1", "--resize-seconds=3")
     ray = start(*elastic, "--", *flags, "--run-dir=elastic", RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="5")
+
+    def starts() -> int:
+        config = run_dir / "config.json"
+        return len(json.loads(config.read_text(encoding="utf-8"))["starts"]) if config.exists() else 0
+
     until(lambda: any((run_dir / "checkpoints").glob("step-*")) or ray.process.poll() is not None)
-    assert ray.process.poll() is None, ray.read()
     cluster.remove_node(lost)
-    until(lambda: len(contents(run_dir, "config.json")["starts"]) == 2 or ray.process.poll() is not None)
+    until(lambda: starts() == 2 or ray.process.poll() is not None)
     assert ray.process.poll() is None, ray.read()
     cluster.add_node(num_cpus=1)
     clusters.train(PROJECT, tmp_path / "alone", 1, *flags)
     assert ray.process.wait(300) == 0, ray.read()
-    starts = contents(run_dir, "config.json")["starts"]
-    assert len(starts) == 3, starts
-    expected, found = (contents(tmp_path / name, "result.json") for name in ("alone", "elastic"))
+    assert starts() == 3
     for name in ("test/loss", "test/accuracy"):
-        assert math.isclose(found[name], expected[name], abs_tol=1e-5), name
+        assert math.isclose(result(run_dir)[name], result(tmp_path / "alone")[name], abs_tol=1e-5), name

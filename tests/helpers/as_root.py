@@ -24,8 +24,8 @@ def works(*command: str) -> bool:
     return subprocess.run([*prefix(), *command], check=False, capture_output=True).returncode == 0
 
 
-def run(*command: str, stdin: str = "") -> None:
-    subprocess.run([*prefix(), *command], check=True, input=stdin, text=True)
+def run(*command: str) -> None:
+    subprocess.run([*prefix(), *command], check=True)
 
 
 def end(process: subprocess.Popen, seconds: float = 10) -> None:

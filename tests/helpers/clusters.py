@@ -37,18 +37,17 @@ def create_model() -> keras.Model:
     return keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Dense(10)])
 """
 
-# A task of few examples, whose processes write the losses of their training steps, and how many collective operations
-# the loops of each graph contain. The executions of several processes take a while, so that a kill comes between them.
-RECORDED = """
+# A task of few examples, whose processes write how many collective operations the loops of each graph contain. The
+# executions of several processes take a while, so that a kill comes between them.
+SLOW = """
 
 import json
 import os
 import time
 
 from engine.data.stacks import CompiledSteps
-from engine.run.passes import Pass
 
-_load_examples, _call, _record, _seen = load_examples, CompiledSteps.__call__, Pass.record, set()
+_load_examples, _call, _seen = load_examples, CompiledSteps.__call__, set()
 _index = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
 
 
@@ -56,30 +55,18 @@ def load_examples(split: str) -> tf.data.Dataset:
     return _load_examples(split).take(500 if split == "train" else 90)
 
 
-def _write(name: str, text: str) -> None:
-    with open(config.run_dir / f".{name}-{_index}", "a") as file:
-        file.write(text)
-
-
-def _called(self, stack, first, count):
-    if id(self) not in _seen:
-        _seen.add(id(self))
+def _called(self, *arguments):
+    if self not in _seen:
+        _seen.add(self)
         functions = self.graph().as_graph_def().library.function
         number = sum(node.op.startswith("Collective") for each in functions for node in each.node_def)
-        _write("collectives", f"{number}\\n")
+        with open(config.run_dir / f".collectives-{_index}", "a") as file:
+            print(number, file=file)
     time.sleep(0.1 * ("TF_CONFIG" in os.environ))
-    return _call(self, stack, first, count)
+    return _call(self, *arguments)
 
 
-def _recorded(self, losses):
-    done = self.done
-    values, *others = _record(self, losses)
-    if self.name == "train":
-        _write("losses", "".join(f"{self.epoch} {step} {loss!r}\\n" for step, loss in enumerate(values.tolist(), done)))
-    return values, *others
-
-
-CompiledSteps.__call__, Pass.record = _called, _recorded
+CompiledSteps.__call__ = _called
 """
 
 # Gives each worker two CPU devices, where users have two GPUs. TensorFlow itself takes all GPUs or one CPU, and there
@@ -109,20 +96,8 @@ def project_with(folder: Path, addition: str) -> Path:
 class Worker:
     """One process of a cluster, whose output goes to a file."""
 
-    def __init__(
-        self,
-        project: Path,
-        log: Path,
-        addresses: dict[str, list[str]],
-        job: str,
-        index: int,
-        arguments: tuple[str, ...],
-    ) -> None:
-        self.address = addresses[job][index]
-        self.log = log
-        config = {"cluster": addresses, "task": {"type": job, "index": index}}
-        environment = {**os.environ, "TF_CONFIG": json.dumps(config)}
-        self.process = Program(["train.py", *arguments], project, log, log, environment)
+    def __init__(self, address: str, log: Path, process: Program) -> None:
+        self.address, self.log, self.process = address, log, process
 
     @property
     def text(self) -> str:
@@ -135,6 +110,9 @@ class Worker:
 
     def wait(self, seconds: float) -> int:
         return self.process.wait(timeout=seconds)
+
+
+Started = contextlib.AbstractContextManager[list[Worker]]
 
 
 @contextlib.contextmanager
@@ -150,7 +128,10 @@ def cluster(project: Path, folder: Path, jobs: dict[str, int], *arguments: str) 
     try:
         for job, number in jobs.items():
             for index in range(number):
-                started.append(Worker(project, folder / f"{job}-{index}.log", addresses, job, index, arguments))
+                config = {"cluster": addresses, "task": {"type": job, "index": index}}
+                environment, log = {**os.environ, "TF_CONFIG": json.dumps(config)}, folder / f"{job}-{index}.log"
+                process = Program(["train.py", *arguments], project, log, log, environment)
+                started.append(Worker(addresses[job][index], log, process))
         yield started
     finally:
         for each in started:
@@ -158,9 +139,7 @@ def cluster(project: Path, folder: Path, jobs: dict[str, int], *arguments: str) 
             each.process.wait()
 
 
-def workers(
-    project: Path, folder: Path, number: int, *arguments: str
-) -> contextlib.AbstractContextManager[list[Worker]]:
+def workers(project: Path, folder: Path, number: int, *arguments: str) -> Started:
     """Starts workers; ends those that are left."""
     return cluster(project, folder, {"worker": number}, *arguments)
 
@@ -194,17 +173,13 @@ def outcome(run_dir: Path) -> tuple[list[dict[str, str]], dict[str, Any]]:
 def assert_same_numbers(one: Path, other: Path) -> None:
     """Metrics, validations and test result agree to 1e-5; variables to 1e-5 of each one's largest value."""
     (rows, result), (other_rows, other_result) = outcome(one), outcome(other)
-    assert len(rows) == len(other_rows)
     for row, other_row in zip(rows, other_rows, strict=True):
-        np.testing.assert_allclose(
-            [float(value) for value in row.values()], [float(value) for value in other_row.values()], rtol=1e-5
-        )
+        np.testing.assert_allclose([*map(float, row.values())], [*map(float, other_row.values())], rtol=1e-5)
     between, other_between = (np.loadtxt(run / "validations.csv", delimiter=",", skiprows=1) for run in (one, other))
     assert between.size
     np.testing.assert_allclose(other_between, between, rtol=1e-5)
-    for name, value in result.items():
-        if name.startswith("test/"):
-            np.testing.assert_allclose(other_result[name], value, rtol=1e-5, err_msg=name)
+    for name in (name for name in result if name.startswith("test/")):
+        np.testing.assert_allclose(other_result[name], result[name], rtol=1e-5, err_msg=name)
     for name, value in weights(one).items():
         largest = np.abs(value).max()
         np.testing.assert_allclose(weights(other)[name], value, rtol=0, atol=1e-5 * largest, err_msg=name)

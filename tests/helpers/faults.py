@@ -112,20 +112,11 @@ def plant(task: dict[str, Any], phase: str, event: str, victim: int, marker: Pat
 
 
 def before(function: Callable[..., Any], happens: Callable[[], None]) -> Callable[..., Any]:
-    def called(*arguments: Any, **options: Any) -> Any:
-        happens()
-        return function(*arguments, **options)
-
-    return called
+    return lambda *arguments, **options: (happens(), function(*arguments, **options))[1]
 
 
 def after(function: Callable[..., Any], happens: Callable[[], None]) -> Callable[..., Any]:
-    def called(*arguments: Any, **options: Any) -> Any:
-        result = function(*arguments, **options)
-        happens()
-        return result
-
-    return called
+    return lambda *arguments, **options: (function(*arguments, **options), happens())[0]
 
 
 def fill(disk: Path) -> None:

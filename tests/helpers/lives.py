@@ -4,10 +4,9 @@
 
 The task is the default one, with a small model that has dropout. The program is imported once and every life is a fork
 of that, because to import TensorFlow takes longer than all the rest. The signals end the first lives: at a random time,
-in the middle of a save, or in a validation, in turns. With --sets 2, validation and test are of two sets, "0" and "1".
-Stdout has one JSON line per life, which says how it ended and how many seconds it took; the log has a line per chunk of
-steps: how many they were, after which training step, how many seconds they took, and whether they were the first ones
-of the life. Each chunk takes --pause seconds longer.
+in the middle of a save, or in a validation, in turns. Stdout has one JSON line per life, which says how it ended and
+how many seconds it took; the log has a line per chunk of steps: how many they were, after which training step, how many
+seconds they took, and whether they were the first ones of the life. Each chunk takes --pause seconds longer.
 """
 
 import argparse
@@ -19,6 +18,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ import engine
 import task
 import train
 
-LONGEST = 120.0  # seconds
+LONGEST = 120  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class End:
     """How a life is ended: by a signal, `delay` seconds after its first steps or at a call in a place."""
 
     number: int = 0
-    place: str = "anywhere"
+    place: str = ""
     delay: float | None = None
     call: float | None = None
     """Which call, counted from 1; 1.5 is after the first one."""
@@ -51,20 +51,18 @@ class End:
 
 def draw_end(number: int, place: str, draw: random.Random) -> End:
     if place == "anywhere":
-        return End(number, delay=draw.uniform(0, 0.3))
+        return End(number, place, delay=draw.uniform(0, 0.3))
     # A call in a save, or a chunk of a validation: there are few of them before the next kill is due.
     return End(number, place, call=draw.randrange(2, {"saving": 40, "validation": 8}[place]) / 2)
 
 
 def ended_at(end: End) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator: the process gets the signal at a call of one of the functions that it is given."""
-    calls = 0
+    calls = itertools.count(1)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            number = calls
+            number = next(calls)
             if number == end.call:
                 os.kill(os.getpid(), end.number)
             result = function(*arguments, **options)
@@ -77,15 +75,16 @@ def ended_at(end: End) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def live(arguments: list[str], end: End, log: Path, sets: int, pause: float) -> int:
+def create_small_model() -> keras.Model:
+    hidden = [keras.layers.Flatten(), keras.layers.Dense(32, activation="gelu"), keras.layers.Dropout(0.3)]
+    return keras.Sequential([keras.Input((8, 8, 1)), *hidden, keras.layers.Dense(10)])
+
+
+def live(arguments: list[str], end: End, log: Path, pause: float) -> int:
     """Runs the program in this process; returns its exit code."""
     engine.imported_at = time.monotonic()  # It was imported long before.
-    compile_steps, load_examples = train.compile_steps, task.load_examples
-    kill = ended_at(end)
-
-    def create_small_model() -> keras.Model:
-        hidden = [keras.layers.Flatten(), keras.layers.Dense(32, activation="gelu"), keras.layers.Dropout(0.3)]
-        return keras.Sequential([keras.Input((8, 8, 1)), *hidden, keras.layers.Dense(10)])
+    compile_steps, kill = train.compile_steps, ended_at(end)
+    left = [] if end.delay is None else [threading.Timer(end.delay, os.kill, (os.getpid(), end.number))]
 
     def compile_logged(split: str, step: Callable[..., Any]) -> Callable[..., Any]:
         steps, calls = compile_steps(split, step), itertools.count()
@@ -97,6 +96,8 @@ def live(arguments: list[str], end: End, log: Path, sets: int, pause: float) -> 
             seconds, after = time.monotonic() - started, train.run.progress.step
             with log.open("a", encoding="utf-8") as lines:
                 lines.write(f"{split} {int(count)} {after} {seconds} {int(next(calls) == 0)}\n")
+            while left:
+                left.pop().start()
             return losses
 
         if end.place == split == "validation":
@@ -104,12 +105,7 @@ def live(arguments: list[str], end: End, log: Path, sets: int, pause: float) -> 
         logged.graph = steps.graph
         return logged
 
-    def load_sets(split: str) -> Any:
-        examples = load_examples(split)
-        return examples if split == "train" else {str(number): examples.shard(sets, number) for number in range(sets)}
-
     task.create_model, train.compile_steps = create_small_model, compile_logged
-    task.load_examples = load_examples if sets == 1 else load_sets
     if end.place == "saving":
         Path.rename, Path.replace, shutil.rmtree = map(kill, (Path.rename, Path.replace, shutil.rmtree))
         tf.raw_ops.SaveV2, os.fsync = kill(tf.raw_ops.SaveV2), kill(os.fsync)
@@ -120,29 +116,16 @@ def live(arguments: list[str], end: End, log: Path, sets: int, pause: float) -> 
     return 0
 
 
-def lead(arguments: list[str], end: End, log: Path, sets: int, pause: float) -> int:
+def lead(arguments: list[str], end: End, log: Path, pause: float) -> int:
     """Runs one life and ends it; returns its exit code, or the signal as a negative number."""
-    chunks_before = chunks(log)
     child = os.fork()
     if not child:
-        code = live(arguments, end, log, sets, pause)
+        signal.alarm(LONGEST)
+        code = live(arguments, end, log, pause)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    began, due = time.monotonic(), None
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if due is None and end.delay is not None and chunks(log) > chunks_before:
-            due = time.monotonic() + end.delay
-        if due is not None and time.monotonic() > due:
-            os.kill(child, end.number)
-            due = float("inf")
-        if time.monotonic() > began + LONGEST:
-            os.kill(child, signal.SIGKILL)
-            raise TimeoutError(f"a life took longer than {LONGEST} s")
-        time.sleep(0.002)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def chunks(log: Path) -> int:
@@ -155,7 +138,6 @@ def main() -> None:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--signals", nargs="*", default=[])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sets", type=int, default=1)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()
@@ -165,7 +147,7 @@ def main() -> None:
     for end in (*ends, End()):
         before, began = chunks(options.log), time.monotonic()
         arguments = [f"--run-dir={options.run_dir}", *options.arguments]
-        code = lead(arguments, end, options.log, options.sets, options.pause)
+        code = lead(arguments, end, options.log, options.pause)
         life = {"place": end.place, "ended": code, "seconds": time.monotonic() - began}
         print(json.dumps({**life, "chunks": chunks(options.log) - before}), flush=True)
 

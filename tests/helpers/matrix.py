@@ -13,11 +13,9 @@ import itertools
 import json
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import as_root
 import clusters
@@ -54,10 +52,6 @@ class Cell:
         if self.event == "full disk" and self.phase == "TensorFlow's start":
             return "nothing is written"
         return ""
-
-
-CELLS = [Cell(*each) for each in itertools.product(PHASES, EVENTS, (0, 1))]
-POSSIBLE = [cell for cell in CELLS if not cell.why_impossible()]
 
 
 @dataclasses.dataclass
@@ -129,36 +123,24 @@ def undisturbed(folder: Path) -> str:
     return Trial(Cell("never", "SIGKILL", 0), folder).finish()
 
 
-def examine(cell: Cell, folder: Path, *, again: bool) -> dict[str, Any]:
+def entry(cell: Cell, folder: Path, expected: str) -> str:
+    """Runs a cell; returns what the matrix shows: the victim's exit code, the other's, and when the other ended.
+
+    With `expected`, the weights of an undisturbed run, the same command is started again afterwards.
+    """
     with trial(cell, folder) as run:
         victim, other = run.run()
-        found = {**dataclasses.asdict(cell), "victim_end": vars(victim), "other_end": vars(other)}
-        found["addresses"] = run.addresses
-        if again:
-            try:
-                found["again"] = run.finish()
-            except (AssertionError, OSError, subprocess.TimeoutExpired) as problem:
-                found["again"] = f"{type(problem).__name__}: {str(problem)[-500:]}"
-    return found
-
-
-def entry(cell: Cell, found: dict[str, Any] | None) -> str:
-    """Returns what the matrix shows of a cell: the victim's exit code, the other's, and when the other ended."""
-    if reason := cell.why_impossible():
-        return f"({reason})"
-    if found is None:
-        return "not run"
-    victim, other = End(**found["victim_end"]), End(**found["other_end"])
+        assert not expected or run.finish() == expected, cell
     own = "" if victim.code == -signal.SIGKILL else f"{'runs on' if victim.code is None else victim.code}, "
     return f"{own}runs on" if other.code is None else f"{own}{other.code} after {other.seconds:.0f} s"
 
 
-def table(found: dict[Cell, dict[str, Any]]) -> str:
+def table(entries: dict[Cell, str]) -> str:
     lines = [f"| phase | event to | {' | '.join(EVENTS)} |", "|---|---|" + "---|" * len(EVENTS)]
     for phase, victim in itertools.product(PHASES, (0, 1)):
         cells = [Cell(phase, event, victim) for event in EVENTS]
-        entries = " | ".join(entry(cell, found.get(cell)) for cell in cells)
-        lines.append(f"| {phase} | {('chief', 'worker')[victim]} | {entries} |")
+        shown = [f"({why})" if (why := cell.why_impossible()) else entries.get(cell, "not run") for cell in cells]
+        lines.append(f"| {phase} | {('chief', 'worker')[victim]} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
@@ -167,23 +149,16 @@ def main() -> None:
     parser.add_argument("--side-by-side", type=int, default=2)
     parser.add_argument("--again", action="store_true", help="start the same command afterwards, and compare")
     parser.add_argument("--only", nargs="*", default=[""], help="cells with one of these texts in their name")
-    parser.add_argument("--folder", type=Path, required=True, help="gets the logs, and found.jsonl")
+    parser.add_argument("--folder", type=Path, required=True, help="gets the logs")
     options = parser.parse_args()
-    options.folder = options.folder.absolute()
-    options.folder.mkdir(parents=True)
-    expected = undisturbed(options.folder / "undisturbed") if options.again else ""
-
-    def one(cell: Cell) -> tuple[Cell, dict[str, Any]]:
-        found = examine(cell, options.folder / str(cell).replace(" ", "_"), again=options.again)
-        if options.again:
-            found["again"] = "same" if found["again"] == expected else found["again"]
-        with (options.folder / "found.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
-        return cell, found
-
+    folder = options.folder.absolute()
+    folder.mkdir(parents=True)
+    expected = undisturbed(folder / "undisturbed") if options.again else ""
+    cells = [Cell(*each) for each in itertools.product(PHASES, EVENTS, (0, 1))]
+    chosen = [each for each in cells if not each.why_impossible() and any(text in str(each) for text in options.only)]
     with concurrent.futures.ThreadPoolExecutor(options.side_by_side) as threads:
-        chosen = [cell for cell in POSSIBLE if any(text in str(cell) for text in options.only)]
-        print(table(dict(threads.map(one, chosen))))
+        entries = threads.map(lambda cell: entry(cell, folder / str(cell).replace(" ", "_"), expected), chosen)
+        print(table(dict(zip(chosen, entries, strict=True))))
 
 
 if __name__ == "__main__":

@@ -35,15 +35,8 @@ class Slurm:
         }
 
     def run(self, *command: str, folder: Path | None = None) -> str:
-        done = subprocess.run(
-            command,
-            cwd=folder or self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        options = {"env": self.environment, "capture_output": True, "text": True, "timeout": 60}
+        done = subprocess.run(command, cwd=folder or self.folder, check=False, **options)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}{self.logs()}"
         return done.stdout
 
@@ -51,19 +44,6 @@ class Slurm:
         """Returns what `scontrol show job` says of a job, by the name of the field."""
         fields = self.run("scontrol", "--oneliner", "show", "job", job).split()
         return next(field.removeprefix(f"{name}=") for field in fields if field.startswith(f"{name}="))
-
-    def has_ended(self, job: str) -> bool:
-        # SIGNALING is the state of a moment, while the signal before the time limit is sent.
-        under_way = ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED")
-        return self.field(job, "JobState") not in under_way
-
-    def wait(self, job: str, *, seconds: float) -> str:
-        """Returns the state in which a job ended."""
-        deadline = time.monotonic() + seconds
-        while not self.has_ended(job):
-            assert time.monotonic() < deadline, f"{self.run('scontrol', 'show', 'job', job)}{self.logs()}"
-            time.sleep(0.5)
-        return self.field(job, "JobState")
 
     def logs(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-2000:]}" for log in sorted(self.folder.glob("*.log")))
@@ -113,11 +93,7 @@ def two_nodes(folder: Path) -> Iterator[Slurm]:
     daemons = {
         "munged": [
             *("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge}"),
-            *(
-                f"--log-file={folder / 'munged.log'}",
-                f"--pid-file={folder / 'munged.pid'}",
-                f"--seed-file={folder}/seed",
-            ),
+            *(f"--{name}-file={folder}/munged.{name}" for name in ("log", "pid", "seed")),
         ],
         "slurmctld": ["slurmctld", "-D"],
         "slurmd-n1": [*slurmd, "-N", "n1"],
@@ -127,9 +103,8 @@ def two_nodes(folder: Path) -> Iterator[Slurm]:
     try:
         for name, command in daemons.items():
             with (folder / f"{name}-out.log").open("w") as log:
-                started.append(
-                    subprocess.Popen(command, env=slurm.environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
-                )
+                options = {"env": slurm.environment, "stdout": log, "stderr": subprocess.STDOUT, "cwd": folder}
+                started.append(subprocess.Popen(command, **options))
             time.sleep(0.5)
         deadline = time.monotonic() + 60
         while slurm.run("sinfo", "--noheader", "--format=%t %D").split() != ["idle", "2"]:

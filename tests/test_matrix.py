@@ -4,7 +4,6 @@ These are some cells of the matrix that docs/failures.md shows; helpers/matrix.p
 """
 
 import re
-import signal
 from pathlib import Path
 
 import as_root
@@ -12,39 +11,28 @@ import pytest
 from clusters import COUNTED, LOST
 from matrix import Cell, trial, undisturbed
 
-STOPPED, KILLED = 42, -signal.SIGKILL
+STOPPED = 42
 GONE = "ERROR: .*worker {0.victim} \\({address}\\) (is gone|does not answer)"
-PLANTED = r"ERROR: faults\.py:\d+ \w+: \w+: .*planted"
 FULL = "ERROR: .*No space left.*free disk space"
+RESUMED = Cell("mid-epoch", "SIGTERM", 1)  # The same command afterwards ends with the weights of an undisturbed run.
 # One cell for each way in which a worker learns of the event: how the victim ends, and how the other one does. A frozen
 # process does not end until the test continues it, so the end of the other one is counted.
 CELLS = {
-    Cell("before TensorFlow's start", "SIGKILL", 0): (KILLED, "", LOST, GONE),
     Cell("TensorFlow's start", "SIGTERM", 1): (STOPPED, "stopped by SIGTERM; nothing was lost", LOST, GONE),
-    Cell("TensorFlow's start", "SIGSTOP", 1): (LOST, "ERROR: ", COUNTED, GONE),
-    Cell("mid-epoch", "SIGTERM", 1): (
+    RESUMED: (
         *(STOPPED, "stopped by SIGTERM, the state is in "),
         *(STOPPED, "stopped by a signal to worker 1, the state is in "),
     ),
-    Cell("mid-epoch", "exception", 1): (2, PLANTED, LOST, GONE),
-    Cell("checkpoint", "SIGKILL", 0): (KILLED, "", LOST, GONE),
+    Cell("mid-epoch", "SIGSTOP", 0): (LOST, "ERROR: ", COUNTED, GONE),
     # One full disk is counted once, although both may name it.
     Cell("checkpoint", "full disk", 0): (1, FULL, LOST, f"{FULL}|{GONE}"),
-    Cell("test", "exception", 1): (2, PLANTED, LOST, GONE),
-    Cell("end", "SIGKILL", 0): (KILLED, "", 0, ""),
+    Cell("test", "exception", 1): (2, r"ERROR: faults\.py:\d+ \w+: \w+: .*planted", LOST, GONE),
 }
-# The same command afterwards ends with the weights of an undisturbed run.
-RESUMED = [Cell("mid-epoch", "SIGTERM", 1), Cell("checkpoint", "SIGKILL", 0)]
-
-
-@pytest.fixture(scope="session")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "run")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_both_end_in_time_with_their_lines(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_both_end_in_time_with_their_lines(cell: Cell, tmp_path: Path) -> None:
     if cell.event == "full disk" and as_root.prefix() is None:
         pytest.skip("a small disk needs root")
     code, line, code_of_other, line_of_other = CELLS[cell]
@@ -55,5 +43,5 @@ def test_both_end_in_time_with_their_lines(cell: Cell, request: pytest.FixtureRe
         assert re.match(line, victim.line), victim.line
         assert re.match(line_of_other.format(cell, address=disturbed.addresses[cell.victim]), other.line), other.line
         assert "Traceback" not in log
-        if cell in RESUMED:
-            assert disturbed.finish() == request.getfixturevalue("weights")
+        if cell == RESUMED:
+            assert disturbed.finish() == undisturbed(tmp_path / "undisturbed")
