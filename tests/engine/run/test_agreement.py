@@ -55,29 +55,24 @@ def outcomes(call: Any, *of_each: Any) -> list[Any]:
         return list(pool.map(run, range(2)))
 
 
-def batches(*, by_file: bool = False, **different: Any) -> tuple[dict[str, Any]]:
+def batches(*names: str, by_file: bool = False, **different: Any) -> tuple[dict[str, Any]]:
     fingerprint = {"examples": 9, "sha256": "a" * 64, "steps_per_epoch": 3, "steps_per_pass": 3, **different}
-    return ({"train": SimpleNamespace(shards_by_file=by_file, fingerprint=lambda: fingerprint)},)
+    one = SimpleNamespace(shards_by_file=by_file, fingerprint=lambda: fingerprint)
+    return (dict.fromkeys(names or ("train",), one),)
 
 
-@pytest.mark.parametrize("different", [{"sha256": "b" * 64}, {"examples": 8}, {"steps_per_pass": 4}])
-def test_other_examples_than_in_the_first_process_are_rejected_in_every_process(different: dict[str, Any]) -> None:
-    first, second = outcomes(same_data, batches(), batches(**different))
-    counts = [f"here {each} for 'train'" for each in (9, different.get("examples", 9))]
-    assert f"worker 1: task.load_examples returned other examples than in the first process ({counts[0]})" in first
-    assert counts[1] in second
-
-
-def test_order_of_the_datasets_is_compared() -> None:
-    one, other = (batches()[0]["train"] for _ in range(2))
-    shown = {"train": one, "validation/a": one, "validation/b": other}
-    reordered = {"train": one, "validation/b": other, "validation/a": one}
-    for found in outcomes(same_data, (shown,), (reordered,)):
-        assert "worker 1: task.load_examples returned other examples" in found
-
-
-def test_equal_examples_are_recorded_alike_but_those_of_files_of_each_process_must_differ() -> None:
+def test_other_examples_or_another_order_of_datasets_than_in_the_first_process_are_rejected_in_every_process() -> None:
     assert outcomes(same_data, batches(), batches()) == [{"train": batches()[0]["train"].fingerprint()}] * 2
+    for here, there in (
+        (batches(), batches(sha256="b" * 64)),
+        (batches(), batches(steps_per_pass=4)),
+        (batches("train", "validation/a", "validation/b"), batches("train", "validation/b", "validation/a")),
+    ):
+        for found in outcomes(same_data, here, there):
+            assert "worker 1: task.load_examples returned other examples than in the first process" in found
+
+
+def test_examples_of_files_of_each_process_must_differ() -> None:
     first, second = outcomes(same_data, batches(by_file=True), batches(by_file=True, sha256="b" * 64))
     _, with_another = outcomes(same_data, batches(by_file=True), batches(by_file=True, sha256="c" * 64))
     assert first == second != with_another  # A resumed run notices that the second one's have changed.
@@ -90,28 +85,17 @@ def made(names: tuple[str, ...] = ("model/a", "model/b"), rate: float = 0.1, row
     return state, SimpleNamespace(optimizers={"optimizer": keras.optimizers.SGD(rate)})
 
 
-OTHER_VARIABLES = (
-    "the variables of the models, optimizers or metrics have other names or shapes, or another order, "
-    "than in the first process"
-)
-
-
-def test_other_objects_than_in_the_first_process_are_rejected() -> None:
+def test_other_objects_or_defaults_than_in_the_first_process_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcomes(check_objects, made(), made()) == [None, None]
-    other_rate = "task.create_optimizer returned another optimizer than in the first process"
-    for others, told, found in (
-        (made(("model/b", "model/a")), OTHER_VARIABLES, "(here variable 0 is model/b (3, 2), there model/a (3, 2))"),
-        # Vocabularies of two lengths give such variables.
-        (made(rows=4), OTHER_VARIABLES, "(here variable 0 is model/a (4, 2), there model/a (3, 2))"),
-        (made(rate=0.2), other_rate, "(here optimizer/learning_rate is 0.2"),
+    for others, told in (
+        (made(("model/b", "model/a")), "(here variable 0 is model/b (3, 2), there model/a (3, 2))"),
+        (made(rows=4), "(here variable 0 is model/a (4, 2), there model/a (3, 2))"),  # As of a longer vocabulary.
+        (made(rate=0.2), "another optimizer than in the first process (here optimizer/learning_rate is 0.2"),
     ):
         first, second = outcomes(check_objects, made(), others)
-        assert first.startswith(f"worker 1: {told}")
-        assert second.startswith(f"worker 1: {told} {found}")
-
-
-def test_other_defaults_of_keras_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_threads = {"worker": iter(["float32", "float64"])}
-    monkeypatch.setattr(keras.config, "floatx", lambda: next(of_threads["worker"]))
+        assert first.startswith("worker 1: ")
+        assert told in second
+    of_threads = iter(["float32", "float64"])
+    monkeypatch.setattr(keras.config, "floatx", lambda: next(of_threads))
     for found in outcomes(check_objects, made(), made()):
         assert found.startswith("worker 1: Keras has other defaults than in the first process")
