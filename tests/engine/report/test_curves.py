@@ -10,7 +10,7 @@ import matplotlib.axes
 import matplotlib.figure
 
 from engine.model.metrics import ResultNames
-from engine.report.curves import BLUE, VERMILLION, best_point, epochs_at, figure_of_run
+from engine.report.curves import best_point, figure_of_run
 
 NAMES = ResultNames({"train": {}, "validation": {}}, ["train", "validation/easy", "validation/hard"])
 PLAIN = ResultNames({"train": {}, "validation": {}}, ["train", "validation"])
@@ -68,25 +68,20 @@ def test_datasets_of_a_metric_share_a_panel_and_elements_of_arrays_have_none() -
     }
     assert curves(drawn["loss"])["validation/hard/loss"] == [(1.0, 3.0), (2.0, 3.0)]
     colours = [line.get_color() for axes in drawn.values() for line in axes.get_lines() if "/" in line.get_label()]
-    assert colours[1:3] == [BLUE, VERMILLION]
     assert len(set(colours)) == 3  # A dataset has the same in every panel.
 
 
-def test_thirteen_metrics_are_in_a_grid_and_a_hundred_are_cut_with_a_word() -> None:
-    thirteen = figure("run", PLAIN, rows(2, **{f"train__m{number}": 1.0 for number in range(13)}))
-    assert thirteen.axes[0].get_gridspec().get_geometry() == (4, 4)
+def test_a_hundred_metrics_are_cut_with_a_word() -> None:
     many = figure("run", PLAIN, rows(2, **{f"train__m{number}": 1.0 for number in range(100)}))
     assert len(many.axes) == 24
     assert many.get_suptitle() == "run, epoch 2; 76 more are in metrics.csv"
 
 
 def test_epochs_are_whole_numbers() -> None:
-    for epochs, ticks in ((1, [1]), (3, [1, 2, 3]), (300, [60, 120, 180, 240, 300])):
+    for epochs, ticks in ((1, [1]), (300, [60, 120, 180, 240, 300])):
         (axes,) = panels(figure("run", PLAIN, rows(epochs, train__loss=1.0))).values()
         low, high = axes.get_xlim()
         assert [tick for tick in axes.get_xticks() if max(low, 0.1) <= tick <= high] == ticks
-        (line,) = axes.get_lines()
-        assert line.get_marker() == ("None" if epochs == 300 else "o")
 
 
 def test_best_and_resumed_epochs_and_validations_between_them_are_marked() -> None:
@@ -98,15 +93,9 @@ def test_best_and_resumed_epochs_and_validations_between_them_are_marked() -> No
     stars = {title: [list(line.get_xydata()[0]) for line in axes.get_lines() if line.get_marker() == "*"]
              for title, axes in drawn.items()}  # fmt: skip
     assert stars == {"loss": [[2.0, 1.0]], "auc": []}
-    assert {title: axes.title.get_weight() for title, axes in drawn.items()} == {"loss": "bold", "auc": "normal"}
     assert drawn_figure.get_suptitle() == "run, epoch 3; best validation/loss 1 in epoch 2"
-    texts = [text.get_text() for text in drawn_figure.legends[0].get_texts()]
-    assert texts == ["validation", "train", "resumed", "best"]
     validations = [(0.5, 4.0), (1.0, 3.0), (2.0, 1.0), (2.5, 2.0), (3.0, 1.0)]
     assert curves(drawn["loss"]) == {"train/loss": [(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)], "validation/loss": validations}
-    assert epochs_at([15, 20, 40], given) == [1.5, 2.0, 3.0]
-    earliest = figure("run", PLAIN, given, monitor="validation/loss", validations=[{"step": 5, "validation/loss": 0.5}])
-    assert earliest.get_suptitle().endswith("best validation/loss 0.5 in epoch 1")
 
 
 def test_best_is_the_first_of_equals_by_the_direction_and_never_nan() -> None:
@@ -119,27 +108,22 @@ def test_best_is_the_first_of_equals_by_the_direction_and_never_nan() -> None:
 def test_a_metric_that_falls_far_is_on_a_log_scale() -> None:
     cases = {
         "far": ([2.0, 0.5, 0.05], "log"),
-        "by a factor of 18": ([2.0, 0.5, 0.11], "linear"),
         "to zero": ([2.0, 0.5, 0.0], "linear"),
         "rises, as an accuracy does": ([0.01, 0.5, 0.9], "linear"),
         "far with a gap": ([2.0, math.nan, 0.05], "log"),
-        "nothing": ([math.nan] * 3, "linear"),
         "infinite": ([math.inf, 1.0, -math.inf], "linear"),
     }
     given = rows(3, **{f"train/{name}": values for name, (values, _) in cases.items()})
-    drawn = figure("run", PLAIN, given, monitor="train/nothing")
-    drawn.savefig(io.BytesIO(), format="png", dpi=20)  # Whatever is in it can be drawn.
-    assert {title: axes.get_yscale() for title, axes in panels(drawn).items()} == {
-        name: scale for name, (_, scale) in cases.items()
-    }
+    drawn = panels(figure("run", PLAIN, given))
+    assert {title: axes.get_yscale() for title, axes in drawn.items()} == {each: cases[each][1] for each in cases}
 
 
 def test_gaps_and_odd_names_do_not_stop_the_drawing() -> None:
     given = rows(3, **{"train/$\\frac{": 1.0, "learning_rate__a": 0.1, "learning_rate__b": 0.2})
     del given[1]["train/$\\frac{"]
-    given[2]["validation/late"] = None
+    given[2] |= {"validation/late": None, "train/infinite": math.inf}
     drawn_figure = figure("$x_{", PLAIN, given)
     drawn_figure.savefig(io.BytesIO(), format="png", dpi=20)
     drawn = panels(drawn_figure)
-    assert list(drawn) == ["$\\frac{", "late", "learning rate"]
+    assert list(drawn) == ["$\\frac{", "late", "infinite", "learning rate"]
     assert curves(drawn["$\\frac{"]) == {"train/$\\frac{": [(1.0, 1.0), (3.0, 1.0)]}

