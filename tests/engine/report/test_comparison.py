@@ -8,8 +8,7 @@ import pytest
 import tensorflow as tf
 
 import train
-from engine.console import console
-from engine.report.comparison import _read, compare, figure_of_runs
+from engine.report.comparison import _read, figure_of_runs
 from engine.report.tables import write_rows
 
 
@@ -58,19 +57,6 @@ def test_table_has_what_differs_and_how_each_run_stands(
     assert not {"--run-dir", "--epochs", "test/f1/0"} & found.keys()
     assert (Path("comparison.png")).read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in paths[1].iterdir()) == ["config.json", "metrics.csv"]
-
-
-def test_five_runs_are_beside_each_other_in_80_columns_and_more_below(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(console, "width", 80)
-    runs = [run(f"runs/a_run_with_a_long_name_{number}", [0.123456, 0.5], seed=number) for number in range(6)]
-    (runs[5] / "metrics.csv").write_text("epoch,validation/loss\n1,0.5\n")
-    compare(runs)
-    printed = capsys.readouterr().out.splitlines()
-    assert max(map(len, printed[:-1])) <= 80
-    seeds = [line.split() for line in printed if line.startswith("--seed")]
-    assert seeds == [["--seed", "0", "1", "2", "3", "4"], ["--seed", "5"]]
 
 
 def test_picture_has_a_panel_for_each_metric_and_a_line_for_each_run() -> None:

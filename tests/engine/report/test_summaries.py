@@ -11,7 +11,6 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.model.metrics import ResultNames
-from engine.report import summaries as summaries_module
 from engine.report.report import Report
 from engine.report.summaries import Summaries
 
@@ -111,43 +110,7 @@ def test_no_number_of_python_becomes_a_tensor(tmp_path: Path, monkeypatch: pytes
     assert kinds == {np.float32, np.int64}
 
 
-def test_only_the_file_with_the_step_is_read_and_later_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summaries_module, "CALLS_PER_FILE", 3)
-    summaries = Summaries(tmp_path, NAMES)
-    for step in range(10, 120, 10):
-        summaries.add(step, {"train/loss": float(step)})
-    first, second, third, fourth = sorted((tmp_path / "train").iterdir(), key=summaries_module._first_step)
-    before = [path.stat().st_mtime_ns for path in (first, second)]
-    read: list[str] = []
-    loader = summaries_module.RawEventFileLoader
-    monkeypatch.setattr(summaries_module, "RawEventFileLoader", lambda path: (read.append(path), loader(path))[1])
-    Summaries(tmp_path, NAMES).cut(80)
-    assert read == [str(third)]
-    assert [path.stat().st_mtime_ns for path in (first, second)] == before
-    assert not fourth.exists()
-    resumed = Summaries(tmp_path, NAMES)
-    resumed.add(90, {"train/loss": 0.5})
-    assert shown(tmp_path / "train") == {"loss": [*((step, step) for step in range(10, 90, 10)), (90, 0.5)]}
-
-
-def test_of_files_that_begin_at_the_same_step_the_latest_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after two resumes from one checkpoint, which write the settings at its step. Files are listed in any order."""
-    for value in (0.25, 0.5):
-        summaries = Summaries(tmp_path, NAMES)
-        summaries.cut(10)
-        for step in (10, 20, 30):
-            summaries.add(step, {"train/loss": value})
-        time.sleep(1.1)  # The second is in the name.
-    glob = Path.glob
-    monkeypatch.setattr(Path, "glob", lambda *arguments: sorted(glob(*arguments), reverse=True))
-    Summaries(tmp_path, NAMES).cut(10)
-    assert shown(tmp_path / "train") == {"loss": [(10, 0.25), (10, 0.5)]}
-
-
 def test_what_another_process_writes_is_left_alone(tmp_path: Path) -> None:
-    for folder in ("evaluation", "evaluation/validation"):
-        Summaries(tmp_path / folder, NAMES).add(10, {"loss": 1.0})
-        Summaries(tmp_path, NAMES).cut(0)
-        assert shown(tmp_path / folder) == {"loss": [(10, 1.0)]}
+    Summaries(tmp_path / "evaluation", NAMES).add(10, {"loss": 1.0})
+    Summaries(tmp_path, NAMES).cut(0)
+    assert shown(tmp_path / "evaluation") == {"loss": [(10, 1.0)]}

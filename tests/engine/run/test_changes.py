@@ -139,9 +139,8 @@ def test_finished_run_is_found_unless_more_is_asked_for_or_its_result_is_damaged
         with RunDirectory(tmp_path) as directory:
             return lock_and_find_result(directory, config, workers)
 
-    assert found(complete, epochs=4) == complete
+    assert found(complete, epochs=4) == found(complete, epochs=9, patience=2) == complete
     assert "Finished already after 4 epochs (more --epochs would continue it" in capsys.readouterr().out
-    assert found(complete, epochs=9, patience=2) == complete
     for settings in ({"epochs": 9, "patience": 3}, {"epochs": 4, "fresh": True}):
         assert found(complete, **settings) is None
     for damaged in ({}, {**complete, "epochs": "4"}):
@@ -149,14 +148,11 @@ def test_finished_run_is_found_unless_more_is_asked_for_or_its_result_is_damaged
 
 
 def test_fresh_begins_once_in_all_lives_of_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers, settings = Workers(tf.distribute.get_strategy()), Config(run_dir=tmp_path, epochs=4, fresh=True)
-    result = {"epochs": 4, "epochs_without_improvement": 0, "step": 1, "seconds": 1.0, "weights_sha256": "a"}
+    settings = Config(run_dir=tmp_path, epochs=4, fresh=True)
     write_json(tmp_path / "config.json", {"settings": settings.as_json(), "start_id": "first"})
-    write_json(tmp_path / "result.json", result)
-    for start_id, expected in (("first", result), ("second", None), ("", None)):
+    for start_id, is_fresh in (("first", False), ("second", True), ("", True)):
         monkeypatch.setenv(START_ID, start_id)
-        with RunDirectory(tmp_path) as directory:
-            assert lock_and_find_result(directory, settings, workers) == expected
+        assert start._is_fresh(settings) == is_fresh
 
 
 # --- What a checkpoint says -------------------------------------------------------------------------------------------
@@ -173,14 +169,6 @@ def resume(
         resumed = start._resume(run, batches, data or {})
     assert resumed is not None
     return resumed
-
-
-@pytest.mark.usefixtures("linear")
-def test_hook_that_takes_a_context_gives_each_process_files_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_examples = task.load_examples
-    monkeypatch.setattr(task, "load_examples", lambda split, input_context=None: load_examples(split))
-    train.build(Config(simulated_devices=1, global_batch_size=60))
-    assert (train.batches["train"].shards_by_file, train.batches["train"].steps_per_epoch) == (True, 20)
 
 
 def test_position_in_a_pass_is_of_its_number_of_workers_if_each_has_files_of_its_own(begin: Callable[..., Run]) -> None:
@@ -249,16 +237,8 @@ def test_passes_over_changed_examples_start_over_and_so_do_scores(
         if end
         else ""
     )
+    # The scores of other examples cannot be compared.
     assert (progress.best_step, progress.best_score) == (10, None if changed == "validation/a" else 0.5)
-
-
-def test_patience_starts_over_with_the_scores_if_an_epoch_follows(begin: Callable[..., Run]) -> None:
-    for epochs, expected in ((6, (None, 0)), (5, (0.5, 3))):
-        run = begin(epochs=epochs, allow_changed_data=True, monitor="validation/a/loss")
-        before = {name: fingerprint(5) for name in ("train", "validation/a")}
-        progress = Progress(5, 25, best_epoch=2, best_step=10, best_score=0.5, data=before)
-        resumed, _ = resume(run, progress, *before, data={**before, "validation/a": fingerprint(4)})
-        assert (resumed.best_score, resumed.epochs_without_improvement()) == expected
 
 
 def test_sets_that_are_gone_are_forgotten_at_a_resume(begin: Callable[..., Run]) -> None:

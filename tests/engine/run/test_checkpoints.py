@@ -139,15 +139,12 @@ def test_every_replica_gets_back_its_own_and_another_number_of_them_what_it_mean
     assert len(np.unique(seeds, axis=0)) == second
 
 
-def test_statistics_that_agree_stay_the_same_bits_on_any_number_of_replicas(tmp_path: Path) -> None:
-    state = on(3)
+def test_statistics_that_agree_stay_the_same_bits_and_their_mean_is_right_in_16_bits() -> None:
     some = np.linspace(0.5, 1.0, 100, dtype="float32")
-    rounded = [number for number in some if np.full(3, number).mean(dtype="float32") != number]
-    state.assign({**state.values(), "mean": np.full(3, rounded[0])})
-    path = Checkpoints(tmp_path, state, keep=1).save(1, {})
-    other = on(2)
-    Checkpoints(tmp_path, other, keep=1).restore(path)
-    np.testing.assert_array_equal(other.values()["mean"], np.full(2, rounded[0]))
+    rounded = next(number for number in some if np.full(3, number).mean(dtype="float32") != number)
+    assert one_of_replicas(np.full(3, rounded)) == rounded
+    rows = np.linspace(100, 110, 1000).astype("float16")
+    assert float(one_of_replicas(rows)) == pytest.approx(105, rel=0.01)
 
 
 def test_newest_are_kept_in_the_order_of_their_steps_and_other_files_beside_are_left_alone(tmp_path: Path) -> None:
@@ -168,11 +165,8 @@ def test_newest_are_kept_in_the_order_of_their_steps_and_other_files_beside_are_
 
 
 def test_what_is_written_in_a_thread_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = Writer(in_thread=True)
-    state = {"a": tf.Variable([1.0, 2.0])}
-    (tmp_path / "run").mkdir()
-    checkpoints = make_checkpoints(tmp_path / "run" / "checkpoints", state, keep=2, writer=writer)
-    begun = concurrent.futures.Future()
+    writer, state, begun = Writer(in_thread=True), {"a": tf.Variable([1.0, 2.0])}, concurrent.futures.Future()
+    checkpoints = make_checkpoints(tmp_path / "run", state, keep=2, writer=writer)
     write = Checkpoints._write
     with monkeypatch.context() as slowly:
         slowly.setattr(Checkpoints, "_write", lambda *arguments: begun.result(timeout=60) or write(*arguments))
@@ -183,14 +177,6 @@ def test_what_is_written_in_a_thread_is_the_state_at_the_call(tmp_path: Path, mo
         writer.wait()
     checkpoints.restore(path)
     np.testing.assert_array_equal(state["a"].numpy(), [1.0, 2.0])
-
-    shutil.rmtree(tmp_path / "run")
-    for tell in (lambda: checkpoints.save(4, {}), writer.wait):
-        checkpoints.save(2, {})
-        checkpoints.save(3, {})
-        with pytest.raises(CannotWrite, match="cannot be written"):
-            tell()
-        writer.wait()  # Told once.
 
 
 def test_nothing_is_written_that_names_what_was_not(tmp_path: Path) -> None:
@@ -237,8 +223,3 @@ def test_fingerprint_is_the_one_documented() -> None:
         + np.array([[3]], "int32").tobytes()
     ).hexdigest()
     assert weights_sha256(state) == expected
-
-
-def test_mean_over_many_replicas_is_right_in_16_bits() -> None:
-    rows = np.linspace(100, 110, 1000).astype("float16")
-    assert float(one_of_replicas(rows)) == pytest.approx(105, rel=0.01)

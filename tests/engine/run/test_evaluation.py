@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
-from short_runs import ONE_REPLICA, rows
+from short_runs import ONE_REPLICA, rows, run
 
+import task
 import train
 from engine.run.checkpoint_files import StoredValues
 
@@ -81,3 +82,25 @@ def test_continuous_evaluation_waits_for_a_run_and_leaves_its_directory_alone(
     train.main([f"--run-dir={tmp_path / 'run'}", *ONE_REPLICA, "--evaluate-continuously", "--evaluation-timeout=1"])
     assert "Nothing new for 1 s (--evaluation-timeout)" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("linear")
+def test_run_without_validation_and_test_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ended: Ended,
+) -> None:
+    load_examples = task.load_examples
+    monkeypatch.setattr(task, "load_examples", lambda split: load_examples(split) if split == "train" else None)
+    result = run(tmp_path, *ONE_REPLICA, "--epochs=2", "--monitor=train/loss")
+    assert result["test"] is None
+    assert "none: task.load_examples('test') returned None" in capsys.readouterr().out
+    losses = [float(row["train/loss"]) for row in rows(tmp_path)]
+    assert (result["best_epoch"], result["best_train/loss"]) == (losses.index(min(losses)) + 1, min(losses))
+    for way, told in (
+        ("--evaluate-only", "--evaluate-only: task.load_examples returned None for"),
+        ("--evaluate-continuously", "task.load_examples('validation') returned None, so there is no validation"),
+    ):
+        code, line = ended(tmp_path, way, "--simulated-devices=1")
+        assert (code, told in line) == (2, True), line

@@ -5,25 +5,19 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import tensorflow as tf
 
 from config import Config
 from engine.run import passes
-from engine.run.passes import Executions, Pass
-from engine.run.progress import Progress
+from engine.run.passes import Executions
 
 
 def executions(
-    from_chief: Callable[[Callable[[], int]], int] = lambda length: length(),
-    count: int = 1,
-    clock: tf.Variable | None = None,
-    **settings: Any,
+    from_chief: Callable[[Callable[[], int]], int] = lambda length: length(), count: int = 1, **settings: Any
 ) -> Executions:
     """Returns those of a process whose own numbers are the chief's, unless `from_chief` says otherwise."""
-    workers = SimpleNamespace(from_chief=from_chief, is_chief=True, check_all_do=lambda *_: [0.0] * count, count=count)
-    return Executions(Config(**settings), workers, clock=clock)
+    workers = SimpleNamespace(from_chief=from_chief, is_chief=True, count=count)
+    return Executions(Config(**settings), workers, clock=None)
 
 
 @pytest.mark.parametrize(
@@ -81,40 +75,8 @@ def test_given_length_stays_and_a_shorter_execution_does_not_change_another() ->
     assert ran.length("train", left=100, step=0) == 8
 
 
-def test_executions_of_training_end_at_multiples() -> None:
-    ran = executions(steps_per_execution=20, checkpoint_every_steps=30, validate_every_steps=12)
-    ends = [0]
-    while ends[-1] < 60:
-        ends.append(ends[-1] + ran.length("train", left=100, step=ends[-1]))
-    assert ends == [0, 12, 24, 30, 36, 48, 60]
-    assert ran.length("validation", left=100, step=11) == 20
-
-
 def test_length_is_the_chief_s_on_every_worker() -> None:
     ran = executions(lambda value: 3, steps_per_execution="auto")
     assert ran.length("train", left=100, step=0) == 1
     ran.took("train", 1, 0.001)
     assert ran.length("train", left=100, step=0) == 3
-
-
-def test_workers_exchange_how_long_they_have_waited() -> None:
-    sent: list[float] = []
-    clock = tf.Variable(0.0, dtype=tf.float64)
-    ran = executions(count=2, clock=clock, steps_per_execution=2)
-    ran.workers.check_all_do = lambda _, number: sent.append(number) or np.array([number, 0.0])
-    iterator = SimpleNamespace(
-        seconds_waited=0.0, plan=lambda count: [count], take=lambda count: iter([(None, 0, count)])
-    )
-    batches: Any = SimpleNamespace(name="train", split="train", steps_per_epoch=6, global_batch_size=2)
-    batches.iterator, batches.examples_in = lambda *_, **__: iterator, lambda *_: 4
-    steps = Pass(batches, 0, Progress(), ran)
-    for _ in range(3):
-        clock.assign_add(10.0)  # An evaluation waits too.
-        list(steps.next_execution())
-        clock.assign_add(0.25)
-        steps.record([np.ones(2)])
-    # The first execution does not count, because it compiles.
-    assert sent == [0.0, 0.0, 0.25]
-    waited, seconds = ran.waiting
-    assert waited.tolist() == [0.25, 0.0]
-    assert seconds > 0

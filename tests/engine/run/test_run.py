@@ -37,16 +37,10 @@ def test_saves_are_at_multiples_and_ends_of_epochs_whatever_the_chunks(begin: Ca
 
 
 @pytest.mark.parametrize(
-    ("patience", "scores", "epochs", "best_epoch", "best_score"),
-    [
-        (None, [3.0, 2.0, 4.0, 1.0], 4, 4, 1.0),
-        (1, [3.0, 2.0, 4.0, 1.0], 3, 2, 2.0),
-        (2, [3.0, 2.0, 4.0, 1.0], 4, 4, 1.0),
-    ],
+    ("patience", "epochs", "best_epoch", "best_score"), [(None, 4, 4, 1.0), (1, 3, 2, 2.0), (2, 4, 4, 1.0)]
 )
 def test_patience_and_the_best(
     patience: int | None,
-    scores: list[float],
     epochs: int,
     best_epoch: int,
     best_score: float,
@@ -54,7 +48,7 @@ def test_patience_and_the_best(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = begin(epochs=4, patience=patience)
-    run_epochs(run, scores)
+    run_epochs(run, [3.0, 2.0, 4.0, 1.0])
     progress = run.progress
     assert (progress.epoch, progress.best_epoch, progress.best_score) == (epochs, best_epoch, best_score)
     run.objects.weight.assign(0.0)
@@ -112,16 +106,6 @@ def test_stopped_run_saves_and_goes_on_with_the_same_decisions(
     assert run.objects.averaged + resumed.objects.averaged == 4
     assert sorted(path.name for path in resumed.best.paths()) == ["step-00000010", "step-00000020", "step-00000030"]
     assert [row[f"{name}/loss"] for row in rows for name in names] == scores
-
-
-def test_evaluation_that_has_ended_starts_over_the_next_time(begin: Callable[..., Run]) -> None:
-    run = begin(steps_per_execution=5)
-    run.objects.scores = iter([1.0, 2.0, 3.0, 4.0])
-    calls = put_into_train_py(run, Batches("test/a", 7), Batches("test/b", 7))
-    for expected in ((1.0, 2.0), (3.0, 4.0)):
-        assert train.test() == dict(zip(("test/a/loss", "test/b/loss"), expected, strict=True))
-    assert sum(count for *_, count in calls) == 4 * 7
-    assert (run.results("test"), run.progress.steps_of_pass, run.progress.metrics) == ({}, {}, {})
 
 
 RATES = {"learning_rate/head": [8.0, 4.0, 4.0, 2.0], "learning_rate/encoder": [3.0, 3.0, 1.5, 1.5]}
@@ -207,8 +191,3 @@ def test_steps_that_were_not_counted_are_not_saved(begin: Callable[..., Run]) ->
         train.train_epoch()
     assert float(run.objects.weight) > 10
     assert saved(run) == ["step-00000010"]
-
-
-def test_run_without_a_best_says_what_is_missing(begin: Callable[..., Run]) -> None:
-    with pytest.raises(BadInput, match=r"--monitor validation/loss was never measured: call run\.save_if_best"):
-        begin().finish(dict)

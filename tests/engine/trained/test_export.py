@@ -1,9 +1,6 @@
 """--export: the contents of its files, what is skipped, and what is rejected."""
 
-import os
 import shutil
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +9,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from processes import until
 from small import linear_model, small_model
 
 import task
 import train
 from config import Config
 from engine.errors import BadInput
-from engine.run.signals import signals
 from engine.trained.export import _are_close, _compare, _write_models, _write_saved_model, export
 from engine.trained.loading import load_trained
 from engine.trained.predictions import Predictor
@@ -90,49 +85,17 @@ def test_finished_run_is_exported_with_its_own_settings_and_not_trained(
         assert rule in capsys.readouterr().err
 
 
-def test_files_that_only_the_start_needed_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Config] = []
-    module = sys.modules["engine.trained.export"]  # The name belongs to the function.
-    monkeypatch.setattr(module, "load_trained", lambda _, settings: given.append(settings) or sys.exit())
-    with pytest.raises(SystemExit):
-        export(task, Config(run_dir=tmp_path, init_from=tmp_path / "gone.weights.h5", init_partial=True, seed=3))
-    (settings,) = given
-    assert (settings.init_from, settings.init_partial, settings.seed) == (None, False, 3)
-
-
-def test_signal_while_a_run_finishes_ends_it_before_the_export(
-    copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, find = copied(), train.lock_and_find_result
-
-    def find_and_interrupt(*arguments: Any) -> Any:
-        result = find(*arguments)
-        os.kill(os.getpid(), signal.SIGTERM)
-        until(lambda: signals.signal)
-        return result
-
-    monkeypatch.setattr(train, "lock_and_find_result", find_and_interrupt)
-    with pytest.raises(SystemExit) as ending:
-        train.main([f"--run-dir={path}", "--export"])
-    assert ending.value.code == 42
-    assert not (path / "export").exists()
-
-
-# --- Other hooks ------------------------------------------------------------------------------------------------------
-
-WORDS = ["bird", "cat", "dog"]
-
-
 @pytest.mark.long
 def test_vocabularies_travel_with_the_export(
     copied: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "words.txt").write_text("\n".join(WORDS))
+    words = ["bird", "cat", "dog"]
+    (tmp_path / "words.txt").write_text("\n".join(words))
     line, number = tf.lookup.TextFileIndex.WHOLE_LINE, tf.lookup.TextFileIndex.LINE_NUMBER
     by_file = tf.lookup.TextFileInitializer(str(tmp_path / "words.txt"), tf.string, line, tf.int64, number)
     vocabulary = tf.lookup.StaticVocabularyTable(by_file, num_oov_buckets=2)
-    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(WORDS, [0.5, 1.5, 2.5]), -1.0)
-    layer = keras.layers.StringLookup(vocabulary=WORDS)
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(words, [0.5, 1.5, 2.5]), -1.0)
+    layer = keras.layers.StringLookup(vocabulary=words)
     scale = tf.Variable([3.0])  # As a global variable of task.py would be.
 
     def prepare_example(features: dict[str, tf.Tensor], labels: tf.Tensor) -> Any:
@@ -153,7 +116,7 @@ def test_vocabularies_travel_with_the_export(
     numbers = np.stack([places, [0.5, 1.5, 2.5, -1, -1], [1, 2, 3, 0, 0], np.arange(5)], axis=1) * 3.0
     images = np.pad(numbers.astype("float32"), [(0, 0), (0, 60)]).reshape(5, 8, 8, 1)
     expected = trained.serve.function(images)["probabilities"]
-    given = {"the_word": tf.constant([*WORDS, "fish", "fish"]), "count": np.arange(5, dtype="float32")[:, None]}
+    given = {"the_word": tf.constant([*words, "fish", "fish"]), "count": np.arange(5, dtype="float32")[:, None]}
     found = tf.saved_model.load(str(moved)).signatures["serve_examples"](**given)["probabilities"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
@@ -191,11 +154,11 @@ def test_random_hook_draws_as_the_evaluation_does_for_any_batch_size(
 
     monkeypatch.setattr(task, "prepare_example", prepare_example)
     settings = Config(run_dir=run_dir, simulated_devices=1, global_batch_size=60, seed=3)
+    trained = load_trained(task, settings)
+    images = np.stack([features for features, _ in task.load_examples("test").take(60).as_numpy_iterator()])
+    found = Predictor(trained)(images, batch_size=7)
     train.build(settings)
     tested = next(train.batches["test"].one_by_one())
-    images = np.stack([features for features, _ in task.load_examples("test").take(60).as_numpy_iterator()])
-    trained = load_trained(task, settings)
-    found = Predictor(trained)(images, batch_size=7)
     np.testing.assert_allclose(found["probabilities"], trained.serve.function(tested[0])["probabilities"], rtol=1e-4)
 
 
@@ -290,6 +253,26 @@ def test_ties_of_classes_may_differ_and_numbers_by_rounding_only() -> None:
     for count, error, is_close in ((4, 7e-5, True), (5, 9e-5, False)):
         assert _are_close(classes, tf.where(classes < count, 7777, classes), 1e-5) == is_close
         assert _are_close(scores, scores + error, 1e-5) == is_close
+
+
+@pytest.mark.long
+def test_format_of_keras_is_written_and_its_failure_leaves_the_other_files(
+    copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Config(run_dir=copied(), export=True, export_format="litert")
+    folder = settings.run_dir / "export"
+    export(task, settings)
+    assert tf.lite.Interpreter(str(folder / "model.tflite")).get_input_details()[0]["shape"].tolist()[1:] == [8, 8, 1]
+
+    def no_conversion(model: keras.Model, file: Path, **options: Any) -> None:
+        file.write_text("half of it")
+        raise ValueError("no such operation")
+
+    monkeypatch.setattr(keras.Model, "export", no_conversion)
+    line = r"^--export-format litert failed \(ValueError: no such operation\); the other files are written$"
+    with pytest.raises(BadInput, match=line):
+        export(task, settings)
+    assert {each.name for each in folder.iterdir()} == {"model.keras", "model.weights.h5", "saved_model"}
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------

@@ -43,12 +43,15 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return refuse
 
 
-def test_predictions_are_those_of_the_test(run_dir: Path, held_out: Any, tmp_path: Path) -> None:
+def test_predictions_are_those_of_the_test(run_dir: Path, held_out: Any, tmp_path: Path, capsys) -> None:
     features, labels = held_out
-    np.save(tmp_path / "test.npy", features)
+    # What is not a number is said, and written too.
+    np.save(tmp_path / "test.npy", np.concatenate([features, np.full((2, 8, 8, 1), np.nan, "float32")]))
     predict.main([str(run_dir), str(tmp_path / "test.npy"), "--output", str(tmp_path / "p.csv"), "--batch-size", "100"])
+    told = f"'probabilities' is not finite for 2 of the examples, example {len(labels)} first"
+    assert told in capsys.readouterr().out
     with (tmp_path / "p.csv").open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+        *rows, _, _ = csv.DictReader(file)
     assert [row["example"] for row in rows] == [str(number) for number in range(len(labels))]
     result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
     right = [int(row["label"]) == label for row, label in zip(rows, labels, strict=True)]
@@ -65,14 +68,14 @@ def test_predictions_are_those_of_the_test(run_dir: Path, held_out: Any, tmp_pat
 def test_each_predictor_has_the_settings_of_its_run(
     run_dir: Path, copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, held_out: Any
 ) -> None:
-    monkeypatch.setattr(
-        task, "prepare_example", lambda features, labels: (features / 16.0 + float(task.config.seed), labels)
-    )
+    def prepare_example(features: tf.Tensor, labels: tf.Tensor) -> Any:
+        return features / 16.0 + float(task.config.seed), labels
+
+    monkeypatch.setattr(task, "prepare_example", prepare_example)
     images = held_out[0][:5]
     predictors = [predict.load(path) for path in (run_dir, copied(seed=9))]
-    assert [predictor.settings.seed for predictor in predictors] == [3, 9]
-    for predictor in predictors:
-        expected = tf.nn.softmax(predictor.model(images / 16.0 + predictor.settings.seed))
+    for predictor, seed in zip(predictors, (3, 9), strict=True):
+        expected = tf.nn.softmax(predictor.model(images / 16.0 + seed))
         np.testing.assert_allclose(predictor(images)["probabilities"], expected, rtol=1e-5)
 
 
@@ -230,17 +233,9 @@ def test_mistakes_are_one_line(run_dir: Path, copied: Callable[..., Path], tmp_p
     ):
         assert message in refused(*arguments)
     predictor = predict.load(run_dir)
-    with pytest.raises(BadInput, match="there are no examples"):
-        predictor(np.zeros((0, 8, 8, 1), "float32"))
-    with pytest.raises(BadInput, match=r"must be arrays \[n, \.\.\.\] of the same number n of examples"):
-        predictor({"a": [1, 2], "b": [1]})
-
-
-def test_what_is_not_finite_is_said(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    images = np.ones((6, 8, 8, 1), "float32")
-    images[2:4] = np.nan
-    np.save(tmp_path / "images.npy", images)
-    monkeypatch.chdir(tmp_path)
-    predict.main([str(run_dir), "images.npy"])  # Without --output, as the result of a run suggests it.
-    assert (tmp_path / "predictions.csv").is_file()
-    assert "'probabilities' is not finite for 2 of the examples, example 2 first" in capsys.readouterr().out
+    for examples, problem in (
+        (np.zeros((0, 8, 8, 1)), "there are no examples"),
+        ({"a": [1], "b": []}, "the same number"),
+    ):
+        with pytest.raises(BadInput, match=problem):
+            predictor(examples)
