@@ -227,7 +227,7 @@ def test_passes_over_changed_examples_start_over_and_so_do_scores(
     run = begin(epochs=3, allow_changed_data=True, monitor="validation/a/loss")
     before = {name: fingerprint(5) for name in ("train", "validation/a", "validation/b")}
     metrics = {name: {f"{name}/loss": 1.0} for name in ended}
-    progress = Progress(1, 13, steps, metrics, best_epoch=1, best_step=10, best_score=0.5, data=before)
+    progress = Progress(1, 13, steps, metrics, best_epoch=0, best_step=10, best_score=0.5, data=before)
     progress, message = resume(run, progress, *before, data={**before, changed: fingerprint(4)})
     assert [*progress.steps_of_pass, *progress.metrics] == left
     assert run.objects.resets == reset
@@ -237,8 +237,8 @@ def test_passes_over_changed_examples_start_over_and_so_do_scores(
         if end
         else ""
     )
-    # The scores of other examples cannot be compared.
-    assert (progress.best_step, progress.best_score) == (10, None if changed == "validation/a" else 0.5)
+    # The scores of other examples cannot be compared, and --patience counts from here.
+    assert (progress.best_epoch, progress.best_score) == ((1, None) if changed == "validation/a" else (0, 0.5))
 
 
 def test_sets_that_are_gone_are_forgotten_at_a_resume(begin: Callable[..., Run]) -> None:
