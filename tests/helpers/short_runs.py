@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import keras
 import pytest
+from small import linear_model
 
 import train
 from engine.errors import Stopped
@@ -19,6 +21,11 @@ FLAGS = (
 )
 ONE_REPLICA = ("--global-batch-size=60", "--simulated-devices=1")
 TIMES = ("seconds", "examples_per_second", "goodput")
+
+
+def random_model(*more: keras.layers.Layer) -> keras.Model:
+    """Has dropout, and statistics of each replica's own."""
+    return linear_model(keras.layers.BatchNormalization(), keras.layers.Dropout(0.2), *more)
 
 
 def run(run_dir: Path, *flags: str) -> dict[str, Any]:

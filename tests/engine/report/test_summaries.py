@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from engine.model.metrics import ResultNames
-from engine.report import summaries as summaries_module
 from engine.report.report import Report
 from engine.report.summaries import Summaries
 
@@ -95,12 +93,6 @@ def test_a_resumed_run_shows_no_step_twice_and_its_latest_settings(tmp_path: Pat
     assert [step for step, _ in of_run["settings"]] == [0, 20]
     assert b"| note | a\\|b |" in of_run["settings"][0][1]
     assert len(of_run["_hparams_/session_start_info"]) == 1
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    metadata = events.SummaryMetadata("_hparams_/session_start_info")
-    parameters = HParamsPluginData.FromString(metadata.plugin_data.content).session_start_info.hparams
-    assert {name: each.number_value for name, each in parameters.items()} == {"epochs": 5.0}
-
     Summaries(folder, NAMES).cut(50)
     records = [len(list(tf.data.TFRecordDataset(str(path)))) for path in sorted((folder / "train").iterdir())]
     assert sum(records) == 5 + 2  # A file begins with its version. The half record is gone.
@@ -114,50 +106,11 @@ def test_no_number_of_python_becomes_a_tensor(tmp_path: Path, monkeypatch: pytes
         kinds.update((type(value), type(tf.summary.experimental.get_step())))
 
     monkeypatch.setattr(tf.summary, "scalar", scalar)
-    Summaries(tmp_path, ResultNames({"train": {}}, ["train"])).add(3, {"train/loss": 0.5, "waited": 1})
+    Summaries(tmp_path, NAMES).add(3, {"train/loss": 0.5, "waited": 1})
     assert kinds == {np.float32, np.int64}
 
 
-def test_only_the_file_with_the_step_is_read_and_later_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summaries_module, "CALLS_PER_FILE", 3)
-    summaries = Summaries(tmp_path, NAMES)
-    for step in range(10, 120, 10):
-        summaries.add(step, {"train/loss": float(step)})
-    first, second, third, fourth = sorted((tmp_path / "train").iterdir(), key=summaries_module._first_step)
-    before = [path.stat().st_mtime_ns for path in (first, second)]
-    read: list[str] = []
-    loader = summaries_module.RawEventFileLoader
-    monkeypatch.setattr(summaries_module, "RawEventFileLoader", lambda path: (read.append(path), loader(path))[1])
-    Summaries(tmp_path, NAMES).cut(80)
-    assert read == [str(third)]
-    assert [path.stat().st_mtime_ns for path in (first, second)] == before
-    assert not fourth.exists()
-    before = third.stat().st_ino
-    Summaries(tmp_path, NAMES).cut(80)
-    assert third.stat().st_ino == before  # Nothing was left to cut.
-    resumed = Summaries(tmp_path, NAMES)
-    resumed.add(90, {"train/loss": 0.5})
-    assert shown(tmp_path / "train") == {"loss": [*((step, step) for step in range(10, 90, 10)), (90, 0.5)]}
-
-
-def test_of_files_that_begin_at_the_same_step_the_latest_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after two resumes from one checkpoint, which write the settings at its step. Files are listed in any order."""
-    for value in (0.25, 0.5):
-        summaries = Summaries(tmp_path, NAMES)
-        summaries.cut(10)
-        for step in (10, 20, 30):
-            summaries.add(step, {"train/loss": value})
-        time.sleep(1.1)  # The second is in the name.
-    glob = Path.glob
-    monkeypatch.setattr(Path, "glob", lambda *arguments: sorted(glob(*arguments), reverse=True))
-    Summaries(tmp_path, NAMES).cut(10)
-    assert shown(tmp_path / "train") == {"loss": [(10, 0.25), (10, 0.5)]}
-
-
 def test_what_another_process_writes_is_left_alone(tmp_path: Path) -> None:
-    for folder in ("evaluation", "evaluation/validation"):
-        Summaries(tmp_path / folder, NAMES).add(10, {"loss": 1.0})
-        Summaries(tmp_path, NAMES).cut(0)
-        assert shown(tmp_path / folder) == {"loss": [(10, 1.0)]}
+    Summaries(tmp_path / "evaluation", NAMES).add(10, {"loss": 1.0})
+    Summaries(tmp_path, NAMES).cut(0)
+    assert shown(tmp_path / "evaluation") == {"loss": [(10, 1.0)]}

@@ -8,7 +8,7 @@ import keras
 import pytest
 import tensorflow as tf
 from made_up_runs import Objects
-from short_runs import FLAGS, run, stop
+from short_runs import FLAGS, random_model, run, stop
 from small import linear_model
 
 import task
@@ -20,16 +20,14 @@ from engine.run.run import Run
 
 
 def use_random_model(patching: pytest.MonkeyPatch) -> None:
-    """Gives the task a model with dropout, and with statistics of each replica's own."""
-    layers = keras.layers
-    patching.setattr(task, "create_model", lambda: linear_model(layers.BatchNormalization(), layers.Dropout(0.2)))
+    patching.setattr(task, "create_model", random_model)
     use_momentum(patching)
 
 
 def use_momentum(patching: pytest.MonkeyPatch) -> None:
     """Gives the task an optimizer that is traced faster than its own."""
     patching.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(0.05, momentum=0.9))
-    patching.setattr(report, "write_figure", lambda path, figure: None)
+    patching.setattr(report, "write_figure", lambda path, figure: None)  # Fixtures of sessions begin before `quick`.
 
 
 @pytest.fixture(scope="session")

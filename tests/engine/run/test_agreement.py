@@ -1,7 +1,6 @@
 """Processes that train together: what each of them makes is compared at the start."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,75 +13,59 @@ from engine.errors import BadInput
 from engine.run.agreement import check_objects, same_data
 
 
-class Together:
-    """Two processes, in threads: what they share is collected until both have called."""
+def outcome(call: Any, first: Any, second: Any) -> Any:
+    """Returns what `call` returns in the second of two processes, or the text of its BadInput."""
+    made: list[Any] = []
+    gathered: dict[int, dict[str, np.ndarray]] = {}
 
-    names = ("worker 0", "worker 1")
+    def worker(index: int) -> SimpleNamespace:
+        def from_chief(make: Any) -> Any:
+            made.extend([make()] if index == 0 else [])
+            return made[-1] if index == 0 else made.pop(0)
 
-    def __init__(self) -> None:
-        self._barrier, self._values = threading.Barrier(2, timeout=10), [None, None]
-
-    def _all(self, index: int, value: Any) -> list[Any]:
-        self._values[index] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()
-        return values
-
-    def worker(self, index: int) -> SimpleNamespace:
         def gather(values: dict[str, np.ndarray], _: str) -> dict[str, np.ndarray]:
-            rows = self._all(index, values)
+            gathered[index] = values
+            rows = [gathered.get(each, {name: value * 0 for name, value in values.items()}) for each in (0, 1)]
             return {name: np.stack([row[name] for row in rows]) for name in values}
 
-        def names_where(flag: bool) -> list[str]:
-            return [name for name, each in zip(self.names, self._all(index, flag), strict=True) if each]
+        names_where = lambda flag: ["worker 1"] * flag  # noqa: E731
+        names = ("worker 0", "worker 1")
+        return SimpleNamespace(names=names, count=2, gather=gather, names_where=names_where, from_chief=from_chief)
 
-        from_chief = lambda make: self._all(index, make() if index == 0 else None)[0]  # noqa: E731
-        return SimpleNamespace(names=self.names, count=2, gather=gather, names_where=names_where, from_chief=from_chief)
-
-
-def outcomes(call: Any, *of_each: Any) -> list[Any]:
-    """Returns what `call` returns in each of two processes, or the text of its BadInput."""
-    together = Together()
-
-    def run(index: int) -> Any:
-        try:
-            return call(together.worker(index), *of_each[index])
-        except BadInput as problem:
-            return str(problem)
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run, range(2)))
+    # One after the other: the first one knows what it has gathered from the second one the second time.
+    for _ in range(2):
+        made.clear()
+        found = []
+        for index, arguments in enumerate((first, second)):
+            try:
+                found.append(call(worker(index), *arguments))
+            except BadInput as problem:
+                found.append(str(problem))
+    return found[1]
 
 
-def batches(*, by_file: bool = False, **different: Any) -> tuple[dict[str, Any]]:
+def batches(*names: str, by_file: bool = False, **different: Any) -> tuple[dict[str, Any]]:
     fingerprint = {"examples": 9, "sha256": "a" * 64, "steps_per_epoch": 3, "steps_per_pass": 3, **different}
-    return ({"train": SimpleNamespace(shards_by_file=by_file, fingerprint=lambda: fingerprint)},)
+    one = SimpleNamespace(shards_by_file=by_file, fingerprint=lambda: fingerprint)
+    return (dict.fromkeys(names or ("train",), one),)
 
 
-@pytest.mark.parametrize("different", [{"sha256": "b" * 64}, {"examples": 8}, {"steps_per_pass": 4}])
-def test_other_examples_than_in_the_first_process_are_rejected_in_every_process(different: dict[str, Any]) -> None:
-    first, second = outcomes(same_data, batches(), batches(**different))
-    counts = [f"here {each} for 'train'" for each in (9, different.get("examples", 9))]
-    assert f"worker 1: task.load_examples returned other examples than in the first process ({counts[0]})" in first
-    assert counts[1] in second
+def test_other_examples_or_another_order_of_datasets_than_in_the_first_process_are_rejected() -> None:
+    assert outcome(same_data, batches(), batches()) == {"train": batches()[0]["train"].fingerprint()}
+    for here, there in (
+        (batches(), batches(sha256="b" * 64)),
+        (batches(), batches(steps_per_pass=4)),
+        (batches("train", "validation/a", "validation/b"), batches("train", "validation/b", "validation/a")),
+    ):
+        found = outcome(same_data, here, there)
+        assert "worker 1: task.load_examples returned other examples than in the first process" in found
 
 
-def test_order_of_the_datasets_is_compared() -> None:
-    one, other = (batches()[0]["train"] for _ in range(2))
-    shown = {"train": one, "validation/a": one, "validation/b": other}
-    reordered = {"train": one, "validation/b": other, "validation/a": one}
-    for found in outcomes(same_data, (shown,), (reordered,)):
-        assert "worker 1: task.load_examples returned other examples" in found
-
-
-def test_equal_examples_are_recorded_alike_but_those_of_files_of_each_process_must_differ() -> None:
-    assert outcomes(same_data, batches(), batches()) == [{"train": batches()[0]["train"].fingerprint()}] * 2
-    first, second = outcomes(same_data, batches(by_file=True), batches(by_file=True, sha256="b" * 64))
-    _, with_another = outcomes(same_data, batches(by_file=True), batches(by_file=True, sha256="c" * 64))
-    assert first == second != with_another  # A resumed run notices that the second one's have changed.
-    for found in outcomes(same_data, batches(by_file=True), batches(by_file=True)):
-        assert found.startswith("task.load_examples('train') returned the same examples for worker 0, worker 1: with")
+def test_examples_of_files_of_each_process_must_differ() -> None:
+    b, c = (outcome(same_data, batches(by_file=True), batches(by_file=True, sha256=each * 64)) for each in "bc")
+    assert b != c  # A resumed run notices that those of the second process have changed.
+    found = outcome(same_data, batches(by_file=True), batches(by_file=True))
+    assert found.startswith("task.load_examples('train') returned the same examples for worker 0, worker 1: with")
 
 
 def made(names: tuple[str, ...] = ("model/a", "model/b"), rate: float = 0.1, rows: int = 3) -> tuple[Any, Any]:
@@ -90,28 +73,15 @@ def made(names: tuple[str, ...] = ("model/a", "model/b"), rate: float = 0.1, row
     return state, SimpleNamespace(optimizers={"optimizer": keras.optimizers.SGD(rate)})
 
 
-OTHER_VARIABLES = (
-    "the variables of the models, optimizers or metrics have other names or shapes, or another order, "
-    "than in the first process"
-)
-
-
-def test_other_objects_than_in_the_first_process_are_rejected() -> None:
-    assert outcomes(check_objects, made(), made()) == [None, None]
-    other_rate = "task.create_optimizer returned another optimizer than in the first process"
-    for others, told, found in (
-        (made(("model/b", "model/a")), OTHER_VARIABLES, "(here variable 0 is model/b (3, 2), there model/a (3, 2))"),
-        # Vocabularies of two lengths give such variables.
-        (made(rows=4), OTHER_VARIABLES, "(here variable 0 is model/a (4, 2), there model/a (3, 2))"),
-        (made(rate=0.2), other_rate, "(here optimizer/learning_rate is 0.2"),
+def test_other_objects_or_defaults_than_in_the_first_process_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outcome(check_objects, made(), made()) is None
+    for others, told in (
+        (made(("model/b", "model/a")), "(here variable 0 is model/b (3, 2), there model/a (3, 2))"),
+        (made(rows=4), "(here variable 0 is model/a (4, 2), there model/a (3, 2))"),  # As of a longer vocabulary.
+        (made(rate=0.2), "another optimizer than in the first process (here optimizer/learning_rate is 0.2"),
     ):
-        first, second = outcomes(check_objects, made(), others)
-        assert first.startswith(f"worker 1: {told}")
-        assert second.startswith(f"worker 1: {told} {found}")
-
-
-def test_other_defaults_of_keras_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_threads = {"worker": iter(["float32", "float64"])}
-    monkeypatch.setattr(keras.config, "floatx", lambda: next(of_threads["worker"]))
-    for found in outcomes(check_objects, made(), made()):
-        assert found.startswith("worker 1: Keras has other defaults than in the first process")
+        assert told in outcome(check_objects, made(), others)
+    defaults = itertools.cycle(["float32", "float64"])
+    monkeypatch.setattr(keras.config, "floatx", lambda: next(defaults))
+    found = outcome(check_objects, made(), made())
+    assert found.startswith("worker 1: Keras has other defaults than in the first process")

@@ -11,7 +11,7 @@ from small_states import make_checkpoints, variables
 
 from engine import retries
 from engine.errors import BadInput, Unavailable
-from engine.run import checkpoint_files, checkpoints, progress
+from engine.run import checkpoint_files
 from engine.run.checkpoints import Damaged, read_newest
 from engine.run.progress import Progress
 
@@ -19,23 +19,18 @@ from engine.run.progress import Progress
 def damage(path: Path, how: str) -> None:
     content = bytearray(path.read_bytes())
     path.unlink()
-    if how == "emptied":
-        path.write_bytes(b"")
-    elif how == "cut short":
+    if how == "cut short":
         path.write_bytes(content[: len(content) * 3 // 5])
     elif how == "changed":
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("how", ["removed", "emptied", "cut short", "changed"])
+@pytest.mark.parametrize("how", ["removed", "cut short", "changed"])
 @pytest.mark.parametrize("file", ["state.index", "state.data-00000-of-00001", "progress.json", "SHA256SUMS"])
 def test_damage_is_found_and_the_checkpoint_before_is_used(file: str, how: str, tmp_path: Path, capsys) -> None:
     state = variables(a=(1000,), b=())
-    checkpoints, best = (
-        make_checkpoints(tmp_path / "states", state, keep=3),
-        make_checkpoints(tmp_path / "best", state, keep=3),
-    )
+    checkpoints, best = (make_checkpoints(tmp_path / name, state, keep=3) for name in ("states", "best"))
     for step in (1, 2):
         state["a"].assign(tf.fill([1000], float(step)))
         progress = Progress(step=step)
@@ -65,35 +60,21 @@ ABSENT = tf.errors.NotFoundError(None, None, "Failed to find any matching files 
 
 
 @pytest.mark.parametrize(
-    ("holder", "name", "problem", "times", "told"),
+    ("name", "problem", "times", "told"),
     [
-        (tf.train, "load_checkpoint", UNKNOWN, 2, None),
-        (tf.train, "load_checkpoint", ABSENT, 2, None),
-        (checkpoint_files, "file_sha256", OSError(errno.ESTALE, os.strerror(errno.ESTALE)), 2, None),
-        (tf.train, "load_checkpoint", ABSENT, 100, "step-00000002 still cannot be read"),
-        (
-            checkpoint_files,
-            "file_sha256",
-            OSError(errno.EMFILE, "Too many open files"),
-            1,
-            "step-00000002 cannot be read",
-        ),
+        ("load_checkpoint", ABSENT, 2, None),
+        ("load_checkpoint", UNKNOWN, 100, "step-00000002 still cannot be read"),
+        ("file_sha256", OSError(errno.EMFILE, "Too many open files"), 1, "step-00000002 cannot be read"),
     ],
 )
 def test_fault_that_passes_is_no_damage(
-    holder: Any,
-    name: str,
-    problem: Exception,
-    times: int,
-    told: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, problem: Exception, times: int, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # If it were, an older checkpoint would be used, and the next save would remove this one.
     states, best = (make_checkpoints(tmp_path / each, variables(a=(2,)), keep=2) for each in ("states", "best"))
     for step in (1, 2):
         states.save(step, Progress(step=step).record())
+    holder = tf.train if name == "load_checkpoint" else checkpoint_files
     left, read = iter(range(times)), getattr(holder, name)
 
     def read_or_fail(*arguments: Any) -> Any:
@@ -109,14 +90,12 @@ def test_fault_that_passes_is_no_damage(
     else:
         path, _, progress = read_newest(states, best)
         assert (path.name, progress.step) == ("step-00000002", 2)
-        assert capsys.readouterr().err.count("step-00000002 cannot be read") == times
 
 
 @pytest.mark.parametrize(
     ("holder", "name", "problem", "happens"),
     [
         (tf.raw_ops, "SaveV2", UNKNOWN, False),
-        (checkpoints, "sync", OSError(errno.EIO, os.strerror(errno.EIO)), False),
         # It happens, and the answer of the server is lost.
         (Path, "rename", OSError(errno.EIO, os.strerror(errno.EIO)), True),
     ],
@@ -144,14 +123,13 @@ def test_checkpoint_is_written_again_after_a_fault_that_passes(
 @pytest.mark.parametrize("newer", [{"colour": "red"}, {"format": 2}])
 def test_checkpoint_of_another_version_is_rejected_and_stays(newer: dict, tmp_path: Path) -> None:
     # If it counted as damaged, an older checkpoint would be used, and the next save would remove it.
-    state = variables(a=(2,))
-    checkpoints = make_checkpoints(tmp_path, state, keep=2)
+    checkpoints = make_checkpoints(tmp_path, variables(a=(2,)), keep=2)
     checkpoints.save(1, Progress(step=1).record())
     checkpoints.save(2, Progress(step=2).record() | newer)
     # Its variables may differ, too, which alone would mean another model.
     checkpoints = make_checkpoints(tmp_path, variables(b=(3,)), keep=2)
     with pytest.raises(BadInput, match=r"step-00000002 was written by another version of engine/ .*(colour|format 2)"):
-        read_newest(checkpoints, make_checkpoints(tmp_path / "best", state))
+        read_newest(checkpoints, make_checkpoints(tmp_path / "best", {}))
 
 
 def test_files_that_another_program_holds_are_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,40 +145,10 @@ def test_files_that_another_program_holds_are_removed_later(tmp_path: Path, monk
     monkeypatch.setattr(os, "rmdir", rmdir_of_nfs)
     for step in (1, 2, 3):
         checkpoints.save(step, {})
-    hidden, newest = sorted(os.listdir(tmp_path))
-    assert (hidden.rpartition(".")[0], newest) == (".step-00000001.removed", "step-00000003")
-    # The same steps once more, as after a resume: what is held takes the name of nothing, neither now nor before.
+    assert [path.name for path in checkpoints.paths()] == ["step-00000003"]
+    # The same step once more, as after a resume: what is held takes the name of nothing.
     checkpoints.save(1, {})
     assert [path.name for path in checkpoints.paths()] == ["step-00000001"]
-    checkpoints.save(2, {})
-    assert [path.name for path in checkpoints.paths()] == ["step-00000002"]
     held = ""
     checkpoints.save(4, {})
     assert sorted(os.listdir(tmp_path)) == ["step-00000004"]
-
-
-def test_directory_that_cannot_be_listed_for_a_moment_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = make_checkpoints(tmp_path, variables(a=(2,)))
-    saved.save(1, {})
-    glob = Path.glob
-
-    def stale(path: Path, pattern: str):
-        if path == tmp_path and pattern.startswith("."):
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return glob(path, pattern)
-
-    monkeypatch.setattr(Path, "glob", stale)
-    saved.clear()
-    saved.save(2, {})
-    assert [path.name for path in saved.paths()] == ["step-00000002"]
-
-
-def test_record_without_a_format_is_of_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Progress(step=1).record()
-    del record["format"]
-    assert Progress.read(record, tmp_path).step == 1
-    monkeypatch.setattr(progress, "FORMAT", 2)
-    with pytest.raises(BadInput, match=r"was written by another version of engine/ \(format 1\)"):
-        Progress.read(record, tmp_path)

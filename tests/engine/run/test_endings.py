@@ -1,25 +1,27 @@
 """How a run ends before its time: the exit code, the line, and what is kept; and what a run may do beside."""
 
+import contextlib
+import importlib
+import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import tensorflow as tf
-from short_runs import ONE_REPLICA, rows, run
+from short_runs import ONE_REPLICA, run
 
 import task
 import train
 from config import Config
-from engine.errors import CannotWrite, end_at_signals
-from engine.model.metrics import ResultNames
-from engine.report.report import Report
-from engine.run import start
+from engine.errors import Stopped, end_at_signals
+from engine.model.build import set_up
 from engine.run.checkpoint_files import read_checkpoint
+from engine.run.signals import Signals, signals
 
 Ended = Callable[..., tuple[int, str]]
 pytestmark = pytest.mark.usefixtures("linear")
@@ -43,30 +45,6 @@ def test_deleted_directory_ends_the_run_with_one_line(
     assert read_checkpoint(tmp_path / "elsewhere" / "checkpoints" / "step-00000010")[1]["step"] == 10
 
 
-def test_divergence_names_the_step_and_keeps_the_last_good_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Ended
-) -> None:
-    train_step = task.train_step
-
-    def spoiled_step(batch: Any) -> tf.Tensor:
-        loss = train_step(batch)
-        # The loss is finite in this step, and from the next one on it is not.
-        spoil = tf.where(task.optimizer.iterations == 30, float("nan"), 0.0)
-        task.model.trainable_variables[0].assign_add(tf.fill([64, 10], spoil))
-        return loss
-
-    monkeypatch.setattr(task, "train_step", spoiled_step)
-    code, line = ended(tmp_path, *ONE_REPLICA, "--epochs=2", "--checkpoint-every-steps=14")
-    assert code == 3
-    assert "the loss of train step 11 of epoch 2 is nan" in line
-    last = tmp_path / "checkpoints" / "step-00000028"
-    told = f"The last good checkpoint is {last}; nothing later was saved. Start a new --run-dir with --init-from {last}"
-    assert told in line
-    for path in tmp_path.glob("*/step-*"):
-        for name, value in read_checkpoint(path)[0].items():
-            assert value.dtype.kind in "iu" or np.isfinite(value).all(), f"{path} {name}"
-
-
 def test_gradients_that_are_never_finite_end_a_float16_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Ended
 ) -> None:
@@ -82,88 +60,98 @@ def test_gradients_that_are_never_finite_end_a_float16_run(
     assert (code, "the loss scale at step 28 is down to" in line) == (3, True), line
 
 
-def test_start_that_failed_or_was_stopped_before_its_first_step_can_be_repeated(
+# --- Signals ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Handles signals as the program does. One more, while it ends, must not take the exit code away."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    end_at_signals()
+    yield
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_run_that_was_stopped_before_its_first_step_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Ended
 ) -> None:
-    class Failing(Report):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            raise CannotWrite("the disk is full")
-
-    load_splits = train.load_splits
+    load_splits, flags = train.load_splits, (*ONE_REPLICA, "--epochs=1", "--limit-steps=1")
 
     def load_and_signal(*arguments: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # As `timeout` does.
         return load_splits(*arguments, **options)
 
-    flags = (*ONE_REPLICA, "--epochs=1")
-    with monkeypatch.context() as full:
-        full.setattr(start, "Report", Failing)
-        assert ended(tmp_path, *flags) == (1, "ERROR: the disk is full")
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    with monkeypatch.context() as signalling:
+    with monkeypatch.context() as signalling, ended_by_signals():
         signalling.setattr(train, "load_splits", load_and_signal)
-        end_at_signals()  # As the program does; a notebook's handlers come back.
         code, line = ended(tmp_path, *flags)
-    # One more, while the program ends, does not take the exit code away.
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    for number, handler in before.items():
-        signal.signal(number, handler)
     assert code == 42
     assert line.startswith(f"stopped by SIGTERM, the state is in {tmp_path / 'checkpoints' / 'step-00000000'}")
-    assert run(tmp_path, *flags)["step"] == 20
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert run(tmp_path, *flags)["step"] == 1
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # The handlers of a notebook come back.
+
+
+def test_own_signal_after_the_stop_of_a_peer_does_not_end_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers: Any = SimpleNamespace(names_where=lambda flag: ["worker 1"])
+    # The name of the module belongs to an object, too.
+    monkeypatch.setattr(importlib.import_module("engine.run.signals"), "SECONDS_AS_ONE", 0.05)
+    with ended_by_signals(), (own := Signals()).listening():
+        with pytest.raises(Stopped, match="stopped by a signal to worker 1"):
+            own.check(workers)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+
+def test_processes_that_a_hook_forks_do_not_listen() -> None:
+    reading, writing = os.pipe()
+
+    def fork() -> int:
+        if process := os.fork():
+            os.read(reading, 1)
+            return process
+        os.write(writing, b"1")
+        time.sleep(60)
+        os._exit(0)
+
+    with signals.listening():
+        first, second = fork(), fork()
+        os.kill(first, signal.SIGTERM)  # As the end of a multiprocessing.Pool does.
+        assert os.WTERMSIG(os.waitpid(first, 0)[1]) == signal.SIGTERM
+        assert signals.signal is None
+    # The listening has ended, though another one still runs.
+    os.close(reading)
+    os.close(writing)
+    os.kill(second, signal.SIGTERM)
+    assert os.WTERMSIG(os.waitpid(second, 0)[1]) == signal.SIGTERM
 
 
 # --- Beside the training ----------------------------------------------------------------------------------------------
-
-
-def test_own_column_in_a_row_is_reported_and_lost_rows_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start = {"epochs_done": 2, "validated_step": 0, "step": 2, "resumed": [2]}
-    report = Report(Config(run_dir=tmp_path), ResultNames({}, []), "min", **start)
-    assert "metrics.csv lacks 2 of 2 epochs" in capsys.readouterr().out
-    report.epoch(
-        {"epoch": 3, "step": 3, "seconds": 1.0, "examples_per_second": 1.0, "learning_rate": 0.1, "mine": 2.0},
-        is_best=False,
-    )
-    report.draw_curves()
-    assert rows(tmp_path)[0]["mine"] == "2.0"
 
 
 def test_deterministic_operations_are_used_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     for name in ("enable_op_determinism", "enable_tensor_float_32_execution"):
         monkeypatch.setattr(tf.config.experimental, name, lambda *value, name=name: asked.append((name, *value)))
-    train.build(Config())
-    assert not asked
-    train.build(Config(deterministic=True))
+    for deterministic in (False, True):
+        assert not asked
+        set_up(task, Config(deterministic=deterministic))
     assert asked == [("enable_op_determinism",), ("enable_tensor_float_32_execution", False)]
 
 
 @pytest.mark.long
-def test_profile_is_written_and_changes_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_is_written_and_changes_no_number(tmp_path: Path) -> None:
     flags = (*ONE_REPLICA, "--epochs=1", "--steps-per-execution=1")
-    plain = run(tmp_path / "plain", *flags)
-    profiled = run(tmp_path / "profiled", *flags, "--profile")
+    plain, profiled = run(tmp_path / "plain", *flags), run(tmp_path / "profiled", *flags, "--profile")
     assert profiled["weights_sha256"] == plain["weights_sha256"]
     assert list((tmp_path / "profiled" / "tensorboard" / "plugins" / "profile").glob("*/*.xplane.pb"))
-    assert not (tmp_path / "plain" / "tensorboard" / "plugins").exists()
-    assert "pip install xprof" in capsys.readouterr().out
-    run(tmp_path / "short", *flags, "--steps-per-execution=20", "--profile")
-    assert "--profile: the run had 1 executions of training steps" in capsys.readouterr().out
 
 
 @pytest.mark.long
 def test_waiting_for_batches_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare_example, report_epoch = task.prepare_example, Report.epoch
-    waited: list[float] = []
-
-    def noted(report: Report, row: dict[str, Any], **options: Any) -> None:
-        waited.append(options["waited"])
-        report_epoch(report, row, **options)
+    prepare_example = task.prepare_example
 
     def slow(features, labels, *, training, seed):
         features, labels = prepare_example(features, labels, training=training, seed=seed)
@@ -171,6 +159,5 @@ def test_waiting_for_batches_is_counted(tmp_path: Path, monkeypatch: pytest.Monk
         return features, tf.ensure_shape(pause, [])
 
     monkeypatch.setattr(task, "prepare_example", slow)
-    monkeypatch.setattr(Report, "epoch", noted)
     run(tmp_path, *ONE_REPLICA, "--epochs=2")
-    assert waited[1] > 0.5
+    assert json.loads((tmp_path / "goodput.json").read_text())["seconds"]["waiting"] > 0.5

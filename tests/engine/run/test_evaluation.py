@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
-from short_runs import ONE_REPLICA, rows
+from short_runs import ONE_REPLICA, rows, run
 
 import task
 import train
@@ -16,34 +16,14 @@ from engine.run.checkpoint_files import StoredValues
 Ended = Callable[..., tuple[int, str]]
 
 
-def evaluate(run_dir: Path, *flags: str) -> dict[str, float]:
-    """Returns the metrics of --evaluate-only; no setting of the training is given."""
-    found = train.main([f"--run-dir={run_dir}", "--evaluate-only", *flags])
-    assert isinstance(found, dict)
-    return found
-
-
 @pytest.mark.usefixtures("same_model")
-def test_evaluation_is_of_the_best_weights_and_changes_nothing(
-    whole: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Ended
-) -> None:
-    assert "is empty: train first" in ended(tmp_path / "run", "--evaluate-only")[1]
-    assert not list(tmp_path.iterdir())
+def test_evaluation_is_of_the_best_weights_and_changes_nothing(whole: Path) -> None:
     result = json.loads((whole / "result.json").read_text(encoding="utf-8"))
-    before = {path: path.stat().st_mtime_ns for folder in (whole, stopped) for path in folder.rglob("*")}
-    found = evaluate(tmp_path / "none", *ONE_REPLICA, f"--init-from={whole}")
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    found = train.main([f"--run-dir={whole}", "--evaluate-only", "--simulated-devices=1"])
     assert found["test/loss"] == pytest.approx(result["test/loss"], rel=1e-5)
     assert found["validation/loss"] == pytest.approx(result["best_validation/loss"], rel=1e-5)
-
-    # It counts from the start, though this run was stopped in a validation; and it may be of other examples.
-    load_examples = task.load_examples
-    monkeypatch.setattr(task, "load_examples", lambda split: load_examples(split).take(179))
-    best = float(rows(stopped, "validations.csv")[0]["validation/loss"])
-    found = evaluate(stopped, "--simulated-devices=4")
-    assert found["validation/loss"] == pytest.approx(best, rel=1e-5)
-    assert found["test/loss"] != pytest.approx(result["test/loss"], rel=1e-3)
-    assert {path: path.stat().st_mtime_ns for folder in (whole, stopped) for path in folder.rglob("*")} == before
-    assert not list(tmp_path.iterdir())
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
 
 
 @pytest.mark.usefixtures("same_model")
@@ -62,20 +42,9 @@ def test_evaluation_of_damaged_weights_or_with_other_settings_is_refused(
 
 @pytest.mark.usefixtures("same_model")
 def test_continuous_evaluation_follows_a_run_and_writes_only_its_own(
-    whole: Path,
-    stopped: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    ended: Ended,
+    whole: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(stopped, tmp_path / "run")
-    folder, way = tmp_path / "run", ("--evaluate-continuously", "--evaluation-timeout=1")
-    (folder / "tensorboard" / "evaluation").write_text("in the way")  # Root may write anywhere else.
-    code, line = ended(folder, *way)
-    assert (code, f"{folder}/tensorboard/evaluation cannot be written" in line) == (1, True), line
-    (folder / "tensorboard" / "evaluation").unlink()
-
+    folder = shutil.copytree(stopped, tmp_path / "run")
     read, removed = StoredValues.read, folder / "checkpoints" / "step-00000008"
 
     def read_late(values: StoredValues, names: list[str]) -> dict[str, tf.Tensor]:
@@ -83,10 +52,9 @@ def test_continuous_evaluation_follows_a_run_and_writes_only_its_own(
             shutil.rmtree(removed)
         return read(values, names)
 
-    files = [path for path in folder.rglob("*") if path.is_file() and path.parent != removed]
-    before = {path: path.read_bytes() for path in files}
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.parent != removed}
     monkeypatch.setattr(StoredValues, "read", read_late)
-    train.main([f"--run-dir={folder}", *way])
+    train.main([f"--run-dir={folder}", "--evaluate-continuously", "--evaluation-timeout=1"])
     assert "Nothing new for 1 s (--evaluation-timeout)" in capsys.readouterr().out
     after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     new = {path.relative_to(folder).as_posix() for path in after.keys() - before.keys()}
@@ -114,3 +82,25 @@ def test_continuous_evaluation_waits_for_a_run_and_leaves_its_directory_alone(
     train.main([f"--run-dir={tmp_path / 'run'}", *ONE_REPLICA, "--evaluate-continuously", "--evaluation-timeout=1"])
     assert "Nothing new for 1 s (--evaluation-timeout)" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("linear")
+def test_run_without_validation_and_test_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ended: Ended,
+) -> None:
+    load_examples = task.load_examples
+    monkeypatch.setattr(task, "load_examples", lambda split: load_examples(split) if split == "train" else None)
+    result = run(tmp_path, *ONE_REPLICA, "--epochs=2", "--monitor=train/loss")
+    assert result["test"] is None
+    assert "none: task.load_examples('test') returned None" in capsys.readouterr().out
+    losses = [float(row["train/loss"]) for row in rows(tmp_path)]
+    assert (result["best_epoch"], result["best_train/loss"]) == (losses.index(min(losses)) + 1, min(losses))
+    for way, told in (
+        ("--evaluate-only", "--evaluate-only: task.load_examples returned None for"),
+        ("--evaluate-continuously", "task.load_examples('validation') returned None, so there is no validation"),
+    ):
+        code, line = ended(tmp_path, way, "--simulated-devices=1")
+        assert (code, told in line) == (2, True), line

@@ -5,25 +5,19 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import tensorflow as tf
 
 from config import Config
 from engine.run import passes
-from engine.run.passes import Executions, Pass
-from engine.run.progress import Progress
+from engine.run.passes import Executions
 
 
 def executions(
-    from_chief: Callable[[Callable[[], int]], int] = lambda length: length(),
-    count: int = 1,
-    clock: tf.Variable | None = None,
-    **settings: Any,
+    from_chief: Callable[[Callable[[], int]], int] = lambda length: length(), count: int = 1, **settings: Any
 ) -> Executions:
     """Returns those of a process whose own numbers are the chief's, unless `from_chief` says otherwise."""
-    workers = SimpleNamespace(from_chief=from_chief, is_chief=True, check_all_do=lambda *_: [0.0] * count, count=count)
-    return Executions(Config(**settings), workers, clock=clock)
+    workers = SimpleNamespace(from_chief=from_chief, is_chief=True, count=count)
+    return Executions(Config(**settings), workers, clock=None)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +26,7 @@ def executions(
         (1, "", True, ""),
         (2, "", True, "worker 1 has waited 0.01 s for examples of 'train', and the other processes wait for it"),
         (2, "", False, "No step has ended for 0.01 s on worker 1. Another process may wait for its examples"),
-        (1, "nccl", False, "If NCCL hangs, set NCCL_DEBUG=INFO to see where; on one machine --all-reduce one_device"),
+        (1, "nccl", False, "If NCCL hangs, set NCCL_DEBUG=INFO to see where"),
     ],
 )
 def test_steps_that_wait_for_long_are_reported(
@@ -58,15 +52,12 @@ def lengths(ran: Executions, split: str, calls: int, seconds_of_step: float) -> 
     return counts
 
 
-@pytest.mark.parametrize(
-    ("seconds_of_step", "expected"),
-    [(0.0001, [1, 1, 2, 4, 8, 16, 32, 64]), (0.18, [1, 1, 2, 4, 5, 5, 5, 5]), (3, [1] * 8)],
-)
-def test_automatic_length_doubles_to_a_second_s_worth(seconds_of_step: float, expected: list[int]) -> None:
-    ran = executions(steps_per_execution="auto")
-    assert lengths(ran, "train", 8, seconds_of_step) == expected
-    # Each split has its own.
-    assert lengths(ran, "validation", 8, 0.1) == [1, 1, 2, 4, 8, 10, 10, 10]
+def test_automatic_length_doubles_to_a_second_s_worth() -> None:
+    for seconds_of_step, expected in ((0.0001, [1, 1, 2, 4, 8, 16, 32]), (0.18, [1, 1, 2, 4, 5, 5, 5]), (3, [1] * 7)):
+        ran = executions(steps_per_execution="auto")
+        assert lengths(ran, "train", 7, seconds_of_step) == expected
+        # Each split has its own.
+        assert lengths(ran, "validation", 7, 0.1) == [1, 1, 2, 4, 8, 10, 10]
 
 
 def test_automatic_length_of_several_workers_is_of_five_seconds() -> None:
@@ -76,7 +67,7 @@ def test_automatic_length_of_several_workers_is_of_five_seconds() -> None:
 
 def test_given_length_stays_and_a_shorter_execution_does_not_change_another() -> None:
     ran = executions(steps_per_execution=7)
-    assert lengths(ran, "train", 3, 0.001) == [7, 7, 7]
+    assert lengths(ran, "train", 2, 0.001) == [7, 7]
     assert ran.length("train", left=2, step=0) == 2
     ran = executions(steps_per_execution="auto")
     lengths(ran, "train", 4, 0.0001)
@@ -84,48 +75,8 @@ def test_given_length_stays_and_a_shorter_execution_does_not_change_another() ->
     assert ran.length("train", left=100, step=0) == 8
 
 
-def test_executions_of_training_end_at_multiples() -> None:
-    ran = executions(steps_per_execution=20, checkpoint_every_steps=30, validate_every_steps=12)
-    ends = [0]
-    while ends[-1] < 60:
-        ends.append(ends[-1] + ran.length("train", left=100, step=ends[-1]))
-    assert ends == [0, 12, 24, 30, 36, 48, 60]
-    assert ran.length("validation", left=100, step=11) == 20
-
-
 def test_length_is_the_chief_s_on_every_worker() -> None:
     ran = executions(lambda value: 3, steps_per_execution="auto")
     assert ran.length("train", left=100, step=0) == 1
     ran.took("train", 1, 0.001)
     assert ran.length("train", left=100, step=0) == 3
-
-
-def test_pass_over_fewer_examples_than_before_a_stop_has_no_steps_left() -> None:
-    batches: Any = SimpleNamespace(name="train", split="train", steps_per_epoch=5)
-    progress = Progress(step=12, steps_of_pass={"train": 12})
-    steps = Pass(batches, 0, progress, executions())
-    assert steps.steps_left == 0
-    assert list(steps.next_execution()) == []
-
-
-def test_workers_exchange_how_long_they_have_waited() -> None:
-    sent: list[float] = []
-    clock = tf.Variable(0.0, dtype=tf.float64)
-    ran = executions(count=2, clock=clock, steps_per_execution=2)
-    ran.workers.check_all_do = lambda _, number: sent.append(number) or np.array([number, 0.0])
-    iterator = SimpleNamespace(
-        seconds_waited=0.0, plan=lambda count: [count], take=lambda count: iter([(None, 0, count)])
-    )
-    batches: Any = SimpleNamespace(name="train", split="train", steps_per_epoch=6, global_batch_size=2)
-    batches.iterator, batches.examples_in = lambda *_, **__: iterator, lambda *_: 4
-    steps = Pass(batches, 0, Progress(), ran)
-    for _ in range(3):
-        clock.assign_add(10.0)  # An evaluation waits too.
-        list(steps.next_execution())
-        clock.assign_add(0.25)
-        steps.record([np.ones(2)])
-    # The first execution does not count, because it compiles.
-    assert sent == [0.0, 0.0, 0.25]
-    waited, seconds = ran.waiting
-    assert waited.tolist() == [0.25, 0.0]
-    assert seconds > 0
