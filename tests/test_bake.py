@@ -66,8 +66,13 @@ def test_template_lists_what_its_project_needs_with_upper_bounds() -> None:
         assert re.search(r">=[\d.]+,<[\d.]+$", each), each
 
 
-def test_unrendered_project_passes_its_own_tests(tmp_path: Path) -> None:
-    done = run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path}", folder=PROJECT)
+# The resume takes half of their time, and tests/engine/run has resumes too.
+@pytest.mark.parametrize(
+    "chosen", ["--ignore=tests/test_resume.py", pytest.param("tests/test_resume.py", marks=pytest.mark.long)]
+)
+def test_unrendered_project_passes_its_own_tests(chosen: str, tmp_path: Path) -> None:
+    options = ("-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path}")
+    done = run("python", "-m", "pytest", *options, chosen, folder=PROJECT)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 

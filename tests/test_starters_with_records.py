@@ -51,7 +51,7 @@ USER_ERRORS = {
     "language_model": (
         {},
         {
-            "--sequence-length=64": "--sequence-length 64 does not fit data/records/train.tfrecord, whose rows have 128 ",
+            "--sequence-length=64": "--sequence-length 64 does not fit data/records/train.tfrecord, whose rows have ",
             "--records=elsewhere": "--records elsewhere has no train.tfrecord: ",
             "--width=36": "--width 36 must be a multiple of twice --heads, ",
             "--dropout=1": "--dropout 1.0 must be at least 0 and less than 1",
