@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import functools
-import importlib.util
 import re
 import sys
 from collections.abc import Sequence
@@ -39,10 +38,12 @@ PORTS = {
 EPOCHS = 2
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def load(*paths: Path) -> ModuleType:
+    """Runs files as one module, as if what the later ones define had been written into the first one."""
+    module = sys.modules["port"] = ModuleType("port")
+    for path in paths:
+        module.__file__ = str(path)
+        exec(compile(path.read_text(encoding="utf-8"), path, "exec"), vars(module))  # noqa: S102
     return module
 
 
@@ -90,7 +91,7 @@ def numbers_of_the_project(port: ModuleType, settings: Config) -> tuple[list, li
 @pytest.mark.parametrize("name", PORTS)
 def test_port_gives_the_numbers_of_the_loop_it_comes_from(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loop_name, task_name, values, counts = PORTS[name]
-    port, loop = load(TASKS / f"{task_name}.py"), load(TEMPLATE / f"tests/loops/{loop_name}.py")
+    loop, port = load(TEMPLATE / f"tests/loops/{loop_name}.py"), load(PROJECT / "task.py", TASKS / f"{task_name}.py")
     port.divides_by_examples = "denominator" in name
     monkeypatch.setattr(train, "task", port)
     settings = Config(epochs=EPOCHS, learning_rate=1e-3, **values)
@@ -109,7 +110,7 @@ def test_port_gives_the_numbers_of_the_loop_it_comes_from(name: str, monkeypatch
 
 @pytest.mark.long
 def test_port_gives_the_numbers_of_keras_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port, fit = load(TASKS / "keras_fit.py"), load(TEMPLATE / "tests/loops/keras_fit.py").run
+    fit, port = load(TEMPLATE / "tests/loops/keras_fit.py").run, load(PROJECT / "task.py", TASKS / "keras_fit.py")
     monkeypatch.setattr(train, "task", port)
     # EarlyStopping's min_delta and ReduceLROnPlateau, as the pages for users have them.
     callbacks = {
@@ -129,7 +130,7 @@ def test_port_gives_the_numbers_of_keras_fit(tmp_path: Path, monkeypatch: pytest
     keras.utils.clear_session()
     keras.utils.set_random_seed(settings.seed)
     options = {"epochs": epochs, "batch_size": 50, "learning_rate": rate, "patience": patience}
-    history, test, last, best, last_rate = fit(order, **options, min_delta=train.MIN_DELTA)
+    history, test, last, best, last_rate = fit(port.create_model, order, **options, min_delta=train.MIN_DELTA)
     # Every callback had something to do.
     assert patience + 1 < len(history["loss"]) < epochs
     assert last_rate < rate

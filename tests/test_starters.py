@@ -18,6 +18,7 @@ from rendering import STARTERS, Bake, rendered
 EPOCHS = ("--epochs=2", "--steps-per-epoch=15")
 SMALL = {
     "text_pair_classification": ("--layers=1", "--width=32", "--dropout=0", "--learning-rate=1e-4"),
+    "segmentation": ("--global-batch-size=8",),
     "language_model": ("--layers=1", "--width=32"),
     # Among all test users, some have two items whose scores differ by rounding only, so one may be the tenth or not.
     "recommendation": ("--limit-steps=15", "--global-batch-size=256"),
@@ -30,6 +31,8 @@ def starter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A rendered starter, which has trained a little on two replicas, in runs/two; and the flags of short runs."""
     project = rendered(tmp_path_factory.mktemp(request.param) / "rendered", starter=request.param)
     flags = ["train.py", *EPOCHS, *SMALL.get(request.param, ())]
+    if request.param == "recommendation":
+        project.run("python", "prepare_data.py", "--users=2000", "--items=300")
     project.run("python", *flags, "--simulated-devices=2", "--run-dir=runs/two")
     return project, flags
 

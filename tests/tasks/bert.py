@@ -1,10 +1,11 @@
-"""Orbit's tutorial, BERT on MRPC: pairs of sentences, and whether they say the same; a small BERT without dropout."""
+"""Orbit's tutorial, BERT on MRPC: pairs of sentences, and whether they say the same; a small BERT without dropout.
+
+The hooks that it replaces in task.py.
+"""
 
 import keras
 import tensorflow as tf
 
-from config import Config
-from engine.model import apply_gradients
 from ports import LENGTH, VOCABULARY, sentences
 
 
@@ -16,13 +17,6 @@ def prepare_example(features, labels):
     is_token = tf.cast(features != 0, tf.int32)
     is_second = tf.cast(tf.range(LENGTH) > 6, tf.int32) * is_token
     return {"input_ids": features, "input_mask": is_token, "segment_ids": is_second}, labels
-
-
-config: Config
-model: keras.Model
-optimizer: keras.optimizers.Optimizer
-loss_objects: dict[str, keras.losses.Loss]
-metrics: dict[str, dict[str, keras.metrics.Metric]]
 
 
 def create_model():
@@ -57,42 +51,3 @@ def create_optimizer(total_steps):
     created = keras.optimizers.AdamW(schedule, weight_decay=0.01, epsilon=1e-6)
     created.exclude_from_weight_decay(var_names=["bias", "layer_norm", "gamma", "beta"])
     return created
-
-
-def create_loss_objects():
-    return {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")}
-
-
-def create_metrics(split):
-    return {"loss": keras.metrics.Mean(), "accuracy": keras.metrics.SparseCategoricalAccuracy()}
-
-
-def compute_loss(labels, predictions, sample_weights):
-    per_example_loss = loss_objects["label"](labels, predictions)
-    loss = tf.nn.compute_average_loss(
-        per_example_loss, sample_weight=sample_weights, global_batch_size=config.global_batch_size
-    )
-    return loss, per_example_loss
-
-
-def update_metrics(split, labels, predictions, per_example_loss, sample_weights):
-    metrics[split]["loss"].update_state(per_example_loss, sample_weight=sample_weights)
-    metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=sample_weights)
-
-
-def train_step(batch):
-    features, labels, sample_weights = batch
-    with tf.GradientTape() as tape:
-        predictions = model(features, training=True)
-        loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
-    apply_gradients(optimizer, tape, loss, model.trainable_variables)
-    update_metrics("train", labels, predictions, per_example_loss, sample_weights)
-    return loss
-
-
-def evaluation_step(split, batch):
-    features, labels, sample_weights = batch
-    predictions = model(features, training=False)
-    loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
-    update_metrics(split, labels, predictions, per_example_loss, sample_weights)
-    return loss

@@ -1,14 +1,11 @@
 """TensorFlow's tutorial "Custom training with tf.distribute.Strategy": a CNN on images.
 
-GELU for ReLU and average for max pooling, so that rounding does not grow.
+The hooks that it replaces in task.py. GELU for ReLU and average for max pooling, so that rounding does not grow.
 """
 
 import keras
 import tensorflow as tf
 from sklearn.datasets import load_digits
-
-from config import Config
-from engine.model import apply_gradients
 
 # The sum of a batch's losses is divided by the size of a full batch, or by the number of examples that are in it.
 divides_by_examples = False
@@ -23,13 +20,6 @@ def load_examples(split):
 
 def prepare_example(features, labels):
     return tf.cast(features, tf.float32)[..., None] / 16.0, labels
-
-
-config: Config
-model: keras.Model
-optimizer: keras.optimizers.Optimizer
-loss_objects: dict[str, keras.losses.Loss]
-metrics: dict[str, dict[str, keras.metrics.Metric]]
 
 
 def create_model():
@@ -51,14 +41,6 @@ def create_optimizer(total_steps):
     return keras.optimizers.Adam(config.learning_rate)
 
 
-def create_loss_objects():
-    return {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")}
-
-
-def create_metrics(split):
-    return {"loss": keras.metrics.Mean(), "accuracy": keras.metrics.SparseCategoricalAccuracy()}
-
-
 def compute_loss(labels, predictions, sample_weights):
     per_example_loss = loss_objects["label"](labels, predictions)
     size = config.global_batch_size
@@ -66,26 +48,3 @@ def compute_loss(labels, predictions, sample_weights):
         size = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.reduce_sum(sample_weights))
     loss = tf.reduce_sum(per_example_loss * sample_weights) / size
     return loss + tf.nn.scale_regularization_loss(model.losses), per_example_loss
-
-
-def update_metrics(split, labels, predictions, per_example_loss, sample_weights):
-    metrics[split]["loss"].update_state(per_example_loss, sample_weight=sample_weights)
-    metrics[split]["accuracy"].update_state(labels, predictions, sample_weight=sample_weights)
-
-
-def train_step(batch):
-    features, labels, sample_weights = batch
-    with tf.GradientTape() as tape:
-        predictions = model(features, training=True)
-        loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
-    apply_gradients(optimizer, tape, loss, model.trainable_variables)
-    update_metrics("train", labels, predictions, per_example_loss, sample_weights)
-    return loss
-
-
-def evaluation_step(split, batch):
-    features, labels, sample_weights = batch
-    predictions = model(features, training=False)
-    loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
-    update_metrics(split, labels, predictions, per_example_loss, sample_weights)
-    return loss
