@@ -18,7 +18,6 @@ from rendering import STARTERS, Bake, rendered
 EPOCHS = ("--epochs=2", "--steps-per-epoch=15")
 SMALL = {
     "text_pair_classification": ("--layers=1", "--width=32", "--dropout=0", "--learning-rate=1e-4"),
-    "segmentation": ("--global-batch-size=8",),
     "language_model": ("--layers=1", "--width=32"),
     # Among all test users, some have two items whose scores differ by rounding only, so one may be the tenth or not.
     "recommendation": ("--limit-steps=15", "--global-batch-size=256"),
