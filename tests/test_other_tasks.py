@@ -1,13 +1,12 @@
-"""Another task takes the place of task.py; nothing else is touched."""
+"""Projects whose task is not the default one: the steps of a GAN, and rules of the hooks that are broken."""
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rendering import TASKS, Bake, run
+from rendering import Bake, run
 
 
 @pytest.mark.long
@@ -22,6 +21,10 @@ def test_repeated_steps_are_bit_equal(bake: Callable[..., Bake]) -> None:
 
 # The rule, its line in task.py, the broken line, the tests that fail, and what --check says.
 SAME_NUMBERS = {"test_one_and_four_replicas_agree"}
+APPLY = "    apply_gradients(optimizer, tape, loss, model.trainable_variables"
+SUMMED = f"""    gradients = tape.gradient(loss, model.trainable_variables)
+    gradients = tf.distribute.get_replica_context().all_reduce('SUM', gradients)
+{APPLY}, gradients"""
 BROKEN_RULES = {
     "the replica's own batch size": (
         ("global_batch_size=config.global_batch_size", "global_batch_size=len(labels)"),
@@ -29,14 +32,7 @@ BROKEN_RULES = {
         r"task\.py compute_loss +the loss is .* divide by config\.global_batch_size",
     ),
     "an own sum of gradients": (
-        (
-            "    apply_gradients(optimizer, tape, loss, model.trainable_variables)",
-            (
-                "    gradients = tape.gradient(loss, model.trainable_variables)\n"
-                "    gradients = tf.distribute.get_replica_context().all_reduce('SUM', gradients)\n"
-                "    apply_gradients(optimizer, tape, loss, model.trainable_variables, gradients)"
-            ),
-        ),
+        (APPLY, SUMMED),
         SAME_NUMBERS,
         r"task\.py train_step +the loss agrees, and the gradient of .* differs: .* without a sum of your own",
     ),
@@ -67,27 +63,3 @@ def test_shipped_tests_and_check_fail_when_a_rule_is_broken(rule: str, bake: Cal
     assert any(re.match(f"FAIL +{said}", line) for line in failed), check.stdout
     # One broken rule is reported for one hook.
     assert len({re.split("  +", line)[1] for line in failed}) == 1, check.stdout
-
-
-@pytest.mark.long
-def test_shipped_tests_and_check_pass_with_another_task_dropout_and_a_setting_without_default(
-    bake: Callable[..., Bake],
-) -> None:
-    project = bake()
-    shutil.copy(TASKS / "tabular_regression.py", project.folder / "task.py")
-    (project.folder / "tests/test_task.py").unlink()  # It is of the task that was there.
-    project.replace("task.py", "self.out = ", "self.dropout = keras.layers.Dropout(0.3)\n        self.out = ")
-    project.replace("task.py", "def call(self, features):", "def call(self, features, training=False):")
-    project.replace("task.py", "self.out(self.hidden(", "self.out(self.dropout(training=training, inputs=self.hidden(")
-    project.replace("task.py", '["blood"]])))', '["blood"]]))))')
-    # A setting without a default has to be given, to the tests as to the program.
-    project.replace("config.py", "    epochs: int = 30\n", "    data_dir: str\n    epochs: int = 30\n")
-    without = run("python", "-m", "pytest", "-q", "-k", "prepared", folder=project.folder)
-    assert without.returncode == 1
-    assert "--data-dir STR" in without.stdout
-    assert "ARGUMENTS, in tests/conftest.py, must give every setting without a default" in without.stdout
-    given = 'ARGUMENTS: list[str] = ["--data-dir=/data"]'
-    project.replace("tests/conftest.py", "ARGUMENTS: list[str] = []", given)
-    project.run("python", "-m", "pytest", "-q")
-    checked = project.run("python", "train.py", "--check", "--data-dir=/data")
-    assert "not the same on one replica and two: dropout" in checked.stdout

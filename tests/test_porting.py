@@ -3,10 +3,9 @@
 import csv
 import dataclasses
 import functools
-import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +17,7 @@ import tensorflow as tf
 
 import ports
 from pages import blocks, put, sections
-from rendering import PROJECT, TASKS, TEMPLATE, Bake
+from rendering import PROJECT, TASKS, TEMPLATE
 
 sys.path.insert(0, str(PROJECT))
 
@@ -29,38 +28,23 @@ from engine.cluster.strategy import create_strategy
 create_strategy(Config(strategy="mirrored", simulated_devices=5))  # As in tests/engine: once in a process.
 
 # The loop in tests/loops, its port in tests/tasks, the settings, and the numbers of replicas that share each batch.
-SHORT_BATCHES = {"global_batch_size": 50, "keep_last_batch": True, "smooth": True}  # Of 360 examples, the last 10.
+SHORT_BATCHES = {"global_batch_size": 50, "keep_last_batch": True}  # Of 360 examples, the last 10.
 PORTS = {
-    "article": ("article", "tabular_regression.py", {"global_batch_size": 50}, (1, 5)),
-    "tutorial": ("tutorial", "tutorial_cnn/task.py", SHORT_BATCHES, (2,)),
-    "tutorial, other denominator": (
-        "tutorial",
-        "tutorial_cnn/task.py",
-        {**SHORT_BATCHES, "divide_by": "examples"},
-        (5,),
-    ),
-    "orbit": ("orbit", "bert/task.py", {"global_batch_size": 40, "global_clipnorm": 1.0, "dropout": 0.0}, (5,)),
+    "article": ("article", "tabular_regression", {"global_batch_size": 50}, (1, 5)),
+    "tutorial": ("tutorial", "tutorial_cnn", SHORT_BATCHES, (2,)),
+    "tutorial, other denominator": ("tutorial", "tutorial_cnn", SHORT_BATCHES, (5,)),
+    "orbit": ("orbit", "bert", {"global_batch_size": 40, "global_clipnorm": 1.0}, (5,)),
 }
 EPOCHS = 2
-PLATEAU = "A smaller rate when nothing improves"
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def load(*paths: Path) -> ModuleType:
+    """Runs files as one module, as if what the later ones define had been written into the first one."""
+    module = sys.modules["port"] = ModuleType("port")
+    for path in paths:
+        module.__file__ = str(path)
+        exec(compile(path.read_text(encoding="utf-8"), path, "exec"), vars(module))  # noqa: S102
     return module
-
-
-def settings_of(file: Path, data: Path, **values: Any) -> Config:
-    """Returns the settings of a port: those of settings.py beside it, if it has any, and the engine's."""
-    if not (file.parent / "settings.py").exists():
-        return Config(epochs=EPOCHS, **values)
-    own = load(file.parent / "settings.py").Config
-    kind = dataclasses.dataclass(frozen=True, kw_only=True)(type("Config", (own, Config), {}))
-    ports.WRITE_DATA[file.parent.name](data)
-    (folder,) = (each.name for each in dataclasses.fields(own) if each.type in (Path, "Path"))
-    return kind(epochs=EPOCHS, learning_rate=1e-3, **{folder: data}, **values)
 
 
 def numbers_of_the_loop(
@@ -73,7 +57,7 @@ def numbers_of_the_loop(
     port.config = settings
 
     def batched(split: str, numbers: Sequence[int] | None = None) -> tf.data.Dataset:
-        columns = loop.read(split, settings)
+        columns = loop.read(split)
         if numbers is not None:
             columns = tf.nest.map_structure(lambda column: column[numbers], columns)
         return tf.data.Dataset.from_tensor_slices(columns).batch(settings.global_batch_size)
@@ -105,13 +89,12 @@ def numbers_of_the_project(port: ModuleType, settings: Config) -> tuple[list, li
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PORTS)
-def test_port_gives_the_numbers_of_the_loop_it_comes_from(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop_name, file, values, counts = PORTS[name]
-    port, loop = load(TASKS / file), load(TEMPLATE / "tests/loops" / f"{loop_name}.py")
+def test_port_gives_the_numbers_of_the_loop_it_comes_from(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop_name, task_name, values, counts = PORTS[name]
+    loop, port = load(TEMPLATE / f"tests/loops/{loop_name}.py"), load(PROJECT / "task.py", TASKS / f"{task_name}.py")
+    port.divides_by_examples = "denominator" in name
     monkeypatch.setattr(train, "task", port)
-    settings = settings_of(TASKS / file, tmp_path, **values)
+    settings = Config(epochs=EPOCHS, learning_rate=1e-3, **values)
     one_device = tf.distribute.MirroredStrategy(["CPU:0"], cross_device_ops=tf.distribute.ReductionToOneDevice())
     expected_losses, expected_rows, expected_weights = numbers_of_the_loop(loop, port, settings, one_device)
     for replicas in counts:
@@ -127,10 +110,14 @@ def test_port_gives_the_numbers_of_the_loop_it_comes_from(
 
 @pytest.mark.long
 def test_port_gives_the_numbers_of_keras_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port, fit = load(TASKS / "keras_fit.py"), load(TEMPLATE / "tests/loops/keras_fit.py").run
+    fit, port = load(TEMPLATE / "tests/loops/keras_fit.py").run, load(PROJECT / "task.py", TASKS / "keras_fit.py")
     monkeypatch.setattr(train, "task", port)
     # EarlyStopping's min_delta and ReduceLROnPlateau, as the pages for users have them.
-    for page, title in (("from_keras_fit.md", "EarlyStopping with min_delta"), ("recipes.md", PLATEAU)):
+    callbacks = {
+        "from_keras_fit.md": "EarlyStopping with min_delta",
+        "recipes.md": "A smaller rate when nothing improves",
+    }
+    for page, title in callbacks.items():
         (block,) = blocks(sections(page)[title])
         put(block, train, monkeypatch, tmp_path)
     monkeypatch.setattr(train, "MIN_DELTA", 0.05)  # So large that the run soon ends.
@@ -143,7 +130,7 @@ def test_port_gives_the_numbers_of_keras_fit(tmp_path: Path, monkeypatch: pytest
     keras.utils.clear_session()
     keras.utils.set_random_seed(settings.seed)
     options = {"epochs": epochs, "batch_size": 50, "learning_rate": rate, "patience": patience}
-    history, test, last, best, last_rate = fit(order, **options, min_delta=train.MIN_DELTA)
+    history, test, last, best, last_rate = fit(port.create_model, order, **options, min_delta=train.MIN_DELTA)
     # Every callback had something to do.
     assert patience + 1 < len(history["loss"]) < epochs
     assert last_rate < rate
@@ -174,29 +161,6 @@ def assert_same_weights(found: list[np.ndarray], expected: list[np.ndarray]) -> 
         np.testing.assert_allclose(weight, wanted, rtol=1e-5, atol=1e-5 * max(np.abs(wanted).max(), 0.1))
 
 
-# What docs/reproducibility.md of the project says of three epochs, four times over: of the losses, and of the rest.
-UNET_TOLERANCES = {"gelu": (1e-5, 5e-5), "relu": (5e-4, 2e-3)}
-
-
-@pytest.mark.long
-def test_unet_trains_to_the_same_numbers_on_one_and_two_replicas(bake: Callable[..., Bake]) -> None:
-    project = bake()
-    ports.place("unet", project.folder)
-    for activation, (of_losses, of_others) in UNET_TOLERANCES.items():
-        rows = []
-        for replicas in ("1", "2"):
-            folder = f"runs/{activation}-{replicas}"
-            settings = ("--epochs", "3", "--simulated-devices", replicas, "--run-dir", folder)
-            project.run("python", "train.py", *settings, "--activation", activation)
-            rows.append(list(csv.DictReader(project.read(f"{folder}/metrics.csv").splitlines())))
-        one, two = rows
-        assert float(one[-1]["validation/loss"]) < np.log(3)  # The loss of guessing.
-        for name in (name for name in one[0] if name.startswith(("train/", "validation/"))):
-            found, expected = ([float(row[name]) for row in each] for each in (two, one))
-            tolerance = of_losses if name.endswith("/loss") else of_others
-            assert found == pytest.approx(expected, rel=tolerance), f"{activation}, {name}"
-
-
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +178,6 @@ def test_page_names_only_what_there_is() -> None:
             if name not in flags:
                 code = (PROJECT / file).read_text(encoding="utf-8")
                 assert re.search(rf"(?m)^\s*(?:(?:def|class) {defined}\b|{defined}:)", code), name
-    tutorial = (TASKS / "tutorial_cnn/task.py").read_text(encoding="utf-8")
+    tutorial = (TASKS / "tutorial_cnn.py").read_text(encoding="utf-8")
     (block,) = re.findall(r"(?s)```python\n(.*?)```", page)
     assert all(f"    {line}\n" in tutorial for line in block.splitlines())

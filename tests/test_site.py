@@ -1,14 +1,14 @@
-"""The site of the pages: its navigation and links, and that nothing in it leads nowhere or comes from another host."""
+"""The site of the pages: its navigation and links, and that nothing in it leads nowhere or comes from another host.
+
+The workflow "pages" builds it, which needs the network.
+"""
 
 import importlib.util
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 
 from rendering import PROJECT, STARTERS, TEMPLATE
 
@@ -19,33 +19,30 @@ _spec.loader.exec_module(make_site)
 PAGES = make_site.pages_of(TEMPLATE)
 ON_GITHUB = f"{make_site.REPOSITORY}/blob/main"
 IN_PROJECT = make_site.PROJECT
+# The file, a link in it, and what it becomes; None if it leads nowhere.
+LINKS = [
+    ("README.md", "docs/pitfalls.md#clusters", "template/pitfalls.md#clusters"),
+    ("README.md", "docs/curves.png", "assets/curves.png"),
+    ("README.md", "docs", f"{make_site.REPOSITORY}/tree/main/docs"),
+    (f"{IN_PROJECT}/README.md", "docs/starter.md", "starters/image_classification.md"),
+    (f"{IN_PROJECT}/docs/data.md", f"{ON_GITHUB}/docs/pitfalls.md", "../template/pitfalls.md"),
+    (f"{IN_PROJECT}/docs/data.md", "../task.py", f"{ON_GITHUB}/%7B%7Bcookiecutter.project_slug%7D%7D/task.py"),
+    (f"{IN_PROJECT}/docs/data.md", "#records", "#records"),
+    (f"{IN_PROJECT}/docs/data.md", "https://www.tensorflow.org/guide", "https://www.tensorflow.org/guide"),
+    (f"{IN_PROJECT}/starters/gan/docs/starter.md", "data.md", "../data.md"),
+    ("README.md", "docs/none.png", None),
+    ("README.md", f"{ON_GITHUB}/docs/none.md", None),
+]
 
 
-@pytest.mark.parametrize(
-    ("file", "link", "expected"),
-    [
-        ("README.md", "docs/pitfalls.md#clusters", "template/pitfalls.md#clusters"),
-        ("README.md", f"{IN_PROJECT}/docs/data.md", "project/data.md"),
-        ("README.md", "docs/curves.png", "assets/curves.png"),
-        ("README.md", "docs", f"{make_site.REPOSITORY}/tree/main/docs"),
-        (f"{IN_PROJECT}/README.md", "docs/starter.md", "starters/image_classification.md"),
-        (f"{IN_PROJECT}/docs/data.md", f"{ON_GITHUB}/docs/pitfalls.md", "../template/pitfalls.md"),
-        (f"{IN_PROJECT}/docs/data.md", "../task.py", f"{ON_GITHUB}/%7B%7Bcookiecutter.project_slug%7D%7D/task.py"),
-        (f"{IN_PROJECT}/docs/data.md", "#records", "#records"),
-        (f"{IN_PROJECT}/docs/data.md", "https://www.tensorflow.org/guide", "https://www.tensorflow.org/guide"),
-        (f"{IN_PROJECT}/starters/gan/docs/starter.md", "data.md", "../data.md"),
-    ],
-)
-def test_links_lead_to_pages_of_the_site_and_else_to_the_repository(file: str, link: str, expected: str) -> None:
+def test_links_lead_to_pages_of_the_site_or_the_repository_and_broken_ones_are_named() -> None:
     text = "See [the `page`]({0}), or\n`[no](link.md)`.\n\n```\n[no](link.md)\n```\n"
-    made, _, broken = make_site.with_links_of_site(text.format(link), file, PAGES, TEMPLATE)
-    assert (made, broken) == (text.format(expected), [])
-
-
-@pytest.mark.parametrize("link", ["docs/none.md", f"{ON_GITHUB}/docs/none.md", "docs/none.png", "docs/none.md#any"])
-def test_broken_link_of_a_page_is_named(link: str) -> None:
-    _, _, broken = make_site.with_links_of_site(f"![one]({link})", "README.md", PAGES, TEMPLATE)
-    assert broken == [f"README.md: {link} leads nowhere"]
+    for file, link, expected in LINKS:
+        made, _, broken = make_site.with_links_of_site(text.format(link), file, PAGES, TEMPLATE)
+        if expected:
+            assert (made, broken) == (text.format(expected), [])
+        else:
+            assert broken == [f"{file}: {link} leads nowhere"]
 
 
 def test_sources_have_every_page_and_no_broken_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,26 +77,3 @@ def test_faults_of_a_built_site_are_found(tmp_path: Path) -> None:
         "index.html: a/none.html leads nowhere",
         "style.css: https://other.org/font.woff2 is fetched from another host",
     ]
-
-
-def test_only_the_job_that_runs_no_code_may_publish() -> None:
-    workflow = yaml.safe_load((TEMPLATE / ".github/workflows/pages.yml").read_text(encoding="utf-8"))
-    assert workflow["permissions"] == {"contents": "read"}
-    assert [name for name, job in workflow["jobs"].items() if "permissions" in job] == ["publish"]
-    (step,) = workflow["jobs"]["publish"]["steps"]
-    assert step["uses"].startswith("actions/deploy-pages@")
-    assert workflow["jobs"]["publish"]["permissions"] == {"pages": "write", "id-token": "write"}
-
-
-@pytest.mark.long
-def test_site_is_built_and_its_search_knows_the_flags() -> None:
-    """Builds it in an environment of its own, with packages of two package indexes."""
-    command = ["make", "docs", f"PYTHON={sys.executable}"]
-    built = subprocess.run(command, cwd=TEMPLATE, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
-    site = TEMPLATE / "build/docs/site"
-    made = {page.relative_to(site).with_suffix(".md").as_posix() for page in site.rglob("*.html")}
-    assert made == {*PAGES.values(), "404.md"}
-    items = json.loads((site / "search.json").read_text(encoding="utf-8"))["items"]
-    found = {item["location"].split("#")[0] for item in items if "--pad-to" in item["text"]}
-    assert "project/settings.html" in found

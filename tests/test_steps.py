@@ -31,22 +31,6 @@ def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 """
-# The labels are how bright each row of pixels is, and 0 is padding.
-ROWS = """
-
-def create_model() -> keras.Model:
-    layers = [keras.layers.Reshape((8, 8)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(10)]
-    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
-
-
-def prepare_example(features, labels):
-    return features / 16.0, tf.cast(features[:, 4, 0] // 4.0, tf.int32)
-
-
-def predict_step(features):
-    return {"token": tf.argmax(model(features), axis=-1)}
-
-"""
 # Ids of a table, of which a step looks up a few rows.
 TABLE = """
 
@@ -66,7 +50,6 @@ def create_optimizer(total_steps: int) -> keras.optimizers.Optimizer:
 WEIGHTS = r".*/(kernel|bias|embeddings)"  # The names of the weights of these models.
 FLAGS = ("--epochs=2", "--global-batch-size=20", "--steps-per-execution=1", "--learning-rate=0.01")
 CASES = {
-    "A mean over tokens": (ROWS, "--micro-batches=2", "--keep-last-batch"),
     "Contrastive learning of one encoder (SimCLR)": ("", "--keep-last-batch"),
     # Few steps, because five updates in each make rounding grow five times as fast.
     "WGAN-GP with five critic updates": (

@@ -118,7 +118,7 @@ def test(test_dataset):
     return results("test")
 
 
-def read(split, settings):
+def read(split):
     """Returns the examples of a split, in columns."""
     columns, target = load_diabetes(return_X_y=True)
     first, end = {"train": (0, 300), "validation": (300, 350), "test": (350, 442)}[split]

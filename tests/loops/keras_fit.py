@@ -1,7 +1,7 @@
 """A Keras script with `compile` and `fit`, on one device: two inputs, two outputs, weights by output, callbacks.
 
-It is written as Keras's guides write one and uses nothing of this project. docs/from_keras_fit.md of the rendered
-project names what its port in tests/tasks/keras_fit.py does instead.
+It is written as Keras's guides write one; docs/from_keras_fit.md of the rendered project names what its port in
+tests/tasks/keras_fit.py does instead. It takes the model of the port.
 """
 
 import keras
@@ -36,15 +36,6 @@ def batches_in_order(order, batch_size):
             yield tuple({name: column[chosen] for name, column in each.items()} for each in columns)
 
 
-def create_model():
-    regularizer = keras.regularizers.L2(1e-3)
-    top, bottom = keras.Input((32,), name="top"), keras.Input((32,), name="bottom")
-    halves = [keras.layers.Dense(24, "gelu", kernel_regularizer=regularizer)(half) for half in (top, bottom)]
-    hidden = keras.layers.Dense(32, "gelu", kernel_regularizer=regularizer)(keras.layers.Concatenate()(halves))
-    outputs = {"digit": keras.layers.Dense(10, name="digit")(hidden), "ink": keras.layers.Dense(1, name="ink")(hidden)}
-    return keras.Model({"top": top, "bottom": bottom}, outputs)
-
-
 class KeepWeights(keras.callbacks.Callback):
     """Keeps the weights after the last epoch, which EarlyStopping replaces by the best ones."""
 
@@ -52,7 +43,7 @@ class KeepWeights(keras.callbacks.Callback):
         self.weights = self.model.get_weights()
 
 
-def run(order, *, epochs, batch_size, learning_rate, min_delta, patience):
+def run(create_model, order, *, epochs, batch_size, learning_rate, min_delta, patience):
     """Returns the history, the evaluation on the test examples, the last and the best weights, and the last rate."""
     model = create_model()
     model.compile(

@@ -1,4 +1,4 @@
-"""Orbit's tutorial, BERT on pairs of sentences, on the data of tests/tasks/bert, with as much of Orbit as it uses.
+"""Orbit's tutorial, BERT on pairs of sentences, on the data of tests/tasks/bert.py, with as much of Orbit as it uses.
 
 Names and order of tensorflow.org/tfmodels/orbit and of orbit's standard_runner.py and controller.py, whose package
 needs an environment of its own. What was fixed is marked; docs/porting.md says why.
@@ -7,6 +7,8 @@ needs an environment of its own. What was fixed is marked; docs/porting.md says 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from ports import sentences
 
 
 class StandardTrainer:
@@ -131,17 +133,12 @@ def loss_fn(labels, logits):
     return tf.reduce_mean(per_example_loss)
 
 
-def read(split, settings):
-    """Returns the records of a split."""
-    records = tf.data.TFRecordDataset(str(settings.records / f"{split}.tfrecord"))
-    return np.array(list(records.as_numpy_iterator()), dtype=object)  # As "S", zeros at their ends would be lost.
-
-
-def decode(records):
-    names = ("input_ids", "input_mask", "segment_ids")
-    fields = {name: tf.io.FixedLenFeature([16], tf.int64) for name in names}
-    parsed = tf.io.parse_example(records, {**fields, "label_ids": tf.io.FixedLenFeature([], tf.int64)})
-    return {name: tf.cast(value, tf.int32) for name, value in parsed.items()}
+def read(split):
+    """Returns the fields of the pairs of a split, in columns."""
+    tokens, labels = sentences(split)
+    mask = (tokens > 0).astype("int32")
+    segments = np.concatenate([np.zeros_like(tokens[:, :7]), mask[:, 7:]], axis=1)
+    return {"input_ids": tokens, "input_mask": mask, "segment_ids": segments, "label_ids": labels}
 
 
 def run(task, settings, strategy, train_datasets, evaluation_datasets):
@@ -157,9 +154,9 @@ def run(task, settings, strategy, train_datasets, evaluation_datasets):
         optimizer.exclude_from_weight_decay(var_names=["layer_norm", "gamma", "beta", "bias"])
         optimizer.build(model.trainable_variables)
     trainer = BertClassifierTrainer(
-        strategy.experimental_distribute_dataset(first.concatenate(second).map(decode)), model, optimizer, strategy
+        strategy.experimental_distribute_dataset(first.concatenate(second)), model, optimizer, strategy
     )
-    eval_dataset = strategy.experimental_distribute_dataset(evaluation_datasets["validation"].map(decode))
+    eval_dataset = strategy.experimental_distribute_dataset(evaluation_datasets["validation"])
     losses = []
     controller = Controller(
         trainer=trainer,

@@ -1,12 +1,12 @@
-"""The `compile`/`fit` script of tests/loops/keras_fit.py, ported: two inputs, two outputs, weights by output."""
+"""The `compile`/`fit` script of tests/loops/keras_fit.py, ported: two inputs, two outputs, weights by output.
+
+The hooks that it replaces in task.py.
+"""
 
 import keras
 import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
-
-from config import Config
-from engine.model import apply_gradients
 
 
 def load_examples(split):
@@ -22,13 +22,6 @@ def prepare_example(features, labels):
     weights = {"digit": tf.where(labels >= 8, 2.0, 1.0), "ink": tf.where(labels == 0, 0.0, 1.0)}
     # Weights by output travel with the labels; the third part of a batch is for padding alone.
     return inputs, {"digit": labels, "ink": tf.reduce_sum(image, keepdims=True) / 20.0, "weights": weights}
-
-
-config: Config
-model: keras.Model
-optimizer: keras.optimizers.Optimizer
-loss_objects: dict[str, keras.losses.Loss]
-metrics: dict[str, dict[str, keras.metrics.Metric]]
 
 
 def create_model():
@@ -86,26 +79,3 @@ def update_metrics(split, labels, predictions, per_example_loss, sample_weights)
     # Keras's weighted_metrics.
     ink_weights = labels["weights"]["ink"] * sample_weights
     metrics[split]["ink_mae"].update_state(labels["ink"], predictions["ink"], sample_weight=ink_weights)
-
-
-def train_step(batch):
-    features, labels, sample_weights = batch
-    with tf.GradientTape() as tape:
-        predictions = model(features, training=True)
-        loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
-    apply_gradients(optimizer, tape, loss, model.trainable_variables)
-    update_metrics("train", labels, predictions, per_example_loss, sample_weights)
-    return loss
-
-
-def evaluation_step(split, batch):
-    features, labels, sample_weights = batch
-    predictions = model(features, training=False)
-    loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
-    update_metrics(split, labels, predictions, per_example_loss, sample_weights)
-    return loss
-
-
-def predict_step(features):
-    outputs = model(features, training=False)
-    return {"digit": tf.argmax(outputs["digit"], axis=-1), "ink": outputs["ink"][:, 0]}

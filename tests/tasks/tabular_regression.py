@@ -1,11 +1,12 @@
-"""A task of another kind: named columns, one number to predict, examples of unequal weight."""
+"""A task of another kind: named columns, one number to predict, examples of unequal weight.
+
+The hooks that it replaces in task.py.
+"""
 
 import keras
 import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_diabetes
-
-from config import Config
 
 
 def load_examples(split):
@@ -19,13 +20,6 @@ def load_examples(split):
 
 def prepare_example(features, labels, *, training):
     return {name: column * 20.0 for name, column in features.items()}, labels[None]
-
-
-config: Config
-model: keras.Model
-optimizer: keras.optimizers.Optimizer
-loss_objects: dict[str, keras.losses.Loss]
-metrics: dict[str, dict[str, keras.metrics.Metric]]
 
 
 class Regressor(keras.Model):
@@ -65,21 +59,17 @@ def compute_loss(labels, predictions, sample_weights):
     return loss + tf.nn.scale_regularization_loss(model.losses), per_example_loss
 
 
+def update_metrics(split, labels, predictions, per_example_loss, sample_weights):
+    metrics[split]["loss"].update_state(per_example_loss, sample_weight=sample_weights)
+    metrics[split]["error"].update_state(labels, predictions, sample_weight=sample_weights)
+
+
 def train_step(batch):
     features, labels, sample_weights = batch
     with tf.GradientTape() as tape:
         predictions = model(features, training=True)
         loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
+    # Instead of apply_gradients of the engine.
     optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
-    metrics["train"]["loss"].update_state(per_example_loss, sample_weight=sample_weights)
-    metrics["train"]["error"].update_state(labels, predictions, sample_weight=sample_weights)
-    return loss
-
-
-def evaluation_step(split, batch):
-    features, labels, sample_weights = batch
-    predictions = model(features, training=False)
-    loss, per_example_loss = compute_loss(labels, predictions, sample_weights)
-    metrics[split]["loss"].update_state(per_example_loss, sample_weight=sample_weights)
-    metrics[split]["error"].update_state(labels, predictions, sample_weight=sample_weights)
+    update_metrics("train", labels, predictions, per_example_loss, sample_weights)
     return loss
