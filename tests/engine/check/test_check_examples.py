@@ -6,13 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from planted import (
-    Fault,
-    assert_found,
-    cases,
-    few_examples,
-    several_datasets,
-)
+from planted import Fault, assert_found, cases, few_examples, several_datasets
 
 
 def broken_features(features, labels, *, training):
@@ -47,46 +41,39 @@ def labels_as_texts(features, labels):
 
 
 FAULTS = {
-    "NaN features": Fault({"prepare_example": broken_features}, "task.py prepare_example", "not finite"),
+    "NaN features": Fault({"prepare_example": broken_features}, "prepare_example", "not finite"),
     "labels too high": Fault(
-        changed_examples(lambda features, label: (features, label + 1)), "task.py load_examples", "labels from"
+        changed_examples(lambda features, label: (features, label + 1)), "load_examples", "labels from"
     ),
     "labels too low": Fault(
-        changed_examples(lambda features, label: (features, label - 1)),
-        "task.py load_examples",
-        "labels from -1",
-        long=True,
+        changed_examples(lambda features, label: (features, label - 1)), "load_examples", "labels from -1", long=True
     ),
     "endless": Fault(
-        {"load_examples": lambda split: few_examples(split).repeat()}, "task.py load_examples", "endless examples"
+        {"load_examples": lambda split: few_examples(split).repeat()}, "load_examples", "endless examples"
     ),
     "unknown length": Fault(
-        {"load_examples": lambda split: few_examples(split).filter(lambda *_: True)},
-        "task.py load_examples",
-        "unknown number",
+        {"load_examples": lambda split: few_examples(split).filter(lambda *_: True)}, "load_examples", "unknown number"
     ),
-    "unordered": Fault({"load_examples": shuffled_validation}, "task.py load_examples", "the second time"),
-    "tf.image.random": Fault(
-        {"prepare_example": random_preparation}, "task.py prepare_example", "tf.image.stateless_random_*"
-    ),
+    "unordered": Fault({"load_examples": shuffled_validation}, "load_examples", "the second time"),
+    "tf.image.random": Fault({"prepare_example": random_preparation}, "prepare_example", "tf.image.stateless_random_*"),
     "NumPy in prepare_example": Fault(
-        {"prepare_example": preparation_with_numpy}, "task.py prepare_example", "np.random.default_rng(np.abs(seed))"
+        {"prepare_example": preparation_with_numpy}, "prepare_example", "np.random.default_rng(np.abs(seed))"
     ),
     "sample weights below 0": Fault(
         changed_examples(lambda features, label: (features, label, -1.0)),
-        "task.py load_examples",
+        "load_examples",
         "returned a sample weight of -1",
     ),
     "the time in prepare_example": Fault(
         {"prepare_example": preparation_with_the_time},
-        "task.py prepare_example",
+        "prepare_example",
         "draws different numbers after a resume: take the parameter `seed`",
         long=True,
     ),
-    "texts as labels": Fault({"prepare_example": labels_as_texts}, "task.py prepare_example", "map them to numbers"),
+    "texts as labels": Fault({"prepare_example": labels_as_texts}, "prepare_example", "map them to numbers"),
     "mean-reduced loss": Fault(
         {"create_loss_objects": lambda: {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}},
-        "task.py create_loss_objects",
+        "create_loss_objects",
         "use reduction='none'",
     ),
 }
@@ -107,4 +94,4 @@ def test_examples_that_change_while_they_are_used_are_named(check: Any) -> None:
         return few_examples(split).map(lambda features, label: (features + late, label))
 
     later = {"load_examples": lambda split: examples_that_change_later(split) if split == "train" else None}
-    assert_found(check, Fault(later, "task.py load_examples", "other examples the second time"))
+    assert_found(check, Fault(later, "load_examples", "other examples the second time"))

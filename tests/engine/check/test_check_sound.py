@@ -51,15 +51,17 @@ def model_of_many_layers() -> keras.Model:
     read_twice = keras.layers.Bidirectional(keras.layers.GRU(4, dropout=0.2))(rows)
     joined = keras.layers.GaussianNoise(0.2)(keras.layers.Concatenate()([read, read_twice]))
     normalized = keras.layers.BatchNormalization(synchronized=True)(keras.layers.Dropout(0.3)(joined))
-    return keras.Model(features, keras.layers.Dense(10, kernel_regularizer=L2)(normalized))
+    return keras.Model(features, keras.layers.Dense(10, kernel_regularizer=L2)(keras.layers.ReLU()(normalized)))
 
 
 @pytest.mark.long
 def test_options_an_odd_batch_and_layers_of_many_kinds_are_no_false_alarm(check: Any) -> None:
     options = {"micro_batches": 2, "global_clipnorm": 0.1, "ema_decay": 0.9, "all_reduce": "nccl"}
-    lines = assert_sound(check({"create_model": model_of_many_layers}, global_batch_size=33, **options))
+    only = ("examples", "results", "updates")
+    lines = assert_sound(check({"create_model": model_of_many_layers}, only, global_batch_size=33, **options))
     (random,) = [line for line in lines if "random in training, so not the same on one replica and two" in line]
     assert {"dropout", "gaussian_noise", "multi_head_attention", "lstm"} <= set(re.split(r"[:,]? ", random))
+    assert not any("its gradient jumps" in line for line in lines)
     assert any("33 can be shared equally by 1, 3, 11, 33 replicas; one replica and two" in line for line in lines)
 
 
@@ -130,10 +132,6 @@ def examples_that_hardly_count(split):
     return few_examples(split).enumerate().map(lambda index, example: (*example, tf.cast(index == 21, tf.float32)))
 
 
-def normalized_model():
-    return linear_model(keras.layers.BatchNormalization(synchronized=True), keras.layers.Activation("relu"))
-
-
 def multiples_and_unknown(split):
     return few_examples(split).map(lambda features, label: (features, tf.where(label == 3, -1, 3 * label)))
 
@@ -161,7 +159,6 @@ RIGHT = {
     "regularizers of weights and of activities": {
         "create_model": lambda: linear_model(keras.layers.ActivityRegularization(l2=0.1), regularizer=L2)
     },
-    "normalized features": {"create_model": normalized_model},
     "clipping in apply": {"create_optimizer": lambda total_steps: ClippingOptimizer(0.1)},
     "weights that are 0 in the second half of each batch": {"load_examples": examples_that_hardly_count},
 }
@@ -175,12 +172,6 @@ def test_right_form_is_no_false_alarm(hooks: dict[str, Any], check: Any) -> None
     only = (*with_examples, "results", *with_evaluation, "updates")
     lines = assert_sound(check(hooks, only=only, keep_last_batch=True))
     assert not any("its gradient jumps" in line for line in lines)
-
-
-@pytest.mark.long
-def test_sum_over_the_batch_is_right_with_micro_batches(check: Any) -> None:
-    hooks = {"compute_loss": loss_of_even_labels(even_of_batch)}
-    assert_sound(check(hooks, only=("results",), micro_batches=2, keep_last_batch=True))
 
 
 class Sampling(keras.layers.Layer):
@@ -199,16 +190,6 @@ def test_draws_of_a_seed_generator_in_evaluation_are_named(check: Any) -> None:
     lines = assert_sound(check({"create_model": lambda: linear_model(Sampling())}, only=("results", "evaluation")))
     (line,) = [line for line in lines if "random in validation" in line]
     assert "sampling: draw from a seed of each example, see docs/steps.md" in line
-
-
-@pytest.mark.long
-def test_regularization_that_cannot_be_checked_is_said(check: Any) -> None:
-    def regularized(losses, weights):
-        return weighted_mean(losses, weights) + tf.nn.scale_regularization_loss(task.model.losses)
-
-    hooks = {"compute_loss": loss_of(regularized), "create_model": lambda: linear_model(regularizer=L2)}
-    lines = assert_sound(check(hooks, only=("results",)))
-    assert any("not checked that the loss contains the regularization" in line for line in lines)
 
 
 def absolute_error(labels, predictions, weights):

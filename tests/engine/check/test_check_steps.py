@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,12 @@ def counting_step(batch):
     return ORIGINAL["train_step"](batch)
 
 
-def unsynchronized_model():
-    return linear_model(*(keras.layers.BatchNormalization(name=name) for name in ("first", "second")))
+def of_loss(total: Callable, text: str, *, long: bool = False, **hooks: Callable) -> Fault:
+    return Fault({"compute_loss": loss_of(total), **hooks}, "compute_loss", text, long=long)
 
 
-def summed_twice(batch):
-    features, labels, weights = batch
-    with tf.GradientTape() as tape:
-        predictions = task.model(features, training=True)
-        loss, per_example_loss = task.compute_loss(labels, predictions, weights)
-    gradients = tape.gradient(loss, task.model.trainable_variables)
-    gradients = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
-    task.optimizer.apply_gradients(zip(gradients, task.model.trainable_variables, strict=True))
-    task.update_metrics("train", labels, predictions, per_example_loss, weights)
-    return loss
+def regularized_model():
+    return linear_model(regularizer=L2)
 
 
 def noisy_loss(labels, predictions, weights):
@@ -99,17 +92,6 @@ def loss_with_a_term_without_weights(labels, predictions, weights):
     return average(per_example_loss, weights) + squares, per_example_loss
 
 
-def rate_from_the_loss(batch):
-    features, labels, weights = batch
-    with tf.GradientTape() as tape:
-        predictions = task.model(features, training=True)
-        loss, per_example_loss = task.compute_loss(labels, predictions, weights)
-    task.optimizer.learning_rate.assign(0.01 * loss)
-    apply_gradients(task.optimizer, tape, loss, task.model.trainable_variables)
-    task.update_metrics("train", labels, predictions, per_example_loss, weights)
-    return loss
-
-
 def loss_wrong_for_padding(labels, predictions, weights):
     """The gradient of a padded batch, and of no other, depends on the replica's batch; the loss does not."""
     per_example_loss = label_losses(labels, predictions)
@@ -118,143 +100,125 @@ def loss_wrong_for_padding(labels, predictions, weights):
     return average(label_losses(labels, grown), weights), per_example_loss
 
 
-def two_models():
-    """Returns two models whose variables have equal paths."""
+def updated(update: Callable[[tf.GradientTape, tf.Tensor], Any]) -> Callable:
+    """Returns a step that updates in this way."""
 
-    def model() -> keras.Model:
-        layers = [keras.layers.Flatten(), keras.layers.Dense(10, name="dense")]
-        return keras.Sequential([keras.Input((8, 8, 1)), *layers], name="sequential")
+    def train_step(batch):
+        features, labels, weights = batch
+        with tf.GradientTape() as tape:
+            predictions = task.model(features, training=True)
+            loss, per_example_loss = task.compute_loss(labels, predictions, weights)
+        update(tape, loss)
+        task.update_metrics("train", labels, predictions, per_example_loss, weights)
+        return loss
 
-    return {"one": model(), "other": model()}
+    return train_step
 
 
-def step_of_the_first(batch):
-    features, labels, weights = batch
-    with tf.GradientTape() as tape:
-        predictions = task.model["one"](features, training=True)
-        per_example_loss = label_losses(labels, predictions)
-        loss = average(per_example_loss, weights)
-    apply_gradients(task.optimizer, tape, loss, task.model["one"].trainable_variables)
-    task.update_metrics("train", labels, predictions, per_example_loss, weights)
-    return loss
+def summed_twice(tape, loss):
+    gradients = tape.gradient(loss, task.model.trainable_variables)
+    gradients = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+    task.optimizer.apply_gradients(zip(gradients, task.model.trainable_variables, strict=True))
+
+
+def with_rate_of_the_loss(tape, loss):
+    task.optimizer.learning_rate.assign(0.01 * loss)
+    apply_gradients(task.optimizer, tape, loss, task.model.trainable_variables)
+
+
+def without_the_first_layer(tape, loss):
+    apply_gradients(task.optimizer, tape, loss, task.model.trainable_variables[2:])
 
 
 FAULTS = {
-    "model outside the scope": Fault({"create_model": lambda: OUTSIDE["model"]}, "task.py create_model", "outside"),
-    "metric outside the scope": Fault({"create_metrics": OUTSIDE.get}, "task.py create_metrics", "outside"),
-    "local batch": Fault(
-        {"compute_loss": loss_of(lambda losses, weights: tf.reduce_mean(losses * weights))},
-        "task.py compute_loss",
-        "by config.global_batch_size",
-    ),
-    "divided twice": Fault(
-        {"compute_loss": loss_of(lambda losses, weights: average(losses, weights) / replicas())},
-        "task.py compute_loss",
-        "a second time",
-        long=True,
-    ),
-    "regularization": Fault(
-        {"compute_loss": loss_of(lambda losses, weights: average(losses, weights) + tf.add_n(task.model.losses))}
-        | {"create_model": lambda: linear_model(regularizer=L2)},
-        "task.py compute_loss",
+    "model outside the scope": Fault({"create_model": lambda: OUTSIDE["model"]}, "create_model", "outside"),
+    "metric outside the scope": Fault({"create_metrics": OUTSIDE.get}, "create_metrics", "outside"),
+    "local batch": of_loss(lambda losses, weights: tf.reduce_mean(losses * weights), "by config.global_batch_size"),
+    "divided twice": of_loss(lambda losses, weights: average(losses, weights) / replicas(), "a second time", long=True),
+    "regularization": of_loss(
+        lambda losses, weights: average(losses, weights) + tf.add_n(task.model.losses),
         "tf.nn.scale_regularization_loss",
         long=True,
+        create_model=regularized_model,
     ),
-    "variable outside the scope": Fault({"train_step": counting_step}, "task.py train_step", "steps_seen"),
-    "rank trap": Fault({"compute_loss": rank_trap}, "task.py compute_loss", "(32, 32)"),
-    "NaN loss": Fault(
-        {"compute_loss": loss_of(lambda losses, weights: average(tf.math.log(losses * 0.0 - 1.0), weights))},
-        "task.py compute_loss",
-        "the loss is nan",
+    "variable outside the scope": Fault({"train_step": counting_step}, "train_step", "steps_seen"),
+    "rank trap": Fault({"compute_loss": rank_trap}, "compute_loss", "(32, 32)"),
+    "NaN loss": of_loss(lambda losses, weights: average(tf.math.log(losses * 0.0 - 1.0), weights), "the loss is nan"),
+    "NaN gradient": of_loss(
+        lambda losses, weights: average(losses + tf.sqrt(losses * 0.0), weights), "is not finite", long=True
     ),
-    "NaN gradient": Fault(
-        {"compute_loss": loss_of(lambda losses, weights: average(losses + tf.sqrt(losses * 0.0), weights))},
-        "task.py compute_loss",
-        "is not finite",
-        long=True,
-    ),
-    # In micro-batches other layers would be compared with the complete batch.
     "unsynchronized BatchNorm": Fault(
-        {"create_model": unsynchronized_model}, "task.py create_model", "'first', 'second' are", {"micro_batches": 2}
+        {"create_model": lambda: linear_model(keras.layers.BatchNormalization(name="bn"))}, "create_model", "'bn'"
     ),
-    "own sum": Fault({"train_step": summed_twice}, "task.py train_step", "without a sum of your own"),
+    "own sum": Fault({"train_step": updated(summed_twice)}, "train_step", "without a sum of your own"),
     "tf.random in the step": Fault(
-        {"compute_loss": noisy_loss}, "task.py train_step", "RandomStandardNormal (test_check_steps.py:"
+        {"compute_loss": noisy_loss}, "train_step", "RandomStandardNormal (test_check_steps.py:"
     ),
     "NumPy in the step": Fault(
-        {"compute_loss": loss_with_numpy}, "task.py train_step", "PyFunc (test_check_steps.py:", long=True
+        {"compute_loss": loss_with_numpy}, "train_step", "PyFunc (test_check_steps.py:", long=True
     ),
     "each replica's mean": Fault(
         {"create_model": lambda: linear_model(RunningMean())},
-        "task.py create_model",
+        "create_model",
         "running_mean/Variable, which is per-replica",
         long=True,
     ),
     "gradient of a padded batch": Fault(
         {"compute_loss": loss_wrong_for_padding},
-        "task.py train_step",
+        "train_step",
         "the loss agrees, and the gradient of",
         {"keep_last_batch": True},
         long=True,
     ),
     "added loss": Fault(
         {"create_model": lambda: linear_model(AddedLoss())},
-        "task.py compute_loss",
+        "compute_loss",
         "add_loss adds a sum over one replica's batch",
         long=True,
     ),
     "steps that are traced again": Fault(
-        {"compile_steps": compile_without_signature},
-        "train.py compile_steps",
-        "steps were traced more than once",
-        long=True,
+        {"compile_steps": compile_without_signature}, "compile_steps", "steps were traced more than once", long=True
     ),
-    "loss without sample weights": Fault(
-        {"compute_loss": loss_of(lambda losses, weights: average(losses, None))},
-        "task.py compute_loss",
+    "loss without sample weights": of_loss(
+        lambda losses, weights: average(losses, None),
         "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights",
     ),
-    "loss that only masks": Fault(
-        {"compute_loss": loss_of(lambda losses, weights: average(losses, tf.cast(weights > 0.0, tf.float32)))},
-        "task.py compute_loss",
+    "loss that only masks": of_loss(
+        lambda losses, weights: average(losses, tf.cast(weights > 0.0, tf.float32)),
         "the same with sample weights of 1 and of 0.5",
         long=True,
     ),
     "term without weights": Fault(
         {"compute_loss": loss_with_a_term_without_weights},
-        "task.py compute_loss",
+        "compute_loss",
         "the loss depends on examples of weight 0",
         long=True,
     ),
-    "loss weighted twice": Fault(
-        {"compute_loss": loss_of(lambda losses, weights: average(losses * weights, weights))},
-        "task.py compute_loss",
-        "once, not twice",
-        long=True,
+    "loss weighted twice": of_loss(
+        lambda losses, weights: average(losses * weights, weights), "once, not twice", long=True
     ),
-    "regularizer that is not added": Fault(
-        {"compute_loss": loss_of(average), "create_model": lambda: linear_model(regularizer=L2)},
-        "task.py compute_loss",
+    "regularizer that is not added": of_loss(
+        average,
         "dense/kernel: add tf.nn.scale_regularization_loss(model.losses)",
         long=True,
+        create_model=regularized_model,
     ),
-    "activity regularizer that is not added": Fault(
-        {"compute_loss": loss_of(average)}
-        | {"create_model": lambda: linear_model(keras.layers.ActivityRegularization(l2=0.1, name="activity"))},
-        "task.py compute_loss",
+    "activity regularizer that is not added": of_loss(
+        average,
         "does not contain the regularization of activity",
         long=True,
+        create_model=lambda: linear_model(keras.layers.ActivityRegularization(l2=0.1, name="activity")),
     ),
     "learning rate of one replica's loss": Fault(
-        {"train_step": rate_from_the_loss, "create_optimizer": plain_rate},
-        "task.py train_step",
+        {"train_step": updated(with_rate_of_the_loss), "create_optimizer": plain_rate},
+        "train_step",
         "assigns a value of one replica to optimizer/learning_rate",
         long=True,
     ),
-    "network that is never trained": Fault(
-        {"create_model": two_models, "train_step": step_of_the_first},
-        "task.py train_step",
-        "sequential/dense/kernel and 1 more get no gradient",
+    "layer that is never trained": Fault(
+        {"create_model": lambda: linear_model(keras.layers.Dense(4)), "train_step": updated(without_the_first_layer)},
+        "train_step",
+        "dense/kernel and 1 more get no gradient",
         long=True,
     ),
 }
