@@ -1,7 +1,6 @@
 """The loop's numbers are those of a computation by hand: NumPy, no TensorFlow, one replica."""
 
 import csv
-import json
 
 import keras
 import numpy as np
@@ -102,7 +101,7 @@ def by_hand(
 
 # Four replicas cannot share a batch of 10 in 2 micro-batches each, so some are padded.
 @pytest.mark.parametrize(
-    ("replicas", "global_batch_size"), [(1, 12), pytest.param(2, 12, marks=pytest.mark.long), (4, 10)]
+    ("replicas", "global_batch_size"), [*(pytest.param(each, 12, marks=pytest.mark.long) for each in (1, 2)), (4, 10)]
 )
 def test_training_equals_numpy(replicas: int, global_batch_size: int) -> None:
     options = {"global_clipnorm": 0.3, "ema_decay": 0.8}
@@ -135,14 +134,13 @@ def test_training_equals_numpy(replicas: int, global_batch_size: int) -> None:
 def test_result_is_of_the_best_weights_and_the_fingerprint_of_the_last(tmp_path, monkeypatch) -> None:
     # A rate at which the validation accuracy goes up and down: the best epoch is not the last.
     monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(3.0, momentum=MOMENTUM))
-    flags = ["--global-batch-size=12", "--epochs=4", "--monitor=validation/accuracy"]
-    train.main([f"--run-dir={tmp_path}", "--seed=4", *flags])
-    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    flags = ["--global-batch-size=12", "--epochs=4", "--monitor=validation/accuracy", "--seed=4"]
+    result = train.main([f"--run-dir={tmp_path}", *flags])
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text(encoding="utf-8").splitlines()))
     scores = [float(row["validation/accuracy"]) for row in rows]
     assert result["best_epoch"] == 1 + scores.index(max(scores)) < 4
     # The test ended with the best weights in place.
-    assert train.validate()["validation/accuracy"] == pytest.approx(max(scores), rel=1e-6)
     assert train.test()["test/loss"] == pytest.approx(result["test/loss"], rel=1e-6)
+    assert weights_sha256(model_variables(task.model)) != result["weights_sha256"]
     train.run.checkpoints.restore(train.run.checkpoints.paths()[-1])
     assert weights_sha256(model_variables(task.model)) == result["weights_sha256"]

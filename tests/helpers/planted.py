@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import pytest
 import tensorflow as tf
 
 import task
@@ -26,18 +27,25 @@ class Fault:
     where: str
     text: str
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    only: tuple[str, ...] = ("results",)
+    long: bool = False  # Another fault is found by the same comparison.
 
 
-def assert_found(check: Callable[..., tuple[bool, list[str]]], *faults: Fault, only: tuple[str, ...]) -> None:
+def cases(faults: dict[str, Fault]) -> list[Any]:
+    return [pytest.param(each, id=name, marks=pytest.mark.long if each.long else ()) for name, each in faults.items()]
+
+
+def assert_found(check: Callable[..., tuple[bool, list[str]]], *faults: Fault, only: tuple[str, ...] = ()) -> None:
     """Checks with these faults planted together: each must be found, its hook named, and nothing else fail."""
     hooks = {name: hook for fault in faults for name, hook in fault.hooks.items()}
-    passed, lines = check(hooks, only=only, **faults[0].settings)
-    failed = [line for line in lines if line.startswith("FAIL")]
+    passed, lines = check(hooks, only=only or faults[0].only, **faults[0].settings)
+    failed = [line.split("  ", 2)[1:] for line in lines if line.startswith("FAIL")]
+    failed = [(where.removeprefix("task.py ").removeprefix("train.py "), text) for where, text in failed]
     assert not passed
     for fault in faults:
-        assert any(line.split("  ")[1] == fault.where and fault.text in line for line in failed), "\n".join(lines)
+        assert any(where == fault.where and fault.text in text for where, text in failed), "\n".join(lines)
     # One cause does not show as many.
-    assert {line.split("  ")[1] for line in failed} == {fault.where for fault in faults}, "\n".join(lines)
+    assert {where for where, _ in failed} == {fault.where for fault in faults}, "\n".join(lines)
 
 
 def assert_sound(checked: tuple[bool, list[str]], *, compared: bool = True) -> list[str]:
@@ -57,7 +65,7 @@ def linear_model(*extra: keras.layers.Layer, regularizer: Any = None) -> keras.M
     return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *extra, dense])
 
 
-def average(per_example_loss: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+def average(per_example_loss: tf.Tensor, weights: tf.Tensor | None) -> tf.Tensor:
     return tf.nn.compute_average_loss(
         per_example_loss, sample_weight=weights, global_batch_size=task.config.global_batch_size
     )
@@ -65,6 +73,16 @@ def average(per_example_loss: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
 
 def label_losses(labels: tf.Tensor, predictions: tf.Tensor) -> tf.Tensor:
     return task.loss_objects["label"](labels, predictions)
+
+
+def loss_of(total: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Callable:
+    """Returns a loss that is a function of the examples' losses and weights."""
+
+    def compute_loss(labels, predictions, weights):
+        per_example_loss = label_losses(labels, predictions)
+        return total(per_example_loss, weights), per_example_loss
+
+    return compute_loss
 
 
 def averaged(gradients):
@@ -84,28 +102,15 @@ def several_datasets(split: str) -> Any:
     return {"train": few, "validation": {"easy": few.take(50), "hard": few.skip(50).take(31)}, "test": None}[split]
 
 
-class ByClass(keras.metrics.Metric):
-    """Counts the examples of each class, and of those before it [10]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = self.add_variable(shape=(10,), initializer="zeros", name="counts")
-
-    def update_state(self, labels, weights):
-        self.counts.assign_add(tf.reduce_sum(tf.one_hot(labels, 10) * weights[:, None], axis=0))
-
-    def result(self):
-        return tf.cumsum(tf.convert_to_tensor(self.counts))
-
-
 def metrics_by_class(split: str) -> dict[str, keras.metrics.Metric]:
-    return {**ORIGINAL["create_metrics"](split), "by_class": ByClass()}
+    return {**ORIGINAL["create_metrics"](split), "by_class": keras.metrics.F1Score(average=None)}
 
 
 def update_by_class(*, weighted: bool) -> Callable[..., None]:
     def update_metrics(split, labels, predictions, per_example_loss, weights):
         ORIGINAL["update_metrics"](split, labels, predictions, per_example_loss, weights)
-        task.metrics[split]["by_class"].update_state(labels, weights if weighted else tf.ones_like(weights))
+        by_class = task.metrics[split]["by_class"]
+        by_class.update_state(tf.one_hot(labels, 10), predictions, sample_weight=weights if weighted else None)
 
     return update_metrics
 
@@ -121,7 +126,7 @@ def count_even(features, labels, weights):
     return tf.reduce_sum(tf.cast(labels % 2 == 0, "float32") * weights)
 
 
-def loss_of_even_labels(denominator: Callable[..., tf.Tensor], divide: Callable[..., tf.Tensor]) -> Callable:
+def loss_of_even_labels(denominator: Callable[..., tf.Tensor], divide: Callable = tf.math.divide_no_nan) -> Callable:
     """Returns a loss that only the examples with an even label have, as a mean over these."""
 
     def compute_loss(labels, predictions, weights):

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from config import Config
 from engine.cluster.strategy import create_strategy
+from engine.model import apply_gradients
 
 
 def on_replicas(
@@ -33,3 +34,15 @@ def on_replicas(
         return list(strategy.experimental_local_results(returned))
 
     return take
+
+
+def updating(optimizer: Any, variables: Sequence[Any], loss_of: Callable[..., tf.Tensor]) -> Callable[[Any], tf.Tensor]:
+    """Returns a step that updates with the loss of its batch, as a train_step does."""
+
+    def train_step(batch: Any) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = loss_of(*batch)
+        apply_gradients(optimizer, tape, loss, variables)
+        return loss
+
+    return train_step

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from planted import L2, ORIGINAL, Fault, assert_found, average, label_losses, linear_model, plain_rate
+from planted import L2, ORIGINAL, Fault, assert_found, average, cases, label_losses, linear_model, loss_of, plain_rate
 
 import task
 import train
@@ -23,33 +24,12 @@ COMPILE_STEPS = train.compile_steps
 OUTSIDE = {}  # Objects that are made before the scope of the strategy is entered.
 
 
-def divided_by_local_batch(labels, predictions, weights):
-    per_example_loss = label_losses(labels, predictions)
-    return tf.reduce_mean(per_example_loss * weights), per_example_loss
-
-
-def divided_twice(labels, predictions, weights):
-    per_example_loss = label_losses(labels, predictions)
-    return average(per_example_loss, weights) / tf.distribute.get_strategy().num_replicas_in_sync, per_example_loss
-
-
-def unscaled_regularization(labels, predictions, weights):
-    per_example_loss = label_losses(labels, predictions)
-    return average(per_example_loss, weights) + tf.add_n(task.model.losses), per_example_loss
+def replicas():
+    return tf.distribute.get_strategy().num_replicas_in_sync
 
 
 def rank_trap(labels, predictions, weights):
     per_example_loss = tf.abs(tf.cast(labels, tf.float32) - predictions[:, :1])  # [share] - [share, 1]
-    return average(per_example_loss, weights), per_example_loss
-
-
-def not_a_number(labels, predictions, weights):
-    per_example_loss = tf.math.log(label_losses(labels, predictions) * 0.0 - 1.0)
-    return average(per_example_loss, weights), per_example_loss
-
-
-def infinite_gradient(labels, predictions, weights):
-    per_example_loss = label_losses(labels, predictions) + tf.sqrt(tf.reduce_sum(predictions * 0.0, axis=1))
     return average(per_example_loss, weights), per_example_loss
 
 
@@ -58,20 +38,12 @@ def counting_step(batch):
     return ORIGINAL["train_step"](batch)
 
 
-def unsynchronized_model():
-    return linear_model(keras.layers.BatchNormalization(name="bn"))
+def of_loss(total: Callable, text: str, *, long: bool = False, **hooks: Callable) -> Fault:
+    return Fault({"compute_loss": loss_of(total), **hooks}, "compute_loss", text, long=long)
 
 
-def summed_twice(batch):
-    features, labels, weights = batch
-    with tf.GradientTape() as tape:
-        predictions = task.model(features, training=True)
-        loss, per_example_loss = task.compute_loss(labels, predictions, weights)
-    gradients = tape.gradient(loss, task.model.trainable_variables)
-    gradients = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
-    task.optimizer.apply_gradients(zip(gradients, task.model.trainable_variables, strict=True))
-    task.update_metrics("train", labels, predictions, per_example_loss, weights)
-    return loss
+def regularized_model():
+    return linear_model(regularizer=L2)
 
 
 def noisy_loss(labels, predictions, weights):
@@ -111,22 +83,6 @@ def compile_without_signature(split, step):
     return without
 
 
-def unweighted_loss(labels, predictions, weights):
-    per_example_loss = label_losses(labels, predictions)
-    loss = tf.nn.compute_average_loss(per_example_loss, global_batch_size=task.config.global_batch_size)
-    return loss, per_example_loss
-
-
-def loss_of_masked_examples(labels, predictions, weights):
-    per_example_loss = label_losses(labels, predictions)
-    return average(per_example_loss, tf.cast(weights > 0.0, tf.float32)), per_example_loss
-
-
-def loss_weighted_twice(labels, predictions, weights):
-    per_example_loss = label_losses(labels, predictions) * weights
-    return average(per_example_loss, weights), per_example_loss
-
-
 def loss_with_a_term_without_weights(labels, predictions, weights):
     """The second term depends on no label, as the divergence of a variational autoencoder."""
     per_example_loss = label_losses(labels, predictions)
@@ -134,22 +90,6 @@ def loss_with_a_term_without_weights(labels, predictions, weights):
         tf.reduce_mean(predictions**2, axis=-1), global_batch_size=task.config.global_batch_size
     )
     return average(per_example_loss, weights) + squares, per_example_loss
-
-
-def loss_without_regularization(labels, predictions, weights):
-    per_example_loss = label_losses(labels, predictions)
-    return average(per_example_loss, weights), per_example_loss
-
-
-def rate_from_the_loss(batch):
-    features, labels, weights = batch
-    with tf.GradientTape() as tape:
-        predictions = task.model(features, training=True)
-        loss, per_example_loss = task.compute_loss(labels, predictions, weights)
-    task.optimizer.learning_rate.assign(0.01 * loss)
-    apply_gradients(task.optimizer, tape, loss, task.model.trainable_variables)
-    task.update_metrics("train", labels, predictions, per_example_loss, weights)
-    return loss
 
 
 def loss_wrong_for_padding(labels, predictions, weights):
@@ -160,144 +100,135 @@ def loss_wrong_for_padding(labels, predictions, weights):
     return average(label_losses(labels, grown), weights), per_example_loss
 
 
-def two_models():
-    """Returns two models whose variables have equal paths."""
+def updated(update: Callable[[tf.GradientTape, tf.Tensor], Any]) -> Callable:
+    """Returns a step that updates in this way."""
 
-    def model() -> keras.Model:
-        layers = [keras.layers.Flatten(), keras.layers.Dense(10, name="dense")]
-        return keras.Sequential([keras.Input((8, 8, 1)), *layers], name="sequential")
+    def train_step(batch):
+        features, labels, weights = batch
+        with tf.GradientTape() as tape:
+            predictions = task.model(features, training=True)
+            loss, per_example_loss = task.compute_loss(labels, predictions, weights)
+        update(tape, loss)
+        task.update_metrics("train", labels, predictions, per_example_loss, weights)
+        return loss
 
-    return {"one": model(), "other": model()}
-
-
-def step_of_the_first(batch):
-    features, labels, weights = batch
-    with tf.GradientTape() as tape:
-        predictions = task.model["one"](features, training=True)
-        per_example_loss = label_losses(labels, predictions)
-        loss = average(per_example_loss, weights)
-    apply_gradients(task.optimizer, tape, loss, task.model["one"].trainable_variables)
-    task.update_metrics("train", labels, predictions, per_example_loss, weights)
-    return loss
+    return train_step
 
 
-def evaluation_of_the_first(split, batch):
-    features, labels, weights = batch
-    predictions = task.model["one"](features, training=False)
-    per_example_loss = label_losses(labels, predictions)
-    task.update_metrics(split, labels, predictions, per_example_loss, weights)
-    return average(per_example_loss, weights)
+def summed_twice(tape, loss):
+    gradients = tape.gradient(loss, task.model.trainable_variables)
+    gradients = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+    task.optimizer.apply_gradients(zip(gradients, task.model.trainable_variables, strict=True))
+
+
+def with_rate_of_the_loss(tape, loss):
+    task.optimizer.learning_rate.assign(0.01 * loss)
+    apply_gradients(task.optimizer, tape, loss, task.model.trainable_variables)
+
+
+def without_the_first_layer(tape, loss):
+    apply_gradients(task.optimizer, tape, loss, task.model.trainable_variables[2:])
 
 
 FAULTS = {
-    "model outside the scope": Fault({"create_model": lambda: OUTSIDE["model"]}, "task.py create_model", "outside"),
-    "metric outside the scope": Fault({"create_metrics": OUTSIDE.get}, "task.py create_metrics", "outside"),
-    "local batch": Fault(
-        {"compute_loss": divided_by_local_batch}, "task.py compute_loss", "by config.global_batch_size"
-    ),
-    "divided twice": Fault({"compute_loss": divided_twice}, "task.py compute_loss", "a second time"),
-    "regularization": Fault(
-        {"compute_loss": unscaled_regularization, "create_model": lambda: linear_model(regularizer=L2)},
-        "task.py compute_loss",
+    "model outside the scope": Fault({"create_model": lambda: OUTSIDE["model"]}, "create_model", "outside"),
+    "metric outside the scope": Fault({"create_metrics": OUTSIDE.get}, "create_metrics", "outside"),
+    "local batch": of_loss(lambda losses, weights: tf.reduce_mean(losses * weights), "by config.global_batch_size"),
+    "divided twice": of_loss(lambda losses, weights: average(losses, weights) / replicas(), "a second time", long=True),
+    "regularization": of_loss(
+        lambda losses, weights: average(losses, weights) + tf.add_n(task.model.losses),
         "tf.nn.scale_regularization_loss",
+        long=True,
+        create_model=regularized_model,
     ),
-    "variable outside the scope": Fault({"train_step": counting_step}, "task.py train_step", "steps_seen"),
-    "rank trap": Fault({"compute_loss": rank_trap}, "task.py compute_loss", "(32, 32)"),
-    "NaN loss": Fault({"compute_loss": not_a_number}, "task.py compute_loss", "the loss is nan"),
-    "NaN gradient": Fault({"compute_loss": infinite_gradient}, "task.py compute_loss", "is not finite"),
-    "unsynchronized BatchNorm": Fault({"create_model": unsynchronized_model}, "task.py create_model", "'bn'"),
-    "own sum": Fault({"train_step": summed_twice}, "task.py train_step", "without a sum of your own"),
+    "variable outside the scope": Fault({"train_step": counting_step}, "train_step", "steps_seen"),
+    "rank trap": Fault({"compute_loss": rank_trap}, "compute_loss", "(32, 32)"),
+    "NaN loss": of_loss(lambda losses, weights: average(tf.math.log(losses * 0.0 - 1.0), weights), "the loss is nan"),
+    "NaN gradient": of_loss(
+        lambda losses, weights: average(losses + tf.sqrt(losses * 0.0), weights), "is not finite", long=True
+    ),
+    "unsynchronized BatchNorm": Fault(
+        {"create_model": lambda: linear_model(keras.layers.BatchNormalization(name="bn"))}, "create_model", "'bn'"
+    ),
+    "own sum": Fault({"train_step": updated(summed_twice)}, "train_step", "without a sum of your own"),
     "tf.random in the step": Fault(
-        {"compute_loss": noisy_loss}, "task.py train_step", "RandomStandardNormal (test_check_steps.py:"
+        {"compute_loss": noisy_loss}, "train_step", "RandomStandardNormal (test_check_steps.py:"
     ),
-    "NumPy in the step": Fault({"compute_loss": loss_with_numpy}, "task.py train_step", "PyFunc (test_check_steps.py:"),
+    "NumPy in the step": Fault(
+        {"compute_loss": loss_with_numpy}, "train_step", "PyFunc (test_check_steps.py:", long=True
+    ),
     "each replica's mean": Fault(
         {"create_model": lambda: linear_model(RunningMean())},
-        "task.py create_model",
+        "create_model",
         "running_mean/Variable, which is per-replica",
+        long=True,
     ),
     "gradient of a padded batch": Fault(
         {"compute_loss": loss_wrong_for_padding},
-        "task.py train_step",
+        "train_step",
         "the loss agrees, and the gradient of",
         {"keep_last_batch": True},
+        long=True,
     ),
     "added loss": Fault(
         {"create_model": lambda: linear_model(AddedLoss())},
-        "task.py compute_loss",
+        "compute_loss",
         "add_loss adds a sum over one replica's batch",
+        long=True,
     ),
     "steps that are traced again": Fault(
-        {"compile_steps": compile_without_signature}, "train.py compile_steps", "steps were traced more than once"
+        {"compile_steps": compile_without_signature}, "compile_steps", "steps were traced more than once", long=True
     ),
-    "loss without sample weights": Fault(
-        {"compute_loss": unweighted_loss},
-        "task.py compute_loss",
+    "loss without sample weights": of_loss(
+        lambda losses, weights: average(losses, None),
         "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights",
     ),
-    "loss that only masks": Fault(
-        {"compute_loss": loss_of_masked_examples},
-        "task.py compute_loss",
+    "loss that only masks": of_loss(
+        lambda losses, weights: average(losses, tf.cast(weights > 0.0, tf.float32)),
         "the same with sample weights of 1 and of 0.5",
+        long=True,
     ),
     "term without weights": Fault(
         {"compute_loss": loss_with_a_term_without_weights},
-        "task.py compute_loss",
+        "compute_loss",
         "the loss depends on examples of weight 0",
+        long=True,
     ),
-    "loss weighted twice": Fault({"compute_loss": loss_weighted_twice}, "task.py compute_loss", "once, not twice"),
-    "regularizer that is not added": Fault(
-        {"compute_loss": loss_without_regularization, "create_model": lambda: linear_model(regularizer=L2)},
-        "task.py compute_loss",
+    "loss weighted twice": of_loss(
+        lambda losses, weights: average(losses * weights, weights), "once, not twice", long=True
+    ),
+    "regularizer that is not added": of_loss(
+        average,
         "dense/kernel: add tf.nn.scale_regularization_loss(model.losses)",
+        long=True,
+        create_model=regularized_model,
     ),
-    "activity regularizer that is not added": Fault(
-        {
-            "compute_loss": loss_without_regularization,
-            "create_model": lambda: linear_model(keras.layers.ActivityRegularization(l2=0.1, name="activity")),
-        },
-        "task.py compute_loss",
+    "activity regularizer that is not added": of_loss(
+        average,
         "does not contain the regularization of activity",
+        long=True,
+        create_model=lambda: linear_model(keras.layers.ActivityRegularization(l2=0.1, name="activity")),
     ),
     "learning rate of one replica's loss": Fault(
-        {"train_step": rate_from_the_loss, "create_optimizer": plain_rate},
-        "task.py train_step",
+        {"train_step": updated(with_rate_of_the_loss), "create_optimizer": plain_rate},
+        "train_step",
         "assigns a value of one replica to optimizer/learning_rate",
+        long=True,
     ),
-    "network that is never trained": Fault(
-        {"create_model": two_models, "train_step": step_of_the_first, "evaluation_step": evaluation_of_the_first}
-        | {"predict_step": lambda features: {"logits": task.model["one"](features)}},
-        "task.py train_step",
-        "sequential/dense/kernel and 1 more get no gradient",
+    "layer that is never trained": Fault(
+        {"create_model": lambda: linear_model(keras.layers.Dense(4)), "train_step": updated(without_the_first_layer)},
+        "train_step",
+        "dense/kernel and 1 more get no gradient",
+        long=True,
     ),
-}
-# Another fault above is found by the same comparison.
-LONG = {
-    "divided twice",
-    "regularization",
-    "added loss",
-    "steps that are traced again",
-    "NumPy in the step",
-    "loss that only masks",
-    "term without weights",
-    "regularizer that is not added",
-    "activity regularizer that is not added",
-    "gradient of a padded batch",
-    "learning rate of one replica's loss",
-    "network that is never trained",
-    "NaN gradient",
-    "each replica's mean",
-    "loss weighted twice",
 }
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(each, marks=pytest.mark.long if each in LONG else ()) for each in FAULTS]
-)
-def test_fault_is_found_and_the_hook_named(fault: str, check: Any) -> None:
+@pytest.mark.parametrize("fault", cases(FAULTS))
+def test_fault_is_found_and_the_hook_named(fault: Fault, check: Any) -> None:
     OUTSIDE.update(counter=tf.Variable(0, name="steps_seen"), model=linear_model())
     OUTSIDE.update({split: ORIGINAL["create_metrics"](split) for split in train.SPLITS})
-    assert_found(check, FAULTS[fault], only=("results",))
+    assert_found(check, fault)
 
 
 def test_gradient_that_differs_with_weights_nearby_too_is_a_fault_and_else_rounding() -> None:
@@ -313,41 +244,9 @@ def test_gradient_that_differs_with_weights_nearby_too_is_a_fault_and_else_round
     assert differing_gradients(one, measured([1.0, 2.0, 3.000003], [1.5, 2.5, 3.500003])) == []
 
 
-@pytest.mark.long
-def test_unsynchronized_layers_are_one_fault_with_micro_batches_too(check: Any) -> None:
-    def model() -> keras.Model:
-        return linear_model(*(keras.layers.BatchNormalization(name=name) for name in ("first", "second")))
-
-    passed, lines = check({"create_model": model}, only=("results",), micro_batches=2)
-    assert not passed
-    (line,) = [line for line in lines if line.startswith("FAIL")]
-    assert "the statistics of 'first', 'second' are of one replica's batch" in line
-    assert any("the same gradients of" in line for line in lines)
-
-
-def loss_of_classes_that_there_are_none(labels, predictions, weights):
-    per_example_loss = label_losses(labels, predictions) * tf.cast(tf.gather(tf.ones([3]), labels), tf.float32)
-    return average(per_example_loss, weights), per_example_loss
-
-
-def model_of_another_size():
-    return linear_model(keras.layers.Reshape((7, 7)))
-
-
-@pytest.mark.parametrize(
-    ("hooks", "where", "said"),
-    [
-        ({"create_model": model_of_another_size}, "model_of_another_size", "raised ValueError: The total"),
-        ({"create_loss_objects": dict}, "loss_of_classes_that_there_are_none", "raised KeyError: 'label'"),
-        ({}, "loss_of_classes_that_there_are_none", "raised InvalidArgumentError: indices["),
-    ],
-    ids=["when it is called", "while it is traced", "while it runs"],
-)
-def test_exception_in_a_hook_is_named_by_line_with_what_it_says(
-    hooks: dict, where: str, said: str, check: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exception_in_a_hook_is_named_by_line_with_what_it_says(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_errors, "PROJECT", Path(__file__).parent)
-    passed, lines = check({"compute_loss": loss_of_classes_that_there_are_none, **hooks}, only=("results",))
+    passed, lines = check({"compute_loss": loss_with_numpy, "create_loss_objects": dict}, only=("results",))
     assert not passed
     (line,) = [line for line in lines if line.startswith("FAIL")]
-    assert re.match(rf"FAIL  test_check_steps\.py:\d+ {where}  {re.escape(said)}", line), line
+    assert re.match(r"FAIL  test_check_steps\.py:\d+ loss_with_numpy  raised KeyError: 'label'", line), line

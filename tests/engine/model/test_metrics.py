@@ -14,9 +14,11 @@ import task
 import train
 from config import Config
 from engine.cluster import parameter_servers
+from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model import sum_over_batch
-from engine.model.metrics import LARGEST_SHOWN, ResultNames, metric_results
+from engine.model.build import set_up
+from engine.model.metrics import LARGEST_SHOWN, ResultNames, drifting, metric_results
 from engine.model.rejections import monitor_direction
 from engine.model.sums import sum_in_float64
 
@@ -33,19 +35,6 @@ class Total(keras.metrics.Metric):
 
     def result(self):
         return self.total
-
-
-class TotalOfTensorFlow(Total):
-    """Has a variable of TensorFlow's own, and says so."""
-
-    def __init__(self) -> None:
-        keras.metrics.Metric.__init__(self)
-        on_read = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
-        self.total = tf.Variable(0.0, trainable=False, name="total", **on_read)
-
-    @property
-    def variables(self):
-        return [self.total]
 
 
 class Scores(keras.metrics.Metric):
@@ -79,8 +68,8 @@ class Fixed(keras.metrics.Metric):
 
 
 METRICS = {
-    "variable": Total,
-    "tensorflow": TotalOfTensorFlow,
+    "loss": keras.metrics.Mean,
+    "total": Total,
     "constant": lambda: Fixed(0.25),
     "r2": keras.metrics.R2Score,  # Makes one of its variables with the first update.
     "f1": lambda: keras.metrics.F1Score(average=None),
@@ -89,16 +78,13 @@ METRICS = {
 SETS = {"few": slice(0, 45), "fewer": slice(45, 60)}
 
 
-def with_metrics(monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Makes a task of two validation sets with these metrics; returns its images and labels."""
+def test_metrics_of_every_kind_agree_on_one_replica_and_on_two_and_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = load_digits(return_X_y=True)
     images = images.reshape(-1, 8, 8, 1).astype("float32") / 16
 
     def load_examples(split: str) -> Any:
-        several = {
-            name: tf.data.Dataset.from_tensor_slices((images[each], labels[each])) for name, each in SETS.items()
-        }
-        return {"train": several["few"], "validation": several, "test": None}[split]
+        sets = {name: tf.data.Dataset.from_tensor_slices((images[each], labels[each])) for name, each in SETS.items()}
+        return {"train": sets["few"], "validation": sets, "test": None}[split]
 
     def compute_loss(labels: tf.Tensor, predictions: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         # Metrics that are built late need a first step, outside the compiled ones, which also has such sums.
@@ -112,21 +98,12 @@ def with_metrics(monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any]) -> tu
         for metric in others:
             metric.update_state(tf.one_hot(labels, 10), tf.nn.softmax(predictions), sample_weight=weights)
 
-    def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
-        created = {} if split == "test" else metrics
-        return {"loss": keras.metrics.Mean(), **{name: create() for name, create in created.items()}}
-
-    monkeypatch.setattr(task, "create_metrics", create_metrics)
+    monkeypatch.setattr(task, "create_metrics", lambda split: {name: create() for name, create in METRICS.items()})
     monkeypatch.setattr(task, "update_metrics", update_metrics)
     monkeypatch.setattr(task, "compute_loss", compute_loss)
     monkeypatch.setattr(task, "load_examples", load_examples)
     monkeypatch.setattr(task, "prepare_example", lambda features, labels: (features, labels))
     monkeypatch.setattr(task, "create_model", linear_model)
-    return images, labels
-
-
-def test_metrics_of_every_kind_agree_on_one_replica_and_on_two_and_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    images, labels = with_metrics(monkeypatch, METRICS)
     results = []
     for replicas, size in ((1, None), (2, 50)):
         settings = {"monitor": "validation/few/f1/3", "global_batch_size": 20, "evaluation_batch_size": size}
@@ -136,9 +113,7 @@ def test_metrics_of_every_kind_agree_on_one_replica_and_on_two_and_with_numpy(mo
         assert train.run.objects.monitor_direction == "max"  # As Keras says of F1.
     assert results[1] == pytest.approx(results[0], rel=1e-5)
     assert train.validate() == results[1]  # They were reset.
-    own = train.run.checkpoints.state.per_replica
-    assert "metrics/train/r2/r2_score/sum" in own
-    assert any(name.startswith("metrics/train/tensorflow/total") for name in own)
+    assert "metrics/train/r2/r2_score/sum" in train.run.checkpoints.state.per_replica
 
     for name, each in SETS.items():
         found = task.model(images[each]).numpy().argmax(axis=-1)
@@ -148,10 +123,9 @@ def test_metrics_of_every_kind_agree_on_one_replica_and_on_two_and_with_numpy(mo
         f1 = 2 * right / np.maximum(1, all_found + all_of_class)
         expected = {f"scores/counted/{row}/{column}": counts[row, column] for row in range(10) for column in range(10)}
         expected |= {f"f1/{number}": f1[number] for number in range(10)}
-        expected |= {"scores/right": right.sum()}
         expected |= {f"scores/by_class/right/{number}": right[number] for number in range(10)}
         # Each example's probabilities add up to one.
-        expected |= {"constant": 0.25, **dict.fromkeys(["variable", "tensorflow"], len(found))}
+        expected |= {"scores/right": right.sum(), "constant": 0.25, "total": len(found)}
         of_set = {
             key.removeprefix(f"validation/{name}/"): value
             for key, value in results[0].items()
@@ -161,7 +135,7 @@ def test_metrics_of_every_kind_agree_on_one_replica_and_on_two_and_with_numpy(mo
 
 
 def test_metric_that_cannot_be_read_on_two_replicas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_metrics(monkeypatch, {"total": lambda: Total(aggregation="none")})
+    monkeypatch.setattr(task, "create_metrics", lambda split: {"total": Total(aggregation="none")})
     with pytest.raises(BadInput, match=r"task.create_metrics\('train'\) returned 'total', whose variable total/total"):
         train.build(Config(simulated_devices=2, global_batch_size=20))
 
@@ -180,48 +154,38 @@ def test_results_are_named_and_sorted_by_where_they_are_shown() -> None:
     of_class = {f"validation/b/per_class_loss/{number}": float(number) for number in range(3)}
     of_class |= {"validation/b/scores/by/class/0": 1.0, "validation/b/scores/by/class/1": 2.0}
     recall = {"validation/b/scores/recall": 0.5}
-    assert results.items() >= {**of_class, **recall}.items()
+    assert results.items() >= {**of_class, **recall, "validation/b/large/1/16": 0.0}.items()
     assert len(results) == 3 + 3 + LARGEST_SHOWN + 2
-    assert results["validation/b/large/1/16"] == 0.0
     # An own column is no metric of the task's, and is shown.
-    assert names.lines({"epoch": 1, **results, "validation/b/own": 2.0}) == {
-        "epoch": 1,
-        **recall,
-        "validation/b/own": 2.0,
-    }
+    shown = {"epoch": 1, **recall, "validation/b/own": 2.0}
+    assert names.lines({**shown, **results}) == shown
     assert names.scalars(results) == {**of_class, **recall}
-    assert [names.metric(each) for each in ("validation/b/scores/recall", "validation/a/own", "train/loss", "own")] == [
-        *("scores/recall", "own", "loss", "own")
-    ]
-    assert [names.dataset(each) for each in ("validation/a/own", "train/loss", "validation/c/loss", "step")] == [
-        *("validation/a", "train", "", "")
-    ]
+    parts = {
+        "validation/b/scores/recall": ("validation/b", "scores/recall"),
+        "validation/a/own": ("validation/a", "own"),
+    }
+    for name, expected in {**parts, "train/loss": ("train", "loss"), "own": ("", "own")}.items():
+        assert (names.dataset(name), names.metric(name)) == expected
     assert monitor_direction(names, "validation/a/per_class_loss/2", "auto") == "min"
-    with pytest.raises(BadInput) as refused:
+    elements = "per_class_loss/0 … validation/a/per_class_loss/2, validation/a/large/0/0 … validation/a/large/1/16,"
+    line = f"is not the name of a metric: use one of train/loss, validation/a/{elements} validation/a/scores/recall,"
+    with pytest.raises(BadInput, match=f"^--monitor validation/per_class_loss/2 {line}"):
         monitor_direction(names, "validation/per_class_loss/2", "auto")
-    of_set = [["per_class_loss/0", "per_class_loss/2"], ["large/0/0", "large/1/16"], ["scores/recall"]]
-    of_set += [["scores/by/class/0", "scores/by/class/1"]]
-    expected = [" … ".join(f"validation/{each}/{name}" for name in ends) for each in "ab" for ends in of_set]
-    expected = ["train/loss", *expected]
-    assert str(refused.value) == (
-        f"--monitor validation/per_class_loss/2 is not the name of a metric: use one of {', '.join(expected)}"
-    )
     with pytest.raises(BadInput, match=r"not measured, because task.load_examples\('validation'\) returned None: use"):
         monitor_direction(ResultNames(metrics, ["train"]), "validation/loss", "min")
 
 
 def test_direction_is_the_one_that_keras_knows() -> None:
-    metrics = {
-        "loss": keras.metrics.Mean(),
-        "mae": keras.metrics.MeanAbsoluteError(),
-        "accuracy": keras.metrics.SparseCategoricalAccuracy(),
-        "anything": keras.metrics.AUC(),
-        "wer": keras.metrics.Mean(),
+    directions = {
+        "loss": (keras.metrics.Mean(), "min"),
+        "mae": (keras.metrics.MeanAbsoluteError(), "min"),
+        "accuracy": (keras.metrics.SparseCategoricalAccuracy(), "max"),
+        "wer": (keras.metrics.Mean(), None),
     }
+    metrics = {name: metric for name, (metric, _) in directions.items()}
     names = ResultNames({"validation": metrics}, ["validation"])
-    assert [monitor_direction(names, f"validation/{name}", "auto") for name in list(metrics)[:4]] == [
-        *("min", "min", "max", "max")
-    ]
+    for name, (_, direction) in directions.items():
+        assert direction is None or monitor_direction(names, f"validation/{name}", "auto") == direction
     assert monitor_direction(names, "validation/wer", "max") == "max"
     line = "--monitor validation/wer: whether lower or higher is better is unknown: pass --monitor-direction min or max"
     with pytest.raises(BadInput, match=line):
@@ -235,12 +199,10 @@ def test_direction_is_the_one_that_keras_knows() -> None:
             np.zeros([100, 101]),
             "returned 'one', whose result has 10,100 numbers: at most 10,000 can be columns of metrics.csv",
         ),
-        ({"a": np.zeros(6000), "b": np.zeros(6000)}, "whose result has 12,000 numbers"),
         (
             {"a": {"b": tf.constant("text")}},
             "returned 'one', whose result cannot be read (of type EagerTensor): it must be a number, an array",
         ),
-        (None, "whose result cannot be read (of type NoneType)"),
         ({"a/b": 1.0, "a": {"b": 2.0}}, "returned two results called one/a/b: rename the metric 'one'"),
         ([[1.0, 2.0], [3.0]], "whose result cannot be read (setting an array element with a sequence"),
     ],
@@ -282,3 +244,84 @@ def test_counts_of_several_workers_are_added_in_one_operation(monkeypatch: pytes
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}}')
     parameter_servers.coordinate(SimpleNamespace(others=list), timeout=1.0)
     assert assignments() == {"AssignAddVariableOp", "AssignSubVariableOp"}
+
+
+# --- Sums in float64: as right after ten million examples as after ten ------------------------------------------------
+
+BATCHES, BATCH, STEPS, REPLICAS = 5, 4_000, 2_500, 4
+
+
+class Assigned(keras.metrics.Metric):
+    """The mean of the values that are not 0. It adds as Keras's Precision does, and then uses operations of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.add_variable((), "zeros", name="total")
+        self.count = self.add_weight(shape=(), initializer="zeros", name="count")
+
+    def update_state(self, values: tf.Tensor, sample_weight: tf.Tensor) -> None:
+        self.total.assign(self.total + tf.reduce_sum(values * sample_weight))
+        self.count.assign_add(tf.reduce_sum(sample_weight) + tf.constant(0.0) * self.count)
+
+    def result(self) -> tf.Tensor:
+        assert self.total.dtype == "float32"
+        return tf.math.divide_no_nan(self.total, tf.maximum(tf.constant(1.0), self.count.value))
+
+
+def summing_metrics() -> dict[str, keras.metrics.Metric]:
+    return {
+        "loss": keras.metrics.Mean(),
+        "accuracy": keras.metrics.SparseCategoricalAccuracy(),
+        "recall": keras.metrics.Recall(),
+        "assigned": Assigned(),
+    }
+
+
+def test_metrics_without_sums_in_float64_are_named() -> None:
+    class OfTensorFlow(Assigned):
+        variables = (tf.Variable(0.0),)
+
+    set_up(task, Config())
+    counts = keras.metrics.MeanIoU(10, dtype="int32")
+    metrics = {"train": summing_metrics(), "test": {**summing_metrics(), "iou": counts, "own": OfTensorFlow()}}
+    assert drifting(metrics) == ["iou (int32)", "own (float32)"]
+
+
+def test_long_pass_gives_the_means_of_numpy() -> None:
+    random = np.random.default_rng(0)
+    values = np.full((BATCHES, BATCH), 2.3025851, "float32")
+    values[1:] *= 2
+    labels, logits = random.integers(0, 3, (BATCHES, BATCH)), random.random((BATCHES, BATCH, 3), np.float32)
+    weights = np.ones((BATCHES, BATCH), "float32")
+    weights[0, 0] = 2.0**30  # In float32, most of what is added to this is rounded away.
+
+    settings = Config(simulated_devices=REPLICAS)
+    strategy = create_strategy(settings)
+    set_up(task, settings)
+    with strategy.scope():
+        metrics = summing_metrics()
+    stacks = [tf.constant(each) for each in (values, labels, logits, weights)]
+
+    def update(index: tf.Tensor) -> None:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        values, labels, logits, weights = [stack[index][replica::REPLICAS] for stack in stacks]
+        metrics["loss"].update_state(values, sample_weight=weights)
+        metrics["accuracy"].update_state(labels, logits, sample_weight=weights)
+        metrics["recall"].update_state(tf.ones_like(values), logits[:, 0], sample_weight=weights)
+        metrics["assigned"].update_state(values, sample_weight=weights)
+
+    @tf.function
+    def take() -> None:
+        for step in tf.range(STEPS):
+            strategy.run(update, args=(step % BATCHES,))
+
+    take()
+    means = {
+        "loss": values,
+        "accuracy": logits.argmax(-1) == labels,
+        "recall": logits[..., 0] > 0.5,
+        "assigned": values,
+    }
+    expected = {name: np.average(each.astype("float64"), weights=weights) for name, each in means.items()}
+    found = metric_results({"validation": metrics}, "validation")
+    assert found == pytest.approx({f"validation/{name}": each for name, each in expected.items()}, rel=1e-6)

@@ -39,51 +39,39 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Runs train.main with the flags given; returns its one line, after making sure that nothing was written."""
 
-    def refuse(*arguments: str | Path, run_dir: Path = tmp_path / "run", code: int = 2) -> str:
-        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    def refuse(*flags: str) -> str:
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            train.main([f"--run-dir={run_dir}", *map(str, arguments)])
-        assert ended.value.code == code
-        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-        written = capsys.readouterr()
-        (line,) = written.err.splitlines()
+            train.main([f"--run-dir={tmp_path / 'run'}", *flags])
+        assert ended.value.code == 2
+        assert not list(tmp_path.iterdir())
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("ERROR: ")
         return line
 
     return refuse
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("flags", "reason"),
     [
-        (("--global-batch-size=5000",), "--global-batch-size 5000 is larger than the 64 examples"),
-        (
-            ("--simulated-devices=4", "--global-batch-size=3"),
-            "--global-batch-size 3 is too small for 4 replica(s): use 4",
-        ),
-        (("--simulated-devices=9",), "--simulated-devices 9 is more than 5, with which TensorFlow has already started"),
-        (
-            ("--micro-batches=33",),
-            "--global-batch-size 32 is too small for 1 replica(s), in 33 micro-batches each: use 33",
-        ),
-        (("--strategy=one_device", "--simulated-devices=2"), "--simulated-devices 2 is too high for --strategy one"),
-        (("--strategy=mirrored",), "--strategy mirrored needs GPUs and this machine shows none"),
+        (["--simulated-devices=9"], "--simulated-devices 9 is more than 5, with which TensorFlow has already started"),
+        (["--micro-batches=33"], "--global-batch-size 32 is too small for 1 replica(s), in 33 micro-batches each: use"),
+        (["--strategy=one_device", "--simulated-devices=2"], "--simulated-devices 2 is too high for --strategy one"),
+        (["--strategy=mirrored"], "--strategy mirrored needs GPUs and this machine shows none"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_bad_setting_is_refused(arguments: tuple[str, ...], reason: str, refused: Refused) -> None:
-    if arguments == ("--strategy=mirrored",) and tf.config.list_physical_devices("GPU"):
-        arguments = ("--strategy=mirrored", "--global-batch-size=0")
-        reason = "--global-batch-size 0"
-    line = refused(*arguments)
-    assert line.startswith("ERROR: ")
-    assert reason in line
+def test_bad_setting_is_refused(
+    flags: list[str], reason: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"GPU": [], "CPU": tf.config.list_physical_devices("CPU")}
+    monkeypatch.setattr(tf.config, "list_physical_devices", found.get)
+    assert reason in refused(*flags)
 
 
 def test_strategy_of_one_machine_in_a_cluster_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}')
-    for strategy in ("one_device", "mirrored"):
-        assert "use --strategy multi_worker" in refused(f"--strategy={strategy}")
+    assert "use --strategy multi_worker" in refused("--strategy=mirrored")
     for alone in ("--check", "--evaluate-continuously"):
         assert f"{alone} is for one process, but TF_CONFIG describes a cluster" in refused(alone)
 
@@ -118,16 +106,16 @@ def model_in_float8() -> keras.Model:
     return model
 
 
-def frozen_model(*, learns: bool = False):
-    model = linear_model()
-    model.trainable = learns
-    return model
+def models_of_which_one_is_frozen() -> dict[str, keras.Model]:
+    models = {"first": linear_model(), "second": linear_model()}
+    models["second"].trainable = False
+    return models
 
 
-def biases_decayed(total_steps: int, *names: str) -> keras.optimizers.Optimizer:
+def biases_decayed(total_steps: int) -> keras.optimizers.Optimizer:
     optimizer = keras.optimizers.AdamW()
     # "beta" is one of the usual names, and of no variable here; "bias" would leave out the biases.
-    optimizer.exclude_from_weight_decay(var_names=names or ["beta", "bias$"])
+    optimizer.exclude_from_weight_decay(var_names=["beta", "bias$"])
     return optimizer
 
 
@@ -138,11 +126,7 @@ class Noise(keras.layers.Layer):
         return inputs + keras.random.normal(tf.shape(inputs)) if training else inputs
 
 
-@functools.cache
-def one_metric() -> dict[str, keras.metrics.Metric]:
-    return {"loss": keras.metrics.Mean()}
-
-
+one_mean = functools.cache(keras.metrics.Mean)
 FAULTY_HOOKS = {
     "variable of the module": (
         {"train_step": counting_step},
@@ -152,10 +136,6 @@ FAULTY_HOOKS = {
         {"create_model": model_with_a_table, "train_step": inserting_step},
         "a lookup table, which no checkpoint contains: LookupTableInsertV2 (test_rejections.py:",
     ),
-    "unseeded keras.random": (
-        {"create_model": lambda: linear_model(Noise())},
-        "task.train_step draws from keras.random without a seed",
-    ),
     "mean loss object": (
         {"create_loss_objects": lambda: {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}},
         "task.create_loss_objects returned 'label' with reduction='sum_over_batch_size'",
@@ -164,28 +144,18 @@ FAULTY_HOOKS = {
         {"create_loss_objects": lambda: {"label": square_loss}},
         "compute_loss: ValueError: Shape must be rank 1 but is rank 2",
     ),
-    "loss of many numbers": (
-        {"compute_loss": lambda labels, predictions, weights: (tf.reduce_sum(predictions, axis=1),) * 2},
-        "task.train_step returned <tf.Tensor",
-    ),
     "no model": ({"create_model": lambda: None}, "task.create_model returned None as 'model'"),
     "model in float8": (
         {"create_model": model_in_float8},
         "which training in float8 makes, and which is wrong on several replicas: train in 16 or 32 bits",
     ),
-    "frozen model": (
-        {"create_model": frozen_model},
-        "task.create_model returned 'model' without trainable variables, so there is nothing to train: unfreeze",
-    ),
     "two models of which one is frozen": (
-        {
-            "create_model": lambda: {"first": frozen_model(learns=True), "second": frozen_model()},
-            "create_optimizer": lambda total_steps: {name: keras.optimizers.SGD() for name in ("first", "second")},
-        },
-        "task.create_model returned 'second' without trainable variables",
+        {"create_model": models_of_which_one_is_frozen}
+        | {"create_optimizer": lambda total_steps: {name: keras.optimizers.SGD() for name in ("first", "second")}},
+        "task.create_model returned 'second' without trainable variables, so there is nothing to train: unfreeze",
     ),
     "metrics of all splits": (
-        {"create_metrics": lambda split: one_metric()},
+        {"create_metrics": lambda split: {"loss": one_mean()}},
         "task.create_metrics('validation') returned 'loss', which it also returned for 'train': make new metrics",
     ),
     "no loss": (
@@ -196,35 +166,16 @@ FAULTY_HOOKS = {
         {"create_metrics": lambda split: {}},
         "--monitor validation/loss is not measured, because task.create_metrics returned none: return a dict",
     ),
-    "four values": (
-        {"prepare_example": lambda features, labels, *, training: (features, labels, 1.0, 1.0)},
-        "task.prepare_example returned (",
-    ),
-    "batched examples": (
-        {"load_examples": lambda split: LOAD_EXAMPLES(split).batch(4)},
-        "one by one, the parts of a tuple as arguments: (float32[None, 8, 8, 1], int32[None])",
-    ),
     "list of losses": ({"create_loss_objects": list}, "task.create_loss_objects returned []: return a dict"),
-    "list of metrics": ({"create_metrics": lambda split: []}, "task.create_metrics returned []"),
-    "no optimizer": ({"create_optimizer": lambda total_steps: None}, "task.create_optimizer returned None"),
     "no evaluation step": ({"evaluation_step": None}, "task.py has no function evaluation_step"),
     "stray optimizer": (
         {"create_optimizer": lambda total_steps: {"critic": keras.optimizers.SGD()}},
         "task.create_optimizer returned an optimizer 'critic'",
     ),
-    "decay of biases or betas": (
-        {"create_optimizer": lambda total_steps: biases_decayed(total_steps, "(beta|bias)$")},
-        "exclude_from_weight_decay(var_names=['(beta|bias)$']) excludes nothing",
-    ),
     "decay of biases": (
         {"create_optimizer": biases_decayed},
         "exclude_from_weight_decay(var_names=['bias$']) excludes nothing",
     ),
-    "no set": (
-        {"load_examples": lambda split: {} if split == "test" else few(split)},
-        "task.load_examples('test') returned an empty dict: return None if there is no test",
-    ),
-    "nothing to load": ({"load_examples": lambda split: None}, "task.load_examples('train') returned a NoneType"),
 }
 
 
@@ -273,24 +224,19 @@ def test_padding_that_would_count_is_refused() -> None:
         step = in_micro_batches(train_step, Config(**{"global_batch_size": 33, **settings}))
         on_replicas(replicas, step)([np.ones((20, 3), "float32")])
 
-    def refusal(*arguments: Any, **settings: Any) -> str:
-        with pytest.raises(BadInput) as refused:
-            take(*arguments, **settings)
-        return str(refused.value)
-
-    def normalization(**options: Any) -> keras.layers.Layer:
-        return keras.layers.BatchNormalization(name="a", **options)
-
-    uneven = "--global-batch-size 33 cannot be shared equally by 2 replica(s), and"
-    counted = "which would count the padding: use 32 or 34"
-    assert refusal(normalization(synchronized=True)) == f"{uneven} the layer a normalizes the batch, {counted}"
-    own_loss = keras.layers.ActivityRegularization(0.1, name="b")
-    assert refusal(own_loss) == f"{uneven} the layer b adds a loss of its own, {counted}"
-    plain = keras.layers.Activation("relu")
-    assert refusal(plain, gathers=True) == f"{uneven} task.train_step calls engine.model.gather_batch, {counted}"
-    in_parts = refusal(normalization(), 1, micro_batches=5)
-    unshared = "--global-batch-size 33 cannot be shared equally by 1 replica(s) in 5 micro-batches each,"
-    assert in_parts.startswith(unshared)
-    assert in_parts.endswith("use 30 or 35")
+    normalization = functools.partial(keras.layers.BatchNormalization, name="a")
+    own_loss, plain = keras.layers.ActivityRegularization(0.1, name="b"), keras.layers.Activation("relu")
+    uneven = r"--global-batch-size 33 cannot be shared equally by 2 replica\(s\), and"
+    for layer, gathers, what in (
+        (normalization(synchronized=True), False, "the layer a normalizes the batch"),
+        (own_loss, False, "the layer b adds a loss of its own"),
+        (plain, True, "task.train_step calls engine.model.gather_batch"),
+    ):
+        with pytest.raises(BadInput, match=f"^{uneven} {what}, which would count the padding: use 32 or 34$"):
+            take(layer, gathers=gathers)
+    with pytest.raises(
+        BadInput, match=r"33 cannot be shared equally by 1 replica\(s\) in 5 micro-batches .* 30 or 35$"
+    ):
+        take(normalization(), 1, micro_batches=5)
     take(normalization(trainable=False))
     take(normalization(synchronized=True), gathers=True, global_batch_size=32)
