@@ -225,11 +225,12 @@ def test_paths_and_patterns_give_each_file_once_and_in_order(tmp_path: Path) -> 
     other_name.symlink_to(tmp_path / "train-0.tfrecord")
     for given in ([pattern, expected[0], expected[2]], [[expected[0], Path(pattern)]], [other_name, *found]):
         assert Records(*given).paths("hook") == expected
+    tf.io.gfile.makedirs("ram://glob")
     for name in "ba":
-        with tf.io.TFRecordWriter(f"ram://{name}.records") as writer:
+        with tf.io.TFRecordWriter(f"ram://glob/{name}.records") as writer:
             writer.write(b"0")
-    remote = Records("ram://*.records")
-    assert remote.paths("hook") == ["ram://a.records", "ram://b.records"]
+    remote = Records("ram://glob/*.records")
+    assert remote.paths("hook") == ["ram://glob/a.records", "ram://glob/b.records"]
     assert len(list(remote.examples("hook", None).unshuffled())) == 2
 
 
