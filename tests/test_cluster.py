@@ -88,6 +88,24 @@ def test_two_workers_of_two_replicas_and_one_process_agree_on_all_options(
     assert {"validation/easy/loss", "validation/hard/accuracy"} <= rows[0].keys()
 
 
+@pytest.mark.long
+def test_decision_of_one_worker_ends_all_with_a_line(tmp_path: Path) -> None:
+    project = project_with(tmp_path, "")
+    program = (project / "train.py").read_text(encoding="utf-8")
+    is_second = "__import__('json').loads(__import__('os').environ['TF_CONFIG'])['task']['index'] == 1"
+    alone = program.replace("run.end_epoch(", f"if {is_second}:\n            return\n        run.end_epoch(", 1)
+    assert alone != program
+    (project / "train.py").write_text(alone, encoding="utf-8")
+    with workers(project, tmp_path / "logs", 2, f"--run-dir={tmp_path / 'run'}", "--epochs=3") as started:
+        codes = [each.wait(120) for each in started]
+        lines = [each.last_line() for each in started]
+    # Where TensorFlow notices it, one worker gets its error, and the other that this one is gone.
+    assert sorted(codes) in ([2, 2], [2, LOST]), lines
+    for code, line in zip(codes, lines, strict=True):
+        assert line.startswith("ERROR: ")
+        assert ("the workers no longer do the same" in line and "run.on_any_worker" in line) or code == LOST, line
+
+
 UNSEEDED = """
 
 _create_model = create_model

@@ -18,7 +18,7 @@ from rendering import Bake, run
 
 def test_run_leaves_what_the_design_says_and_prints_plain_lines(default_bake: Bake, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    flags = ("--epochs", "2", "--simulated-devices", "2", "--limit-steps", "3")
+    flags = ("--epochs", "2", "--simulated-devices", "2", "--limit-steps", "3", "--global-batch-size", "33")
     # A process of its own, whose TensorFlow says nothing while it starts.
     done = default_bake.run(sys.executable, "train.py", "--run-dir", run_dir, *flags)
     assert done.stderr == ""
@@ -35,7 +35,12 @@ def test_run_leaves_what_the_design_says_and_prints_plain_lines(default_bake: Ba
     assert (result["epochs"], result["step"], len(result["weights_sha256"])) == (2, 6, 64)
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step-00000003", "step-00000006"]
-    for text in ("mirrored, 2 replica(s)", "32 examples, 16 on each", "each of 3 steps", "121,994"):
+    for text in (
+        "mirrored, 2 replica(s)",
+        "33 examples, 17 on each replica, 34 in all with padding",
+        "each of 3 steps",
+        "121,994",
+    ):
         assert text in done.stdout
     # A pipe gets plain lines.
     assert not re.search(r"[^\n\x20-\x7e]", done.stdout)

@@ -112,4 +112,4 @@ def test_two_workers_have_the_weights_of_a_local_cluster_and_the_numbers_stay_wi
     assert ray.process.wait(300) == 0, ray.read()
     assert starts() == 3
     for name in ("test/loss", "test/accuracy"):
-        assert math.isclose(result(run_dir)[name], result(tmp_path / "alone")[name], abs_tol=1e-5), name
+        assert math.isclose(result(run_dir)[name], result(tmp_path / "alone")[name], rel_tol=1e-5), name

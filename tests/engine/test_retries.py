@@ -219,6 +219,7 @@ def test_files_are_written_again(tmp_path: Path, waits: list[float], monkeypatch
     with pytest.raises(CannotWrite, match=r"result\.json cannot be written \(Input/output error\)"):
         files.write_json(tmp_path / "result.json", {"loss": 0.25})
     assert always.raised == len(retries.SECONDS_TO_WAIT) + 1
+    assert sum(retries.SECONDS_TO_WAIT) == pytest.approx(4 * 60, rel=0.05)
     assert os.listdir(tmp_path) == ["result.json"]
     assert json.loads((tmp_path / "result.json").read_text()) == {"loss": 0.5}
 
@@ -244,7 +245,7 @@ def test_row_of_which_a_part_was_written_is_written_again(
 
 
 def test_summaries_of_which_a_part_was_written_go_to_another_file(
-    tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys
+    tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit on the size of files cuts an event in two."""
     monkeypatch.setattr(exceptions, "_PASSING_TEXT", re.compile("File too large"))

@@ -167,6 +167,7 @@ def test_help_and_user_errors_end_before_tensorflow_is_imported(tmp_path: Path) 
     for argument, code, output in (
         ("--help", 0, "--global-batch-size"),
         ("--epochs=0", 2, "ERROR: --epochs 0 must be"),
+        ("--epochz=3", 2, "--epochz"),
         ("--epochs=1", 1, "tensorflow is imported"),
     ):
         command = [sys.executable, "train.py", argument]

@@ -132,6 +132,11 @@ def without_the_first_layer(tape, loss):
 
 FAULTS = {
     "model outside the scope": Fault({"create_model": lambda: OUTSIDE["model"]}, "create_model", "outside"),
+    "optimizer outside the scope": Fault(
+        {"create_optimizer": lambda total_steps: OUTSIDE["optimizer"]},
+        *("create_optimizer", "the variable sgd/iteration, which was made outside"),
+        only=("updates",),
+    ),
     "metric outside the scope": Fault({"create_metrics": OUTSIDE.get}, "create_metrics", "outside"),
     "local batch": of_loss(lambda losses, weights: tf.reduce_mean(losses * weights), "by config.global_batch_size"),
     "divided twice": of_loss(lambda losses, weights: average(losses, weights) / replicas(), "a second time", long=True),
@@ -226,7 +231,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", cases(FAULTS))
 def test_fault_is_found_and_the_hook_named(fault: Fault, check: Any) -> None:
-    OUTSIDE.update(counter=tf.Variable(0, name="steps_seen"), model=linear_model())
+    OUTSIDE.update(counter=tf.Variable(0, name="steps_seen"), model=linear_model(), optimizer=keras.optimizers.SGD(0.1))
     OUTSIDE.update({split: ORIGINAL["create_metrics"](split) for split in train.SPLITS})
     assert_found(check, fault)
 
