@@ -77,6 +77,11 @@ def one_batch_and_a_half(split):
 
 
 FAULTS = {
+    # Twice the loss on two replicas, as after a division by the per-replica batch size, which it is not.
+    "mean over the examples of a replica": Fault(
+        {"compute_loss": loss_of(lambda losses, weights: tf.reduce_sum(losses * weights) / tf.reduce_sum(weights))},
+        *("compute_loss", "which a sum of engine.model.sum_over_batch makes right"),
+    ),
     "mean over the examples of a replica that have a term": Fault(
         {"compute_loss": loss_of_even_labels(even_of_replica)},
         "compute_loss",

@@ -274,16 +274,17 @@ def test_record_that_cannot_be_prepared_or_has_wrong_data_is_named(
     monkeypatch.setattr(record_index, "POINTS_OF_SMALL_FILE", 1)
     monkeypatch.setattr(record_index, "BYTES_OF_POINT", 300)
     path = tmp_path / "train-1.tfrecord"
-    loaded = write(tmp_path, [50, 50], data=lambda number: b"" if number != 67 else b"odd")
+    loaded = write(tmp_path, [50, 50], data=lambda number: b"" if number != 50 else b"odd")
     made = batches(loaded, of_eight_bytes)
-    with pytest.raises(BadInput, match=rf"prepare_example failed on record 17, counted from 0, of {path}"):
+    with pytest.raises(BadInput, match=rf"prepare_example failed on record 0, counted from 0, of {path}"):
         whole(made)
     content = bytearray(path.read_bytes())
-    content[17 * 24 + 14] ^= 1
+    place = 17 * 24 + len(b"odd")
+    content[place + 14] ^= 1
     path.write_bytes(content)
     with pytest.raises(BadInput) as refused:
         whole(made)
     assert str(refused.value) == (
-        f"{path}: record 17, counted from 0, at byte {17 * 24} is damaged (the checksum of its "
+        f"{path}: record 17, counted from 0, at byte {place} is damaged (the checksum of its "
         "data is wrong): restore the file from a backup, or write it again without that record"
     )
