@@ -30,16 +30,17 @@ def test_each_replica_averages_its_statistics_and_the_evaluation_their_mean(monk
     local = train.strategy.experimental_local_results
     means = [layer.moving_mean.value for layer in task.model.layers[1:3]]
     measured = []
-    stack, first, count = next(train.batches["train"].iterator().take(3))
-    for step in range(3):
-        train.run_steps["train"](stack, first + step % count, 1)
-        measured.append([[value.numpy() for value in local(mean)] for mean in means])
+    for stack, first, count in train.batches["train"].iterator().take(3):
+        for index in range(first, first + count):
+            train.run_steps["train"](stack, index, 1)
+            measured.append([[value.numpy() for value in local(mean)] for mean in means])
     # What each step has measured itself: each of its two calls, one for a micro-batch, leaves half of the moving mean.
     before = np.concatenate([np.zeros_like(measured[:1]), measured[:-1]])
     of_steps = (np.array(measured, np.float64) - 0.25 * before) / 0.75
     # The first step's stands for the initial weights too. The second step's decay is 2 / 11, the third's 3 / 12.
     expected = np.average(of_steps, axis=0, weights=[3 / 12 * 2 / 11, 3 / 12 * 9 / 11, 9 / 12])
     assert not np.array_equal(*expected[0])
+    assert not np.array_equal(*of_steps[:2])
     with train.run.evaluation_weights():
         for mean, averages in zip(means, expected, strict=True):
             for value in local(mean):
