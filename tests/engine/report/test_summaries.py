@@ -76,26 +76,31 @@ def test_executions_of_steps_are_in_steps_csv_and_in_tensorboard(tmp_path: Path)
 
 def test_a_resumed_run_shows_no_step_twice_and_its_latest_settings(tmp_path: Path) -> None:
     folder = tmp_path / "tensorboard"
-    for settings, first, last in (({"epochs": 2, "pad_to": [], "note": "a|b"}, 1, 4), ({"epochs": 5}, 3, 5)):
-        # After the third and fourth epoch it was killed before a checkpoint.
+    lives = ({"epochs": 4, "pad_to": [], "note": "a|b"}, 1, 4), ({"epochs": 5}, 3, 5), ({"epochs": 6}, 6, 6)
+    for settings, first, last in lives:
+        # After the third and fourth epoch it was killed before a checkpoint; after the fifth one it had ended.
         report = opened(tmp_path, settings, epochs_done=first - 1)
         for epoch in range(first, last + 1):
+            report.steps(10 * epoch, epoch, np.array([1.0]), 1, 2.0, dict)
             report.epoch(row(epoch, train__loss=first + epoch / 8), is_best=False)
         report.result(10 * last, {"test/loss": float(last)}, best=1.0)
         time.sleep(1.1)  # TensorBoard reads files in the order of their names, which begin with the second.
     # As a kill leaves the file that is being written.
     with max((folder / "train").iterdir(), key=lambda path: path.stat().st_mtime_ns).open("ab") as events:
         events.write(b"half a record")
-    losses = [(10, 1.125), (20, 1.25), (30, 3.375), (40, 3.5), (50, 3.625)]
+    losses = [(10, 1.125), (20, 1.25), (30, 3.375), (40, 3.5), (50, 3.625), (60, 6.75)]
     assert shown(folder / "train") == {"loss": losses}
-    assert shown(folder / "test") == {"loss": [(50, 5.0)]}
+    assert shown(folder / "test") == {"loss": [(60, 6.0)]}
     of_run = shown(folder)
-    assert [step for step, _ in of_run["settings"]] == [0, 20]
+    assert [int(each.split(",")[0]) for each in (tmp_path / "steps.csv").read_text().splitlines()[1:]] == [
+        *range(10, 61, 10)
+    ]
+    assert [step for step, _ in of_run["settings"]] == [0, 20, 50]
     assert b"| note | a\\|b |" in of_run["settings"][0][1]
     assert len(of_run["_hparams_/session_start_info"]) == 1
-    Summaries(folder, NAMES).cut(50)
+    Summaries(folder, NAMES).cut(60)
     records = [len(list(tf.data.TFRecordDataset(str(path)))) for path in sorted((folder / "train").iterdir())]
-    assert sum(records) == 5 + 2  # A file begins with its version. The half record is gone.
+    assert sum(records) == 6 + 3  # A file begins with its version. The half record is gone.
 
 
 def test_no_number_of_python_becomes_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
