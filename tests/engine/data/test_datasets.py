@@ -172,6 +172,8 @@ def test_epochs_are_cut_from_the_passes() -> None:
         assert made.examples_in(epoch, 1, steps - 1) == len(joined(of_epoch[1:]))
     # The same step of another pass.
     assert made.iterator(7) is not feed
+    # Without the last batch five of the 37 are dropped.
+    assert load(examples, prepare=numbered_texts)["train"].examples_in(1) == 32
     # Batch 3 of the second pass is number 8 of all: the second of the third epoch.
     error = tf.errors.InvalidArgumentError(None, None, "lost")
     assert "in the batches from step 2 of epoch 3 on" in str(made._rejection(error, 1, 2))
