@@ -176,6 +176,11 @@ def test_changes_are_added_so_that_workers_of_parameter_servers_lose_none() -> N
     for each in workers:
         each.write()
     assert table[3].numpy().tolist() == [0.5] * WIDTH
+    twice = rows.Rows(table, tf.constant([4]))
+    for _ in range(2):
+        twice.assign_sub(tf.fill([1, WIDTH], 0.25))
+    twice.write()
+    assert table[4].numpy().tolist() == [0.5] * WIDTH
 
 
 def test_all_rows_are_changed_if_a_step_looks_up_more_ids_than_rows() -> None:

@@ -34,6 +34,13 @@ def test_saves_are_at_multiples_and_ends_of_epochs_whatever_the_chunks(begin: Ca
     for path in run.checkpoints.paths():
         values, record = run.checkpoints.read(path)
         assert float(values["weight"]) == record["step"] == int(path.name[-8:])
+    # A run that was stopped where a save is due does not save again when it resumes.
+    resumed = begin(checkpoint_every_steps=7)
+    resumed.start(Progress(step=7, steps_of_pass={"train": 7}))
+    training = resumed.start_pass(Batches("train"), 0)
+    assert not resumed.save_is_due(training)
+    resumed.progress.step = 14
+    assert resumed.save_is_due(training)
 
 
 @pytest.mark.parametrize(
