@@ -3,8 +3,8 @@
 report      takes each row, and passes it to the others
 tables      the CSV files
 summaries   TensorBoard
-curves      curves.png, and panels of curves
-comparison  --compare: several runs in one table and one picture
+curves      curves.png
+comparison  --compare: several runs in one table
 goodput     goodput.json: what the seconds of a run were spent on
 """
 
