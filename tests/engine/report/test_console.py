@@ -61,17 +61,31 @@ def plain(text: str) -> str:
 def test_epoch_line_groups_the_datasets_and_explains_them_once(console: Make) -> None:
     output = console(80)
     names = ResultNames({"train": {}, "validation": {}}, ["train", "validation"])
-    lines = Lines(names, "validation/loss", rest="runs/a/metrics.csv")
+    lines = Lines(names, "validation/loss", Path("runs/a/metrics.csv"))
     numbers = {"train/loss": 1.98524, "validation/loss": 0.97771, "train/accuracy": 0.25, "validation/accuracy": 1.0}
     for epoch, is_best in ((1, True), (2, False)):
         lines.print(f"epoch {epoch}/9", numbers, "0.3 s", "  5,244 examples/s", is_best=is_best)
     shown = plain(output()).splitlines()
     assert shown == [
         "Each metric as train / validation",
-        "epoch 1/9  loss  1.985 / 0.9777  accuracy 0.2500 /  1.000  0.3 s  best",
-        "epoch 2/9  loss  1.985 / 0.9777  accuracy 0.2500 /  1.000  0.3 s",
+        "epoch 1/9  loss  1.985 / 0.9777  accuracy 0.2500 /  1.000  0.3 s    5,244 examples/s  best",
+        "epoch 2/9  loss  1.985 / 0.9777  accuracy 0.2500 /  1.000  0.3 s    5,244 examples/s",
     ]
-    assert "\x1b[1;32mbest" in output()
+    assert re.search(r"\x1b\[1;32m *best", output())
+
+
+def test_monitored_result_and_losses_come_before_what_does_not_fit(console: Make) -> None:
+    output = console(120)
+    names = ResultNames({"train": {}, "validation": {}}, ["train", "validation"])
+    names.arrays = {f"validation/f1/{index}": "validation/f1" for index in range(3)}
+    lines = Lines(names, "validation/f1/2", Path("runs/a/metrics.csv"))
+    scores = {f"validation/f1/{index}": index / 4 for index in range(3)}
+    numbers = {f"train/metric_{letter}": 0.125 for letter in "abcdef"}
+    lines.print("epoch 1/9", {**numbers, "train/d_loss": 3.0, "validation/d_loss": 4.0, **scores}, is_best=False)
+    assert plain(output()).splitlines() == [
+        "Each metric as train / validation; 5 more in runs/a/metrics.csv",
+        "epoch 1/9  train/metric_a 0.1250  d_loss  3.000 /  4.000  validation/f1/2 0.5000",
+    ]
 
 
 # --- The live line ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ A resumed run keeps the rows up to the epoch and the step it continues from, and
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
@@ -27,6 +28,7 @@ SECONDS_PER_ROW = 1.0  # A row of steps.csv covers at least this time; an execut
 SECONDS_TO_TELL = 1.0  # How long task.on_report takes, if no one should wonder.
 MUCH_WAITING = 0.1  # Waiting for batches is reported above this fraction of the training time, and above a second.
 SEPARATOR = " / "  # Between the values of a metric on several datasets.
+METRICS_WIDTH = 70  # Columns of a line that metrics may take; with the rest of an epoch's line they are about 120.
 
 
 class Report:
@@ -57,7 +59,7 @@ class Report:
         self._summaries = Summaries(self.run_dir / TENSORBOARD, names)
         self._summaries.cut(step)
         self._summaries.settings(step, settings.as_json())
-        self._lines = Lines(names, settings.monitor, rest=str(path))
+        self._lines = Lines(names, settings.monitor, path)
         self.direction, self._resumed = direction, resumed
         self._curves_drawn = time.monotonic()
         self._sums = np.zeros(4)  # Since the last row of steps.csv: steps, their losses, full batches and seconds.
@@ -173,50 +175,46 @@ class Report:
 
 
 class Lines:
-    """Prints the lines of one run's epochs, all with the same choice of metrics.
+    """Prints the lines of epochs and validations, all with the same choice of metrics.
 
         Each metric as train / validation
         epoch  1/10  loss  1.985 / 0.9777  accuracy 0.2821 / 0.7318  1.8 s      791 examples/s  best
 
-    A metric that all datasets have is shown once; others have their full names. If the line would be too long, the
-    ends after the first are dropped, and then metrics; the monitored one and the losses take precedence.
+    A metric that not all datasets have is shown with its full name. The monitored metric and losses are shown first,
+    others as far as they fit.
     """
 
-    def __init__(self, names: ResultNames, monitor: str, rest: str) -> None:
-        """`monitor` is the result with precedence, `rest` the file that contains all results."""
-        self._names, self._monitor, self._rest = names, monitor, rest
+    def __init__(self, names: ResultNames, monitor: str, path: Path) -> None:
+        """`monitor` is the result that is always shown, `path` the file that contains all results."""
+        self._names, self._monitor, self._path = names, monitor, path
         self._explained = {""}
 
     def print(self, start: str, metrics: Mapping[str, float], *ends: str, is_best: bool) -> None:
         """Prints a line: its start, the metrics ("<dataset>/<metric>" -> value), and its ends."""
-        values = self._names.lines(metrics)
-        if self._monitor in metrics:  # It may be an element of an array.
-            values[self._monitor] = metrics[self._monitor]
-        measured = set(map(self._names.dataset, values))
-        datasets = [name for name in self._names.datasets if name in measured]
+        by_metric: dict[str, dict[str, str]] = {}
+        for name, value in metrics.items():
+            if name == self._monitor or name not in self._names.arrays:
+                by_metric.setdefault(self._names.metric(name), {})[name] = f"{digits(value):>6}"
+        datasets = dict.fromkeys(self._names.dataset(name) for values in by_metric.values() for name in values)
         texts: dict[str, str] = {}
-        for name, value in values.items():
-            metric = self._names.metric(name)
-            all_values = [values.get(f"{each}/{metric}") for each in datasets]
-            key, shared = (name, [value]) if len(datasets) < 2 or None in all_values else (metric, all_values)
-            texts[key] = f"{key} {SEPARATOR.join(f'{digits(each):>6}' for each in shared)}"
+        for metric, values in by_metric.items():
+            if len(values) == len(datasets) > 1:
+                texts[metric] = f"{metric} {SEPARATOR.join(values.values())}"
+            else:
+                texts[metric] = "  ".join(f"{name} {value}" for name, value in values.items())
+        chosen: list[str] = []
+        monitored = self._names.metric(self._monitor)
+        for metric in sorted(texts, key=lambda metric: (metric != monitored, not metric.endswith("loss"))):
+            if not chosen or len("  ".join([*chosen, texts[metric]])) <= METRICS_WIDTH:
+                chosen.append(texts[metric])
+        self._explain(datasets, chosen, more=len(texts) - len(chosen))
+        line = Text("  ".join([start, *(text for text in texts.values() if text in chosen), *ends]))
+        console.print(line.append("  best", "bold green") if is_best else line)
 
-        def fits(*groups: str) -> bool:  # Room for "best" is kept on all lines, so that all show the same metrics.
-            return len("  ".join([start, *(texts[each] for each in groups), *ends, "best"])) <= console.line_width
-
-        while ends[1:] and not fits(*texts):
-            ends = ends[:-1]
-        first = (self._monitor, self._names.metric(self._monitor))
-        shown: list[str] = []
-        for each in sorted(texts, key=lambda each: (each not in first, not each.endswith("loss"))):
-            shown += [each] * (not shown or fits(*shown, each))
-        chosen = [text for each, text in texts.items() if each in shown]  # In the order of task.create_metrics.
+    def _explain(self, datasets: Iterable[str], chosen: Sequence[str], more: int) -> None:
+        """Prints what the lines do not say, when it is needed for the first time."""
         legends = [f"Each metric as {SEPARATOR.join(datasets)}"] * any(SEPARATOR in text for text in chosen)
-        legends += [f"{len(texts) - len(chosen)} more in {self._rest}"] * (len(texts) > len(chosen))
+        legends += [f"{more} more in {self._path}"] * (more > 0)
         if (legend := "; ".join(legends)) not in self._explained:
             self._explained.add(legend)
             console.print(legend, style="dim")
-        line = Text("  ".join([start, *chosen, *ends, *["best"] * is_best]))
-        if is_best:
-            line.stylize("bold green", -len("best"))
-        console.print(line)
