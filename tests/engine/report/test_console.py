@@ -97,7 +97,7 @@ def test_live_line_shows_the_pass_fits_and_is_gone_before_an_error(
     monkeypatch.setattr(live, "SECONDS_BETWEEN_REFRESHES", -1.0)
     output = console(120)
     line = LiveLine(epochs=3)
-    with pytest.raises(RuntimeError), line.shown():
+    with pytest.raises(RuntimeError), line.removed_at_end():
         line.begin("train", 0, done=0, steps=4000)
         for loss in (1.0, 2.0, 6.0):
             line.took(np.full(1000, loss), 1000)
@@ -115,7 +115,7 @@ def test_live_line_shows_the_pass_fits_and_is_gone_before_an_error(
 def test_without_a_terminal_a_long_pass_prints_lines(console: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     output = console(terminal=False, FORCE_COLOR="1")
     line = LiveLine(epochs=3)
-    with line.shown():
+    with line.removed_at_end():
         line.begin("test", 0, done=0, steps=100)
         line.took(np.ones(10), 10)
         assert output() == ""  # It has not been minutes.
@@ -131,6 +131,7 @@ def test_without_a_terminal_a_long_pass_prints_lines(console: Make, monkeypatch:
 def test_panel_has_the_test_the_files_and_what_to_type(console: Make) -> None:
     result = {"test/[b]f1": 0.25, "test/f1/0": 0.1, "epochs": 3, "step": 1234, "best_epoch": 2, "seconds": 3723.4}
     result |= {"best_validation/loss": 0.70243394, "weights_sha256": "0123456789abcdef" * 4}
+    result["goodput"] = {"fraction": 0.75, "starts": 2, "seconds": {"training": 30.0, "saving": 10.0}}
     output = console(80)
     print_result(result, Config(run_dir=Path("runs/a b")))
     shown = plain(output())
@@ -140,15 +141,18 @@ def test_panel_has_the_test_the_files_and_what_to_type(console: Make) -> None:
         ("test, arrays", "1 numbers in result.json"),
         ("best epoch", "2 of 3, validation/loss 0.7024"),
         ("trained", "1,234 steps in 1:02:03"),
+        ("goodput", "75 % of 40.0 s in 2 starts were training steps that count"),
         ("next: export", "python train.py --export --run-dir 'runs/a b'"),
         ("next: curves", "tensorboard --logdir runs"),
     ):
         assert re.search(rf"│ {re.escape(name)} +{re.escape(value)} +│", shown), name
     output = console(terminal=False)
+    result["goodput"]["starts"] = 1
     print_result(result, Config(export=True))
     assert "0123456789abcdef" * 4 in output()
     assert "\x1b" not in output()
     assert "train.py --export" not in output()
+    assert "goodput" not in output()
 
 
 def test_table_of_checks_wraps_its_texts_in_a_terminal_only(console: Make) -> None:

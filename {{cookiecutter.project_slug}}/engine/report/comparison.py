@@ -33,7 +33,7 @@ def compare(paths: Sequence[Path]) -> None:
     lines = {line: _as_texts([run.get(line, "") for run in runs]) for line in names_of_lines}
     lines = {line: texts for line, texts in lines.items() if not line.startswith("--") or len(set(texts)) > 1}
     width = min(LONGEST_CELL, max(len(text) for texts in (names, *lines.values()) for text in texts))
-    count = max(1, (console.line_width - max(map(len, lines)) - GAP) // (width + GAP))
+    count = max(1, (console.width - max(map(len, lines)) - GAP) // (width + GAP))
     for start in range(0, len(runs), count):
         side_by_side = slice(start, start + count)
         table = rich.table.Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
@@ -42,7 +42,7 @@ def compare(paths: Sequence[Path]) -> None:
             table.add_column(name, overflow="fold", max_width=width)
         for line, texts in lines.items():
             table.add_row(line, *texts[side_by_side])
-        console.print(table, soft_wrap=False, width=console.line_width)
+        console.print(table, soft_wrap=False)
 
 
 def _facts(path: Path) -> dict[str, Any]:

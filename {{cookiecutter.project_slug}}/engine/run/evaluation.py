@@ -119,7 +119,7 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
             seen.add(path)
             continue
         run.objects.reset("validation")  # The checkpoint may be from the middle of a validation.
-        with run.evaluation_weights(), run.live.shown():
+        with run.evaluation_weights(), run.live.removed_at_end():
             metrics = program.validate()
         seen.add(step := step_of(path))
         texts = [f"{name} {digits(value)}" for name, value in names.lines(metrics).items()]

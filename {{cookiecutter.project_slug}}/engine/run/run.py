@@ -270,7 +270,7 @@ class Run:
     def steps_named(self) -> Iterator[None]:
         """Turns an exception of the user's code into BadInput with its place and the steps."""
         try:
-            with user_errors_named(lambda: str(self.passes[-1] if self.passes else "")), self.live.shown():
+            with user_errors_named(lambda: str(self.passes[-1] if self.passes else "")), self.live.removed_at_end():
                 yield
         except InterruptedStep as problem:
             one_pass = self.passes[-1] if self.passes else None
