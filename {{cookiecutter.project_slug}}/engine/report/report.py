@@ -25,7 +25,7 @@ VALIDATIONS = "validations.csv"
 STEPS = "steps.csv"
 SECONDS_BETWEEN_CURVES = 30.0  # curves.png is drawn at most this often, and at the end of a run.
 SECONDS_PER_ROW = 1.0  # A row of steps.csv covers at least this time; an execution may be far shorter.
-SECONDS_TO_TELL = 1.0  # How long task.on_report takes, if no one should wonder.
+SECONDS_TO_TELL = 1.0  # The time of task.on_report is reported above this.
 MUCH_WAITING = 0.1  # Waiting for batches is reported above this fraction of the training time, and above a second.
 SEPARATOR = " / "  # Between the values of a metric on several datasets.
 METRICS_WIDTH = 70  # Columns of a line that metrics may take; with the rest of an epoch's line they are about 120.
@@ -51,11 +51,11 @@ class Report:
         """
         self.settings, self.run_dir, self.names = settings, settings.run_dir, names
         path = self.run_dir / METRICS
-        self.rows, self._columns = keep_rows(path, epochs_done)
+        self.rows = keep_rows(path, epochs_done)
         if missing := epochs_done - len(self.rows):
             console.print(f"{path} lacks {missing} of {epochs_done} epochs")
-        self.validations, self._validation_columns = keep_rows(self.run_dir / VALIDATIONS, validated_step, key="step")
-        self._step_columns = cut_rows(self.run_dir / STEPS, step)
+        self.validations = keep_rows(self.run_dir / VALIDATIONS, validated_step, key="step")
+        cut_rows(self.run_dir / STEPS, step)
         self._summaries = Summaries(self.run_dir / TENSORBOARD, names)
         self._summaries.cut(step)
         self._summaries.settings(step, settings.as_json())
@@ -98,8 +98,7 @@ class Report:
         if waited.size > 1 and of_seconds > 0:  # Whoever waits least makes the others wait.
             row |= {"slowest_worker": int(np.argmin(waited)), "slowest_delay": float(np.ptp(waited)) / of_seconds}
         self._sums[:], self._waiting_before = 0.0, self._waiting
-        path = self.run_dir / STEPS
-        self._step_columns = append_row(path, {"step": step, "epoch": epoch, **row}, self._step_columns)
+        append_row(self.run_dir / STEPS, {"step": step, "epoch": epoch, **row})
         self._summaries.add(step, {f"steps/{name}": value for name, value in row.items()})
 
     def end(self) -> None:
@@ -130,12 +129,14 @@ class Report:
         self._lines.print(start, metrics, *ends, is_best=is_best)
         is_much = waited > MUCH_WAITING and waited * row["seconds"] > 1.0
         if is_much and not self._waiting_is_reported:
-            remedy = "make task.prepare_example cheaper or cache its results, use larger files, or use more CPU cores"
-            console.print(f"{waiting} of the training time went into waiting for batches: {remedy}")
+            console.print(
+                f"{waiting} of the training time went into waiting for batches: make task.prepare_example cheaper or "
+                "cache its results, use larger files, or use more CPU cores"
+            )
         self._waiting_is_reported = is_much
         shown = self.names.scalars(metrics)
         self._summaries.add(row["step"], {"waited": waited, **self._rates, "examples_per_second": speed, **shown})
-        self._columns = append_row(self.run_dir / METRICS, row, self._columns, synced=True)
+        append_row(self.run_dir / METRICS, row, synced=True)
         if time.monotonic() - self._curves_drawn > SECONDS_BETWEEN_CURVES:
             self.draw_curves()
 
@@ -162,14 +163,14 @@ class Report:
         self.validations.append(row)
         self._lines.print(f"step {step}", metrics, is_best=is_best)
         self._summaries.add(step, self.names.scalars(metrics))
-        path, columns = self.run_dir / VALIDATIONS, self._validation_columns
-        self._validation_columns = append_row(path, row, columns, synced=True)
+        append_row(self.run_dir / VALIDATIONS, row, synced=True)
 
     def draw_curves(self) -> None:
         """Draws curves.png, if an epoch has ended."""
         if self.rows:
-            marks = self.validations, self._resumed, self.direction
-            figure = figure_of_run(self.settings, self.names, self.rows, *marks)
+            figure = figure_of_run(
+                self.settings, self.names, self.rows, self.validations, self._resumed, self.direction
+            )
             write_figure(self.run_dir / CURVES, figure)
             self._curves_drawn = time.monotonic()
 

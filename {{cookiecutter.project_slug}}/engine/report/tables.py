@@ -46,10 +46,10 @@ def read_rows(path: Path, key: str = "epoch") -> list[Row]:
     return rows
 
 
-def write_rows(path: Path, rows: list[Row]) -> list[str]:
-    """Replaces the file; returns its columns. Raises CannotWrite."""
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """Replaces the file. Raises CannotWrite."""
     # A metric that was added or removed at a resume has a column with blank cells.
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    columns = dict.fromkeys(name for row in rows for name in row)
 
     def write(temporary: Path) -> None:
         with temporary.open("w", encoding="utf-8", newline="") as lines:
@@ -58,26 +58,28 @@ def write_rows(path: Path, rows: list[Row]) -> list[str]:
             writer.writerows(rows)
 
     write_atomically(path, write)
-    return columns
 
 
-def keep_rows(path: Path, last: int, key: str = "epoch") -> tuple[list[Row], list[str]]:
-    """Removes the rows whose `key` is above `last`, and half a row that a killed run has left.
+def keep_rows(path: Path, last: int, key: str = "epoch") -> list[Row]:
+    """Removes the rows whose `key` is above `last`, and half a row that a killed run has left; returns the rest.
 
-    Returns the others, and the columns. Raises BadInput as `read_rows` does, CannotWrite as `write_rows` does.
+    Raises BadInput as `read_rows` does, CannotWrite as `write_rows` does.
     """
     rows = [row for row in read_rows(path, key) if row[key] <= last]
-    return rows, write_rows(path, rows) if exists(path) else []
+    if exists(path):
+        write_rows(path, rows)
+    return rows
 
 
-def append_row(path: Path, row: Row, columns: list[str], *, synced: bool = False) -> list[str]:
-    """Appends a row to a file with these columns; returns its columns. Raises CannotWrite.
+def append_row(path: Path, row: Row, *, synced: bool = False) -> None:
+    """Appends a row; with `synced` it would survive a loss of power. Raises CannotWrite.
 
-    With `synced` the row would survive a loss of power. A long run has 100,000 rows and more, so the file is replaced
-    only if the row, like the first one, has new columns.
+    A long run has 100,000 rows and more, so the file is replaced only if the row, like the first one, has new columns.
     """
-    if not exists(path) or not row.keys() <= set(columns):
-        return write_rows(path, [*read_rows(path, "step"), row])
+    columns, _ = _header(path) if exists(path) else ([], 0)
+    if not row.keys() <= set(columns):
+        write_rows(path, [*read_rows(path, "step"), row])
+        return
     size = until_read(path.stat, path).st_size
 
     def append() -> None:
@@ -90,31 +92,40 @@ def append_row(path: Path, row: Row, columns: list[str], *, synced: bool = False
 
     with writing(path):
         until_written(append, path)
-    return columns
 
 
-def cut_rows(path: Path, step: int) -> list[str]:
-    """Removes the rows after a step, and a damaged end that a killed run has left; returns the columns.
+def cut_rows(path: Path, step: int) -> None:
+    """Removes the rows after a step, and a damaged end that a killed run has left. "step" is the first column.
 
-    "step" must be the first column. Damage does not end a run, because a run resumes without these rows. The rows are
-    not parsed: a run of a month has 2.6 million, which take about two seconds. Raises CannotWrite.
+    Damage does not end a run, because a run resumes without these rows. They are not parsed: a run of a month has 2.6
+    million, which take about two seconds. Raises CannotWrite.
     """
     if not exists(path):
-        return []
+        return
+    columns, start = _header(path)
+    intact = re.compile(rb"(\d+)" + (len(columns) - 1) * rb",[-+.\da-z]*" + rb"\n")
 
-    def cut() -> list[str]:
+    def cut() -> None:
+        end, last = start, -1
         with path.open("r+b") as file:
-            header = file.readline()
-            columns = next(csv.reader([header.decode(errors="replace")]), [])
-            intact = re.compile(rb"(\d+)" + (len(columns) - 1) * rb",[-+.\da-z]*" + rb"\n")
-            end, last = len(header), -1
+            file.seek(start)
             for row in file:
                 number = int(match[1]) if (match := intact.fullmatch(row)) else -1
                 if not last < number <= step:
                     break
                 end, last = end + len(row), number
             file.truncate(end)
-        return columns
 
     with writing(path):
-        return until_written(cut, path)
+        until_written(cut, path)
+
+
+def _header(path: Path) -> tuple[list[str], int]:
+    """Returns the columns of a file, and the bytes of its first line."""
+
+    def read() -> bytes:
+        with path.open("rb") as file:
+            return file.readline()
+
+    line = until_read(read, path)
+    return next(csv.reader([line.decode(errors="replace")]), []), len(line)
