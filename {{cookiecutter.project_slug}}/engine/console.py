@@ -205,9 +205,7 @@ def print_result(result: dict[str, Any], settings: Settings) -> None:
     facts["files"] = f"{run_dir}: {', '.join(files)}"
     # Each command has its own title, so that its line can be copied.
     if not settings.export:
-        is_default = run_dir == type(settings).__dataclass_fields__["run_dir"].default
-        flag = "" if is_default else f" --run-dir {shlex.quote(str(run_dir))}"
-        facts["next: export"] = f"python train.py --export{flag}"
+        facts["next: export"] = f"python train.py --export --run-dir {shlex.quote(str(run_dir))}"
     facts["next: predict"] = f"python predict.py {shlex.quote(str(run_dir))} EXAMPLES"
     folder = run_dir if run_dir.parent == Path() else run_dir.parent  # TensorBoard finds its neighbours there, too.
     facts["next: curves"] = f"tensorboard --logdir {shlex.quote(str(folder))}"
