@@ -9,8 +9,7 @@ The seconds by kind:
     saving      waiting for a checkpoint
     other       reports, hooks, and waiting for other processes between executions
 
-What killed processes took is known up to the last time that the file was written. The time between two starts does
-not count.
+The seconds of a killed process are known up to its last write of the file. The time between two starts does not count.
 """
 
 import contextlib

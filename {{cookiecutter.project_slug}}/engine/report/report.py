@@ -213,7 +213,7 @@ class Lines:
         console.print(line.append("  best", "bold green") if is_best else line)
 
     def _explain(self, datasets: Iterable[str], chosen: Sequence[str], more: int) -> None:
-        """Prints what the lines do not say, when it is needed for the first time."""
+        """Prints the legend of a line, unless it was printed before."""
         legends = [f"Each metric as {SEPARATOR.join(datasets)}"] * any(SEPARATOR in text for text in chosen)
         legends += [f"{more} more in {self._path}"] * (more > 0)
         if (legend := "; ".join(legends)) not in self._explained:
