@@ -27,6 +27,7 @@ from engine.cluster.workers import Workers, peers_named
 from engine.command_line import read_settings
 from engine.data import Batches, CompiledSteps, load_splits
 from engine.errors import exit_codes
+from engine.messages import user_errors_named
 from engine.model import (
     HiddenState,
     TaskObjects,
@@ -49,7 +50,6 @@ from engine.run import (
     start_run,
 )
 from engine.trained import export
-from engine.user_errors import user_errors_named
 
 SPLITS = ("train", "validation", "test")
 

@@ -9,7 +9,7 @@ from rendering import PROJECT
 
 ENGINE = PROJECT / "engine"
 GROUND = {"command_line", "console", "errors", "files", "memory", "protocols", "quiet_start", "settings", "tracing"}
-GROUND |= {"exceptions", "retries", "trials", "user_errors", "versions"}
+GROUND |= {"messages", "retries", "trials", "versions"}
 MAY_IMPORT = {
     "ground": {"ground"},
     "cluster": {"ground", "cluster"},

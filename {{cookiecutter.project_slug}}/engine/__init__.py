@@ -8,7 +8,7 @@ cluster/   which processes and devices train together
 data/      from examples to batches on every replica
 model/     what a step uses and changes
 settings   the engine's settings and the command line     errors    how a run ends that does not finish
-console    output                                         user_errors  what the user's code raises, as one line
+console    output                                         messages  what an exception says, as one line
 protocols  what the engine uses of task.py                retries      reads again after faults that pass
 files      files that are written completely or not       versions  the code and the packages that a run depends on
 tracing    what a traced function does                   quiet_start  hides TensorFlow's lines about itself
@@ -22,9 +22,11 @@ hand over what the engine needs.
 import atexit
 import gc
 import time
+from pathlib import Path
 
 from engine.quiet_start import filter_stderr
 
+PROJECT = Path(__file__).resolve().parents[1]
 imported_at: float | None = time.monotonic()  # None once a run has started: engine/report/goodput.py.
 
 # Before TensorFlow is imported.

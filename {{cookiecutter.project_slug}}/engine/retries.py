@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from engine.errors import ProgramExit, Unavailable, asked_to_stop
-from engine.exceptions import first_line, may_pass
+from engine.messages import first_line, may_pass
 
 SECONDS_TO_WAIT = (1, 2, 4, 8, 16, 32, 60, 60, 60)  # Before each further attempt: about four minutes.
 SECONDS_AFTER_SIGNAL = 4  # At most, because whoever sent it may soon end the process.

@@ -13,9 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from engine import PROJECT
 from engine.files import file_sha256
-
-PROJECT = Path(__file__).resolve().parents[1]
 
 
 def versions() -> dict[str, str]:

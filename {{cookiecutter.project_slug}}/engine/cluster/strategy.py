@@ -19,7 +19,7 @@ from engine.cluster.rendezvous import rendezvous
 from engine.cluster.tensorflow_start import start_tensorflow
 from engine.console import console
 from engine.errors import BadInput
-from engine.exceptions import first_line
+from engine.messages import first_line
 from engine.settings import Settings, flag
 from engine.versions import shared_facts
 

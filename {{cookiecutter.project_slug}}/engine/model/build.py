@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import engine
 from engine.errors import BadInput, Diverged
-from engine.exceptions import first_line
+from engine.messages import first_line
 from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
 from engine.model.global_batch import watch_added_losses

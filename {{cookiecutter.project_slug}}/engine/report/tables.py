@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.errors import BadInput
-from engine.exceptions import first_line
 from engine.files import exists, read_text, sync, write_atomically, writing
+from engine.messages import first_line
 from engine.retries import until_read, until_written
 
 # The columns of metrics.csv before the metrics; with several optimizers, each has its "learning_rate/<name>".

@@ -12,8 +12,8 @@ import filelock
 
 from engine.console import console
 from engine.errors import BadInput, Stopped, Unavailable
-from engine.exceptions import may_pass
 from engine.files import read_json
+from engine.messages import may_pass
 from engine.run.signals import signals
 from engine.settings import CONFIG, Settings, recorded_settings
 from engine.versions import changes_since

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.errors import BadInput, Damaged, Unavailable
-from engine.exceptions import first_line, may_pass
+from engine.messages import first_line, may_pass
 from engine.model.variables import by_name, is_seed, model_variables
 from engine.run.checkpoint_files import PROGRESS, checkpoint_paths, plain_name, read_checkpoint
 from engine.run.directory import BEST, CHECKPOINTS

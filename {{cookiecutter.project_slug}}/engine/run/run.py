@@ -14,6 +14,7 @@ from engine.console import LiveLine, console, print_result
 from engine.data.batches import Batches
 from engine.errors import BadInput, Damaged, InterruptedStep
 from engine.files import write_json
+from engine.messages import user_errors_named
 from engine.model.build import TaskObjects
 from engine.model.hidden_state import HiddenState
 from engine.model.metrics import split_of
@@ -28,7 +29,6 @@ from engine.run.signals import signals
 from engine.run.state import State, weights_sha256
 from engine.run.writer import Writer
 from engine.settings import Settings
-from engine.user_errors import user_errors_named
 
 
 class Run:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine import PROJECT
 from engine.cluster.devices import describe_arithmetic
 from engine.cluster.strategy import strategy_info
 from engine.console import print_facts
@@ -21,7 +22,7 @@ from engine.model.variables import by_name
 from engine.run.directory import machine
 from engine.run.run import Run
 from engine.settings import Settings
-from engine.versions import PROJECT, code_sha256, versions
+from engine.versions import code_sha256, versions
 
 SECONDS_FOR_GIT = 5.0  # A repository may be large, or its disk slow.
 
