@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.memory import memory_of_machine
+from engine.machine import memory_of_machine
 from engine.messages import OUTSIDE_TABLE
 from engine.model.global_batch import is_in_step
 from engine.model.variables import by_name, layers_of

@@ -13,10 +13,10 @@ import filelock
 from engine.console import console
 from engine.errors import BadInput, Stopped, Unavailable
 from engine.files import read_json
+from engine.machine import changes_since
 from engine.messages import may_pass
 from engine.run.signals import signals
 from engine.settings import CONFIG, Settings, recorded_settings
-from engine.versions import changes_since
 
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
