@@ -61,6 +61,8 @@ def text_of(problem: BaseException) -> str:
 
 def may_pass(problem: BaseException) -> bool:
     """Returns whether another attempt may help: it is a fault of a network, a server or a disk, and not of the data."""
+    if isinstance(problem, ProgramExit):  # It was judged, and its text may quote such a fault.
+        return False
     if isinstance(problem, OSError) and problem.errno in PASSING:
         return True
     if isinstance(problem, ConnectionError | TimeoutError):
