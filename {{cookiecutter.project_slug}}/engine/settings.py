@@ -66,8 +66,9 @@ class Settings:
     """Check your hooks on a few batches, report what to fix, and exit."""
     evaluate_only: PerLaunch[Annotated[bool, INSTEAD_OF_TRAINING]] = False
     """Print the metrics of the run's best weights, or of --init-from, with the run's settings. Write nothing."""
-    evaluate_continuously: PerLaunch[Annotated[bool, INSTEAD_OF_TRAINING]] = False
-    """Validate each new checkpoint of the run in --run-dir, with the run's settings, until the run ends."""
+    evaluate_continuously: PerLaunch[Annotated[float | None, INSTEAD_OF_TRAINING]] = None
+    """Validate each new checkpoint of the run in --run-dir, with the run's settings, until the run ends, or until there
+    was no new one for this many seconds."""
     compare: PerLaunch[Annotated[tuple[Path, ...] | None, INSTEAD_OF_TRAINING]] = None
     """Compare the runs in these directories: print a table, and draw comparison.png in the current folder."""
 
@@ -103,8 +104,6 @@ class Settings:
     """Validate at every multiple of this many steps, in addition to the end of each epoch."""
     evaluation_batch_size: ChangeableInEvaluation[int | None] = None
     """Examples per step of validation and test, over all replicas together. Default: --global-batch-size."""
-    evaluation_timeout: PerLaunch[float] = 3600.0
-    """Seconds without a new checkpoint after which --evaluate-continuously ends."""
 
     checkpoint_every_steps: ChangeableOnResume[int | None] = None
     """Save at every multiple of this many steps, in addition to the end of each epoch."""
@@ -217,7 +216,7 @@ class Settings:
     @property
     def evaluates(self) -> bool:
         """Whether a run is evaluated, not trained."""
-        return self.evaluate_only or self.evaluate_continuously
+        return self.evaluate_only or self.evaluate_continuously is not None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the settings as config.json contains them; values that JSON cannot represent become text."""
