@@ -57,8 +57,7 @@ imported_at: float | None = time.monotonic()  # None once a run has started: eng
 # Before TensorFlow is imported.
 filter_stderr()
 
-# TensorFlow's import makes 600,000 objects and hardly any garbage. The first build excludes them from the search for
-# garbage, which then is as frequent as usual.
-WHILE_IMPORTING = 1_000_000
-gc.set_threshold(WHILE_IMPORTING)
+# TensorFlow's import makes 600,000 objects and hardly any garbage, so garbage is not searched for while it runs.
+# engine/model/__init__.py, which is imported after it, excludes these objects from the search from then on.
+gc.set_threshold(1_000_000)
 atexit.register(gc.freeze)

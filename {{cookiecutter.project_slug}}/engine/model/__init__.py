@@ -15,6 +15,8 @@ moments         the moments of BatchNormalization, over all replicas also with a
 hidden_state    the variables that Keras does not list
 """
 
+import gc
+
 from engine.model.averages import follow
 from engine.model.build import TaskObjects, build_models, finish_objects, set_up
 from engine.model.global_batch import gather_batch, in_one_batch, places_in_batch, sum_over_batch, sum_over_replicas
@@ -39,3 +41,7 @@ __all__ = [
     "sum_over_batch",
     "sum_over_replicas",
 ]
+
+# The second half of what engine/__init__.py says about garbage.
+gc.freeze()
+gc.set_threshold(10_000)

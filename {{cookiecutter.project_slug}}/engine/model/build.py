@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -11,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import engine
 from engine.errors import BadInput, Diverged
 from engine.messages import first_line
 from engine.model import rejections, variables
@@ -32,9 +30,6 @@ LOWEST_LOSS_SCALE = 2.0**-10  # Gradients that still overflow float16 here are t
 def set_up(task: Task, settings: Settings) -> None:
     """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
     rejections.check_hooks(task, export=settings.export)
-    if gc.get_threshold()[0] == engine.WHILE_IMPORTING:
-        gc.freeze()
-        gc.set_threshold(10_000)
     if settings.deterministic:
         tf.config.experimental.enable_op_determinism()
         tf.config.experimental.enable_tensor_float_32_execution(False)
