@@ -110,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings_of_run(Config, options.run_dir)
 
         from engine.console import console
+        from engine.messages import user_errors_named
         from engine.trained.predictions import report_infinite, write_predictions
-        from engine.user_errors import user_errors_named
 
         with user_errors_named(lambda: f"INPUT {options.input}"):
             import task

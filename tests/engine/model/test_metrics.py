@@ -17,7 +17,6 @@ from engine.cluster import parameter_servers
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model import sum_over_batch
-from engine.model.build import set_up
 from engine.model.metrics import LARGEST_SHOWN, ResultNames, drifting, in_float64, metric_results
 from engine.model.rejections import monitor_direction
 

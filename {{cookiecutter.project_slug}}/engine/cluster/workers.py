@@ -18,7 +18,7 @@ import tensorflow as tf
 from engine.cluster.environment import Cluster, find_cluster, process_name
 from engine.cluster.rendezvous import FROZEN, kind_of_loss, lost, wait_for
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
-from engine.user_errors import CONNECTION_ERRORS, DIFFERENT_CALLS
+from engine.messages import DIFFERENT_CALLS, is_broken_connection
 
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
 HEAD = 257  # Integers in the first operation of `from_chief`; a prime, so that `gather` has another shape.
@@ -181,7 +181,7 @@ def peers_named() -> Iterator[None]:
             raise BadInput(NOT_TOGETHER.format("")) from problem
         cluster = find_cluster(os.environ)
         # What the others get when a step fails on one worker may have the class of that failure.
-        if cluster is None or not (isinstance(problem, CONNECTION_ERRORS) or "Collective ops is abort" in str(problem)):
+        if cluster is None or not (is_broken_connection(problem) or "Collective ops is abort" in str(problem)):
             raise
         gone = ", ".join(_lost_for_good(cluster))
         if not gone and (accused := _accused(str(problem), cluster)):

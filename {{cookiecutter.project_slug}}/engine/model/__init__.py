@@ -14,6 +14,8 @@ averages        the moving average of the weights and statistics; a network that
 moments         the moments of BatchNormalization, over all replicas also with a mask
 """
 
+import gc
+
 from engine.model.averages import follow
 from engine.model.global_batch import gather_batch, in_one_batch, places_in_batch, sum_over_batch, sum_over_replicas
 from engine.model.gradients import apply_gradients, in_micro_batches
@@ -30,3 +32,7 @@ __all__ = [
     "sum_over_batch",
     "sum_over_replicas",
 ]
+
+# The second half of what engine/__init__.py says about garbage.
+gc.freeze()
+gc.set_threshold(10_000)

@@ -7,7 +7,7 @@ from engine.cluster.workers import peers_named
 from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes
 from engine.run.run import Run
 from engine.run.signals import signals
-from engine.user_errors import user_errors_named
+from engine.messages import user_errors_named
 
 
 @contextlib.contextmanager

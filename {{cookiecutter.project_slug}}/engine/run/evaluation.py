@@ -80,7 +80,7 @@ def _restore_best(run: Run) -> Path:
 
 
 def _evaluate_continuously(program: Program, settings: Settings, read_settings: Callable[[], Settings]) -> None:
-    """Validates each checkpoint of the run in --run-dir as it appears, until the run ends or --evaluation-timeout.
+    """Validates each checkpoint of the run in --run-dir as it appears, until it ends, or for so long without one.
 
     The metrics go to the console, to evaluations.csv and to TensorBoard. Checkpoints that the run removes before their
     turn are skipped. Once there is a run, its settings are the defaults.
@@ -135,11 +135,12 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
 
 
 def _wait_for(find: Callable[[], Any], settings: Settings) -> Any:
-    """Returns the first true value that `find` returns; None, and prints a line, after --evaluation-timeout."""
-    deadline = time.monotonic() + settings.evaluation_timeout
+    """Returns the first true value that `find` returns; None, and prints a line, after --evaluate-continuously."""
+    seconds = settings.evaluate_continuously or 0.0
+    deadline = time.monotonic() + seconds
     while not (found := find()):
         if time.monotonic() > deadline:
-            console.print(f"Nothing new for {settings.evaluation_timeout:g} s (--evaluation-timeout)")
+            console.print(f"Nothing new for {seconds:g} s (--evaluate-continuously)")
             return None
         time.sleep(1.0)
     return found
