@@ -1,4 +1,4 @@
-"""The cluster that this process belongs to, as TF_CONFIG, Slurm, a Kubernetes Indexed Job or SageMaker describes it."""
+"""The cluster that this process belongs to, as TF_CONFIG, Slurm or a Kubernetes Indexed Job describes it."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ JOBS = ("chief", "worker", "ps")  # In the order in which processes are counted.
 class Cluster:
     """The processes of a cluster, by job, and which of them this process is."""
 
-    source: str  # "TF_CONFIG", "Slurm", "Kubernetes", "SageMaker" or "launch.py", for messages.
+    source: str  # "TF_CONFIG", "Slurm", "Kubernetes" or "launch.py", for messages.
     addresses: dict[str, list[str]]  # job -> "host:port" of each of its processes.
     job: str
     index: int
@@ -64,8 +64,6 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
         cluster = _from_slurm(environment)
     elif "JOB_COMPLETION_INDEX" in environment and _pods(environment) > 1:
         cluster = _from_kubernetes(environment)
-    elif environment.get("SM_HOSTS"):
-        cluster = _from_sagemaker(environment)
     else:
         return None
     if problem := next(_problems(cluster), ""):
@@ -150,18 +148,6 @@ def _pods(environment: Mapping[str, str]) -> int:
         problem = f"JOB_NAME={environment['JOB_NAME']} names a cluster, but neither WORKERS nor PET_NNODES is set"
         raise BadInput(f"{problem}: set WORKERS to the number of pods that train together, as deploy/jobset.yaml does")
     return _number(environment, given[0], 1) if given else 1
-
-
-def _from_sagemaker(environment: Mapping[str, str]) -> Cluster:
-    """Reads the variables that SageMaker's training toolkit sets: the names of all hosts, and of this one."""
-    hosts, host = environment["SM_HOSTS"], environment.get("SM_CURRENT_HOST", "")
-    try:
-        names = list(map(str, json.loads(hosts))) if hosts.lstrip().startswith("[") else []
-        index, port = names.index(host), _number(environment, "PORT", 12345)
-        return Cluster("SageMaker", {"worker": [f"{name}:{port}" for name in names]}, "worker", index)
-    except ValueError:
-        rule = 'they must be like ["algo-1", "algo-2"] and algo-1'
-        raise BadInput(f"SM_HOSTS={hosts} and SM_CURRENT_HOST={host} in the environment: {rule}") from None
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -94,13 +94,13 @@ class Workers:
         flags = self.gather({"number": np.array(float(flag))})["number"]
         return [name for name, is_set in zip(self.names, flags, strict=True) if is_set]
 
-    def check_all_do(self, doing: str, number: float = 0.0) -> np.ndarray:
-        """Returns each worker's `number` ([workers]). Raises BadInput, on every worker, unless all do the same.
+    def check_all_do(self, doing: str) -> None:
+        """Raises BadInput, on every worker, unless all do the same.
 
         It is called before compiled steps: workers that run different ones would wait for each other for ever.
         """
         # In the shape of `names_where`, whose tag is another.
-        return self.gather({"number": np.array(number)}, doing)["number"]
+        self.gather({"number": np.array(0.0)}, doing)
 
     def from_chief(self, function: Callable[[], Any]) -> Any:
         """Calls `function` on the chief only; returns its result, which is pickled, on all workers.

@@ -9,7 +9,6 @@ gradients       micro-batches, the sum over replicas, clipping, the update
 optimizers      makes Keras's optimizers clip and update the sum over the replicas
 rows            embedding tables: reads and changes the rows that a step looks up, where that is enough
 global_batch    sums over the global batch, and the values of all its examples, for the loss of a step
-waiting         how long the steps wait for other processes
 averages        the moving average of the weights and statistics; a network that follows another
 moments         the moments of BatchNormalization, over all replicas also with a mask
 hidden_state    the variables that Keras does not list
@@ -20,7 +19,6 @@ from engine.model.build import TaskObjects, build_models, finish_objects, set_up
 from engine.model.global_batch import gather_batch, in_one_batch, places_in_batch, sum_over_batch, sum_over_replicas
 from engine.model.gradients import apply_gradients, in_micro_batches
 from engine.model.hidden_state import HiddenState, recorded_variables
-from engine.model.waiting import measure_waiting
 
 __all__ = [
     "HiddenState",
@@ -32,7 +30,6 @@ __all__ = [
     "gather_batch",
     "in_micro_batches",
     "in_one_batch",
-    "measure_waiting",
     "places_in_batch",
     "recorded_variables",
     "set_up",

@@ -30,25 +30,14 @@ SECONDS_WITHOUT_AN_END = 600.0  # The first steps are compiled, which takes minu
 class Executions:
     """How many steps each split's next call of a compiled function runs: with "auto", some seconds of steps."""
 
-    def __init__(
-        self, settings: Settings, workers: Workers, all_reduce: str = "", clock: tf.Variable | None = None
-    ) -> None:
-        """`all_reduce` names how the strategy sums over its devices; "" if it does not.
-
-        `clock` has the seconds that the steps have waited for other workers; None without any.
-        """
+    def __init__(self, settings: Settings, workers: Workers, all_reduce: str = "") -> None:
+        """`all_reduce` names how the strategy sums over its devices; "" if it does not."""
         self._settings, self._all_reduce, self.workers = settings, all_reduce, workers
         self._is_measured = settings.steps_per_execution == "auto" and not settings.eager
         self._every = [each for each in (settings.checkpoint_every_steps, settings.validate_every_steps) if each]
         self._lengths: dict[str, int] = {}
         self._trained = 0  # Executions of training steps so far.
         self._called: set[str] = set()  # The splits whose compiled function was called.
-        self._clock = clock
-        # How long this process has waited in executions of training, and how long these took. The first execution
-        # does not count, because it compiles.
-        self._own_waiting = self._seconds = self._clock_before = 0.0
-        # The waiting of all workers, and its seconds, when they exchanged it last.
-        self.waiting = np.zeros(workers.count), 0.0
 
     def length(self, split: str, *, left: int, step: int) -> int:
         """Returns how many steps to run now, when `left` steps of the pass remain, after training step `step`."""
@@ -59,15 +48,6 @@ class Executions:
             count = min([count, *(every - step % every for every in self._every)])
             count = min(count, PROFILED_STEPS) if self._profiles_next else count
         return count
-
-    def check_all_do(self, doing: str) -> None:
-        """Raises BadInput, on every worker, unless all are about to do the same."""
-        # Workers whose steps are in other stacks would wait for each other for ever.
-        self.waiting = self.workers.check_all_do(doing, self._own_waiting), self._seconds
-        self._clock_before = self._clock_now()
-
-    def _clock_now(self) -> float:
-        return 0.0 if self._clock is None else float(self._clock.numpy())
 
     @contextlib.contextmanager
     def watched(self, split: str, stacks: StackIterator) -> Iterator[None]:
@@ -114,9 +94,6 @@ class Executions:
         """
         is_first = split not in self._called
         self._called.add(split)
-        if split == "train" and not is_first and self._clock is not None:
-            self._own_waiting += self._clock_now() - self._clock_before
-            self._seconds += seconds
         if self._is_measured and count == self._lengths[split]:
             # The first call compiles and so looks slow; from its one step the length at most doubles each time.
             fitting = int(count / seconds * (SECONDS_ALONE if self.workers.count == 1 else SECONDS_TOGETHER))
@@ -177,7 +154,8 @@ class Pass:
             return
         self._count = self._executions.length(self.split, left=self.steps_left, step=self._progress.step)
         if self._executions.workers.count > 1:
-            self._executions.check_all_do(f"{self}, in stacks {self._iterator.plan(self._count)}")
+            # Workers whose steps are in other stacks would wait for each other for ever.
+            self._executions.workers.check_all_do(f"{self}, in stacks {self._iterator.plan(self._count)}")
         self._started, self._waited = time.monotonic(), self._iterator.seconds_waited
         self.watch.enter_context(self._executions.watched(self.split, self._iterator))
         try:

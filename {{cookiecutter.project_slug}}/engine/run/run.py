@@ -17,7 +17,6 @@ from engine.files import write_json
 from engine.model.build import TaskObjects
 from engine.model.hidden_state import HiddenState
 from engine.model.metrics import split_of
-from engine.model.waiting import measure_waiting
 from engine.report.goodput import Goodput, start_time
 from engine.report.report import Report
 from engine.run.checkpoints import Checkpoints
@@ -64,8 +63,7 @@ class Run:
         # One more than the checkpoints, because each of them may name other weights as the best.
         self.best = Checkpoints(settings.run_dir / BEST, weights, keep=keep + 1, writer=writer)
         self.live = LiveLine(settings.epochs, can_be_drawn=not settings.eager)
-        all_reduce = strategy_info(strategy).all_reduce
-        self._executions = Executions(settings, workers, all_reduce, measure_waiting(strategy))
+        self._executions = Executions(settings, workers, strategy_info(strategy).all_reduce)
         self.passes: list[Pass] = []
         self._examples = 0  # Examples in an epoch of training.
         self._saved_step: int | None = None
@@ -101,8 +99,7 @@ class Run:
         taken = one_pass.record(losses)
         self.live.took(*taken[:2])
         if one_pass.split == "train" and self.report:
-            rates, waiting = self.objects.learning_rates, self._executions.waiting
-            self.report.steps(self.progress.step, self.epoch + 1, *taken, rates, waiting)
+            self.report.steps(self.progress.step, self.epoch + 1, *taken, self.objects.learning_rates)
         self.write_goodput()
         self.objects.check_loss_scales(self.progress.step)
 
