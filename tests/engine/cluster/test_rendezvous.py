@@ -47,8 +47,7 @@ def together(members: list[Cluster], facts: list[dict[str, Any]], *, seconds: fl
 
 
 def hello(process: Cluster, /, **more: Any) -> bytes:
-    said = {"task": process.name, "cluster": process.addresses, "facts": {}, "own": {}, "missing": []}
-    said |= {"rejection": "", "everyone": {}}
+    said = {"name": process.name, "cluster": process.addresses, "facts": {}, "own": {}, "verdict": {}}
     return json.dumps({**said, **more}).encode() + b"\n"
 
 
@@ -152,15 +151,15 @@ def test_port_in_use_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch, ca
     # The code of this end is tried again.
     with (
         socket.create_server(("127.0.0.1", port_of(members[1]))),
-        pytest.raises(CountedLoss, match=r"worker 1 at .* where it cannot listen .*: end the program that uses"),
+        pytest.raises(CountedLoss, match=r"worker 1 at .*, which another program uses: end that program, or choose"),
     ):
         rendezvous(members[1], {}, timeout=0.3)
     assert "waits up to 0.3 s for the port" in capsys.readouterr().err
 
-    def refuse(address: str) -> socket.socket:
+    def refuse(address: str) -> bool:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(module, "_listen", refuse)
+    monkeypatch.setattr(module, "_is_free", refuse)
     with pytest.raises(BadInput, match=r"where it cannot listen \(Permission denied\): choose another port"):
         rendezvous(members[0], {}, timeout=20)
 
@@ -171,7 +170,7 @@ STRANGE = {
     "no text": b"{\xff\xfe\n",
     "nested too deep": b'{"a":' * 60_000 + b"\n",
     "no end": b"{" * 2**20,
-    "a list for a name": {"task": ["worker 1"]},
+    "a list for a name": {"name": ["worker 1"]},
 }
 
 

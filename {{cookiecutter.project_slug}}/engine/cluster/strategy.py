@@ -11,10 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from engine.cluster import parameter_servers
 from engine.cluster.devices import describe_own_devices, let_gpu_memory_grow
 from engine.cluster.environment import Cluster, find_cluster, reject_cluster
 from engine.cluster.nvidia import identify_gpus, why_no_gpu
-from engine.cluster.parameter_servers import check_settings, coordinate, serve
 from engine.cluster.rendezvous import rendezvous
 from engine.cluster.tensorflow_start import start_tensorflow
 from engine.console import console
@@ -59,11 +59,11 @@ def create_strategy(settings: Settings) -> tf.distribute.Strategy:
     name: str = settings.strategy
     if name == "auto":
         name = "multi_worker" if cluster else "mirrored" if (simulated or gpus) > 1 else "one_device"
+    if name == "parameter_server":
+        cluster = parameter_servers.check(settings, cluster)
     _check_cluster(name, cluster)
     _check_devices(name, simulated, gpus)
     _check_all_reduce(name, settings, gpus)
-    if name == "parameter_server":
-        check_settings(settings)
     if simulated:
         _simulate(simulated)
 
@@ -90,18 +90,18 @@ def strategy_info(strategy: tf.distribute.Strategy) -> StrategyInfo:
 
 
 def _check_cluster(name: str, cluster: Cluster | None) -> None:
-    jobs = [job for job, addresses in cluster.addresses.items() if addresses] if cluster else []
-    if name == "parameter_server" and not {"chief", "worker", "ps"} <= set(jobs):
-        remedy = "use python launch.py --workers 2 --parameter-servers 1 -- ..."
-        raise BadInput(f"--strategy {name} needs a cluster with a chief, workers and ps in TF_CONFIG: {remedy}")
     if name == "multi_worker" and not cluster:
-        remedy = "use srun, deploy/kubernetes.yaml or python launch.py --workers 2 -- ..."
-        raise BadInput(f"--strategy {name} needs a cluster: {remedy}")
-    needed = "parameter_server" if "ps" in jobs else "multi_worker"
+        raise BadInput(
+            "--strategy multi_worker needs a cluster: use srun, deploy/kubernetes.yaml or python launch.py --workers 2 "
+            "-- ..."
+        )
+    needed = "parameter_server" if cluster and "ps" in cluster.addresses else "multi_worker"
     if cluster and name not in (needed, "tpu"):
-        found = f"{cluster.source} describes a cluster of {len(cluster.processes())} processes ({', '.join(jobs)})"
-        remedy = f"use --strategy {needed}, or start the program without {cluster.source}"
-        raise BadInput(f"--strategy {name} does not fit, because {found}: {remedy}")
+        raise BadInput(
+            f"--strategy {name} does not fit, because {cluster.source} describes a cluster of "
+            f"{len(cluster.processes())} processes ({', '.join(cluster.addresses)}): use --strategy {needed}, or start "
+            f"the program without {cluster.source}"
+        )
 
 
 def _check_devices(name: str, simulated: int, gpus: int) -> None:
@@ -150,8 +150,7 @@ def _create(
 ) -> tuple[tf.distribute.Strategy, StrategyInfo]:
     devices = describe_own_devices(settings.simulated_devices, only_one=name == "one_device")
     if cluster and name == "parameter_server":
-        strategy = (coordinate if cluster.job == "chief" else serve)(cluster, timeout=settings.cluster_timeout)
-        size = f"{len(cluster.addresses['worker'])} worker(s), asynchronous: each takes its own steps"
+        strategy, size = parameter_servers.start(cluster, timeout=settings.cluster_timeout)
         return strategy, StrategyInfo(name, size, f"{devices} (the chief; the workers have their own)")
     workers = all_reduce = ""
     if cluster and name == "multi_worker":

@@ -21,7 +21,7 @@ from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
 from engine.user_errors import CONNECTION_ERRORS, DIFFERENT_CALLS
 
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
-HEAD = 257  # Integers in the first operation of `from_chief`; a prime, so that `gather` has another shape.
+HEAD = 256  # Bytes in the first operation of `from_chief`, in which most results fit.
 LARGE = 2**16  # Arrays of this many bytes are sent by themselves, without a copy in a pickle.
 NOT_TOGETHER = (
     "the workers no longer do the same{}: a condition in train.py or a hook (a clock, a file, the environment) differs "
@@ -68,7 +68,8 @@ class Workers:
             return {name: value[None] for name, value in values.items()}
         call = f"{doing} {[(name, str(value.dtype), value.shape) for name, value in values.items()]}"
         # Integers survive a sum with zeros unchanged; floats would lose the sign of zero.
-        packed = _as_integers(b"".join([_tag(call).tobytes(), *(value.tobytes() for value in values.values())]))
+        tag = zlib.crc32(call.encode()).to_bytes(4, "little")
+        packed = _as_integers(b"".join([tag, *(value.tobytes() for value in values.values())]))
         parts, size = [], max(1, CHUNK // self.count)
         for first in range(0, packed.size, size):
             own = packed[first : first + size]
@@ -81,17 +82,17 @@ class Workers:
                 parts.append(rows)
         if not parts:
             return {}
-        rows = np.concatenate(parts, axis=1)
-        gathered, first = {}, packed.itemsize
+        received = np.concatenate(parts, axis=1).view(np.uint8)
+        gathered, first = {}, len(tag)
         for name, value in values.items():
-            arrays = [np.frombuffer(row.tobytes()[first : first + value.nbytes], value.dtype) for row in rows]
-            gathered[name] = np.stack([array.reshape(value.shape) for array in arrays])
+            columns = np.ascontiguousarray(received[:, first : first + value.nbytes])
+            gathered[name] = columns.view(value.dtype).reshape(self.count, *value.shape)
             first += value.nbytes
         return gathered
 
     def names_where(self, flag: bool) -> list[str]:
         """Returns the names of the workers that call it with True."""
-        flags = self.gather({"number": np.array(float(flag))})["number"]
+        flags = self.gather({"flag": np.array(flag)})["flag"]
         return [name for name, is_set in zip(self.names, flags, strict=True) if is_set]
 
     def check_all_do(self, doing: str) -> None:
@@ -100,7 +101,7 @@ class Workers:
         It is called before compiled steps: workers that run different ones would wait for each other for ever.
         """
         # In the shape of `names_where`, whose tag is another.
-        self.gather({"number": np.array(0.0)}, doing)
+        self.gather({"flag": np.array(True)}, doing)
 
     def from_chief(self, function: Callable[[], Any]) -> Any:
         """Calls `function` on the chief only; returns its result, which is pickled, on all workers.
@@ -111,57 +112,51 @@ class Workers:
         """
         if self.count == 1:
             return function()
-        name = getattr(getattr(function, "func", function), "__qualname__", "another call")
         outcome: tuple[Any, Exception | None] = (None, None)
-        packed, large = np.zeros(0, np.uint8), []
+        arrays: list[np.ndarray] = []
+        message = b""
         if self.is_chief:
             try:
                 outcome = (function(), None)
             except (BadInput, CannotWrite, Damaged) as problem:
                 outcome = (None, problem)
-
-            def is_small(buffer: pickle.PickleBuffer) -> bool:
-                if buffer.raw().nbytes >= LARGE:
-                    large.append(np.frombuffer(buffer.raw(), np.uint8))
-                return buffer.raw().nbytes < LARGE
-
-            pickled = pickle.dumps(outcome, protocol=5, buffer_callback=is_small)
-            packed = np.frombuffer(pickle.dumps((pickled, [each.size for each in large])), np.uint8)
-        # First the workers' tags, whose sum shows whether all call the same function; then a size in 64 bits.
-        head = np.zeros(4 * HEAD, np.uint8)
-        head[4:12] = np.array([packed.size]).view(np.uint8)
-        head[12 : 12 + packed.size] = packed[: head.size - 12]
-        head[:4] = _tag(name).view(np.uint8)
-        if not self.is_chief:
-            head[4:] = 0
-        head = self._sum(head.view(np.int32))
-        if head[0] != (_tag(name) * np.int32(self.count))[0]:
-            raise BadInput(NOT_TOGETHER.format(f" (here {name})"))
-        in_head, size = head[3:].view(np.uint8), int(head[1:3].view(np.int64)[0])
-        rest = self._send(packed[in_head.size :], max(0, size - in_head.size))
-        pickled, sizes = pickle.loads(in_head.tobytes() + rest.tobytes())
-        buffers = [self._send(large[index] if large else rest, each) for index, each in enumerate(sizes)]
-        value, error = outcome if self.is_chief else pickle.loads(pickled, buffers=buffers)
+            message, arrays = _pickled(outcome)
+        # The size of the message, in 64 bits, and its first bytes.
+        head = np.frombuffer((len(message).to_bytes(8, "little") + message).ljust(HEAD, b"\0")[:HEAD], np.uint8)
+        name = getattr(getattr(function, "func", function), "__qualname__", "a decision of the chief")
+        head = self.gather({"head": head}, name)["head"][0].tobytes()
+        rest = self._send(np.frombuffer(message[HEAD - 8 :], np.uint8), int.from_bytes(head[:8], "little") - HEAD + 8)
+        pickled, sizes = pickle.loads(head[8:] + rest.tobytes())
+        arrays = [self._send(arrays[index] if arrays else rest, size) for index, size in enumerate(sizes)]
+        value, error = outcome if self.is_chief else pickle.loads(pickled, buffers=arrays)
+        if isinstance(error, CannotWrite | Unavailable) and not self.is_chief:
+            raise PeerLost(str(error))  # The chief's end is counted, once.
         if error is not None:
-            passes = isinstance(error, CannotWrite | Unavailable) and not self.is_chief
-            raise PeerLost(str(error)) if passes else error  # The chief's end is counted, once.
+            raise error
         return value
 
     def _send(self, array: np.ndarray, size: int) -> np.ndarray:
-        """Returns the chief's `array` ([size], uint8); the `array` of others is not used."""
-        received = array if self.is_chief else np.empty(size, np.uint8)
+        """Returns the chief's `array` ([size], uint8) on all workers; the `array` of the others is not used."""
+        received = array if self.is_chief else np.empty(max(0, size), np.uint8)
         for first in range(0, size, 4 * CHUNK):
             piece = received[first : first + 4 * CHUNK]
-            zeros = np.zeros(-(-piece.size // 4), np.int32)
-            summed = self._sum(_as_integers(piece.tobytes()) if self.is_chief else zeros)
+            summed = self._sum(_as_integers(piece.tobytes() if self.is_chief else bytes(piece.size)))
             if not self.is_chief:
                 piece[:] = summed.view(np.uint8)[: piece.size]
         return received
 
 
-def _tag(call: str) -> np.ndarray:
-    """Returns a number for a call ([1], int32): other workers must make the same one."""
-    return np.array([zlib.crc32(call.encode())], np.uint32).view(np.int32)
+def _pickled(value: Any) -> tuple[bytes, list[np.ndarray]]:
+    """Returns a pickled value, with the sizes of the large arrays in it, and these arrays ([size], uint8)."""
+    large: list[np.ndarray] = []
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes >= LARGE:
+            large.append(np.frombuffer(buffer.raw(), np.uint8))
+        return buffer.raw().nbytes < LARGE
+
+    pickled = pickle.dumps(value, protocol=5, buffer_callback=is_small)
+    return pickle.dumps((pickled, [array.size for array in large])), large
 
 
 def _as_integers(packed: bytes) -> np.ndarray:
