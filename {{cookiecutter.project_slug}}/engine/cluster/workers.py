@@ -21,8 +21,7 @@ from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
 from engine.user_errors import CONNECTION_ERRORS, DIFFERENT_CALLS
 
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
-HEAD = 256  # Bytes in the first operation of `from_chief`, in which most results fit.
-LARGE = 2**16  # Arrays of this many bytes are sent by themselves, without a copy in a pickle.
+HEAD = 256  # Bytes of a result in the first operation of `from_chief`; most results fit.
 NOT_TOGETHER = (
     "the workers no longer do the same{}: a condition in train.py or a hook (a clock, a file, the environment) differs "
     "between them; decide it together, by `if run.on_any_worker(condition):`"
@@ -106,57 +105,42 @@ class Workers:
     def from_chief(self, function: Callable[[], Any]) -> Any:
         """Calls `function` on the chief only; returns its result, which is pickled, on all workers.
 
-        Large arrays in the result are sent one by one, in pieces, and are in memory once on each worker. A BadInput,
+        The pickled result is in memory once more meanwhile, so large values are exchanged in portions. A BadInput,
         CannotWrite or Damaged that it raises is raised on all; a fault that may pass becomes PeerLost on all but the
         chief. Any other exception is raised on the chief only.
         """
         if self.count == 1:
             return function()
         outcome: tuple[Any, Exception | None] = (None, None)
-        arrays: list[np.ndarray] = []
-        message = b""
+        message: Any = b""
         if self.is_chief:
             try:
                 outcome = (function(), None)
             except (BadInput, CannotWrite, Damaged) as problem:
                 outcome = (None, problem)
-            message, arrays = _pickled(outcome)
-        # The size of the message, in 64 bits, and its first bytes.
-        head = np.frombuffer((len(message).to_bytes(8, "little") + message).ljust(HEAD, b"\0")[:HEAD], np.uint8)
+            message = pickle.dumps(outcome, protocol=5)
+        # The size of the message in 64 bits, and its first bytes.
+        head = np.frombuffer((len(message).to_bytes(8, "little") + message[:HEAD]).ljust(8 + HEAD, b"\0"), np.uint8)
         name = getattr(getattr(function, "func", function), "__qualname__", "a decision of the chief")
-        head = self.gather({"head": head}, name)["head"][0].tobytes()
-        rest = self._send(np.frombuffer(message[HEAD - 8 :], np.uint8), int.from_bytes(head[:8], "little") - HEAD + 8)
-        pickled, sizes = pickle.loads(head[8:] + rest.tobytes())
-        arrays = [self._send(arrays[index] if arrays else rest, size) for index, size in enumerate(sizes)]
-        value, error = outcome if self.is_chief else pickle.loads(pickled, buffers=arrays)
+        chiefs = self.gather({"head": head}, name)["head"][0].tobytes()
+        size = int.from_bytes(chiefs[:8], "little")
+        message = chiefs[8:] if size <= HEAD else self._send(message, size)
+        value, error = outcome if self.is_chief else pickle.loads(message)
         if isinstance(error, CannotWrite | Unavailable) and not self.is_chief:
             raise PeerLost(str(error))  # The chief's end is counted, once.
         if error is not None:
             raise error
         return value
 
-    def _send(self, array: np.ndarray, size: int) -> np.ndarray:
-        """Returns the chief's `array` ([size], uint8) on all workers; the `array` of the others is not used."""
-        received = array if self.is_chief else np.empty(max(0, size), np.uint8)
+    def _send(self, message: bytes, size: int) -> np.ndarray:
+        """Returns the chief's message of `size` bytes ([size], uint8) on all workers."""
+        received = np.frombuffer(message, np.uint8) if self.is_chief else np.empty(size, np.uint8)
         for first in range(0, size, 4 * CHUNK):
             piece = received[first : first + 4 * CHUNK]
             summed = self._sum(_as_integers(piece.tobytes() if self.is_chief else bytes(piece.size)))
             if not self.is_chief:
                 piece[:] = summed.view(np.uint8)[: piece.size]
         return received
-
-
-def _pickled(value: Any) -> tuple[bytes, list[np.ndarray]]:
-    """Returns a pickled value, with the sizes of the large arrays in it, and these arrays ([size], uint8)."""
-    large: list[np.ndarray] = []
-
-    def is_small(buffer: pickle.PickleBuffer) -> bool:
-        if buffer.raw().nbytes >= LARGE:
-            large.append(np.frombuffer(buffer.raw(), np.uint8))
-        return buffer.raw().nbytes < LARGE
-
-    pickled = pickle.dumps(value, protocol=5, buffer_callback=is_small)
-    return pickle.dumps((pickled, [array.size for array in large])), large
 
 
 def _as_integers(packed: bytes) -> np.ndarray:
