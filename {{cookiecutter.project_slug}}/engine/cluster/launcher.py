@@ -271,17 +271,21 @@ def main(description: str) -> int:
     workers, gpus = options.workers, visible_gpus(os.environ)
     min_workers = workers if options.min_workers is None else options.min_workers
     if not 1 <= min_workers <= workers or (options.min_workers and options.parameter_servers):
-        rule = "must be from 1 to the number of --workers, without --parameter-servers, which need no such flag"
-        parser.error(f"--min-workers {min_workers} {rule}")
+        parser.error(
+            f"--min-workers {min_workers} must be from 1 to the number of --workers, without --parameter-servers, "
+            "which need no such flag"
+        )
     # Simulated devices need no GPU. Then all GPUs are hidden, so that no process takes their memory.
     is_simulated = re.search(r"--simulated[-_]devices[ =](?!0\b)", " ".join(options.arguments))
     used = [] if is_simulated else gpus
-    each, left_over = divmod(len(used), workers)
+    count, left_over = divmod(len(used), workers)
     if left_over:
         fitting = " or ".join(str(number) for number in range(1, len(used) + 1) if len(used) % number == 0)
-        remedy = f"use {fitting} worker(s), or choose the GPUs with {VISIBLE} (-1 excludes all)"
-        parser.error(f"--workers {workers} cannot share {len(used)} GPU(s) ({', '.join(used)}) equally: {remedy}")
-    visible = [",".join(used[index * each : (index + 1) * each]) or "-1" for index in range(workers)] if gpus else []
+        parser.error(
+            f"--workers {workers} cannot share {len(used)} GPU(s) ({', '.join(used)}) equally: use {fitting} "
+            f"worker(s), or choose the GPUs with {VISIBLE} (-1 excludes all)"
+        )
+    visible = [",".join(used[index * count : (index + 1) * count]) or "-1" for index in range(workers)] if gpus else []
     jobs, arguments = {"worker": workers}, options.arguments
     if options.parameter_servers:
         jobs = {"chief": 1, **jobs, "ps": options.parameter_servers}

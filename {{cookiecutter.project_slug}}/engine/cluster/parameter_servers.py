@@ -145,7 +145,7 @@ class WorkerPool:
         """Has the workers take `count` steps together; returns their losses ([count]), in any order."""
         pieces = np.array_split(np.arange(count), min(count, PIECES_PER_WORKER * self.count))
         arguments = [(iterators, tf.constant(0), tf.constant(len(piece))) for piece in pieces]
-        losses = [self._coordinator.schedule(steps, args=each) for each in arguments]
+        losses = [self._coordinator.schedule(steps, args=piece) for piece in arguments]
         self._coordinator.join()  # Raises what a worker has raised.
         return np.concatenate([loss.fetch() for loss in losses])
 

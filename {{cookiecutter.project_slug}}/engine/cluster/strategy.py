@@ -107,12 +107,15 @@ def _check_cluster(name: str, cluster: Cluster | None) -> None:
 def _check_devices(name: str, simulated: int, gpus: int) -> None:
     most = {"mirrored": simulated, "one_device": 1, "multi_worker": 1}.get(name, 0)
     if simulated > most:
-        rule = f"is too high for --strategy {name}, which uses {most} in each process"
-        raise BadInput(f"--simulated-devices {simulated} {rule}: remove it, or use --strategy mirrored in one process")
+        raise BadInput(
+            f"--simulated-devices {simulated} is too high for --strategy {name}, which uses {most} in each process: "
+            "remove it, or use --strategy mirrored in one process"
+        )
     if name == "mirrored" and not simulated and not gpus:
         reason = why_no_gpu(os.environ) or "this machine shows none"
-        remedy = "use --simulated-devices N, or --strategy one_device"
-        raise BadInput(f"--strategy mirrored needs GPUs and {reason}: {remedy}")
+        raise BadInput(
+            f"--strategy mirrored needs GPUs and {reason}: use --simulated-devices N, or --strategy one_device"
+        )
 
 
 def _check_all_reduce(name: str, settings: Settings, gpus: int) -> None:
@@ -138,8 +141,10 @@ def _check_gpus_are_not_shared(workers: dict[str, dict[str, Any]]) -> None:
     for worker, own in workers.items():
         for gpu in own["gpus"]:
             if (user := users.setdefault(gpu, worker)) != worker:
-                problem = f"{user} and {worker} use the same GPU {gpu.split()[-1]} of {own['host']}"
-                raise BadInput(f"{problem}: set CUDA_VISIBLE_DEVICES for each, as launch.py does")
+                raise BadInput(
+                    f"{user} and {worker} use the same GPU {gpu.split()[-1]} of {own['host']}: set "
+                    "CUDA_VISIBLE_DEVICES for each worker, as launch.py does"
+                )
 
 
 # --- The strategies ---------------------------------------------------------------------------------------------------
@@ -182,8 +187,10 @@ def _simulate(count: int) -> None:
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     except RuntimeError:
-        rule = f"is more than {len(configured)}, with which {ALREADY_STARTED}"
-        raise BadInput(f"--simulated-devices {count} {rule}. In one process, use the largest number first") from None
+        raise BadInput(
+            f"--simulated-devices {count} is more than {len(configured)}, with which {ALREADY_STARTED}. In one "
+            "process, use the largest number first"
+        ) from None
 
 
 def _mirrored(simulated: int, gpus: int, all_reduce: str) -> tf.distribute.Strategy:
@@ -218,9 +225,9 @@ def _multi_worker(cluster: Cluster, gpus: int, devices: str, settings: Settings)
         if "program startup" not in str(problem):
             raise
         raise BadInput(f"--strategy multi_worker: {ALREADY_STARTED}") from None
-    if all(each["devices"] == devices for each in workers.values()):
+    if all(own["devices"] == devices for own in workers.values()):
         return strategy, f"{devices} for each worker"
-    return strategy, "; ".join(f"{worker}: {each['devices']}" for worker, each in workers.items())
+    return strategy, "; ".join(f"{worker}: {own['devices']}" for worker, own in workers.items())
 
 
 def _tpu() -> tf.distribute.Strategy:
@@ -231,7 +238,8 @@ def _tpu() -> tf.distribute.Strategy:
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (ValueError, tf.errors.OpError) as problem:
-        local = "install tensorflow-tpu 2.20 instead of tensorflow (docs/clusters.md)"
-        remedy = f"for the TPU of this machine {local}, for another one set TPU_NAME"
-        raise BadInput(f"--strategy tpu finds no TPU ({first_line(problem)}): {remedy}") from problem
+        raise BadInput(
+            f"--strategy tpu finds no TPU ({first_line(problem)}): for the TPU of this machine install tensorflow-tpu "
+            "2.20 instead of tensorflow (docs/clusters.md), for another one set TPU_NAME"
+        ) from problem
     return tf.distribute.TPUStrategy(resolver)

@@ -65,11 +65,13 @@ def end_late(process: int, seconds: float, end: float) -> None:
     if select.select([0], [], [], max(0.0, end - time.monotonic()))[0] or cluster is None:
         return
     gone = ", ".join(lost(cluster))
-    why = gone or "one of them hangs or is too slow"
-    names = ", ".join(cluster.processes())
-    remedy = "check its log, then start the same command, without --fresh, on all"
-    line = f"ERROR: TensorFlow did not start on all of {names} within {seconds:g} s ({why}): {remedy}"
-    print(line, file=sys.stderr, flush=True)
+    print(
+        f"ERROR: TensorFlow did not start on all of {', '.join(cluster.processes())} within {seconds:g} s "
+        f"({gone or 'one of them hangs or is too slow'}): check its log, then start the same command, without --fresh, "
+        "on all",
+        file=sys.stderr,
+        flush=True,
+    )
     code = kind_of_loss(cluster, gone).exit_code
     os.kill(process, code if code < signal.NSIG else signal.SIGKILL)  # Only Linux has signals of these numbers.
 

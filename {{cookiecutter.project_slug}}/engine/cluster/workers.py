@@ -57,7 +57,7 @@ class Workers:
     def gather(
         self, values: dict[str, np.ndarray], doing: str = "", *, to_chief: bool = False
     ) -> dict[str, np.ndarray]:
-        """Returns each of the `values` [...] as [workers, ...], of all workers in their order, bit for bit.
+        """Returns the `values` [...] as [workers, ...], of all workers in their order, bit for bit.
 
         Every worker gets all values, so they should be small: 1,000 workers with 100 kB each need 100 MB in each. With
         `to_chief`, all but the chief get {} and need 64 MiB. Raises BadInput, on every worker, if not all of them call
@@ -162,34 +162,35 @@ def peers_named() -> Iterator[None]:
         # What the others get when a step fails on one worker may have the class of that failure.
         if cluster is None or not (isinstance(problem, CONNECTION_ERRORS) or "Collective ops is abort" in str(problem)):
             raise
-        gone = ", ".join(_lost_for_good(cluster))
-        if not gone and (accused := _accused(str(problem), cluster)):
-            gone = f"{accused} does not answer, or failed"
-        if not gone:
+        missing = ", ".join(_lost_for_good(cluster))
+        if not missing and (accused := _accused(str(problem), cluster)):
+            missing = f"{accused} does not answer, or failed"
+        if not missing:
             raise
-        remedy = "check its log, then start the same command, without --fresh, on all; everything saved is intact"
-        frozen = "; or this process was frozen for 10 s or more" if "is gone" in gone else ""
-        text = f"{gone}{frozen}: {remedy}"
-        raise kind_of_loss(cluster, gone)(text) from problem
+        frozen = "; or this process was frozen for 10 s or more" if "is gone" in missing else ""
+        raise kind_of_loss(cluster, missing)(
+            f"{missing}{frozen}: check its log, then start the same command, without --fresh, on all; everything saved "
+            "is intact"
+        ) from problem
 
 
 def _lost_for_good(cluster: Cluster) -> list[str]:
     """Returns what `lost` returns, once all processes in it have ended or some seconds have passed."""
-    found: list[str] = []
+    missing: list[str] = []
 
     def have_ended() -> bool:
-        found[:] = lost(cluster)
+        missing[:] = lost(cluster)
         # A process that is ending may be silent before it is gone.
-        return bool(found) and not any(each.endswith(FROZEN) for each in found)
+        return bool(missing) and not any(text.endswith(FROZEN) for text in missing)
 
     wait_for(have_ended, SECONDS_UNTIL_GONE)
-    return found
+    return missing
 
 
 def _accused(message: str, cluster: Cluster) -> str:
     """Returns the other processes that TensorFlow's message says failed; "" if it is about something else."""
-    others, found = cluster.others(), re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", message)
-    names = [process_name(job, int(index)) for job, index in found]
+    tasks, others = re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", message), cluster.others()
+    names = [process_name(job, int(index)) for job, index in tasks]
     if "CoordinationService" in message:  # The first worker runs it.
         names.append(next(iter(cluster.processes())))
     accused = ", ".join(f"{name} ({others[name]})" for name in dict.fromkeys(names) if name in others)
