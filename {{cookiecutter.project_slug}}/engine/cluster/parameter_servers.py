@@ -135,7 +135,7 @@ class WorkerPool:
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy) -> None:
         # A strategy has one coordinator: the constructor returns it again.
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        self.count = strategy.cluster_resolver.cluster_spec().num_tasks("worker")
+        self.count = tf.distribute.cluster_resolver.TFConfigClusterResolver().cluster_spec().num_tasks("worker")
 
     def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any:
         """Returns the workers' iterators, as one value; each worker calls `dataset` for its own."""

@@ -8,7 +8,7 @@ asks the others until it has a verdict; the others ask the chief for it.
 TensorFlow's own ports, which open next, trust everybody: the network must be private.
 """
 
-import concurrent.futures
+import asyncio
 import contextlib
 import errno
 import json
@@ -16,9 +16,8 @@ import re
 import socket
 import sys
 import textwrap
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from engine.cluster.environment import Cluster, is_loopback
@@ -50,8 +49,7 @@ def rendezvous(
     hello: Hello = {"name": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}, "verdict": {}}
     hello = json.loads(json.dumps(hello))  # JSON turns a tuple into a list: compare what the others receive.
     wait_until_free(cluster, timeout)
-    with _answering(cluster, hello):
-        verdict = (_decide if cluster.is_chief else _ask_chief)(cluster, hello, timeout)
+    verdict = asyncio.run(_meet(cluster, hello, timeout))
     if text := verdict.get("rejection"):
         raise BadInput(text)
     if text := verdict.get("missing"):
@@ -111,49 +109,85 @@ def wait_until_free(cluster: Cluster, timeout: float) -> None:
     raise CountedLoss(f"{place}, which another program uses: end that program, or choose another port")
 
 
-def _decide(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any]:
+async def _meet(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any]:
+    """Returns the verdict; meanwhile it sends the current `hello` to whoever connects to this process's address."""
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.CancelledError), contextlib.closing(writer):
+            writer.write(json.dumps(hello).encode() + b"\n")
+            await asyncio.wait_for(writer.drain(), SECONDS_PER_CONNECTION)
+
+    host, port = _host_and_port(cluster.processes()[cluster.name])
+    # None: at all addresses of this machine, as TensorFlow listens afterwards.
+    server = await asyncio.start_server(answer, host if is_loopback(host) else None, port)
+    try:
+        return await (_decide if cluster.is_chief else _ask_chief)(cluster, hello, timeout)
+    finally:
+        server.close()
+
+
+async def _decide(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any]:
     """Asks the others until all answer; returns the chief's verdict as soon as they know it."""
     others, deadline = cluster.others(), time.monotonic() + timeout
-    with concurrent.futures.ThreadPoolExecutor(max_workers=min(32, len(others))) as threads:
 
-        def ask_all() -> dict[str, Hello]:
-            answers = zip(others, threads.map(_ask, others.values()), strict=True)
-            return {name: answer for name, answer in answers if answer}
+    async def ask_all() -> dict[str, Hello]:
+        answers = zip(others, await asyncio.gather(*map(_ask, others.values())), strict=True)
+        return {name: answer for name, answer in answers if answer}
 
-        while not hello["verdict"]:
-            answers = ask_all()
-            missing = [name for name in others if name not in answers]
-            differences = (_difference(name, answer, hello) for name, answer in answers.items())
-            if difference := next(filter(None, differences), ""):
-                hello["verdict"] = {"rejection": difference}
-            elif not missing:
-                everyone = {cluster.name: hello, **answers}
-                hello["verdict"] = {"everyone": {name: answer["own"] for name, answer in everyone.items()}}
-            elif time.monotonic() > deadline:
-                hello["verdict"] = {"missing": did_not_join(cluster, missing, timeout)}
-            else:
-                time.sleep(SECONDS_BETWEEN_QUESTIONS)
-        # A process that knows the verdict no longer answers. A second chief has one too.
-        seconds = timeout if "everyone" in hello["verdict"] else SECONDS_FOR_REJECTION
-        wait_for(lambda: all(answer["verdict"] for answer in ask_all().values()), seconds)
+    while not hello["verdict"]:
+        answers = await ask_all()
+        missing = [name for name in others if name not in answers]
+        differences = (_difference(name, answer, hello) for name, answer in answers.items())
+        if difference := next(filter(None, differences), ""):
+            hello["verdict"] = {"rejection": difference}
+        elif not missing:
+            everyone = {cluster.name: hello, **answers}
+            hello["verdict"] = {"everyone": {name: answer["own"] for name, answer in everyone.items()}}
+        elif time.monotonic() > deadline:
+            hello["verdict"] = {"missing": did_not_join(cluster, missing, timeout)}
+        else:
+            await asyncio.sleep(SECONDS_BETWEEN_QUESTIONS)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout if "everyone" in hello["verdict"] else SECONDS_FOR_REJECTION):
+            # A process that knows the verdict no longer answers. A second chief has one too.
+            while not all(answer["verdict"] for answer in (await ask_all()).values()):
+                await asyncio.sleep(SECONDS_BETWEEN_QUESTIONS)
     return hello["verdict"]
 
 
-def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any]:
+async def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any]:
     """Asks the chief until it has a verdict; returns that, or this process's own if the chief does not fit or join."""
     chief, address = next(iter(cluster.processes().items()))
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        if answer := _ask(address):
+        if answer := await _ask(address):
             if difference := _difference(chief, answer, hello):
-                # Wait until the chief has found the difference too, or is gone.
-                wait_for(lambda: not (reply := _ask(address)) or reply["verdict"], SECONDS_FOR_REJECTION)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SECONDS_FOR_REJECTION):
+                        # Until the chief has found the difference too, or is gone.
+                        while (reply := await _ask(address)) and not reply["verdict"]:
+                            await asyncio.sleep(SECONDS_BETWEEN_QUESTIONS)
                 return {"rejection": difference}
             if answer["verdict"]:
                 return answer["verdict"]
             deadline = time.monotonic() + timeout  # The chief has a deadline too, and knows who is missing.
-        time.sleep(SECONDS_BETWEEN_QUESTIONS)
+        await asyncio.sleep(SECONDS_BETWEEN_QUESTIONS)
     return {"missing": did_not_join(cluster, [chief], timeout)}
+
+
+async def _ask(address: str) -> Hello | None:
+    """Returns the hello of the process at an address; None if nothing answers, or another program."""
+    try:
+        async with asyncio.timeout(SECONDS_PER_CONNECTION):
+            received, writer = await asyncio.open_connection(*_host_and_port(address), limit=LONGEST_HELLO)
+            with contextlib.closing(writer):
+                # If TensorFlow has started there, its first byte differs, and it does not end.
+                if (first := await received.read(1)) != b"{":
+                    return None
+                hello = json.loads(first + await received.readline())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return hello if all(isinstance(hello.get(key), kind) for key, kind in KINDS.items()) else None
 
 
 def _difference(name: str, answer: Hello, own: Hello) -> str:
@@ -178,60 +212,13 @@ def _difference(name: str, answer: Hello, own: Hello) -> str:
 # --- Sockets ----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _answering(cluster: Cluster, hello: Hello) -> Iterator[None]:
-    """Sends the current `hello` to whoever connects to this process's address."""
-    over = threading.Event()
-
-    def answer() -> None:
-        while not over.is_set():
-            try:
-                connection, _ = server.accept()
-                with connection:
-                    connection.settimeout(SECONDS_PER_CONNECTION)
-                    connection.sendall(json.dumps(hello).encode() + b"\n")
-            except OSError:  # Nobody connected, somebody left, or too many files are open.
-                over.wait(0.05)
-
-    # The thread ends before the server is closed.
-    with _listen(cluster.processes()[cluster.name]) as server, concurrent.futures.ThreadPoolExecutor(1) as thread:
-        server.settimeout(SECONDS_BETWEEN_QUESTIONS)
-        thread.submit(answer)
-        try:
-            yield
-        finally:
-            over.set()
-
-
-def _ask(address: str) -> Hello | None:
-    """Returns the hello of the process at an address; None if nothing answers, or another program."""
-    try:
-        with _connect(address) as connection, connection.makefile("rb") as received:
-            # If TensorFlow has started there, its first byte differs, and it does not end.
-            if (first := received.read(1)) != b"{":
-                return None
-            hello = json.loads(first + received.readline(LONGEST_HELLO))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return hello if all(isinstance(hello.get(key), kind) for key, kind in KINDS.items()) else None
-
-
-def _listen(address: str) -> socket.socket:
-    """Listens at a loopback address, or else at all addresses of this machine, as TensorFlow does afterwards."""
-    host, port = _host_and_port(address)
-    if is_loopback(host):
-        return socket.create_server((host, port), family=_family(host))
-    both = socket.has_dualstack_ipv6()
-    return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
-
-
 def _is_free(address: str) -> bool:
     """Returns whether no other program uses the port. Raises OSError if this one may not use it.
 
     Listens nowhere, because other processes would take that for the start of TensorFlow.
     """
     host, port = _host_and_port(address)
-    with socket.socket(_family(host)) as bound:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # An ended process may have left connections.
         try:
             bound.bind((host if is_loopback(host) else "", port))
@@ -240,10 +227,6 @@ def _is_free(address: str) -> bool:
                 raise
             return False
     return True
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
