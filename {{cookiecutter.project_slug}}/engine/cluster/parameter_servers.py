@@ -92,12 +92,15 @@ def _serve(cluster: Cluster, timeout: float) -> NoReturn:
 
 
 def _wait_until_listening(cluster: Cluster, names: Iterable[str], timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while missing := [name for name in names if not is_listening(cluster.processes()[name])]:
-        if time.monotonic() > deadline:
-            text = did_not_join(cluster, missing, timeout)
-            raise kind_of_loss(cluster, text)(text)
-        time.sleep(0.2)
+    missing = list(names)
+
+    def are_listening() -> bool:
+        missing[:] = [name for name in missing if not is_listening(cluster.processes()[name])]
+        return not missing
+
+    if not wait_for(are_listening, timeout):
+        text = did_not_join(cluster, missing, timeout)
+        raise kind_of_loss(cluster, text)(text)
 
 
 def _end_without_others(cluster: Cluster) -> None:
@@ -105,23 +108,21 @@ def _end_without_others(cluster: Cluster) -> None:
 
     TensorFlow would wait for them without limit, where nothing can raise.
     """
-    workers = [name for name in cluster.processes() if name.startswith("worker")]
+    workers = [f"{name} ({address})" for name, address in cluster.others().items() if name.startswith("worker")]
     healthy = time.monotonic()
     while True:
         time.sleep(SECONDS_BETWEEN_LOOKS)
         missing = lost(cluster)
-        frozen = ", ".join(text for text in missing if text.endswith(FROZEN))
-        all_are_gone = all(any(text.startswith(f"{name} (") for text in missing) for name in workers)
-        if not frozen and not all_are_gone:
+        if frozen := ", ".join(text for text in missing if text.endswith(FROZEN)):
+            # It does not end, and the others end with 0, so this end is counted.
+            loss: PeerLost = CountedLoss(f"{frozen}: end it, then restart the cluster")
+        elif all(f"{worker} is gone" in missing for worker in workers):
+            loss = PeerLost("all workers are gone: check their logs, then restart the cluster")
+        else:
             healthy = time.monotonic()
-        elif time.monotonic() > healthy + SECONDS_WITHOUT_WORKERS:
-            # A frozen process does not end, and the others end with 0, so this end is counted for it.
-            code = CountedLoss.exit_code if frozen else PeerLost.exit_code
-            line = f"{frozen}: end it, then restart the cluster"
-            if not frozen:
-                line = "all workers are gone: check their logs, then restart the cluster"
-            print(f"ERROR: {line}", file=sys.stderr, flush=True)
-            os._exit(code)
+        if time.monotonic() > healthy + SECONDS_WITHOUT_WORKERS:
+            print(f"ERROR: {loss}", file=sys.stderr, flush=True)
+            os._exit(loss.exit_code)
 
 
 def _add_atomically(variable: keras.Variable, value: Any) -> tf.Tensor:

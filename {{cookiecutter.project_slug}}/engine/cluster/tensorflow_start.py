@@ -45,24 +45,29 @@ def start_tensorflow(cluster: Cluster, timeout: float, start: Callable[[], Start
 @contextlib.contextmanager
 def _ended_after(seconds: float) -> Iterator[None]:
     """Ends the process with a line and the exit code of a lost peer if the code inside takes longer."""
-    code = f"from {__name__} import end_late; end_late({os.getpid()}, {seconds}, {time.monotonic() + seconds})"
-    command, environment = [sys.executable, "-c", code], {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
+    code = f"from {__name__} import end_late; end_late({os.getpid()}, {seconds})"
     # Python code cannot run here, so another process prints the line and sends a signal. The C function _exit handles
     # it, whose argument, the number of the signal, becomes the exit code.
     c = ctypes.CDLL(None)
-    for code_of_exit in (PeerLost.exit_code, CountedLoss.exit_code):
-        c.signal(code_of_exit, ctypes.cast(c._exit, ctypes.c_void_p))
-    late = subprocess.Popen(command, env=environment, cwd=PROJECT, stdin=subprocess.PIPE, start_new_session=True)
+    for loss in (PeerLost, CountedLoss):
+        c.signal(loss.exit_code, ctypes.cast(c._exit, ctypes.c_void_p))
+    late = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"},
+        cwd=PROJECT,
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
     try:
         yield
     finally:
         late.communicate()  # Closes its stdin, which ends it.
 
 
-def end_late(process: int, seconds: float, end: float) -> None:
-    """Ends a process at `end`, on the clock time.monotonic, and prints why; returns if stdin is closed before."""
+def end_late(process: int, seconds: float) -> None:
+    """Ends a process after some seconds, and prints why; returns if stdin is closed before."""
     cluster = find_cluster(os.environ)
-    if select.select([0], [], [], max(0.0, end - time.monotonic()))[0] or cluster is None:
+    if select.select([0], [], [], seconds)[0] or cluster is None:
         return
     gone = ", ".join(lost(cluster))
     print(
