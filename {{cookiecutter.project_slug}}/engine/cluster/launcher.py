@@ -272,8 +272,7 @@ def main(description: str) -> int:
     min_workers = workers if options.min_workers is None else options.min_workers
     if not 1 <= min_workers <= workers or (options.min_workers and options.parameter_servers):
         parser.error(
-            f"--min-workers {min_workers} must be from 1 to the number of --workers, without --parameter-servers, "
-            "which need no such flag"
+            f"--min-workers {min_workers} must be from 1 to the number of --workers, without --parameter-servers"
         )
     # Simulated devices need no GPU. Then all GPUs are hidden, so that no process takes their memory.
     is_simulated = re.search(r"--simulated[-_]devices[ =](?!0\b)", " ".join(options.arguments))
