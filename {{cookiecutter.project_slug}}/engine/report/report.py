@@ -62,7 +62,6 @@ class Report:
         self.direction, self._resumed = direction, resumed
         self._curves_drawn = time.monotonic()
         self._sums = np.zeros(4)  # Since the last row of steps.csv: steps, their losses, full batches and seconds.
-        self._waiting = self._waiting_before = (np.zeros(1), 0.0)  # Now, and at the last row.
         self._on_report_failed, self._on_report_seconds = False, 0.0
         self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
 
@@ -74,17 +73,13 @@ class Report:
         batches: float,
         seconds: float,
         rates: Callable[[], Row],
-        waiting: tuple[np.ndarray, float] | None = None,
     ) -> None:
         """Counts an execution of training steps; writes a row of steps.csv about once a second.
 
         `step`, the last one over all epochs, and `epoch` count from 1. `losses` are the steps' losses ([count]), whose
         mean is over `batches`, and `seconds` their time. `rates` returns the learning rates, for a row that is due.
-        `waiting` are the seconds that each worker has waited for the others in earlier executions of this start
-        ([workers]), and the seconds of these executions.
         """
         self._sums += len(losses), np.sum(losses, dtype=np.float64), batches, seconds
-        self._waiting = waiting or self._waiting
         self._last_steps = step, epoch
         if self._sums[-1] >= SECONDS_PER_ROW:
             self._end_row(rates())
@@ -93,10 +88,7 @@ class Report:
         step, epoch = self._last_steps
         count, loss, batches, seconds = self._sums.tolist()
         row = {"loss": loss / batches, "steps_per_second": count / max(seconds, 1e-9), **rates}
-        waited, of_seconds = self._waiting[0] - self._waiting_before[0], self._waiting[1] - self._waiting_before[1]
-        if waited.size > 1 and of_seconds > 0:  # Whoever waits least makes the others wait.
-            row |= {"slowest_worker": int(np.argmin(waited)), "slowest_delay": float(np.ptp(waited)) / of_seconds}
-        self._sums[:], self._waiting_before = 0.0, self._waiting
+        self._sums[:] = 0.0
         append_row(self.run_dir / STEPS, {"step": step, "epoch": epoch, **row})
         self._summaries.add(step, {f"steps/{name}": value for name, value in row.items()})
 
