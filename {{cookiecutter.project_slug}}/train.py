@@ -104,7 +104,7 @@ def datasets(split: str) -> list[Batches]:
 
 def distributed_train_step(batch) -> tf.Tensor:
     """Runs task.train_step on every replica; returns the batch's loss (scalar)."""
-    per_replica_losses = strategy.run(in_micro_batches(task.train_step, config), args=(batch,))
+    per_replica_losses = strategy.run(in_micro_batches(task.train_step, config, task.model), args=(batch,))
     objects.average.update()  # It is empty without --ema-decay.
     # KEEP: The sum, because every replica's loss is already divided by the global batch size.
     return reduce_on_worker(strategy, per_replica_losses)

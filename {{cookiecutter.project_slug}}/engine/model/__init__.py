@@ -5,6 +5,7 @@ rejections      rejects objects that would train wrongly without an error
 variables       the variables of the objects by name; those that differ between replicas
 metrics         builds and reads the metrics, and names their results
 sums            adds up in float64 what metrics count
+step            the step that is being traced: its batch, its micro-batch, its sums so far
 gradients       micro-batches, the sum over replicas, clipping, the update
 optimizers      makes Keras's optimizers clip and update the sum over the replicas
 rows            embedding tables: reads and changes the rows that a step looks up, where that is enough
@@ -17,9 +18,10 @@ hidden_state    the variables that Keras does not list
 
 from engine.model.averages import follow
 from engine.model.build import TaskObjects, build_models, finish_objects, set_up
-from engine.model.global_batch import gather_batch, in_one_batch, places_in_batch, sum_over_batch, sum_over_replicas
+from engine.model.global_batch import gather_batch, places_in_batch, sum_over_batch, sum_over_replicas
 from engine.model.gradients import apply_gradients, in_micro_batches
 from engine.model.hidden_state import HiddenState, recorded_variables
+from engine.model.step import in_one_batch
 from engine.model.waiting import measure_waiting
 
 __all__ = [

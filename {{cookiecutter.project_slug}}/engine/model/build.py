@@ -16,7 +16,6 @@ from engine.errors import BadInput, Diverged
 from engine.exceptions import first_line
 from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
-from engine.model.global_batch import watch_added_losses
 from engine.model.metrics import ResultNames, build_metrics, metric_results, split_of, zeros
 from engine.model.moments import replace_moments
 from engine.model.optimizers import inner_optimizers, prepare_optimizer
@@ -47,7 +46,6 @@ def set_up(task: Task, settings: Settings) -> None:
     keras.config.set_dtype_policy(settings.precision)
     replace_moments()
     read_rows()
-    watch_added_losses()
     sum_in_float64()
 
 

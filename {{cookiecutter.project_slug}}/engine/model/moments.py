@@ -8,8 +8,6 @@ import weakref
 import keras
 import tensorflow as tf
 
-from engine.model.global_batch import note_padding
-
 KERAS_MOMENTS = keras.layers.BatchNormalization._moments
 _kept: weakref.WeakKeyDictionary[keras.layers.BatchNormalization, list[tf.Variable]] = weakref.WeakKeyDictionary()
 
@@ -42,7 +40,6 @@ def _moments_of_all(
 
     `inputs` are float32 or float64; `mask` ([batch, ...], without the channels) chooses what counts.
     """
-    note_padding(f"the layer {layer.name} normalizes the batch")
     for kept in _kept.get(layer, ()):  # Keras calls this before each update of the statistics.
         kept.assign(kept * layer.momentum)
     replica = tf.distribute.get_replica_context()

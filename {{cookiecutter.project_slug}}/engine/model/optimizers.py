@@ -7,14 +7,15 @@ sum comes first, once, and an optimizer that would do the rest by itself is reje
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
 from engine.model.global_batch import sum_over_replicas
-from engine.model.rows import by_values, update_by_row, values_of
+from engine.model.rows import update_by_row
 
 # Arguments of a Keras optimizer that are wrong on several replicas, and the setting that is right.
 REJECTED_ARGUMENTS = {
@@ -39,29 +40,33 @@ def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> 
         raise BadInput("task.create_optimizer returned a LossScaleOptimizer: use --precision mixed_float16 instead")
     for argument, setting in REJECTED_ARGUMENTS.items():
         if value := getattr(optimizer, argument, None):
-            problem = f"an optimizer with {argument}={value}, which is wrong on several replicas"
-            raise BadInput(f"task.create_optimizer returned {problem}: remove it and use {setting}")
-    _sum_once(optimizer)
+            raise BadInput(
+                f"task.create_optimizer returned an optimizer with {argument}={value}, which is wrong on several "
+                f"replicas: remove it and use {setting}"
+            )
+    _sum_first(optimizer)
     update_by_row(optimizer)
-    if precision != "mixed_float16":
-        return optimizer
-    scaled = keras.optimizers.LossScaleOptimizer(optimizer)
-    is_finite = scaled.check_finite
-    scaled.check_finite = lambda gradients: is_finite([values_of(each) for each in gradients])
-    return scaled
+    return keras.optimizers.LossScaleOptimizer(optimizer) if precision == "mixed_float16" else optimizer
 
 
-def _sum_once(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes Keras sum the gradients over the replicas where it clips them, unless they are summed already."""
-    clip = type(optimizer)._clip_gradients
+def _sum_first(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes Keras sum gradients over the replicas before it clips them, unless they are summed already; and not after.
 
-    def clip_sum(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        if not _is_summed.is_set():
-            # A row may occur in several slices, and the update of rows wants each once.
-            gradients = sum_over_replicas([tf.convert_to_tensor(each) for each in gradients], BYTES_PER_PACK)
-        return by_values(lambda values: clip(optimizer, values), gradients)
+    So the gradients are right, too, that a task passes to `optimizer.apply_gradients` by itself.
+    """
+    apply = type(optimizer).apply
 
-    optimizer._clip_gradients = clip_sum
+    def apply_sums(grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None) -> None:
+        if _is_summed.is_set():
+            apply(optimizer, grads, trainable_variables)
+            return
+        # A row may occur in several slices, and the update of rows wants each once.
+        used = [tf.convert_to_tensor(gradient) for gradient in grads if gradient is not None]
+        sums = iter(sum_over_replicas(used, BYTES_PER_PACK))
+        with summed_gradients():
+            apply(optimizer, [None if gradient is None else next(sums) for gradient in grads], trainable_variables)
+
+    optimizer.apply = apply_sums
     optimizer._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
 
 

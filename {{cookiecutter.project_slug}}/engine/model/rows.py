@@ -4,7 +4,8 @@ Keras reads a table as one tensor and changes every row in every step, which tak
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -12,12 +13,13 @@ import tensorflow as tf
 
 from engine.errors import BadInput
 from engine.memory import memory_of_machine
-from engine.model.global_batch import is_in_step
+from engine.model.step import Gradient, current_step
 from engine.model.variables import by_name, layers_of
 from engine.tracing import Traced, place
 from engine.user_errors import OUTSIDE_TABLE
 
 KERAS_CALL, KERAS_BUILD = keras.layers.Embedding.call, keras.layers.Embedding.build
+_rows: dict[int, tf.Tensor] = {}  # The rows that `given_by_row` names, by the id of the table's handle.
 LARGE = 10_000  # The run summary describes tables of at least as many rows.
 
 # Their update of a row depends on nothing but this row of the gradient, the weights and the optimizer's variables.
@@ -65,7 +67,7 @@ def _call(layer: keras.layers.Embedding, inputs: Any) -> Any:
     if not isinstance(table, tf.Variable):
         return KERAS_CALL(layer, inputs)
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
-    if is_in_step():
+    if current_step().batch is not None:
         with tf.control_dependencies(list(filter(None, [_check_ids(layer, ids)]))):  # In eager mode it is None.
             ids = tf.identity(ids)
     else:
@@ -195,17 +197,27 @@ def sum_by_row(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, rows, slices.dense_shape)
 
 
-def values_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """Returns the values of slices, and a tensor itself."""
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+@contextlib.contextmanager
+def given_by_row(
+    variables: Sequence[keras.Variable], gradients: Sequence[Gradient]
+) -> Iterator[list[tuple[tf.Tensor, keras.Variable]]]:
+    """Yields what an optimizer that is called inside gets: of slices only the values, so that it clips these.
 
-
-def by_values(function: Callable[[list[tf.Tensor]], list[tf.Tensor]], gradients: Sequence[Any]) -> list[Any]:
-    """Returns what the function makes of gradients; of slices it gets the values."""
-    return [
-        tf.IndexedSlices(value, each.indices, each.dense_shape) if isinstance(each, tf.IndexedSlices) else value
-        for value, each in zip(function([values_of(each) for each in gradients]), gradients, strict=True)
-    ]
+    Its `update_step` then changes the rows of the slices only. Each row may occur once.
+    """
+    pairs = list(zip(variables, gradients, strict=True))
+    rows = {
+        id(variable.handle): gradient.indices for variable, gradient in pairs if isinstance(gradient, tf.IndexedSlices)
+    }
+    _rows.update(rows)
+    try:
+        yield [
+            (gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient, variable)
+            for variable, gradient in pairs
+        ]
+    finally:
+        for handle in rows:
+            del _rows[handle]
 
 
 class Rows:
@@ -213,8 +225,11 @@ class Rows:
 
     def __init__(self, variable: tf.Variable, rows: tf.Tensor) -> None:
         self.variable, self.dtype, self._rows = on_this_replica(variable), variable.dtype, rows
-        self._values = tf.gather(self.variable, rows)
         self._change: tuple[Any, tf.Tensor] | None = None  # A method of the variable, and what it writes.
+
+    @functools.cached_property
+    def _values(self) -> tf.Tensor:
+        return tf.gather(self.variable, self._rows)
 
     def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self._values, dtype, name=name)
@@ -244,29 +259,28 @@ class Rows:
 
 
 def update_by_row(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes the optimizer update the rows of slices only, by its own formula; each row may occur once.
+    """Makes the optimizer update only the rows that `given_by_row` names, by its own formula.
 
     The formula gets these rows of the variable, and of the optimizer's variables of this shape, instead of all rows.
     """
-    update = optimizer.update_step
+    formula = type(optimizer).update_step
 
-    def update_step(gradient: Any, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
-        if not isinstance(gradient, tf.IndexedSlices):
-            update(gradient, variable, learning_rate)
+    def update_step(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
+        rows = _rows.get(id(variable.handle))
+        if rows is None:
+            formula(optimizer, gradient, variable, learning_rate)
             return
         index = optimizer._get_variable_index(variable)
-        rows = Rows(variable, gradient.indices)
-        changed = [rows]
+        changed = [Rows(variable, rows)]
         on_rows = object.__new__(type(optimizer))
         vars(on_rows).update(vars(optimizer), _get_variable_index=lambda _: index)
-        for name, each in vars(optimizer).items():
-            if name in ("_variables", "_trainable_variables") or not isinstance(each, list) or len(each) <= index:
-                continue
-            if isinstance(each[index], keras.Variable) and each[index].shape == variable.shape:
-                changed.append(Rows(each[index].value, gradient.indices))
+        for name, values in vars(optimizer).items():
+            own = values[index] if isinstance(values, list) and len(values) > index else None
+            if isinstance(own, keras.Variable) and own.shape == variable.shape:
+                changed.append(Rows(own.value, rows))
                 vars(on_rows)[name] = {index: changed[-1]}
-        type(optimizer).update_step(on_rows, gradient.values, rows, learning_rate)
-        for each in changed:
-            each.write()
+        formula(on_rows, gradient, changed[0], learning_rate)
+        for part in changed:
+            part.write()
 
     optimizer.update_step = update_step
