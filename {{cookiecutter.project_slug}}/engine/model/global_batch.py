@@ -3,7 +3,7 @@
 A step sees one replica's part of one micro-batch. What it divides by, or compares with, may be in the others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -15,6 +15,9 @@ from engine.model.variables import by_name, layers_of
 from engine.model.waiting import measured
 from engine.settings import Settings
 from engine.tracing import converted, look_at
+
+# Packed into one tensor, the gradients of a model would be in memory twice, and sums would wait for the last of them.
+BYTES_PER_PACK = 50 * 2**20
 
 
 @tf.autograph.experimental.do_not_convert
@@ -89,7 +92,7 @@ def places_in_batch(values: tf.Tensor) -> tf.Tensor:
 def _check_gathered(function: str) -> None:
     step = current_step()
     if step.settings:
-        reject_padding(step.settings, f"task.train_step calls engine.model.{function}")
+        reject_padding(step.settings, [f"task.train_step calls engine.model.{function}"])
     if step.micro_batches > 1:
         raise BadInput(
             f"--micro-batches is {step.micro_batches}, and task.train_step calls engine.model.{function}: "
@@ -101,26 +104,38 @@ def _check_gathered(function: str) -> None:
 # --- Padding, where replicas or micro-batches cannot share the batch equally ------------------------------------------
 
 
-def check_layers_with_padding(model: Any, settings: Settings) -> None:
-    """Raises BadInput if per-replica batches of the training are padded, and a layer of the models counts the padding.
+def reject_padding(settings: Settings, counted_by: Iterable[str]) -> None:
+    """Raises BadInput if per-replica batches of the training are padded, and `counted_by` has what counts the padding.
 
-    Call it at the end of a training step, while that is still being traced.
+    `counted_by` is not read unless they are padded.
     """
-    if settings.global_batch_size % _parts(settings) == 0:
+    size, count = settings.global_batch_size, settings.micro_batches
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    unit = replicas * count
+    if not (rest := size % unit):
         return
+    sizes = " or ".join(str(shared) for shared in (size - rest, size - rest + unit) if shared)
+    for text in counted_by:
+        raise BadInput(
+            f"--global-batch-size {size} cannot be shared equally by {replicas} replica(s)"
+            f"{f' in {count} micro-batches each' if count > 1 else ''}, and {text}, which would count the padding: "
+            f"use {sizes}"
+        )
+
+
+def layers_that_count_padding(model: Any) -> Iterator[str]:
+    """Yields a text for each layer of the models to which all examples count that the training step gives it.
+
+    Read it at the end of the step, while that is still being traced.
+    """
     changed = None if tf.executing_eagerly() else look_at(tf.compat.v1.get_default_graph()).changed
-
-    def normalizes(layer: keras.layers.Layer) -> bool:
-        if not isinstance(layer, keras.layers.BatchNormalization) or not layer.trainable:
-            return False
-        # With --eager there is no graph to tell whether the step calls the layer with training=False.
-        return changed is None or id(layer.moving_mean.handle) in changed
-
-    for layer in (layer for each in by_name(model, "model").values() for layer in layers_of(each)):
-        if normalizes(layer):
-            reject_padding(settings, f"the layer {layer.name} normalizes the batch")
-        if adds_losses(layer):
-            reject_padding(settings, f"the layer {layer.name} adds a loss of its own")
+    for layer in (layer for part in by_name(model, "model").values() for layer in layers_of(part)):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+            # With --eager there is no graph to tell whether the step calls the layer with training=False.
+            if changed is None or id(layer.moving_mean.handle) in changed:
+                yield f"the layer {layer.name} normalizes the batch"
+        elif adds_losses(layer):
+            yield f"the layer {layer.name} adds a loss of its own"
 
 
 def adds_losses(layer: keras.layers.Layer) -> bool:
@@ -128,27 +143,10 @@ def adds_losses(layer: keras.layers.Layer) -> bool:
     return bool(layer._losses)
 
 
-def reject_padding(settings: Settings, counts_padding: str) -> None:
-    """Raises BadInput if per-replica batches of the training are padded; the text says what would count the padding."""
-    size, parts = settings.global_batch_size, _parts(settings)
-    if not (rest := size % parts):
-        return
-    replicas, count = parts // settings.micro_batches, settings.micro_batches
-    raise BadInput(
-        f"--global-batch-size {size} cannot be shared equally by {replicas} replica(s)"
-        f"{f' in {count} micro-batches each' if count > 1 else ''}, and {counts_padding}, which would count the "
-        f"padding: use {f'{size - rest} or ' if size > rest else ''}{size - rest + parts}"
-    )
-
-
-def _parts(settings: Settings) -> int:
-    return tf.distribute.get_strategy().num_replicas_in_sync * settings.micro_batches
-
-
 # --- Over replicas ----------------------------------------------------------------------------------------------------
 
 
-def sum_over_replicas(tensors: Sequence[Any], bytes_per_pack: int = 0) -> list[Any]:
+def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
     """Returns the sums of tensors over all replicas, without gradients. Every replica must call it.
 
     The sum of tf.IndexedSlices has the slices of all replicas, in their order; a row may occur several times.
@@ -160,7 +158,7 @@ def sum_over_replicas(tensors: Sequence[Any], bytes_per_pack: int = 0) -> list[A
     updates several times, Grappler then loses that an update comes after the reads of the weights before it, and now
     and then a loss is of the weights after the update.
     """
-    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=bytes_per_pack)
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=BYTES_PER_PACK)
 
     def reduce(strategy: tf.distribute.Strategy, *per_replica: Any) -> Any:
         pairs = [(each, each.device if isinstance(each, tf.Tensor) else each) for each in per_replica]

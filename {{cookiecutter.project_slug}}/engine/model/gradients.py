@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.global_batch import check_layers_with_padding, sum_over_replicas
-from engine.model.optimizers import BYTES_PER_PACK, inner_optimizers, optimizer_of, summed_gradients
-from engine.model.rows import given_by_row, slices_or_dense, sum_by_row
+from engine.model.global_batch import layers_that_count_padding, reject_padding, sum_over_replicas
+from engine.model.optimizers import apply_sums, inner_optimizers, optimizer_of
+from engine.model.rows import slices_or_dense, sum_by_row
 from engine.model.step import Gradient, Step, current_step, step_on
 from engine.settings import Settings
 from engine.tracing import returning_loss
@@ -45,7 +45,7 @@ def in_micro_batches(
     def complete_step(batch: Any) -> tf.Tensor:
         def take(number: int | tf.Tensor, loss: tf.Tensor | None) -> tf.Tensor:
             """Takes a micro-batch; returns the sum of the losses so far."""
-            step.start_micro_batch(is_last=not tf.is_tensor(number) and number == count - 1)
+            step.is_last, step.updates, step.counts = not tf.is_tensor(number) and number == count - 1, 0, 0
             micro_batch = batch if count == 1 else _micro_batch(step, number, after=loss)
             with _xla(step, compiles=True):
                 return call(micro_batch) if loss is None else loss + call(micro_batch)
@@ -54,7 +54,7 @@ def in_micro_batches(
             loss = take(0, None)
             if count > 1:
                 loss = take(count - 1, _take_until(count - 1, take, loss, step))
-            check_layers_with_padding({} if model is None else model, settings)
+            reject_padding(settings, layers_that_count_padding({} if model is None else model))
             if needed_by and not step.updates:
                 raise BadInput(f"{needed_by[0]} needs task.train_step to update by engine.model.apply_gradients")
             return loss
@@ -174,8 +174,6 @@ def apply_gradients(
             f"{'a loss that uses none of its variables' if pairs else 'no variables, so nothing is trainable'}: "
             "pass trainable variables, and compute the loss from them under the tape"
         )
-    # A MultiOptimizer needs all its variables, also those without a gradient, which its optimizers leave out.
-    unused = [variable for variable, gradient in pairs if gradient is None] if inner_optimizers(optimizer) else []
     with _xla(step, compiles=False):
         parts = step.micro_batches * tf.distribute.get_strategy().num_replicas_in_sync
         gradients = [
@@ -184,9 +182,10 @@ def apply_gradients(
         gradients = _summed_over_micro_batches(step, gradients, loss)
         if not step.is_last:
             return tf.constant(0.0)
-        gradients, norm = _clipped_sums(step, gradients, scale)
-        with summed_gradients(), given_by_row([variable for variable, _ in used], gradients) as given:
-            optimizer.apply_gradients([*given, *((None, variable) for variable in unused)])
+        sums, norm = _clipped_sums(step, gradients, scale)
+        # A MultiOptimizer needs all its variables, also those without a gradient, which its optimizers leave out.
+        unused = [(None, variable) for variable, gradient in pairs if gradient is None and inner_optimizers(optimizer)]
+        apply_sums(optimizer, [*zip(sums, (variable for variable, _ in used), strict=True), *unused])
         return norm
 
 
@@ -235,7 +234,7 @@ def _clipped_sums(step: Step, gradients: list[Gradient], scale: tf.Tensor | None
     # TensorFlow packs gradients to sum them, and their norms too. Keras casts each to its variable's dtype.
     dtype = keras.backend.result_type("float32", *(gradient.dtype.name for gradient in gradients))
     # Summed here, so that every replica clips, or finds an overflow in, the same gradients.
-    sums = sum_over_replicas([tf.cast(gradient, dtype) for gradient in gradients], BYTES_PER_PACK)
+    sums = sum_over_replicas([tf.cast(gradient, dtype) for gradient in gradients])
     # The slices of a row are summed too: Adam would square them one by one, and the norm would be theirs.
     sums = [sum_by_row(each) if isinstance(each, tf.IndexedSlices) else each for each in sums]
     limit = step.settings.global_clipnorm if step.settings else None

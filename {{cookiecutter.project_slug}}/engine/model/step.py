@@ -18,7 +18,7 @@ _thread = threading.local()  # Its `step` is the thread's Step. Each replica is 
 
 @dataclasses.dataclass
 class Step:
-    """A step of one replica, from its start on; `start_micro_batch` goes to the next of its micro-batches."""
+    """A step of one replica, and how far its tracing is."""
 
     batch: Any = None  # The complete per-replica batch, before it is cut into micro-batches; None outside a step.
     settings: Settings | None = None  # None unless it is a step of the training.
@@ -34,10 +34,6 @@ class Step:
     def micro_batches(self) -> int:
         """The number of micro-batches of the step."""
         return self.settings.micro_batches if self.settings else 1
-
-    def start_micro_batch(self, *, is_last: bool) -> None:
-        """Starts to count the calls of a micro-batch."""
-        self.is_last, self.updates, self.counts = is_last, 0, 0
 
 
 def current_step() -> Step:
