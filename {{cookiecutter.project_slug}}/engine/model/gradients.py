@@ -236,7 +236,7 @@ def _clipped_sums(step: Step, gradients: list[Gradient], scale: tf.Tensor | None
     # Summed here, so that every replica clips, or finds an overflow in, the same gradients.
     sums = sum_over_replicas([tf.cast(gradient, dtype) for gradient in gradients])
     # The slices of a row are summed too: Adam would square them one by one, and the norm would be theirs.
-    sums = [sum_by_row(each) if isinstance(each, tf.IndexedSlices) else each for each in sums]
+    sums = [sum_by_row(total) if isinstance(total, tf.IndexedSlices) else total for total in sums]
     limit = step.settings.global_clipnorm if step.settings else None
     if scale is None and limit is None:
         return sums, tf.constant(math.nan)
