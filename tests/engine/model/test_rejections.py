@@ -207,6 +207,13 @@ def test_divergence_ends_with_its_step_and_exit_code_3(
     assert not (tmp_path / "result.json").exists()
 
 
+class LossInTraining(keras.layers.Layer):
+    def call(self, inputs, training=False):
+        if training:
+            self.add_loss(tf.reduce_mean(inputs))
+        return inputs
+
+
 def test_padding_that_would_count_is_refused() -> None:
     replace_moments()
 
@@ -230,6 +237,7 @@ def test_padding_that_would_count_is_refused() -> None:
     for layer, gathers, what in (
         (normalization(synchronized=True), False, "the layer a normalizes the batch"),
         (own_loss, False, "the layer b adds a loss of its own"),
+        (LossInTraining(name="c"), False, "the layer c adds a loss of its own"),
         (plain, True, "task.train_step calls engine.model.gather_batch"),
     ):
         with pytest.raises(BadInput, match=f"^{uneven} {what}, which would count the padding: use 32 or 34$"):

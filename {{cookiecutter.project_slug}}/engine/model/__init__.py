@@ -9,7 +9,7 @@ step            the step that is being traced: its batch, its micro-batch, its s
 gradients       micro-batches, the sum over replicas, clipping, the update
 optimizers      makes Keras's optimizers clip and update the sum over the replicas
 rows            embedding tables: reads and changes the rows that a step looks up, where that is enough
-global_batch    sums over the global batch, and the values of all its examples, for the loss of a step
+global_batch    sums over the global batch, the values of all its examples, and what would count its padding
 waiting         how long the steps wait for other processes
 averages        the moving average of the weights and statistics; a network that follows another
 moments         the moments of BatchNormalization, over all replicas also with a mask
