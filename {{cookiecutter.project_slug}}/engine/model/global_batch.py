@@ -12,7 +12,6 @@ import tensorflow as tf
 from engine.errors import BadInput
 from engine.model.step import current_step
 from engine.model.variables import by_name, layers_of
-from engine.model.waiting import measured
 from engine.settings import Settings
 from engine.tracing import converted, look_at
 
@@ -162,8 +161,7 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
 
     def reduce(strategy: tf.distribute.Strategy, *per_replica: Any) -> Any:
         pairs = [(each, each.device if isinstance(each, tf.Tensor) else each) for each in per_replica]
-        total = tf.distribute.ReduceOp.SUM
-        return measured(lambda: strategy.extended.batch_reduce_to(total, pairs, options), per_replica, strategy)
+        return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs, options)
 
     try:
         return list(tf.distribute.get_replica_context().merge_call(reduce, args=tuple(tensors)))
