@@ -82,7 +82,7 @@ def datasets(split: str) -> list[Batches]:
 
 def distributed_train_step(batch) -> tf.Tensor:
     """Runs task.train_step on every replica; returns the sum (scalar) of the losses of this process's replicas."""
-    per_replica_losses = strategy.run(replica_step(task.train_step, config), args=(batch,))
+    per_replica_losses = strategy.run(replica_step(task.train_step, config, task.model), args=(batch,))
     objects.average.update()  # It is empty without --ema-decay.
     return reduce_losses(per_replica_losses)
 

@@ -10,7 +10,6 @@ import tensorflow as tf
 from engine.errors import BadInput
 from engine.messages import first_line
 from engine.model import rejections
-from engine.model.global_batch import watch_added_losses
 from engine.model.metrics import zeros
 from engine.model.moments import replace_moments
 from engine.model.optimizers import inner_optimizers, prepare_optimizer
@@ -35,7 +34,6 @@ def set_up(task: Task, settings: Settings) -> None:
     keras.config.set_dtype_policy(settings.precision)
     replace_moments()
     read_rows()
-    watch_added_losses()
 
 
 def build_models(model: Any, features_spec: Any) -> Any:
