@@ -1,10 +1,12 @@
 """The batches of a dataset: complete ones on every replica, and which pass over the examples a step is in.
 
 The order of the operations makes batches the same for any number of replicas: examples -> shuffle by (seed, pass) ->
-complete batches -> skip to the position -> this process's shard -> prepare -> several batches at a time -> prefetch.
-Of the batches that were skipped, at most a few small ones are prepared, together with the first one.
+complete batches -> this process's shard -> prepare -> stacks of batches -> prefetch. Batches before the position are
+skipped and not prepared, except those in the stack that contains it.
 """
 
+import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from engine.data.element_spec import as_text, batched, bytes_of, is_static, unba
 from engine.data.examples import Examples, Shard, hook_of
 from engine.data.pipelines import CORES, PARALLEL_CALLS, input_options, parallel_calls
 from engine.data.preparation import Preparation, evaluation_seed, pass_seed
-from engine.data.stacks import Sizes, StackIterator, Stacks, on_replicas, stack_sizes, stacked
+from engine.data.stacks import StackIterator, Stacks, on_replicas, stack_size, stacked
 from engine.errors import BadInput
 from engine.retries import until_read
 from engine.settings import Settings
@@ -95,7 +97,6 @@ class Batches:
         self.element_spec = batch_spec[:3]
         self.stacks = Stacks(strategy, batch_spec, self._prepared.padding)
         bytes_of_batch = replicas * bytes_of(self.element_spec)
-        self._bytes_of_share = bytes_of_batch // processes
         bytes_read = size * bytes_of(example_spec) if is_static(example_spec) else 0
         self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, bytes_of_batch)))
         from_loader, of_process = size // loaders, replicas // processes
@@ -105,6 +106,10 @@ class Batches:
         self._of_replicas = of_replicas[first_replica : first_replica + of_process]
         places = slice(first, first + sum(self._of_replicas))
         self._shard = Shard(from_loader, places, self.steps_per_pass * from_loader)
+        bytes_of_share = bytes_of_batch // processes
+        self._stack_size = stack_size(self.steps_per_pass, self.steps_per_epoch, bytes_of_share, self._batches_at_once)
+        if preparation.is_eager:  # Otherwise task.prepare_example would run for many steps before the first one.
+            self._stack_size = 1
         self._iterator: StackIterator | None = None
         self._limit_bytes_ahead(bytes_read // processes)
 
@@ -167,50 +172,47 @@ class Batches:
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
         """Returns an iterator over the global batches from a step of an epoch on. Evaluations have the same batches."""
-        number, step = self._place(epoch, first_step)
-        if self._iterator is None or not self._iterator.is_at(number if self._training else None, step):
+        step, period = epoch * self.steps_per_epoch + first_step, sys.maxsize if self._training else self.steps_per_pass
+        if self._iterator is None or (self._iterator.next_step - step) % period:
             # To make one takes a few tenths of a second, so it serves one epoch after the other.
-            self._iterator = self._new_iterator(number, step)
+            self._iterator = self.new_iterator(epoch, first_step)
         return self._iterator
+
+    def new_iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
+        """Returns another iterator than those of `iterator`."""
+        return StackIterator(
+            self._stacks_from,
+            epoch * self.steps_per_epoch + first_step,
+            steps_per_pass=self.steps_per_pass,
+            stack_size=self._stack_size,
+            read=functools.partial(until_read, name=hook_of(self.name), obeys_signals=self._is_alone),
+            rejection=self._rejection,
+            is_kept=self._training or self.bytes_ahead <= BYTES_KEPT,
+        )
 
     def one_by_one(self, epoch: int = 0, first_step: int = 0) -> Iterator[Any]:
         """Yields the global batches of an epoch one by one, to look at."""
         pick = tf.function(self.stacks.pick, autograph=False)
-        iterator = self._new_iterator(*self._place(epoch, first_step))
-        for stack, first, count in iterator.take(self.steps_per_epoch - first_step):
+        for stack, first, count in self.new_iterator(epoch, first_step).take(self.steps_per_epoch - first_step):
             yield from (pick(stack, tf.constant(first + index)) for index in range(count))
-
-    def _place(self, epoch: int, step: int) -> tuple[int, int]:
-        """Returns in which pass a step of an epoch is, and which of its batches it takes; both count from 0."""
-        if not self._training:
-            return epoch, step
-        return divmod(epoch * self.steps_per_epoch + step, self.steps_per_pass)
 
     def _first_example(self) -> Any:
         return next(iter(self.examples.unshuffled()))[1]
 
-    def _new_iterator(self, first_pass: int, first_step: int) -> StackIterator:
-        def start(number: int, step: int, given: Sizes | None) -> tuple[Iterator[Any], Sizes, Sizes]:
-            growing, whole = stack_sizes(self.steps_per_pass, step, self._bytes_of_share)
-            sizes = given or growing, whole
-            return on_replicas(self._strategy, iter(self._stacks_of_process(number, step, sizes))), *sizes
+    def _stacks_from(self, step: int) -> Iterator[Any]:
+        """Returns the stacks from the one that contains a step on, as strategy.run takes them."""
+        return on_replicas(self._strategy, iter(self._stacks_of_process(step)))
 
-        is_kept = self._training or self.bytes_ahead <= BYTES_KEPT
-        hook, rejection = hook_of(self.name), self._rejection
-        options = {"is_kept": is_kept, "is_alone": self._is_alone}
-        return StackIterator(start, hook, first_pass, first_step, rejection=rejection, **options)
-
-    def _stacks_of_process(self, first_pass: int, first_step: int, sizes: tuple[Sizes, Sizes]) -> tf.data.Dataset:
-        """Returns stacks of these `sizes` from a step of a pass on: tuples of one for each replica of this process."""
+    def _stacks_of_process(self, step: int) -> tf.data.Dataset:
+        """Returns the stacks from the one that contains a step on: tuples of one for each replica of this process."""
         self.examples.cache()
-        sizes_of_first, sizes_of_others = (tf.constant(each.pattern, tf.int64) for each in sizes)
+        first_pass, step_of_pass = divmod(step, self.steps_per_pass)
+        first_step = tf.constant(step_of_pass - step_of_pass % self._stack_size, tf.int64)
 
         @tf.autograph.experimental.do_not_convert
         def one_pass(number: tf.Tensor) -> tf.data.Dataset:
-            is_first = number == first_pass
-            first = tf.where(is_first, tf.constant(first_step, tf.int64), 0)
-            sizes_of_pass = tf.cond(is_first, lambda: sizes_of_first, lambda: sizes_of_others)
-            return stacked(self._pass(number, first), sizes_of_pass, self._of_replicas, self.per_replica_batch_size)
+            prepared = self._pass(number, tf.where(number == first_pass, first_step, 0))
+            return stacked(prepared, self._stack_size, self._of_replicas, self.per_replica_batch_size)
 
         # Endless, so that the next pass's first batches are prepared while this one is validated.
         endless = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(one_pass)
@@ -219,7 +221,10 @@ class Batches:
         return endless.with_options(input_options())
 
     def _pass(self, number: tf.Tensor, first_step: tf.Tensor) -> tf.data.Dataset:
-        """Returns the prepared examples of this process in a pass from a step on, any number [n, ...] in an element."""
+        """Returns the prepared examples of this process in a pass, any number [n, ...] in an element.
+
+        `first_step` is the first one of a stack.
+        """
         # In evaluation every pass is the same.
         seed = pass_seed(self._seed, number) if self._training else evaluation_seed(self._seed, self.name)
         length_and_seed = self.examples.length, tf.stack([seed, self._loader])
@@ -230,19 +235,13 @@ class Batches:
             prepared = self._preparation.one_by_one(numbered, self._prepared, *length_and_seed, calls=self._calls)
             return prepared.batch(shard.size, drop_remainder=True)
         # Counted from batch 0, so that after a resume a batch is prepared with the same others, and rounded alike.
-        skipped, at_once = first_step % self._batches_at_once, self._batches_at_once
-        elements, pick = self.examples.batches(shard, (first_step - skipped) * size, order_seed, at_once)
+        elements, pick = self.examples.batches(shard, first_step * size, order_seed, self._batches_at_once)
         prepare = self._preparation.batch_function(*length_and_seed)
+        return elements.map(lambda *element: prepare(*pick(*element)), num_parallel_calls=self._calls)
 
-        def pick_and_prepare(number: tf.Tensor, element: tuple[Any, Any]) -> Any:
-            skip = tf.where(number == 0, skipped * shard.size, 0)
-            return tf.nest.map_structure(lambda part: part[skip:], prepare(*pick(*element)))
-
-        return elements.enumerate().map(pick_and_prepare, num_parallel_calls=self._calls)
-
-    def _rejection(self, problem: tf.errors.OpError, number: int, step: int) -> BadInput:
-        """Returns the error for batches that cannot be read or prepared, from `step` of a pass on."""
-        epoch, step = divmod(number * self.steps_per_pass + step, self.steps_per_epoch)
+    def _rejection(self, problem: tf.errors.OpError, step: int) -> BadInput:
+        """Returns the error for batches that cannot be read or prepared, from a step on, counted over all epochs."""
+        epoch, step = divmod(step, self.steps_per_epoch)
         examples, seed = self.examples, tf.zeros([2], tf.int64)
         one_by_one = self._preparation.one_by_one(examples.unshuffled(), self._prepared, examples.length, seed)
         return examples.rejection(problem, one_by_one, f"in the batches from step {step + 1} of epoch {epoch + 1} on")
