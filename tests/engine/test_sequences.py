@@ -76,7 +76,7 @@ def test_batch_is_as_long_as_its_longest_sequence_needs_on_all_replicas() -> Non
     seen, lengths = Counter(), Counter()
     for batch in made.one_by_one():
         tokens, tags, weights = (
-            np.concatenate([share.numpy() for share in made._strategy.experimental_local_results(part)])
+            np.concatenate([share.numpy() for share in made.stacks.strategy.experimental_local_results(part)])
             for part in (batch[0]["tokens"], *batch[1:])
         )
         own = np.count_nonzero(tokens, axis=1)

@@ -16,7 +16,7 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 from config import Config
 from engine.data import stacks
 from engine.data.batches import Batches
-from engine.data.stacks import BYTES_OF_STACK, StackIterator, stack_size
+from engine.data.stacks import BYTES_OF_STACK, STEPS_OF_STACK, StackIterator, stack_size
 from engine.errors import BadInput
 from rendering import PROJECT
 
@@ -74,12 +74,10 @@ def test_stacks_fit_their_size_and_have_complete_calls() -> None:
     ):
         if at_once * bytes_of_batch > 2**20 and at_once > 1:  # As in Batches.
             continue
-        size = stack_size(steps, steps, bytes_of_batch, at_once)
+        size = stack_size(steps, bytes_of_batch, at_once)
         assert size % at_once == 0
         assert size == 1 or 1 < size <= BYTES_OF_STACK // bytes_of_batch
-        assert size < max(64, steps // 4, at_once) + at_once  # No more, because a long pass has several stacks.
-        # A short epoch does not wait for more than it takes.
-        assert stack_size(steps, 3, bytes_of_batch, at_once) <= max(3, at_once + 2)
+        assert size < min(steps, STEPS_OF_STACK) + at_once  # A step waits for its stack only so long.
 
 
 def test_stacks_hold_more_steps_the_smaller_the_share_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

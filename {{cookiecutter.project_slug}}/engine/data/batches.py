@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.data.element_spec import as_text, batched, bytes_of, is_static, unbatched
+from engine.data.element_spec import as_text, batched, bytes_of, is_static
 from engine.data.examples import Examples, Shard, hook_of
 from engine.data.pipelines import CORES, PARALLEL_CALLS, input_options, parallel_calls
 from engine.data.preparation import Preparation, evaluation_seed, pass_seed
@@ -38,20 +38,17 @@ class Batches:
     a batch equally, some per-replica batches are padded in the same way.
 
     Attributes:
-        split: "train", "validation" or "test".
         name: the split, or "<split>/<dataset>" if it has several.
+        examples: the examples that this process loads, in their order.
         number_of_examples: the examples of the dataset, on all processes.
+        shards_by_file: whether each of several processes loads files of its own.
         global_batch_size: examples in a batch.
         per_replica_batch_size: examples of a batch on one replica, padding included.
         steps_per_pass: batches in one pass.
         steps_per_epoch: batches in an epoch or evaluation: a pass, without --steps-per-epoch and --limit-steps.
-        dropped: examples that one pass drops.
-        shards_by_file: whether each of several processes loads files of its own.
-        element_spec: of a per-replica batch: static shapes [batch, ...].
-        examples: the examples that this process loads, in their order.
-        bytes_ahead: about how much this process prepares before it is asked for.
         traced: what task.prepare_example does; None if it runs in Python, with --eager.
         stacks: how steps take batches out of the stacks that `iterator` yields.
+        bytes_ahead: about how much this process prepares before it is asked for.
     """
 
     def __init__(
@@ -71,80 +68,97 @@ class Batches:
         `examples` are those that this process loads. `lengths` has their number; or, if each process of `context` loads
         files of its own, the numbers of all processes.
         """
-        self.name, self.split, self.shards_by_file = name, name.partition("/")[0], shards_by_file
-        self._training, self._strategy, self._seed = self.split == "train", strategy, settings.seed
-        evaluation_size = None if self._training else settings.evaluation_batch_size
+        self.name, self.examples, self.shards_by_file = name, examples, shards_by_file
+        self._lengths, self.number_of_examples = list(lengths), sum(lengths)
+        self._seed, self._is_alone = settings.seed, context.num_input_pipelines == 1
+        self._is_training, self._is_eager = self.split == "train", preparation.is_eager
+        evaluation_size = None if self._is_training else settings.evaluation_batch_size
         self.global_batch_size = size = evaluation_size or settings.global_batch_size
         flag = "--evaluation-batch-size" if evaluation_size else "--global-batch-size"
-        loaders = len(lengths)  # The processes, if each loads files of its own; else 1.
-        replicas, processes = strategy.num_replicas_in_sync, context.num_input_pipelines
-        micro_batches = settings.micro_batches if self._training else 1
-        self.per_replica_batch_size = per_replica_batch_size(size, replicas, micro_batches, flag)
-        if size % loaders:
-            remedy = "with input_context each takes its part from files of its own; use a multiple of that"
-            raise BadInput(f"{flag} {size} cannot be shared equally by {loaders} workers: {remedy}")
-        self._lengths = list(lengths)
+        micro_batches = settings.micro_batches if self._is_training else 1
+        self.per_replica_batch_size = per_replica_batch_size(size, strategy.num_replicas_in_sync, micro_batches, flag)
+        if size % len(lengths):
+            raise BadInput(
+                f"{flag} {size} cannot be shared equally by {len(lengths)} workers: with input_context each takes its "
+                "part from files of its own; use a multiple of that"
+            )
         self._count_steps(settings)
-        self._is_alone = context.num_input_pipelines == 1
-        self._loader = context.input_pipeline_id % loaders
-        self.examples, self._preparation = examples, preparation
-        example_spec = self.examples.element_spec
         self._prepared = preparation.trace(
-            example_spec, hook_of(name), first_example=lambda: until_read(self._first_example, hook_of(name))
+            examples.element_spec, hook_of(name), first_example=lambda: until_read(self._first_example, hook_of(name))
         )
         self.traced = self._prepared.traced
-        batch_spec = batched(unbatched(self._prepared.batch_spec), self.per_replica_batch_size)
-        self.element_spec = batch_spec[:3]
+        batch_spec = batched(self._prepared.spec, self.per_replica_batch_size)
         self.stacks = Stacks(strategy, batch_spec, self._prepared.padding)
-        bytes_of_batch = replicas * bytes_of(self.element_spec)
-        bytes_read = size * bytes_of(example_spec) if is_static(example_spec) else 0
-        self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, bytes_of_batch)))
-        from_loader, of_process = size // loaders, replicas // processes
-        of_replicas = examples_of_replicas(from_loader, replicas // loaders)
-        first_replica = context.input_pipeline_id * of_process % len(of_replicas)
-        first = sum(of_replicas[:first_replica])
-        self._of_replicas = of_replicas[first_replica : first_replica + of_process]
-        places = slice(first, first + sum(self._of_replicas))
-        self._shard = Shard(from_loader, places, self.steps_per_pass * from_loader)
-        bytes_of_share = bytes_of_batch // processes
-        self._stack_size = stack_size(self.steps_per_pass, self.steps_per_epoch, bytes_of_share, self._batches_at_once)
-        if preparation.is_eager:  # Otherwise task.prepare_example would run for many steps before the first one.
-            self._stack_size = 1
+        self._loader = context.input_pipeline_id % len(lengths)
+        self._shard_batches(context)
+        self._plan_memory(context.num_input_pipelines)
         self._iterator: StackIterator | None = None
-        self._limit_bytes_ahead(bytes_read // processes)
-
-    def _limit_bytes_ahead(self, bytes_read: int) -> None:
-        prepared = self._shard.size * bytes_of(unbatched(self.element_spec))
-        takes_batches, besides = self._prepared.takes_batches, (STACKS_AHEAD + 1) * prepared
-        of_call = self._batches_at_once * (bytes_read + prepared)
-        if not takes_batches:  # Each call prepares one example.
-            of_call = (bytes_read + prepared) // self._shard.size
-        self._calls = parallel_calls(CORES if takes_batches else PARALLEL_CALLS, of_call, besides)
-        self.bytes_ahead = self._calls * of_call + besides
 
     def _count_steps(self, settings: Settings) -> None:
         # Every process takes the same number of steps, however many examples it has.
         size = self.global_batch_size // len(self._lengths)
-        if settings.keep_last_batch or not self._training:
+        if settings.keep_last_batch or not self._is_training:
             self.steps_per_pass = max(-(-length // size) for length in self._lengths)
         else:
             self.steps_per_pass = min(self._lengths) // size
-        self.number_of_examples = sum(self._lengths)
-        self.dropped = max(0, self.number_of_examples - self.steps_per_pass * self.global_batch_size)
         if not self.steps_per_pass:
             raise BadInput(
                 f"--global-batch-size {self.global_batch_size} is larger than the {self.number_of_examples} "
                 f"examples of {hook_of(self.name)}: use a smaller one, or --keep-last-batch"
             )
-        self.steps_per_epoch = (self._training and settings.steps_per_epoch) or self.steps_per_pass
+        self.steps_per_epoch = (self._is_training and settings.steps_per_epoch) or self.steps_per_pass
         self.steps_per_epoch = min(self.steps_per_epoch, settings.limit_steps or self.steps_per_epoch)
-        if not self._training:  # An evaluation always ends where a pass does, so that its iterator serves the next.
+        if not self._is_training:  # An evaluation ends where a pass does, so that its iterator serves the next.
             self.steps_per_pass = self.steps_per_epoch
+
+    def _shard_batches(self, context: tf.distribute.InputContext) -> None:
+        """Finds the examples of each batch that this process loads for its replicas."""
+        replicas, loaders = self.stacks.strategy.num_replicas_in_sync, len(self._lengths)
+        size, count = self.global_batch_size // loaders, replicas // loaders
+        # The first replicas may get one example more, and the others padding.
+        of_replicas = [size // count + (replica < size % count) for replica in range(count)]
+        of_process = replicas // context.num_input_pipelines
+        first_replica = context.input_pipeline_id * of_process % count
+        self._of_replicas = of_replicas[first_replica : first_replica + of_process]
+        first = sum(of_replicas[:first_replica])
+        self._shard = Shard(size, slice(first, first + sum(self._of_replicas)), self.steps_per_pass * size)
+
+    def _plan_memory(self, processes: int) -> None:
+        """Chooses how much is prepared at once and ahead."""
+        example_spec, shard_size = self.examples.element_spec, self._shard.size
+        bytes_read = self.global_batch_size * bytes_of(example_spec) if is_static(example_spec) else 0
+        bytes_of_batch = self.stacks.strategy.num_replicas_in_sync * bytes_of(self.element_spec)
+        self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, bytes_of_batch)))
+        bytes_of_share = bytes_of_batch // processes
+        self._stack_size = stack_size(self.steps_per_epoch, bytes_of_share, self._batches_at_once)
+        if self._is_eager:  # Otherwise task.prepare_example would run for many steps before the first one.
+            self._stack_size = 1
+        prepared = shard_size * bytes_of(self._prepared.spec[:3])
+        of_call, ahead = bytes_read // processes + prepared, (STACKS_AHEAD + 1) * prepared
+        # A call prepares several batches, or one example.
+        of_call = of_call * self._batches_at_once if self._prepared.batch else of_call // shard_size
+        self._calls = parallel_calls(CORES if self._prepared.batch else PARALLEL_CALLS, of_call, ahead)
+        self.bytes_ahead = self._calls * of_call + ahead
+
+    @property
+    def split(self) -> str:
+        """The split: "train", "validation" or "test"."""
+        return self.name.partition("/")[0]
+
+    @property
+    def dropped(self) -> int:
+        """The number of examples that one pass drops."""
+        return max(0, self.number_of_examples - self.steps_per_pass * self.global_batch_size)
+
+    @property
+    def element_spec(self) -> Any:
+        """Element spec of a per-replica batch: static shapes [batch, ...]."""
+        return self.stacks.batch_spec[:3]
 
     @property
     def features_spec(self) -> Any:
         """Element spec of an example's prepared features; with --pad-to, sequences are of unknown length."""
-        features, padding = unbatched(self.element_spec[0]), self.stacks.padding
+        features, padding = self._prepared.spec[0], self._prepared.padding
         return padding.of_any_length(features) if padding else features
 
     def fingerprint(self) -> dict[str, Any]:
@@ -172,7 +186,10 @@ class Batches:
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
         """Returns an iterator over the global batches from a step of an epoch on. Evaluations have the same batches."""
-        step, period = epoch * self.steps_per_epoch + first_step, sys.maxsize if self._training else self.steps_per_pass
+        step, period = (
+            epoch * self.steps_per_epoch + first_step,
+            sys.maxsize if self._is_training else self.steps_per_pass,
+        )
         if self._iterator is None or (self._iterator.next_step - step) % period:
             # To make one takes a few tenths of a second, so it serves one epoch after the other.
             self._iterator = self.new_iterator(epoch, first_step)
@@ -187,7 +204,7 @@ class Batches:
             stack_size=self._stack_size,
             read=functools.partial(until_read, name=hook_of(self.name), obeys_signals=self._is_alone),
             rejection=self._rejection,
-            is_kept=self._training or self.bytes_ahead <= BYTES_KEPT,
+            is_kept=self._is_training or self.bytes_ahead <= BYTES_KEPT,
         )
 
     def one_by_one(self, epoch: int = 0, first_step: int = 0) -> Iterator[Any]:
@@ -201,7 +218,7 @@ class Batches:
 
     def _stacks_from(self, step: int) -> Iterator[Any]:
         """Returns the stacks from the one that contains a step on, as strategy.run takes them."""
-        return on_replicas(self._strategy, iter(self._stacks_of_process(step)))
+        return on_replicas(self.stacks.strategy, iter(self._stacks_of_process(step)))
 
     def _stacks_of_process(self, step: int) -> tf.data.Dataset:
         """Returns the stacks from the one that contains a step on: tuples of one for each replica of this process."""
@@ -216,7 +233,7 @@ class Batches:
 
         # Endless, so that the next pass's first batches are prepared while this one is validated.
         endless = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(one_pass)
-        if not self._preparation.is_eager:  # Otherwise task.prepare_example would run beside a debugger's prompt.
+        if not self._is_eager:  # Otherwise task.prepare_example would run beside a debugger's prompt.
             endless = endless.prefetch(STACKS_AHEAD)
         return endless.with_options(input_options())
 
@@ -226,25 +243,32 @@ class Batches:
         `first_step` is the first one of a stack.
         """
         # In evaluation every pass is the same.
-        seed = pass_seed(self._seed, number) if self._training else evaluation_seed(self._seed, self.name)
-        length_and_seed = self.examples.length, tf.stack([seed, self._loader])
-        order_seed = seed if self._training else None
-        shard, size = self._shard, self._shard.examples_per_batch
-        if not self._prepared.takes_batches:
-            numbered = self.examples.one_by_one(shard, first_step * size, order_seed)
-            prepared = self._preparation.one_by_one(numbered, self._prepared, *length_and_seed, calls=self._calls)
-            return prepared.batch(shard.size, drop_remainder=True)
+        seed = pass_seed(self._seed, number) if self._is_training else evaluation_seed(self._seed, self.name)
+        order_seed, first = seed if self._is_training else None, first_step * self._shard.examples_per_batch
+        if not self._prepared.batch:
+            examples = self.examples.one_by_one(self._shard, first, order_seed)
+            return self._prepare_one_by_one(examples, seed).batch(self._shard.size, drop_remainder=True)
         # Counted from batch 0, so that after a resume a batch is prepared with the same others, and rounded alike.
-        elements, pick = self.examples.batches(shard, first_step * size, order_seed, self._batches_at_once)
-        prepare = self._preparation.batch_function(*length_and_seed)
-        return elements.map(lambda *element: prepare(*pick(*element)), num_parallel_calls=self._calls)
+        elements, pick = self.examples.batches(self._shard, first, order_seed, self._batches_at_once)
+        prepare, arguments = self._prepared.batch, self._numbers(seed)
+        return elements.map(lambda *element: prepare(*pick(*element), *arguments), num_parallel_calls=self._calls)
+
+    def _prepare_one_by_one(self, examples: tf.data.Dataset, seed: tf.Tensor) -> tf.data.Dataset:
+        """Returns the prepared examples of (place, example)."""
+        prepare, arguments = self._prepared.one, self._numbers(seed)
+        call = tf.autograph.experimental.do_not_convert(lambda place, example: prepare(place, example, *arguments))
+        return examples.map(call, num_parallel_calls=None if self._is_eager else self._calls)
+
+    def _numbers(self, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the number of examples and the seed of this process, from which each example's seed is made."""
+        return tf.constant(self.examples.length, tf.int64), tf.stack([seed, self._loader])
 
     def _rejection(self, problem: tf.errors.OpError, step: int) -> BadInput:
         """Returns the error for batches that cannot be read or prepared, from a step on, counted over all epochs."""
         epoch, step = divmod(step, self.steps_per_epoch)
-        examples, seed = self.examples, tf.zeros([2], tf.int64)
-        one_by_one = self._preparation.one_by_one(examples.unshuffled(), self._prepared, examples.length, seed)
-        return examples.rejection(problem, one_by_one, f"in the batches from step {step + 1} of epoch {epoch + 1} on")
+        one_by_one = self._prepare_one_by_one(self.examples.unshuffled(), tf.constant(0, tf.int64))
+        during = f"in the batches from step {step + 1} of epoch {epoch + 1} on"
+        return self.examples.rejection(problem, one_by_one, during)
 
 
 def per_replica_batch_size(size: int, replicas: int, micro_batches: int = 1, flag: str = "--global-batch-size") -> int:
@@ -254,11 +278,6 @@ def per_replica_batch_size(size: int, replicas: int, micro_batches: int = 1, fla
     """
     unit = replicas * micro_batches
     if size < unit:
-        each = f", in {micro_batches} micro-batches each" if micro_batches > 1 else ""
-        raise BadInput(f"{flag} {size} is too small for {replicas} replica(s){each}: use {unit} or more")
+        in_micro_batches = f", in {micro_batches} micro-batches each" if micro_batches > 1 else ""
+        raise BadInput(f"{flag} {size} is too small for {replicas} replica(s){in_micro_batches}: use {unit} or more")
     return micro_batches * -(-size // unit)
-
-
-def examples_of_replicas(size: int, replicas: int) -> list[int]:
-    """Returns how many examples of a batch each replica gets, without padding; the first ones may get one more."""
-    return [size // replicas + (replica < size % replicas) for replica in range(replicas)]

@@ -22,7 +22,7 @@ from engine.data.padding import Padding
 from engine.errors import BadInput, Unavailable
 
 BYTES_OF_STACK = 2**22  # The size of a stack at most, for all replicas of a process together.
-STEPS_OF_STACK = 64  # Batches in a stack at most, unless the pass has more than four such stacks.
+STEPS_OF_STACK = 128  # Batches in a stack at most, because a step can be taken only when its complete stack is ready.
 
 _iterators: weakref.WeakSet = weakref.WeakSet()
 
@@ -182,13 +182,12 @@ def _close_all() -> None:
     gc.collect()
 
 
-def stack_size(steps_per_pass: int, steps_per_epoch: int, bytes_of_share: int, batches_at_once: int) -> int:
+def stack_size(steps_per_epoch: int, bytes_of_share: int, batches_at_once: int) -> int:
     """Returns how many batches a stack has: a multiple of those that are prepared at once.
 
     `bytes_of_share` is the size of a batch on all replicas of a process together.
     """
-    # A stack can be used only when all of it is prepared, so a long pass has several.
-    wanted = min(steps_per_epoch, max(STEPS_OF_STACK, steps_per_pass // 4))
+    wanted = min(STEPS_OF_STACK, steps_per_epoch)
     calls = min(BYTES_OF_STACK // bytes_of_share // batches_at_once, -(-wanted // batches_at_once))
     return max(1, calls) * batches_at_once
 

@@ -35,9 +35,10 @@ class WorkerBatches(Batches):
         """`load` calls task.load_examples; the other arguments are those of Batches. Raises BadInput as it does."""
         super().__init__(*arguments)
         if self.per_replica_batch_size > self.global_batch_size:  # None of its batches is padded.
-            size = f"--global-batch-size {self.global_batch_size}"
-            rule = "--strategy parameter_server needs one that is divisible by --micro-batches"
-            raise BadInput(f"{size}: {rule}: use {self.per_replica_batch_size}")
+            raise BadInput(
+                f"--global-batch-size {self.global_batch_size}: --strategy parameter_server needs one that is "
+                f"divisible by --micro-batches: use {self.per_replica_batch_size}"
+            )
         self._load, self._workers = load, workers
         self._stack_size = self.steps_per_pass
         self.examples.may_be_cached = False  # Each worker loads them again.
@@ -62,8 +63,7 @@ class WorkerBatches(Batches):
         seed = pass_seed(self._seed, tf.constant(number, tf.int64))
         first = tf.constant(first_step * self.global_batch_size, tf.int64)
         numbered = examples.one_by_one(self._shard, first, seed).shard(workers, worker).repeat()
-        prepared = self._preparation.one_by_one(numbered, self._prepared, examples.length, tf.stack([seed, 0]))
-        batches = prepared.batch(self.per_replica_batch_size, drop_remainder=True)
+        batches = self._prepare_one_by_one(numbered, seed).batch(self.per_replica_batch_size, drop_remainder=True)
         if padding := self._prepared.padding:
             batches = batches.map(tf.autograph.experimental.do_not_convert(lambda *batch: padding.cut(batch)))
         return batches.prefetch(tf.data.AUTOTUNE).with_options(input_options())
