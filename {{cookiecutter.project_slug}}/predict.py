@@ -93,12 +93,12 @@ def load(run_dir: str | Path) -> "Predictor":
     settings = settings_of_run(Config, Path(run_dir))
     import task
     from engine.cluster.devices import let_gpu_memory_grow
-    from engine.run.directory import RunDirectory
+    from engine.run.directory import Directory
     from engine.trained.loading import load_trained
     from engine.trained.predictions import Predictor
 
     let_gpu_memory_grow()
-    RunDirectory(settings.run_dir).check_same_run(settings)
+    Directory(settings).check_same_run()
     return Predictor(load_trained(task, settings))
 
 

@@ -24,7 +24,7 @@ from engine.check import check_task
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.command_line import read_settings
-from engine.data import Batches, load_splits
+from engine.data import Batches, CompiledSteps, load_splits
 from engine.model import TaskObjects, replica_step
 from engine.report import compare
 from engine.run import Run, RunDirectory, documented_exits, evaluate, initialize
@@ -39,7 +39,7 @@ config: Config
 strategy: tf.distribute.Strategy
 batches: dict[str, Batches]  # "train", "validation" or "validation/<name>", "test" or "test/<name>" -> its batches
 objects: TaskObjects  # what the steps use and change: the objects of task.py, built and checked
-run_steps: dict[str, Callable[..., tf.Tensor]]  # split -> takes steps on a stack of batches, in the graph
+run_steps: dict[str, CompiledSteps]  # split -> takes steps on a stack of batches, in the graph
 run: Run  # how far the run has come, and what it keeps on disk
 
 
@@ -120,7 +120,7 @@ def all_workers(losses: tf.Tensor) -> tf.Tensor:
 # --- Many batches in one call -----------------------------------------------------------------------------------------
 
 
-def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> CompiledSteps:
     """Returns a compiled function that takes steps on some batches of a stack; it returns their losses ([count]).
 
     A stack is several batches in one tensor, [batches, per_replica_batch_size, ...] on each replica. All datasets of a

@@ -17,7 +17,7 @@ import train
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
-from engine.model import gather_batch, in_micro_batches
+from engine.model import gather_batch, replica_step
 from engine.model.moments import replace_moments
 
 Refused = Callable[..., str]
@@ -229,7 +229,7 @@ def test_padding_that_would_count_is_refused() -> None:
                 gather_batch(batch[0])
             return tf.reduce_sum(model(batch[0], training=training))
 
-        step = in_micro_batches(train_step, Config(**{"global_batch_size": 33, **settings}), model)
+        step = replica_step(train_step, Config(**{"global_batch_size": 33, **settings}), model)
         on_replicas(replicas, step)([np.ones((20, 3), "float32")])
 
     normalization = functools.partial(keras.layers.BatchNormalization, name="a")

@@ -8,7 +8,6 @@ from typing import Any
 
 from engine.errors import BadInput
 from engine.files import exists, read_text, sync, write_atomically, writing
-from engine.messages import first_line
 from engine.retries import until_read, until_written
 
 # The columns of metrics.csv before the metrics; with several optimizers, each has its "learning_rate/<name>".

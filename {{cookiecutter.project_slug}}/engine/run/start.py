@@ -43,13 +43,13 @@ class RunDirectory(Directory):
         self._listening.__enter__()
         return self
 
-    def __exit__(self, kind: Any, problem: BaseException | None, trace: Any) -> None:
+    def __exit__(self, *problem: object) -> None:
         try:
-            super().__exit__()
-            if problem is None and self.settings.export:  # Which a signal would end at once.
+            super().__exit__(*problem)
+            if not any(problem) and self.settings.export:  # Which a signal would end at once.
                 signals.check(self.workers)
         finally:
-            self._listening.__exit__(kind, problem, trace)
+            self._listening.__exit__(*problem)
 
     def result(self) -> dict[str, Any] | None:
         """Locks the directory; returns the result of the run in it if nothing is left to do.
