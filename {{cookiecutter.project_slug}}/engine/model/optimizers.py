@@ -120,13 +120,3 @@ def optimizer_of(variable: keras.Variable, optimizer: keras.optimizers.Optimizer
             inner._get_variable_index(variable)
             return inner
     return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-@contextlib.contextmanager
-def summed_gradients() -> Iterator[None]:
-    """Says that the gradients that optimizers get inside are sums over the replicas."""
-    _is_summed.set()
-    try:
-        yield
-    finally:
-        _is_summed.clear()
