@@ -17,7 +17,6 @@ from engine.cluster import parameter_servers
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model import sum_over_batch
-from engine.model.build import set_up
 from engine.model.metrics import LARGEST_SHOWN, ResultNames, drifting, in_float64, metric_results
 from engine.model.rejections import monitor_direction
 
@@ -235,12 +234,13 @@ def test_counts_of_several_workers_are_added_in_one_operation(monkeypatch: pytes
     # For counts, Keras reads, adds and writes: between the two, another worker's count is lost.
     assert assignments() == {"AssignVariableOp", "AssignSubVariableOp"}
     monkeypatch.setattr(keras.Variable, "assign_add", keras.Variable.assign_add)  # So that it is restored.
-    for name in ("_wait_until_free", "_wait_until_listening", "_end_if_frozen"):
+    for name in ("wait_until_free", "_wait_until_listening", "_end_without_others"):
         monkeypatch.setattr(parameter_servers, name, lambda *_: None)
     monkeypatch.setattr(parameter_servers, "start_tensorflow", lambda _, timeout, start: start())
     monkeypatch.setattr(tf.distribute, "ParameterServerStrategy", lambda _: SimpleNamespace(extended=SimpleNamespace()))
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}}')
-    parameter_servers.coordinate(SimpleNamespace(others=list), timeout=1.0)
+    chief = SimpleNamespace(job="chief", addresses={"worker": []}, others=list)
+    parameter_servers.start(chief, timeout=1.0)
     assert assignments() == {"AssignAddVariableOp", "AssignSubVariableOp"}
 
 

@@ -14,11 +14,11 @@ import train
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
+from engine.messages import user_errors_named
 from engine.model import rows
 from engine.model.gradients import apply_gradients, in_micro_batches
 from engine.model.optimizers import prepare_optimizer
 from engine.tracing import operations_of
-from engine.user_errors import user_errors_named
 
 ROWS, WIDTH, BATCH, IDS = 300, 4, 8, 4
 OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {

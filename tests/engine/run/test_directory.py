@@ -14,7 +14,7 @@ import tensorflow as tf
 from small_states import make_checkpoints
 
 from config import Config
-from engine import versions
+from engine import machine
 from engine.errors import BadInput, CannotWrite, Unavailable
 from engine.files import write_atomically, write_json
 from engine.run import directory as directory_module
@@ -122,10 +122,10 @@ def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: p
         module = types.ModuleType(name)
         module.__file__ = str(project / name)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(versions, "PROJECT", project.resolve())
+    monkeypatch.setattr(machine, "PROJECT", project.resolve())
     monkeypatch.setattr(sys, "prefix", str(project / "env"))
 
-    facts, recorded = versions.shared_facts(), versions.versions()
+    facts, recorded = machine.shared_facts(), machine.versions()
     assert facts["code"].keys() == {"helper.py", "mine/losses.py"}
     directory, settings = RunDirectory(tmp_path / "run"), Config(run_dir=tmp_path / "run")
     started(tmp_path / "run", code_sha256=facts["code"], versions=recorded)

@@ -256,26 +256,6 @@ def test_ties_of_classes_may_differ_and_numbers_by_rounding_only() -> None:
         assert _are_close(scores, scores + error, 1e-5) == is_close
 
 
-@pytest.mark.long
-def test_format_of_keras_is_written_and_its_failure_leaves_the_other_files(
-    copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = Config(run_dir=copied(), export=True, export_format="litert")
-    folder = settings.run_dir / "export"
-    export(task, settings)
-    assert tf.lite.Interpreter(str(folder / "model.tflite")).get_input_details()[0]["shape"].tolist()[1:] == [8, 8, 1]
-
-    def no_conversion(model: keras.Model, file: Path, **options: Any) -> None:
-        file.write_text("half of it")
-        raise ValueError("no such operation")
-
-    monkeypatch.setattr(keras.Model, "export", no_conversion)
-    line = r"^--export-format litert failed \(ValueError: no such operation\); the other files are written$"
-    with pytest.raises(BadInput, match=line):
-        export(task, settings)
-    assert {each.name for each in folder.iterdir()} == {"model.keras", "model.weights.h5", "saved_model"}
-
-
 # --- Refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -14,9 +14,8 @@ from engine.data.element_spec import as_text, batched, is_static, unbatched
 from engine.data.padding import Padding, are_sequences, padded
 from engine.data.pipelines import PARALLEL_CALLS
 from engine.errors import BadInput
-from engine.exceptions import first_line
+from engine.messages import first_line, where_raised
 from engine.tracing import Traced, converted, differing_value, look_at
-from engine.user_errors import where_raised
 
 # What the hook may raise because it expects other examples.
 OF_OTHER_EXAMPLES = (AttributeError, LookupError, TypeError, ValueError, tf.errors.InvalidArgumentError)

@@ -12,11 +12,18 @@ from engine.errors import BadInput
 from engine.model.global_batch import layers_that_count_padding, reject_padding, sum_over_replicas
 from engine.model.optimizers import apply_sums, optimizer_of
 from engine.model.rows import slices_or_dense, sum_by_row
-from engine.model.step import Gradient, Step, current_step, step_on
+from engine.model.step import Gradient, Step, current_step, in_one_batch, step_on
 from engine.settings import Settings
 from engine.tracing import returning_loss
 
 # --- Micro-batches ----------------------------------------------------------------------------------------------------
+
+
+def replica_step(
+    step: Callable[..., tf.Tensor], settings: Settings | None = None, model: Any = None
+) -> Callable[..., tf.Tensor]:
+    """Returns a step of task.py as each replica takes it; with the `settings` of a training, in their micro-batches."""
+    return in_one_batch(step) if settings is None else in_micro_batches(step, settings, model)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -12,11 +12,11 @@ import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.memory import memory_of_machine
+from engine.machine import memory_of_machine
+from engine.messages import OUTSIDE_TABLE
 from engine.model.step import Gradient, current_step
 from engine.model.variables import by_name, layers_of
 from engine.tracing import Traced, place
-from engine.user_errors import OUTSIDE_TABLE
 
 KERAS_CALL, KERAS_BUILD = keras.layers.Embedding.call, keras.layers.Embedding.build
 LARGE = 10_000  # The run summary describes tables of at least as many rows.

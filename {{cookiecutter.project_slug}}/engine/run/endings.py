@@ -3,9 +3,18 @@
 import contextlib
 from collections.abc import Iterator
 
-from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable
+from engine.cluster.workers import peers_named
+from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes
 from engine.run.run import Run
 from engine.run.signals import signals
+from engine.messages import user_errors_named
+
+
+@contextlib.contextmanager
+def documented_exits() -> Iterator[None]:
+    """Turns an exception inside into one line and an exit code of engine/errors.py; one of the engine stays as it is."""
+    with exit_codes(), user_errors_named(), peers_named():
+        yield
 
 
 @contextlib.contextmanager
