@@ -12,8 +12,10 @@ from replicas import on_replicas, updating
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
-from engine.model import gather_batch, in_micro_batches, in_one_batch, places_in_batch, sum_over_batch
+from engine.model import gather_batch, places_in_batch, sum_over_batch
+from engine.model.gradients import in_micro_batches
 from engine.model.optimizers import prepare_optimizer
+from engine.model.step import in_one_batch
 
 EXAMPLES, TOKENS, WIDTH = 16, 3, 2
 RANDOM = np.random.default_rng(0)

@@ -17,7 +17,8 @@ import train
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
-from engine.model import gather_batch, in_micro_batches
+from engine.model import gather_batch
+from engine.model.gradients import in_micro_batches
 from engine.model.moments import replace_moments
 
 Refused = Callable[..., str]
