@@ -160,7 +160,7 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=BYTES_PER_PACK)
 
     def reduce(strategy: tf.distribute.Strategy, *per_replica: Any) -> Any:
-        pairs = [(each, each.device if isinstance(each, tf.Tensor) else each) for each in per_replica]
+        pairs = [(value, value.device if isinstance(value, tf.Tensor) else value) for value in per_replica]
         return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs, options)
 
     try:

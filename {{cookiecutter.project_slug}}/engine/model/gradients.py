@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from engine.errors import BadInput
 from engine.model.global_batch import layers_that_count_padding, reject_padding, sum_over_replicas
-from engine.model.optimizers import apply_sums, inner_optimizers, optimizer_of
+from engine.model.optimizers import apply_sums, optimizer_of
 from engine.model.rows import slices_or_dense, sum_by_row
 from engine.model.step import Gradient, Step, current_step, in_one_batch, step_on
 from engine.settings import Settings
@@ -169,12 +169,9 @@ def apply_gradients(
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         # The update changes the variable, and the norm is computed with the scale of the gradients.
         scale = tf.identity(optimizer.dynamic_scale.value)
-    if gradients is None:
-        gradients = tape.gradient(loss, variables, None if scale is None else tf.cast(scale, loss.dtype))
-    elif scale is not None:
-        gradients = [None if gradient is None else _times(gradient, scale) for gradient in gradients]
+    gradients = _scaled_gradients(tape, loss, variables, gradients, scale)
     pairs = list(zip(variables, gradients, strict=True))
-    used = [(variable, gradient) for variable, gradient in pairs if gradient is not None]
+    used = [(variable, value) for variable, value in pairs if value is not None]
     if not used:
         raise BadInput(
             "task.train_step gave apply_gradients "
@@ -183,17 +180,28 @@ def apply_gradients(
         )
     with _xla(step, compiles=False):
         parts = step.micro_batches * tf.distribute.get_strategy().num_replicas_in_sync
-        gradients = [
-            slices_or_dense(optimizer_of(variable, optimizer), variable, gradient, parts) for variable, gradient in used
-        ]
-        gradients = _summed_over_micro_batches(step, gradients, loss)
+        local = [slices_or_dense(optimizer_of(variable, optimizer), variable, value, parts) for variable, value in used]
+        local = _summed_over_micro_batches(step, local, loss)
         if not step.is_last:
             return tf.constant(0.0)
-        sums, norm = _clipped_sums(step, gradients, scale)
-        # A MultiOptimizer needs all its variables, also those without a gradient, which its optimizers leave out.
-        unused = [(None, variable) for variable, gradient in pairs if gradient is None and inner_optimizers(optimizer)]
-        apply_sums(optimizer, [*zip(sums, (variable for variable, _ in used), strict=True), *unused])
+        sums, norm = _clipped_sums(step, local, scale)
+        apply_sums(optimizer, pairs, sums)
         return norm
+
+
+def _scaled_gradients(
+    tape: tf.GradientTape,
+    loss: tf.Tensor,
+    variables: Sequence[keras.Variable],
+    gradients: Sequence[Gradient | None] | None,
+    scale: tf.Tensor | None,
+) -> Sequence[Gradient | None]:
+    """Returns the gradients, the given ones or else the tape's, times the loss scale if there is one."""
+    if gradients is None:
+        return tape.gradient(loss, variables, None if scale is None else tf.cast(scale, loss.dtype))
+    if scale is None:
+        return gradients
+    return [None if gradient is None else _times(gradient, scale) for gradient in gradients]
 
 
 def _times(gradient: Gradient, scale: tf.Tensor) -> Gradient:

@@ -74,17 +74,23 @@ def _take_sums(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def apply_sums(
-    optimizer: keras.optimizers.Optimizer, sums_and_variables: Sequence[tuple[Gradient | None, keras.Variable]]
+    optimizer: keras.optimizers.Optimizer,
+    pairs: Sequence[tuple[keras.Variable, Gradient | None]],
+    sums: Sequence[Gradient],
 ) -> None:
-    """Updates with gradients that are summed over the replicas; in slices each row may occur once.
+    """Updates with the sums over the replicas of the gradients in `pairs` that are not None.
 
-    Of slices the optimizer gets the values, so that it clips these, and updates their rows only.
+    In slices each row may occur once. The optimizer gets their values, so that it clips these, and updates their rows
+    only.
     """
-    rows, given = {}, []
-    for gradient, variable in sums_and_variables:
-        if isinstance(gradient, tf.IndexedSlices):
-            rows[id(variable.handle)], gradient = gradient.indices, gradient.values
-        given.append((gradient, variable))
+    rows, given, in_turn = {}, [], iter(sums)
+    for variable, gradient in pairs:
+        total = None if gradient is None else next(in_turn)
+        if isinstance(total, tf.IndexedSlices):
+            rows[id(variable.handle)], total = total.indices, total.values
+        # A MultiOptimizer needs all its variables, also those without a gradient, which its optimizers leave out.
+        if total is not None or inner_optimizers(optimizer):
+            given.append((total, variable))
     with _giving_sums(rows):
         optimizer.apply_gradients(given)
 
@@ -114,13 +120,3 @@ def optimizer_of(variable: keras.Variable, optimizer: keras.optimizers.Optimizer
             inner._get_variable_index(variable)
             return inner
     return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-@contextlib.contextmanager
-def summed_gradients() -> Iterator[None]:
-    """Says that the gradients that optimizers get inside are sums over the replicas."""
-    _is_summed.set()
-    try:
-        yield
-    finally:
-        _is_summed.clear()

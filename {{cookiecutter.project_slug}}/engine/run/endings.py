@@ -12,7 +12,7 @@ from engine.run.signals import signals
 
 @contextlib.contextmanager
 def documented_exits() -> Iterator[None]:
-    """Turns an exception inside into one line and an exit code of engine/errors.py, unless it is a bug of the engine."""
+    """Turns an exception inside into a line and an exit code of engine/errors.py, unless it is a bug of the engine."""
     with exit_codes(), user_errors_named(), peers_named():
         yield
 
