@@ -15,8 +15,7 @@ from planted import L2, ORIGINAL, Fault, assert_found, average, cases, label_los
 import task
 import train
 from engine import messages
-from engine.check.measure import Measured
-from engine.check.results import differing_gradients
+from engine.check.comparison import Measured, differing_gradients
 from engine.data import CompiledSteps
 from engine.model import apply_gradients
 

@@ -11,13 +11,13 @@ import pytest
 import engine.console
 from config import Config
 from engine import console as live
-from engine.check.check import print_checks
-from engine.check.checks import Check
+from engine.check.command import print_checks
+from engine.check.comparison import Check
 from engine.console import LiveLine, print_result
 from engine.model.metrics import ResultNames
 from engine.report.report import Lines
 
-MODULES = ("engine.console", "engine.check.check", "engine.report.report")
+MODULES = ("engine.console", "engine.check.command", "engine.report.report")
 
 
 class Terminal(io.StringIO):
