@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 import tempfile
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ import tensorflow as tf
 from rich.text import Text
 
 from engine.check import measure, steps
-from engine.check.comparison import Arrays, BatchStacks, Check, Measured, differing_arrays, differing_loss
+from engine.check.comparison import BatchStacks, Check, Layers, differing_arrays, differing_loss
 from engine.check.examples import check_examples, check_predictions, read_examples
 from engine.check.measure import SAMPLE_WEIGHTS
 from engine.cluster.environment import reject_cluster
@@ -33,7 +33,6 @@ from engine.settings import Settings
 
 PARTS = ("examples", "results", "evaluation", "updates")
 REPEATED_STEPS = 40
-SMALL_EPSILON = 1e-6
 
 
 def check_task(program: Program, task: Task, settings: Settings, only: Collection[str] = PARTS) -> bool:
@@ -47,7 +46,7 @@ def check_task(program: Program, task: Task, settings: Settings, only: Collectio
     with tempfile.TemporaryDirectory() as folder:
         comparable = _comparable_settings(settings, Path(folder))
         try:
-            checks.extend(_run_checks(program, task, comparable, settings.global_batch_size, only))
+            checks.extend(_run_checks(program, task, comparable, settings.global_batch_size, only, checks))
         except BadInput as problem:
             checks.append(Check(False, _hook_in(str(problem)), str(problem)))
         except Diverged as problem:
@@ -109,9 +108,9 @@ def _hook_in(message: str) -> str:
 
 
 def _run_checks(
-    program: Program, task: Task, settings: Settings, global_batch_size: int, only: Collection[str]
+    program: Program, task: Task, settings: Settings, global_batch_size: int, only: Collection[str], checks: list[Check]
 ) -> Iterator[Check]:
-    """Yields the results of the checks; BadInput, and any exception of a hook, ends them.
+    """Yields the results of the checks, which the caller adds to `checks`; any exception of a hook ends them.
 
     `global_batch_size` is the user's; the one in `settings` can be shared by two replicas. Tracing takes most of the
     time, so the evaluation is checked with the program whose results are compared.
@@ -125,7 +124,6 @@ def _run_checks(
         yield from check_examples(program, task, settings, global_batch_size)
         if hook := getattr(task, "predict_step", None):
             yield from check_predictions(program, hook)
-    agree = True  # Whether one replica and two have the same results, so that their updates can be compared.
     with measure.few_examples(task, settings.global_batch_size):
         with measure.recording_optimizers(task):
             two = measure.measure(program, task, settings, 2) if "results" in only else None
@@ -145,26 +143,15 @@ def _run_checks(
                     micro_batches = settings.micro_batches
         read_examples(program, load_examples, hashes)
         if one and two:
-            agree = yield from _check_results(program, task, one, two, micro_batches)
+            yield from steps.check_layers(program, task, one)
+            yield from steps.check_same_results(program, task, one, two, micro_batches)
+            yield from steps.check_updated_metrics(program, task)
+            yield from steps.check_metrics(program, task, program.batches["train"], one.stacks)
+            yield from steps.check_loss(program, task, one)
+            yield steps.check_traces(program)
         if "updates" in only:
-            yield from _check_updates(program, task, settings, compare=agree)
-
-
-def _check_results(
-    program: Program, task: Task, one: Measured, two: Measured, micro_batches: int
-) -> Generator[Check, None, bool]:
-    """Checks the steps of a program of one replica, with its results; returns whether those of two agree."""
-    yield from steps.check_layers(program, task, one)
-    compared = [] if one.layers.still_random else list(steps.check_same_results(program, task, one, two, micro_batches))
-    yield from compared
-    yield from steps.check_updated_metrics(program, task)
-    yield from steps.check_metrics(program, task, program.batches["train"], one.stacks)
-    yield from steps.check_loss(program, task, one)
-    retraced = ", ".join(split for split, compiled in program.run_steps.items() if compiled.trace_count() != 1)
-    text = f"the {retraced} steps were traced more than once: use stacks.compile"
-    yield Check(not retraced, "train.py compile_steps", text if retraced else "every split's steps were traced once")
-    # Steps that differ make the updates differ, too. That is one cause, so it is reported once.
-    return not one.layers.still_random and all(check.ok for check in compared)
+            # Steps that differ make the updates differ, too. That is one cause, so it is reported once.
+            yield from _check_updates(program, task, settings, compare=all(check.ok for check in checks))
 
 
 def _check_evaluation(program: Program, task: Task) -> Iterator[Check]:
@@ -186,10 +173,8 @@ def _check_evaluation(program: Program, task: Task) -> Iterator[Check]:
         if layers and measure.depends_on_seeds(program, evaluate):
             # A layer of Keras draws in training only, unlike one that is written to sample.
             of_keras = [name for name, layer in layers.items() if type(layer).__module__.startswith("keras.")]
-            text = (
-                f"random in {split}, so not the same on one replica and two: {', '.join(layers)}: draw from a seed of "
-            )
-            text += "each example, see docs/steps.md"
+            text = f"random in {split}, so not the same on one replica and two: {', '.join(layers)}: draw from a seed "
+            text += "of each example, see docs/steps.md"
             if of_keras:
                 text = f"{split} draws random numbers in {of_keras[0]}: call the model with training=False"
             yield Check(not of_keras, where, text)
@@ -202,23 +187,21 @@ def _check_updates(program: Program, task: Task, settings: Settings, *, compare:
     """Checks that one replica and two make the same updates, and that the loss falls."""
     epochs = math.ceil(REPEATED_STEPS / measure.BATCHES)  # A schedule ends within these steps.
 
-    def updates(replicas: int) -> tuple[Arrays, BatchStacks]:
+    def build(replicas: int) -> tuple[Layers, BatchStacks]:
         program.build(dataclasses.replace(settings, simulated_devices=replicas, epochs=epochs))
-        measure.make_comparable(program, task, "train")
-        stacks = measure.first_stacks(program)
-        return measure.measure_updates(program, task, stacks), stacks
+        return measure.make_comparable(program, task, "train"), measure.first_stacks(program)
 
-    two, _ = updates(2) if compare else ({}, [])
-    one, stacks = updates(1)
-    rounding = measure.rounding_of([one], program, task, lambda: [measure.measure_updates(program, task, stacks)])
-    if compare and (differing := differing_arrays(one, two, rounding)):
-        text = f"the gradients agree, and two replicas change {differing[0]} by another amount than one: look for "
-        text += "an optimizer that changes a replica's gradients, or counts in Python"
-        epsilons = (getattr(optimizer, "epsilon", None) or 1.0 for optimizer in program.run.objects.optimizers.values())
-        if (smallest := min(epsilons)) < SMALL_EPSILON:
-            text += f". Its epsilon is {smallest:g}, so rounding may decide the update where a gradient is almost 0: "
-            text += "pass epsilon=1e-5"
-        yield Check(False, "task.py create_optimizer", text)
+    if compare:
+        two = measure.measure_updates(program, task, build(2)[1])
+    layers, stacks = build(1)
+    if compare and not layers.still_random:
+        one = measure.measure_updates(program, task, stacks)
+        rounding = measure.rounding_of([one], program, task, lambda: [measure.measure_updates(program, task, stacks)])
+        if differing := differing_arrays(one, two, rounding):
+            text = f"the gradients agree, and two replicas change {differing[0]} by another amount than one: look for "
+            text += "an optimizer that changes a replica's gradients or counts in Python, and pass epsilon=1e-5 if it "
+            text += "has a smaller one, with which rounding may decide the update where a gradient is almost 0"
+            yield Check(False, "task.py create_optimizer", text)
     for text in slow_reads(program.run.objects.model, program.run.traced["train"]):
         yield Check(True, "task.py train_step", text)
     stack, first, _ = stacks[0]
@@ -228,4 +211,4 @@ def _check_updates(program: Program, task: Task, settings: Settings, *, compare:
     falls = cannot_fall or bool(np.mean(losses[-5:]) < losses[0])
     text = f"the loss goes from {losses[0]:.4g} to {losses[-1]:.4g} in {REPEATED_STEPS} steps on one batch"
     rule = ": it must fall; check --learning-rate, and how task.create_optimizer uses it"
-    yield Check(falls, "task.py create_optimizer", text if falls else text + rule)
+    yield Check(falls, "task.py create_optimizer", text + rule * (not falls))

@@ -47,11 +47,11 @@ class Measured:
     """The results of some replicas for the same batches, from the same weights."""
 
     stacks: BatchStacks  # The last batch has padding in its second half, which is the second replica's.
-    batches: list[Arrays]  # The loss of each batch, and the gradient of each variable.
+    # The loss of each batch, the gradient of each variable, and what else a step assigns equally on all replicas.
+    batches: list[Arrays]
     nearby: list[Arrays]  # The same from weights nearby.
     # How much these change, at most, when the weights change by a few roundings. Of one replica; else empty.
     rounding: dict[str, float]
-    assigned: Arrays  # The mirrored variables after a step, without the weights that it trains.
     metrics: dict[str, float]
     without_gradient: list[str]
     layers: Layers

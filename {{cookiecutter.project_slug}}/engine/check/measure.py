@@ -59,7 +59,6 @@ def results(program: Program, task: Task) -> Measured:
         batches=batches,
         nearby=nearby,
         rounding=rounding,
-        assigned=_assigned(program, task, stacks[0]),
         metrics=_metrics(program),
         without_gradient=[name for name in trainable_variables(task.model) if id(recorded.get(name)) not in updated],
         layers=layers,
@@ -102,8 +101,7 @@ def recording_optimizers(task: Task) -> contextlib.AbstractContextManager[object
 
     def create_recorders(total_steps: int) -> Any:
         created = create_optimizer(total_steps)
-        names = created if isinstance(created, Mapping) else ["optimizer"]
-        recorders = {name: Recorder(name="optimizer") for name in names}
+        recorders = {name: Recorder(name="optimizer") for name in by_name(created, "optimizer")}
         return recorders if isinstance(created, Mapping) else recorders["optimizer"]
 
     return mock.patch.object(task, "create_optimizer", create_recorders)
@@ -152,10 +150,15 @@ def layers_of_task(task: Task) -> list[keras.layers.Layer]:
 
 def changed_by(program: Program, split: str) -> Variables:
     """Returns the variables of the state, by name, that the steps of a split change."""
-    changed, state = look_at(program.run_steps[split].graph()).changed, program.run.checkpoints.state
-    variables = {**state.mirrored, **state.per_replica}
-    is_changed = {name: any(id(part.handle) in changed for part in state.parts(name)) for name in variables}
-    return {name: variable for name, variable in variables.items() if is_changed[name]}
+    traced, state = (
+        program.run.traced.get(split) or look_at(program.run_steps[split].graph()),
+        program.run.checkpoints.state,
+    )
+    return {
+        name: variable
+        for name, variable in (state.mirrored | state.per_replica).items()
+        if any(id(part.handle) in traced.changed for part in state.parts(name))
+    }
 
 
 def changed_unlisted(program: Program) -> list[str]:
@@ -221,14 +224,19 @@ def changed_stacks(program: Program, stacks: BatchStacks, factors: Any, *replace
 
 
 def losses_and_gradients(program: Program, task: Task, stacks: BatchStacks) -> list[Arrays]:
-    """Returns the LOSS and the gradients of each batch, all from the program's present state."""
-    gradients, results = recorded_gradients(task), []
+    """Returns `Measured.batches` of some stacks, all from the program's present state."""
+    state, read, results = program.run.checkpoints.state, recorded_gradients(task), []
+    known = {id(variable) for variable in (*read.values(), *trainable_variables(task.model).values())}
+    for name, variable in changed_by(program, "train").items():
+        # Averages follow the weights, and integers count the steps.
+        if name in state.mirrored and variable.dtype.is_floating and id(variable) not in known:
+            read |= {} if name.startswith("average/") else {name: variable}
     with state_restored(program) as initial:
         for stack, first, count in stacks:
             for index in range(first, first + count):
-                program.run.checkpoints.state.assign(initial)
+                state.assign(initial)
                 (loss,) = program.run_steps["train"](stack, index, 1).numpy()
-                results.append({LOSS: loss, **{name: gradient.numpy() for name, gradient in gradients.items()}})
+                results.append({LOSS: loss, **{name: variable.numpy() for name, variable in read.items()}})
     return results
 
 
@@ -265,24 +273,6 @@ def _moved_weights(program: Program, task: Task, by: float, seed: int = 0) -> It
             signs = random.choice([-1.0, 1.0], value.shape)
             variable.assign((value * (1.0 + by * signs)).astype(value.dtype))
         yield
-
-
-def _assigned(program: Program, task: Task, batch: tuple[Any, int, int]) -> Arrays:
-    """Takes a step; returns `Measured.assigned`."""
-    state, (stack, first, _) = program.run.checkpoints.state, batch
-    trained = {
-        id(variable)
-        for names in (recorded_gradients(task), trainable_variables(task.model))
-        for variable in names.values()
-    }
-    with state_restored(program):
-        program.run_steps["train"](stack, first, 1)
-        # Averages follow the weights, and a text has no rounding.
-        return {
-            name: variable.numpy()
-            for name, variable in state.mirrored.items()
-            if id(variable) not in trained and not name.startswith("average/") and variable.dtype != tf.string
-        }
 
 
 def _metrics(program: Program) -> dict[str, float]:

@@ -48,19 +48,19 @@ def check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]
     draws, python = unrepeatable_in_step(program.run.traced["train"])
     again = [arrays[LOSS] for arrays in measure.losses_and_gradients(program, task, one.stacks)]
     yield from comparison.check_repeats("train_step", "losses", draws, python, repeats=close(one.losses, again))
-    if layers.still_random:
-        names = ", ".join(layers.still_random)
-        text = f"not compared, because {names} cannot be switched off: augment in task.prepare_example instead"
-        yield Check(True, "task.py train_step", text)
 
 
 def check_same_results(
     program: Program, task: Task, one: Measured, two: Measured, micro_batches: int
 ) -> Iterator[Check]:
     """Checks that losses, gradients and metrics agree; `micro_batches` is not 0 if only they make losses differ."""
+    if names := ", ".join(one.layers.still_random):
+        text = f"not compared, because {names} cannot be switched off: augment in task.prepare_example instead"
+        yield Check(True, "task.py train_step", text)
+        return
     # If the loss differs, gradients and metrics differ for the same reason.
-    if differing := comparison.differing_loss(one, two):
-        batch, loss, of_two = differing
+    if loss_of := comparison.differing_loss(one, two):
+        batch, loss, of_two = loss_of
         hook, why = _why_losses_differ(program, task, batch, loss, of_two)
         if micro_batches:
             why = f"--micro-batches {micro_batches} alone changes it: divide by config.global_batch_size, or by a sum "
@@ -69,17 +69,17 @@ def check_same_results(
         yield Check(False, f"task.py {hook}", text)
         return
     yield Check(True, "task.py compute_loss", f"loss {one.losses[0]:.6g} on one replica and on two")
-    for name, value in one.assigned.items():
-        if not close(value, two.assigned[name]):
-            text = f"the step assigns a value of one replica to {name.split('/', 1)[1]}: assign what "
-            yield Check(False, "task.py train_step", text + "tf.distribute.get_replica_context().all_reduce returns")
-            return  # Such as a learning rate, which changes the gradients and metrics that are compared.
-    if gradients := comparison.differing_gradients(one, two):
-        text = f"the loss agrees, and the gradient of {gradients[0]} differs: update with apply_gradients, without "
+    differing, gradients = comparison.differing_gradients(one, two), trainable_variables(task.model)
+    if assigned := [name for name in differing if name not in gradients]:
+        text = f"the step assigns a value of one replica to {assigned[0].split('/', 1)[1]}: assign what "
+        yield Check(False, "task.py train_step", text + "tf.distribute.get_replica_context().all_reduce returns")
+        return  # Such as a learning rate, which changes the gradients and metrics that are compared.
+    if differing:
+        text = f"the loss agrees, and the gradient of {differing[0]} differs: update with apply_gradients, without "
         text += "a sum of your own, and look for values that depend on the replica or on the size of its batch"
     else:
-        text = f"the same gradients of {len(one.rounding) - 1} variables"
-    yield Check(not gradients, "task.py train_step", text)
+        text = f"the same gradients of {len(gradients)} variables"
+    yield Check(not differing, "task.py train_step", text)
     yield from _check_same_metrics(program, task, one, two)
 
 
@@ -254,3 +254,10 @@ def check_updated_metrics(program: Program, task: Task) -> Iterator[Check]:
         for name, metric in metrics.items():
             if split_of(name) == split and metric.variables and name not in updated:
                 yield Check(False, where, f"{name} is never updated: update it, or remove it in create_metrics")
+
+
+def check_traces(program: Program) -> Check:
+    """Checks that the steps of each split were traced once."""
+    retraced = ", ".join(split for split, compiled in program.run_steps.items() if compiled.trace_count() != 1)
+    text = f"the {retraced} steps were traced more than once: use stacks.compile"
+    return Check(not retraced, "train.py compile_steps", text if retraced else "every split's steps were traced once")
