@@ -18,8 +18,7 @@ from rich.text import Text
 
 from engine.check import measure, steps
 from engine.check.comparison import BatchStacks, Check, Layers, differing_arrays, differing_loss
-from engine.check.examples import check_examples, check_predictions, read_examples
-from engine.check.measure import SAMPLE_WEIGHTS
+from engine.check.examples import check_examples, read_examples
 from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.console import columns, console
@@ -94,7 +93,6 @@ def _comparable_settings(settings: Settings, folder: Path) -> Settings:
         limit_steps=None,
         checkpoint_every_steps=None,
         validate_every_steps=None,
-        async_checkpoints=False,
         steps_per_execution=measure.BATCHES - 1,  # Executions of unequal length show whether they share a trace.
     )
 
@@ -122,8 +120,6 @@ def _run_checks(
     read_examples(program, load_examples, hashes)
     if "examples" in only:
         yield from check_examples(program, task, settings, global_batch_size)
-        if hook := getattr(task, "predict_step", None):
-            yield from check_predictions(program, hook)
     with measure.few_examples(task, settings.global_batch_size):
         with measure.recording_optimizers(task):
             two = measure.measure(program, task, settings, 2) if "results" in only else None
@@ -148,7 +144,10 @@ def _run_checks(
             yield from steps.check_updated_metrics(program, task)
             yield from steps.check_metrics(program, task, program.batches["train"], one.stacks)
             yield from steps.check_loss(program, task, one)
-            yield steps.check_traces(program)
+            retraced = ", ".join(split for split, compiled in program.run_steps.items() if compiled.trace_count() != 1)
+            text = f"the {retraced} steps were traced more than once: use stacks.compile"
+            text = text if retraced else "every split's steps were traced once"
+            yield Check(not retraced, "train.py compile_steps", text)
         if "updates" in only:
             # Steps that differ make the updates differ, too. That is one cause, so it is reported once.
             yield from _check_updates(program, task, settings, compare=all(check.ok for check in checks))
@@ -207,7 +206,7 @@ def _check_updates(program: Program, task: Task, settings: Settings, *, compare:
     stack, first, _ = stacks[0]
     losses = [float(program.run_steps["train"](stack, first, 1)[0]) for _ in range(REPEATED_STEPS)]
     # Opposing losses, as in a GAN, need not decrease; that of a batch whose weights are all 0 cannot.
-    cannot_fall = len(by_name(task.optimizer, "optimizer")) > 1 or not np.any(stack[SAMPLE_WEIGHTS][first])
+    cannot_fall = len(by_name(task.optimizer, "optimizer")) > 1 or not np.any(stack[measure.SAMPLE_WEIGHTS][first])
     falls = cannot_fall or bool(np.mean(losses[-5:]) < losses[0])
     text = f"the loss goes from {losses[0]:.4g} to {losses[-1]:.4g} in {REPEATED_STEPS} steps on one batch"
     rule = ": it must fall; check --learning-rate, and how task.create_optimizer uses it"

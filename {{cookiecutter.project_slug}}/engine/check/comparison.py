@@ -1,8 +1,7 @@
 """What a check returns, what is measured, and which measured values differ by more than rounding."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +18,7 @@ Arrays = dict[str, np.ndarray]  # Variable -> its value, gradient or change.
 BatchStacks = list[tuple[Any, int, int]]  # Stacks, the first batch to take in each, and how many to take.
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """The result of a check. `where` is a hook or a setting; `text` is a fact, or a fault and how to fix it."""
 
     ok: bool
@@ -28,30 +26,22 @@ class Check:
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Layers:
-    """The names of the layers that make one replica and two differ.
-
-    The `still_random` layers are `random` and cannot be switched off. The `synchronized` ones normalize the batches of
-    all replicas together, the `unsynchronized` ones among them only since the check changed them.
-    """
+class Layers(NamedTuple):
+    """The names of the layers that make one replica and two differ."""
 
     random: list[str]
-    still_random: list[str]
-    synchronized: list[str]
-    unsynchronized: list[str]
+    still_random: list[str]  # Those of them that cannot be switched off.
+    synchronized: list[str]  # They normalize the batches of all replicas together.
+    unsynchronized: list[str]  # Those of them that the check has synchronized.
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """The results of some replicas for the same batches, from the same weights."""
 
     stacks: BatchStacks  # The last batch has padding in its second half, which is the second replica's.
-    # The loss of each batch, the gradient of each variable, and what else a step assigns equally on all replicas.
-    batches: list[Arrays]
+    batches: list[Arrays]  # The loss of each, the gradients, and what else a step assigns equally on all replicas.
     nearby: list[Arrays]  # The same from weights nearby.
-    # How much these change, at most, when the weights change by a few roundings. Of one replica; else empty.
-    rounding: dict[str, float]
+    rounding: dict[str, float]  # How much they change when the weights change by roundings; of one replica only.
     metrics: dict[str, float]
     without_gradient: list[str]
     layers: Layers
@@ -82,8 +72,8 @@ def hook_of_step(task: Task, hook: str, split: str = "train") -> str:
 
 def close(one: Any, two: Any, *, tolerance: float = TOLERANCE, floor: float = 1e-9) -> bool:
     """Returns whether two numbers or arrays differ by at most `tolerance` of the largest value, or by `floor`."""
-    largest = max(_largest(one), _largest(two))
-    return bool(np.allclose(one, two, rtol=0.0, atol=tolerance * largest + floor, equal_nan=True))
+    atol = tolerance * max(largest(one), largest(two)) + floor
+    return bool(np.allclose(one, two, rtol=0.0, atol=atol, equal_nan=True))
 
 
 def differing_loss(one: Measured, two: Measured) -> tuple[str, float, float] | None:
@@ -111,7 +101,7 @@ def differing_gradients(one: Measured, two: Measured) -> list[str]:
 def differing_arrays(one: Arrays, two: Arrays, rounding: Mapping[str, float]) -> list[str]:
     """Returns the names of the variables that differ by more than rounding."""
     # The gradient of a bias before a normalization is zero except for rounding, which differs.
-    zero = 1e-6 * max(map(_largest, one.values()), default=0.0)
+    zero = 1e-6 * max(map(largest, one.values()), default=0.0)
     return [name for name in one if not close(one[name], two[name], floor=MARGIN * (zero + rounding[name]))]
 
 
@@ -124,5 +114,6 @@ def differing_metrics(names: ResultNames, one: Mapping[str, float], two: Mapping
     return list(differing.values())
 
 
-def _largest(values: Any) -> float:
+def largest(values: Any) -> float:
+    """Returns the largest absolute value of a number or an array; 0 if it is empty."""
     return float(np.abs(np.nan_to_num(values)).max(initial=0.0))

@@ -53,15 +53,15 @@ def check_examples(program: Program, task: Task, settings: Settings, global_batc
     program.build(dataclasses.replace(settings, simulated_devices=1))
     sizes = ", ".join(f"{name} {batches.number_of_examples}" for name, batches in program.batches.items())
     yield Check(True, "task.py load_examples", f"{sizes} examples of one structure, in the same order twice")
-    divisors = (str(number) for number in range(1, global_batch_size + 1) if global_batch_size % number == 0)
-    text = f"{global_batch_size} can be shared equally by {', '.join(divisors)} replicas"
     if settings.global_batch_size != global_batch_size:
-        text += f"; one replica and two are compared with {settings.global_batch_size}"
-    yield Check(True, "--global-batch-size", text)
+        text = f"one replica and two are compared with {settings.global_batch_size}, which two can share equally"
+        yield Check(True, "--global-batch-size", text)
     predict = tf.function(lambda features: task.model(features, training=False), autograph=False)
     for name, batches in program.batches.items():
         yield from _check_batches(task, name, batches, predict)
     yield Check(True, "task.py prepare_example", "finite features, and labels that the model can predict")
+    if hook := getattr(task, "predict_step", None):
+        yield from _check_predictions(program, hook)
 
 
 def _check_batches(task: Task, name: str, batches: Batches, predict: Callable[[Any], Any]) -> Iterator[Check]:
@@ -103,7 +103,7 @@ def _check_labels(task: Any, name: str, batch: Any, predict: Callable[[Any], Any
     raise BadInput(f"{hook_of(name)} {text}: fix the labels or the model's last layer")
 
 
-def check_predictions(program: Program, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
+def _check_predictions(program: Program, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
     """Checks the predictions, whose faults would otherwise show after the training, in --export or predict.py."""
     *_, last = program.batches.values()  # The test dataset, if there is one.
     features, _, sample_weights = next(last.one_by_one())

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.check.comparison import LOSS, Arrays, BatchStacks, Layers, Measured
+from engine.check.comparison import LOSS, Arrays, BatchStacks, Layers, Measured, largest
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.variables import Variables, by_name, is_random_state, layers_of, trainable_variables
@@ -22,8 +22,7 @@ from engine.tracing import look_at
 
 BATCHES = 3
 RANDOMNESS = ("rate", "stddev", "dropout", "recurrent_dropout")  # Attributes of Keras layers: how much they draw.
-ROUNDED_BY = 2.0**-20  # Changes every weight by eight roundings of float32, as they add up over the layers.
-DRAWS = 3  # Several, because rounding shows only where a ReLU, or a maximum, is about to turn.
+ROUNDED_BY = 2.0**-18  # Changes every weight by 32 roundings of float32, as they add up over the layers.
 NEARBY = 2.0**-7  # Changes every weight enough that another ReLU, or maximum, is about to turn.
 SAMPLE_WEIGHTS = 2  # The part of a stack.
 
@@ -150,14 +149,12 @@ def layers_of_task(task: Task) -> list[keras.layers.Layer]:
 
 def changed_by(program: Program, split: str) -> Variables:
     """Returns the variables of the state, by name, that the steps of a split change."""
-    traced, state = (
-        program.run.traced.get(split) or look_at(program.run_steps[split].graph()),
-        program.run.checkpoints.state,
-    )
+    state, graph = program.run.checkpoints.state, program.run_steps[split].graph()
+    changed = (program.run.traced.get(split) or look_at(graph)).changed
     return {
         name: variable
         for name, variable in (state.mirrored | state.per_replica).items()
-        if any(id(part.handle) in traced.changed for part in state.parts(name))
+        if any(id(part.handle) in changed for part in state.parts(name))
     }
 
 
@@ -254,19 +251,15 @@ def rounding_of(
     exact: list[Arrays], program: Program, task: Task, compute: Callable[[], list[Arrays]]
 ) -> dict[str, float]:
     """Returns how much the arrays `exact`, which `compute` returns, change at most when all weights change a little."""
-    largest = dict.fromkeys(exact[0], 0.0)
-    for draw in range(DRAWS):
-        with _moved_weights(program, task, ROUNDED_BY, draw):
-            for arrays, moved in zip(exact, compute(), strict=True):
-                for name in arrays:
-                    largest[name] = max(largest[name], float(np.abs(arrays[name] - moved[name]).max(initial=0.0)))
-    return largest
+    with _moved_weights(program, task, ROUNDED_BY):
+        pairs = list(zip(exact, compute(), strict=True))
+    return {name: max(largest(arrays[name] - moved[name]) for arrays, moved in pairs) for name in exact[0]}
 
 
 @contextlib.contextmanager
-def _moved_weights(program: Program, task: Task, by: float, seed: int = 0) -> Iterator[None]:
-    """Multiplies each trainable weight by 1 + `by` or 1 - `by`, as `seed` says; restores the program's state."""
-    random = np.random.default_rng(seed)
+def _moved_weights(program: Program, task: Task, by: float) -> Iterator[None]:
+    """Multiplies each trainable weight by 1 + `by` or 1 - `by`, at random; restores the program's state."""
+    random = np.random.default_rng(0)
     with state_restored(program):
         for variable in trainable_variables(task.model).values():
             value = variable.numpy()

@@ -25,10 +25,7 @@ from engine.run.evaluation import Program
 from engine.tracing import operations_of, place, unrepeatable_in_step
 
 FEATURES, LABELS, _, LENGTHS = range(4)  # The parts of a stack; only padded examples have lengths.
-DRAWS_OF_REPLICAS = (
-    "random numbers are drawn{}, and those of an example depend on its replica: draw them from a seed of each example, "
-    "see docs/steps.md"
-)
+DRAWN = "random numbers depend on the replica{}: draw them from a seed of each example, see docs/steps.md"
 
 
 def check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]:
@@ -63,8 +60,10 @@ def check_same_results(
         batch, loss, of_two = loss_of
         hook, why = _why_losses_differ(program, task, batch, loss, of_two)
         if micro_batches:
-            why = f"--micro-batches {micro_batches} alone changes it: divide by config.global_batch_size, or by a sum "
-            why += "of engine.model.sum_over_batch, and the regularization by config.micro_batches"
+            why = (
+                f"--micro-batches {micro_batches} alone changes it: divide by config.global_batch_size or by a sum of "
+            )
+            why += "engine.model.sum_over_batch, and a regularization by config.micro_batches"
         text = f"the loss{batch} is {loss:.7g} on one replica and {of_two:.7g} on two: {why}"
         yield Check(False, f"task.py {hook}", text)
         return
@@ -90,10 +89,12 @@ def _check_same_metrics(program: Program, task: Task, one: Measured, two: Measur
         split = name.split("/")[0]
         if measure.drawing(program, task, split):
             continue  # The check of the evaluation names it.
-        hook, why = hook_of_step(task, "update_metrics", split), "update it with unscaled values per example, and "
-        why += "sample_weight=sample_weights"
+        hook, why = (
+            hook_of_step(task, "update_metrics", split),
+            "update it with a value and a sample weight per example",
+        )
         if split != "train" and (places := _draws(program, split)):
-            hook, why = "task.py evaluation_step", DRAWS_OF_REPLICAS.format(places)
+            hook, why = "task.py evaluation_step", DRAWN.format(places)
         text = f"{name} is {one.metrics[name]:.7g} on one replica and {two.metrics[name]:.7g} on two: {why}"
         yield Check(False, hook, text)
     if not metrics:
@@ -126,12 +127,11 @@ def _why_losses_differ(program: Program, task: Any, padded: str, one: float, two
             "what tf.distribute.get_replica_context().all_reduce returns"
         )
     if places := _draws(program, "train"):
-        return "train_step", DRAWS_OF_REPLICAS.format(places)
+        return "train_step", DRAWN.format(places)
     return "compute_loss", (
-        "look for a mean over one replica's batch, which a sum of engine.model.sum_over_batch makes right; for "
-        "examples compared only with others of their replica, and not with the result of engine.model.gather_batch; "
-        "for model.losses without tf.nn.scale_regularization_loss; and for a layer whose add_loss adds a sum over one "
-        "replica's batch, not a mean"
+        "look for a mean over one replica's batch, not by a sum of engine.model.sum_over_batch; for examples compared "
+        "with those of their replica, not with the result of engine.model.gather_batch; for model.losses without "
+        "tf.nn.scale_regularization_loss; for a layer whose add_loss adds a sum over one replica's batch, not a mean"
     )
 
 
@@ -254,10 +254,3 @@ def check_updated_metrics(program: Program, task: Task) -> Iterator[Check]:
         for name, metric in metrics.items():
             if split_of(name) == split and metric.variables and name not in updated:
                 yield Check(False, where, f"{name} is never updated: update it, or remove it in create_metrics")
-
-
-def check_traces(program: Program) -> Check:
-    """Checks that the steps of each split were traced once."""
-    retraced = ", ".join(split for split, compiled in program.run_steps.items() if compiled.trace_count() != 1)
-    text = f"the {retraced} steps were traced more than once: use stacks.compile"
-    return Check(not retraced, "train.py compile_steps", text if retraced else "every split's steps were traced once")
