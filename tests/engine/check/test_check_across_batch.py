@@ -84,7 +84,7 @@ FAULTS = {
     "mean over the examples of a replica that have a term": Fault(
         {"compute_loss": loss_of_even_labels(even_of_replica)},
         "compute_loss",
-        "which a sum of engine.model.sum_over_batch makes right",
+        "by a sum of engine.model.sum_over_batch",
     ),
     "mean over the examples of a micro-batch that have a term": Fault(
         {"compute_loss": loss_of_even_labels(even_of_micro_batch)},
@@ -96,7 +96,7 @@ FAULTS = {
     "mean over the tokens of a replica": Fault(
         {"compute_loss": loss_of_tokens, "create_model": token_model, "prepare_example": tokens},
         "compute_loss",
-        "which a sum of engine.model.sum_over_batch makes right",
+        "by a sum of engine.model.sum_over_batch",
         long=True,
     ),
     "division by 0 on a replica of padding": Fault(

@@ -60,9 +60,7 @@ def check_same_results(
         batch, loss, of_two = loss_of
         hook, why = _why_losses_differ(program, task, batch, loss, of_two)
         if micro_batches:
-            why = (
-                f"--micro-batches {micro_batches} alone changes it: divide by config.global_batch_size or by a sum of "
-            )
+            why = f"--micro-batches {micro_batches} alone changes it: divide by config.global_batch_size or a sum of "
             why += "engine.model.sum_over_batch, and a regularization by config.micro_batches"
         text = f"the loss{batch} is {loss:.7g} on one replica and {of_two:.7g} on two: {why}"
         yield Check(False, f"task.py {hook}", text)
@@ -89,10 +87,7 @@ def _check_same_metrics(program: Program, task: Task, one: Measured, two: Measur
         split = name.split("/")[0]
         if measure.drawing(program, task, split):
             continue  # The check of the evaluation names it.
-        hook, why = (
-            hook_of_step(task, "update_metrics", split),
-            "update it with a value and a sample weight per example",
-        )
+        hook, why = hook_of_step(task, "update_metrics", split), "update it with values and weights per example"
         if split != "train" and (places := _draws(program, split)):
             hook, why = "task.py evaluation_step", DRAWN.format(places)
         text = f"{name} is {one.metrics[name]:.7g} on one replica and {two.metrics[name]:.7g} on two: {why}"
@@ -147,9 +142,9 @@ def _draws(program: Program, split: str) -> str:
 def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
     """Checks that the loss of training uses sample weights and regularizers. `one` was measured on this program."""
 
-    def results(factors: Any, *replaced: int) -> list[Arrays]:
+    def results(factors: Any, *replaced: int) -> Arrays:
         stacks = measure.changed_stacks(program, one.stacks, factors, *replaced)
-        return measure.losses_and_gradients(program, task, stacks)
+        return _of_all_batches(measure.losses_and_gradients(program, task, stacks))
 
     size, loss_layers = program.batches["train"].global_batch_size, _loss_layers(task)
     # What a layer normalizes, measures, or adds to the loss, it takes of all features, so only the labels are replaced.
@@ -160,43 +155,38 @@ def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
     elif loss_layers or measure.changed_unlisted(program):
         replaced = (LABELS,)
     first_half = np.arange(size) < size // 2
-    halves, replaced_halves, nothing = results(first_half), results(first_half, *replaced), results(0.0)
-    replaced_all = nothing if loss_layers else results(0.0, FEATURES, LABELS)
-    uneven, even = results(0.5 ** (np.arange(size) % 4)), results(0.5)
-    rest = np.nan_to_num(_losses(nothing))  # Not finite if the loss is divided by the sum of the weights.
+    exact, halves, nothing = _of_all_batches(one.batches), results(first_half), results(0.0)
+    rest = np.nan_to_num(nothing[LOSS])  # Not finite if the loss is divided by the sum of the weights.
     has_weights = any(tf.reduce_any(stack[measure.SAMPLE_WEIGHTS][:, size // 2 :] > 0.0) for stack, _, _ in one.stacks)
     where, text = hook_of_step(task, "compute_loss"), ""
     if (
-        not _are_same(halves, replaced_halves, TOLERANCE)
-        or not _are_same(nothing, replaced_all, TOLERANCE)
-        or (has_weights and _are_same(one.batches, halves, PROMISE))
+        not _are_same(halves, results(first_half, *replaced), TOLERANCE)
+        or not (loss_layers or _are_same(nothing, results(0.0, FEATURES, LABELS), TOLERANCE))
+        or (has_weights and _are_same(exact, halves, PROMISE))
     ):
         text = "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights, and "
         text += "mask them in a loss that uses engine.model.gather_batch"
-    elif _are_same(one.batches, uneven, PROMISE):
+    elif _are_same(exact, results(0.5 ** (np.arange(size) % 4)), PROMISE):
         text = "the loss is the same with sample weights of 1 and of 0.5: multiply each example's loss by its own"
-    elif close(_losses(even) - rest, (one.losses - rest) / 4):
+    elif close(results(0.5)[LOSS] - rest, (exact[LOSS] - rest) / 4):
         text = "a quarter of the loss is left with half the sample weights: multiply by them once, not twice"
     yield Check(not text, where, text or "examples of weight 0 do not count in the loss, others by their weights")
     # Without weights it may be divided by 0, and then does not show what else it contains.
-    if np.isfinite(_losses(nothing)).all() and (names := _not_added(task, nothing)):
+    if np.isfinite(nothing[LOSS]).all() and (names := _not_added(task, nothing)):
         text = f"the loss does not contain the regularization of {', '.join(names)}: add "
         yield Check(False, where, text + "tf.nn.scale_regularization_loss(model.losses)")
 
 
-def _losses(results: list[Arrays]) -> np.ndarray:
-    return np.array([arrays[LOSS] for arrays in results])
+def _of_all_batches(batches: list[Arrays]) -> Arrays:
+    return {name: np.stack([arrays[name] for arrays in batches]) for name in batches[0]}
 
 
-def _are_same(results: list[Arrays], others: list[Arrays], tolerance: float) -> bool:
+def _are_same(results: Arrays, others: Arrays, tolerance: float) -> bool:
     # The losses alone may be equal: of a new model that predicts the same for all examples.
-    pairs = [
-        (arrays[name], of_others[name]) for arrays, of_others in zip(results, others, strict=True) for name in arrays
-    ]
-    return all(close(*pair, tolerance=tolerance) for pair in pairs)
+    return all(close(results[name], others[name], tolerance=tolerance) for name in results)
 
 
-def _not_added(task: Task, batches: list[Arrays]) -> list[str]:
+def _not_added(task: Task, results: Arrays) -> list[str]:
     """Returns weights and layers whose regularization is not in the results of examples that all have weight 0."""
     names = {id(variable): name for name, variable in trainable_variables(task.model).items()}
     regularized = [
@@ -205,8 +195,8 @@ def _not_added(task: Task, batches: list[Arrays]) -> list[str]:
         for variable in model.trainable_variables
         if variable.regularizer and float(variable.regularizer(variable))
     ]
-    missing = [name for name in regularized if name in batches[0] and not any(arrays[name].any() for arrays in batches)]
-    return missing if missing or _losses(batches).any() else _loss_layers(task)
+    missing = [name for name in regularized if name in results and not results[name].any()]
+    return missing if missing or results[LOSS].any() else _loss_layers(task)
 
 
 def _loss_layers(task: Task) -> list[str]:
@@ -231,11 +221,9 @@ def check_metrics(program: Program, task: Task, batches: Batches, stacks: BatchS
     parts = (LABELS,) if is_training else (FEATURES, LABELS, LENGTHS)
     replaced = measure.changed_stacks(program, stacks, first_half, *parts)
     ((padding, first, _),) = measure.changed_stacks(program, stacks[:1], 0.0)
-    without, others = (
-        results(measure.changed_stacks(program, stacks, first_half)),
-        results([*replaced, (padding, first, 1)]),
-    )
-    for name in comparison.differing_metrics(program.run.objects.names, without, others):
+    halves = measure.changed_stacks(program, stacks, first_half)
+    metrics = results(halves), results([*replaced, (padding, first, 1)])
+    for name in comparison.differing_metrics(program.run.objects.names, *metrics):
         text = f"{name} depends on examples of weight 0, such as padding: pass sample_weight=sample_weights to it"
         yield Check(False, hook_of_step(task, "update_metrics", batches.split), text)
 
