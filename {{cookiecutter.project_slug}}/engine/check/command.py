@@ -47,7 +47,13 @@ def check_task(program: Program, task: Task, settings: Settings, only: Collectio
         try:
             checks.extend(_run_checks(program, task, comparable, settings.global_batch_size, only, checks))
         except BadInput as problem:
-            checks.append(Check(False, _hook_in(str(problem)), str(problem)))
+            # It names a line of a file, a hook, or a setting.
+            line, hook = (
+                re.match(r"\S+\.py:\d+ \S+(?=: )", str(problem)),
+                re.search(r"\btask\.(?!py\b)\w+", str(problem)),
+            )
+            where = line[0] if line else hook[0].replace(".", ".py ") if hook else "settings"
+            checks.append(Check(False, where, str(problem)))
         except Diverged as problem:
             text = f"{problem}: a batch may be padding alone, so divide with tf.math.divide_no_nan"
             checks.append(Check(False, "task.py compute_loss", text))
@@ -95,14 +101,6 @@ def _comparable_settings(settings: Settings, folder: Path) -> Settings:
         validate_every_steps=None,
         steps_per_execution=measure.BATCHES - 1,  # Executions of unequal length show whether they share a trace.
     )
-
-
-def _hook_in(message: str) -> str:
-    """Returns "task.py <function>" for a message that names "task.<function>", or starts with a line of a file."""
-    if line := re.match(r"\S+\.py:\d+ \S+(?=: )", message):
-        return line[0]
-    named = re.search(r"\btask\.(?!py\b)(\w+)", message)
-    return f"task.py {named[1]}" if named else "settings"
 
 
 def _run_checks(

@@ -41,7 +41,7 @@ class Measured(NamedTuple):
     stacks: BatchStacks  # The last batch has padding in its second half, which is the second replica's.
     batches: list[Arrays]  # The loss of each, the gradients, and what else a step assigns equally on all replicas.
     nearby: list[Arrays]  # The same from weights nearby.
-    rounding: dict[str, float]  # How much they change when the weights change by roundings; of one replica only.
+    rounding: dict[str, float]  # How much they change when the weights change by roundings.
     metrics: dict[str, float]
     without_gradient: list[str]
     layers: Layers
@@ -65,9 +65,8 @@ def check_repeats(hook: str, results: str, draws: list[str], python: list[str], 
 
 def hook_of_step(task: Task, hook: str, split: str = "train") -> str:
     """Returns "task.py <hook>" if the task has this hook, otherwise the step of the split."""
-    if hasattr(task, hook):
-        return f"task.py {hook}"
-    return "task.py train_step" if split == "train" else "task.py evaluation_step"
+    step = "train_step" if split == "train" else "evaluation_step"
+    return f"task.py {hook if hasattr(task, hook) else step}"
 
 
 def close(one: Any, two: Any, *, tolerance: float = TOLERANCE, floor: float = 1e-9) -> bool:

@@ -37,31 +37,35 @@ def results(program: Program, task: Task) -> Measured:
     """Returns the results of a new program for a few batches, without randomness.
 
     Build it under `few_examples` and `recording_optimizers`. Raises BadInput if the loss or a gradient is not finite,
-    or a step changes a variable that no checkpoint contains.
+    resetting a metric does not restore it, or a step changes a variable that no checkpoint contains.
     """
-    layers = make_comparable(program, task)
-    stacks = first_stacks(program)
-    size = program.batches["train"].global_batch_size
-    stacks += [
-        (stack, first, 1) for stack, first, _ in changed_stacks(program, stacks[:1], np.arange(size) < size // 2)
-    ]
+    layers, stacks = make_comparable(program, task), first_stacks(program)
+    size, state = program.batches["train"].global_batch_size, program.run.checkpoints.state
+    ((half_padded, first, _),) = changed_stacks(program, stacks[:1], np.arange(size) < size // 2)
+    stacks.append((half_padded, first, 1))
     batches = losses_and_gradients(program, task, stacks)
-    _check_finite(batches[:-1])
-    rounding: dict[str, float] = {}
-    if program.strategy.num_replicas_in_sync == 1:
-        rounding = rounding_of(batches, program, task, lambda: losses_and_gradients(program, task, stacks))
+    for name, value in (item for arrays in batches[:-1] for item in arrays.items()):
+        if not np.isfinite(value).all():
+            what = (
+                f"the loss is {value}" if name == LOSS else f"the gradient of {name} is not finite, though the loss is,"
+            )
+            raise BadInput(f"task.compute_loss: {what} on one of the first batches: look for sqrt(0), 0/0 or log(0)")
+    rounding = rounding_of(batches, program, task, lambda: losses_and_gradients(program, task, stacks))
     with _moved_weights(program, task, NEARBY):
         nearby = losses_and_gradients(program, task, stacks)
+    with state_restored(program) as initial:
+        metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
+        with program.run.evaluation_weights():
+            metrics |= {**program.validate(), **program.test()}
+        for split in program.SPLITS:  # Another split's steps may have updated them by mistake.
+            program.run.objects.reset(split)
+        for name, value in state.values().items():
+            if name.startswith("metrics/") and not np.array_equal(value, initial[name]):
+                metric = name.removeprefix("metrics/")
+                raise BadInput(f"task.create_metrics: reset_state of {metric} does not make it as it was at first")
     updated, recorded = set(map(id, changed_by(program, "train").values())), recorded_gradients(task)
-    return Measured(
-        stacks=stacks,
-        batches=batches,
-        nearby=nearby,
-        rounding=rounding,
-        metrics=_metrics(program),
-        without_gradient=[name for name in trainable_variables(task.model) if id(recorded.get(name)) not in updated],
-        layers=layers,
-    )
+    unused = [name for name in trainable_variables(task.model) if id(recorded.get(name)) not in updated]
+    return Measured(stacks, batches, nearby, rounding, metrics, unused, layers)
 
 
 # --- What makes replicas comparable -----------------------------------------------------------------------------------
@@ -159,20 +163,20 @@ def changed_by(program: Program, split: str) -> Variables:
 
 
 def changed_unlisted(program: Program) -> list[str]:
-    """Returns the names of the variables that the steps change and Keras does not list."""
-    changed = {name: None for split in program.run_steps for name in changed_by(program, split)}
-    return [name.removeprefix("hidden/") for name in changed if name.startswith("hidden/")]
+    """Returns the names of the variables that the training steps change and Keras does not list."""
+    return [name.removeprefix("hidden/") for name in changed_by(program, "train") if name.startswith("hidden/")]
 
 
 def drawing(program: Program, task: Task, split: str) -> dict[str, keras.layers.Layer | None]:
     """Returns by name the layers from whose random generators the steps of a split draw, and generators of no layer."""
     owners = {id(seed.state.value): layer for layer in layers_of_task(task) for seed in layer._seed_generators}
-    drawing: dict[str, keras.layers.Layer | None] = {}
-    for name, state in changed_by(program, split).items():
-        if is_random_state(name):
-            layer = owners.get(id(state))
-            drawing[layer.name if layer else f"the generator {name.removeprefix('hidden/')}"] = layer
-    return drawing
+    states = {
+        name: owners.get(id(state)) for name, state in changed_by(program, split).items() if is_random_state(name)
+    }
+    return {
+        layer.name if layer else f"the generator {name.removeprefix('hidden/')}": layer
+        for name, layer in states.items()
+    }
 
 
 def depends_on_seeds(program: Program, evaluate: Callable[[], dict[str, float]]) -> bool:
@@ -224,10 +228,13 @@ def losses_and_gradients(program: Program, task: Task, stacks: BatchStacks) -> l
     """Returns `Measured.batches` of some stacks, all from the program's present state."""
     state, read, results = program.run.checkpoints.state, recorded_gradients(task), []
     known = {id(variable) for variable in (*read.values(), *trainable_variables(task.model).values())}
-    for name, variable in changed_by(program, "train").items():
+    read |= {
+        name: variable
+        for name, variable in changed_by(program, "train").items()
         # Averages follow the weights, and integers count the steps.
-        if name in state.mirrored and variable.dtype.is_floating and id(variable) not in known:
-            read |= {} if name.startswith("average/") else {name: variable}
+        if name in state.mirrored and not name.startswith("average/") and variable.dtype.is_floating
+        if id(variable) not in known
+    }
     with state_restored(program) as initial:
         for stack, first, count in stacks:
             for index in range(first, first + count):
@@ -266,27 +273,3 @@ def _moved_weights(program: Program, task: Task, by: float) -> Iterator[None]:
             signs = random.choice([-1.0, 1.0], value.shape)
             variable.assign((value * (1.0 + by * signs)).astype(value.dtype))
         yield
-
-
-def _metrics(program: Program) -> dict[str, float]:
-    """Returns the metrics of an epoch and its evaluation. Raises BadInput if resetting one does not restore it."""
-    with state_restored(program) as initial:
-        metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
-        with program.run.evaluation_weights():
-            metrics |= {**program.validate(), **program.test()}
-        for split in program.SPLITS:  # Another split's steps may have updated them by mistake.
-            program.run.objects.reset(split)
-        for name, value in program.run.checkpoints.state.values().items():
-            if name.startswith("metrics/") and not np.array_equal(value, initial[name]):
-                metric = name.removeprefix("metrics/")
-                raise BadInput(f"task.create_metrics: reset_state of {metric} does not make it as it was at first")
-    return metrics
-
-
-def _check_finite(batches: Sequence[Arrays]) -> None:
-    for name, value in (item for arrays in batches for item in arrays.items()):
-        if not np.isfinite(value).all():
-            what = (
-                f"the loss is {value}" if name == LOSS else f"the gradient of {name} is not finite, though the loss is,"
-            )
-            raise BadInput(f"task.compute_loss: {what} on one of the first batches: look for sqrt(0), 0/0 or log(0)")

@@ -39,8 +39,7 @@ def check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]
         text = f"random in training, so not the same on one replica and two: {', '.join(layers.random)}"
         yield Check(True, "task.py create_model", text + _draws(program, "train"))
     if unused := one.without_gradient:
-        more = f" and {len(unused) - 1} more get" if len(unused) > 1 else " gets"
-        text = f"{unused[0]}{more} no gradient: pass it to apply_gradients and use it in the loss, or freeze its layer"
+        text = f"no gradient for {', '.join(unused)}: pass it to apply_gradients and use it in the loss, or freeze its layer"
         yield Check(False, "task.py train_step", text)
     draws, python = unrepeatable_in_step(program.run.traced["train"])
     again = [arrays[LOSS] for arrays in measure.losses_and_gradients(program, task, one.stacks)]
@@ -51,8 +50,8 @@ def check_same_results(
     program: Program, task: Task, one: Measured, two: Measured, micro_batches: int
 ) -> Iterator[Check]:
     """Checks that losses, gradients and metrics agree; `micro_batches` is not 0 if only they make losses differ."""
-    if names := ", ".join(one.layers.still_random):
-        text = f"not compared, because {names} cannot be switched off: augment in task.prepare_example instead"
+    if random := ", ".join(one.layers.still_random):
+        text = f"not compared, because {random} cannot be switched off: augment in task.prepare_example instead"
         yield Check(True, "task.py train_step", text)
         return
     # If the loss differs, gradients and metrics differ for the same reason.
@@ -77,10 +76,6 @@ def check_same_results(
     else:
         text = f"the same gradients of {len(gradients)} variables"
     yield Check(not differing, "task.py train_step", text)
-    yield from _check_same_metrics(program, task, one, two)
-
-
-def _check_same_metrics(program: Program, task: Task, one: Measured, two: Measured) -> Iterator[Check]:
     names = program.run.objects.names
     metrics = comparison.differing_metrics(names, one.metrics, two.metrics)
     for name in metrics:
@@ -205,10 +200,7 @@ def _loss_layers(task: Task) -> list[str]:
 
 
 def check_metrics(program: Program, task: Task, batches: Batches, stacks: BatchStacks) -> Iterator[Check]:
-    """Checks that no metric of a dataset depends on examples of weight 0; `stacks` has a pass over its batches.
-
-    The steps must leave the model as it is.
-    """
+    """Checks that no metric of a dataset depends on examples of weight 0; `stacks` has a pass over its batches."""
     size, is_training = batches.global_batch_size, batches.split == "train"
     first_half = np.arange(size) < size // 2
 
