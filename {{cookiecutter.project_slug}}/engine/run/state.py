@@ -49,6 +49,12 @@ class State:
     def variables(self) -> list[tf.Variable]:
         return [*self.mirrored.values(), *self.per_replica.values()]
 
+    @property
+    def bytes(self) -> int:
+        """The size of the values, without texts."""
+        own = sum(map(_bytes_of, self.per_replica.values()))
+        return sum(map(_bytes_of, self.mirrored.values())) + self.strategy.num_replicas_in_sync * own
+
     def parts(self, name: str) -> list[tf.Variable]:
         """Returns the variable of each replica of this process; of a mirrored one the first replica's alone."""
         if name in self.mirrored:
@@ -167,12 +173,16 @@ def portions(variables: Variables) -> Iterator[list[str]]:
     names, size = [], 0
     for name, variable in variables.items():
         names.append(name)
-        size += math.prod(variable.shape) * variable.dtype.size
+        size += _bytes_of(variable)
         if size >= PORTION:
             yield names
             names, size = [], 0
     if names:
         yield names
+
+
+def _bytes_of(variable: tf.Variable) -> int:
+    return math.prod(variable.shape) * variable.dtype.size
 
 
 def as_array(value: Any) -> np.ndarray:
