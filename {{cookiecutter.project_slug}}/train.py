@@ -27,26 +27,19 @@ from engine.cluster.workers import Workers, peers_named
 from engine.command_line import read_settings
 from engine.data import Batches, CompiledSteps, load_splits
 from engine.errors import exit_codes
-from engine.model import (
-    HiddenState,
-    TaskObjects,
-    build_models,
-    finish_objects,
-    in_micro_batches,
-    in_one_batch,
-    recorded_variables,
-    set_up,
-)
+from engine.model import TaskObjects, in_micro_batches, in_one_batch
 from engine.report import compare
 from engine.run import (
     Run,
     RunDirectory,
     evaluate,
     evaluate_continuously,
+    initialize,
     lock_and_find_result,
+    restore,
     saving_on_exit,
     signals,
-    start_run,
+    write_first_files,
 )
 from engine.trained import export
 from engine.user_errors import user_errors_named
@@ -72,30 +65,31 @@ def build(settings: Config) -> None:
     global config, strategy, batches, objects, run_steps, run
     config = task.config = settings
     strategy = create_strategy(config)
-    set_up(task, config)
+    objects = TaskObjects(task, config)
     workers = Workers(strategy)
     context = tf.distribute.InputContext(workers.count, workers.index)
     # With --strategy parameter_server, each worker trains on batches of its own.
     batches = load_splits(SPLITS, task, config, strategy, context, workers.gather, worker_pool(strategy))
 
     # KEEP: All variables are made inside the scope, and before anything is compiled.
-    with strategy.scope(), recorded_variables() as recorded:
-        task.model = build_models(task.create_model(), batches["train"].element_spec[0])
-        task.optimizer = task.create_optimizer(total_steps=config.epochs * batches["train"].steps_per_epoch)
+    with strategy.scope(), objects.recording():
+        task.model = objects.build_models(task.create_model(), batches["train"].element_spec[0])
         task.loss_objects = task.create_loss_objects()
-        task.metrics = {split: task.create_metrics(split) for split in SPLITS}
-        element_specs = {name: each.element_spec for name, each in batches.items()}
-        objects = finish_objects(task, config, element_specs, recorded)
+        initialize(config, strategy, workers, objects)  # With --init-from, before an optimizer copies the weights.
+        total_steps = config.epochs * batches["train"].steps_per_epoch
+        task.optimizer = objects.build_optimizers(task.create_optimizer(total_steps=total_steps))
+        with objects.counting_in_float64():
+            task.metrics = {split: task.create_metrics(split) for split in SPLITS}
+        objects.finish({name: dataset.element_spec for name, dataset in batches.items()})
     # Compiled again by every build: a compiled function keeps using the objects of its first call.
     steps = {"train": distributed_train_step, "validation": distributed_validation_step, "test": distributed_test_step}
     run_steps = {split: compile_steps(split, step) for split, step in steps.items() if datasets(split)}
-    listed = {**objects.mirrored(), **objects.per_replica()}
-    run = Run(config, strategy, workers, objects, HiddenState(strategy, recorded, listed.values(), graph))
+    run = Run(config, strategy, workers, objects)
 
 
 def datasets(split: str) -> list[Batches]:
     """Returns the batches of a split's datasets: of one, of several, or of none."""
-    return [each for each in batches.values() if each.split == split]
+    return [dataset for dataset in batches.values() if dataset.split == split]
 
 
 # --- One batch on all replicas ----------------------------------------------------------------------------------------
@@ -143,11 +137,6 @@ def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> Com
     return stacks.compile(steps)
 
 
-def graph(split: str) -> tf.Graph | None:
-    """Returns the graph of a split's steps, to look at; None if there is none in this process."""
-    return run_steps[split].graph() if split in run_steps else None
-
-
 # --- Epochs -----------------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +146,9 @@ def train_epoch(epoch: int = 0) -> dict[str, float]:
     while training.steps_left:
         # Some seconds of steps, at most up to the next checkpoint or validation. The first list is empty if a resumed
         # run still owes a validation.
-        losses = [run_steps["train"](stack, first, count) for stack, first, count in training.next_execution()]
+        losses = []
+        for stack, first, count in training.next_execution():
+            losses.append(run_steps["train"](stack, first, count))
         run.record_losses(training, losses)
         if run.save_is_due(training):  # With --checkpoint-every-steps.
             run.save()
@@ -173,7 +164,9 @@ def evaluate_split(split: str, epoch: int | None = None) -> dict[str, float]:
     for dataset in datasets(split):
         evaluation = run.start_pass(dataset, epoch)
         while evaluation.steps_left:
-            losses = [run_steps[split](stack, first, count) for stack, first, count in evaluation.next_execution()]
+            losses = []
+            for stack, first, count in evaluation.next_execution():
+                losses.append(run_steps[split](stack, first, count))
             run.record_losses(evaluation, losses)
             run.stop_if_asked()
         run.end_pass(evaluation)
@@ -239,7 +232,9 @@ def train(settings: Config) -> dict[str, Any]:
             result = lock_and_find_result(directory, settings, workers)
             if not result:
                 build(settings)
-                start_run(run, directory, batches)  # From a checkpoint, or else --init-from, or else new weights.
+                source = restore(run, batches)  # From the newest checkpoint, if there is one.
+                run.trace(run_steps)  # Not before, because layers make constants of what they compute from the state.
+                write_first_files(run, directory, batches, source)
                 with saving_on_exit(run):
                     run_epochs()
                 result = run.finish(test)

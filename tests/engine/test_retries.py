@@ -227,7 +227,7 @@ def test_files_are_written_again(tmp_path: Path, waits: list[float], monkeypatch
 def test_row_of_which_a_part_was_written_is_written_again(
     tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    columns = tables.append_row(tmp_path / "steps.csv", {"step": 1, "loss": 0.5}, [])
+    tables.append_row(tmp_path / "steps.csv", {"step": 1, "loss": 0.5})
     fails = Faults(1)
 
     class Failing(csv.DictWriter):
@@ -239,7 +239,7 @@ def test_row_of_which_a_part_was_written_is_written_again(
             fails()
 
     monkeypatch.setattr(tables.csv, "DictWriter", Failing)
-    tables.append_row(tmp_path / "steps.csv", {"step": 2, "loss": 0.25}, columns)
+    tables.append_row(tmp_path / "steps.csv", {"step": 2, "loss": 0.25})
     assert (tmp_path / "steps.csv").read_text() == "step,loss\n1,0.5\n2,0.25\n"
     assert waits == [1]
 

@@ -1,7 +1,6 @@
 """The engine's settings and their rules; engine/command_line.py reads them. Imports no TensorFlow."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -60,8 +59,6 @@ class Settings:
     """Write a TensorBoard profile of a few training steps."""
     export: PerLaunch[bool] = False
     """Write the best weights to export/, for Keras and as a SavedModel. A run is trained to its end first."""
-    export_format: PerLaunch[Literal["litert", "onnx"] | None] = None
-    """With --export, also write the model in this format, by Keras."""
     check: PerLaunch[Annotated[bool, INSTEAD_OF_TRAINING]] = False
     """Check your hooks on a few batches, report what to fix, and exit."""
     evaluate_only: PerLaunch[Annotated[bool, INSTEAD_OF_TRAINING]] = False
@@ -69,7 +66,7 @@ class Settings:
     evaluate_continuously: PerLaunch[Annotated[bool, INSTEAD_OF_TRAINING]] = False
     """Validate each new checkpoint of the run in --run-dir, with the run's settings, until the run ends."""
     compare: PerLaunch[Annotated[tuple[Path, ...] | None, INSTEAD_OF_TRAINING]] = None
-    """Compare the runs in these directories: print a table, and draw comparison.png in the current folder."""
+    """Compare the runs in these directories in a table."""
 
     epochs: ChangeableOnResume[int]
     """Epochs of one pass over the examples, or of --steps-per-epoch. A larger number continues a finished run, with its
@@ -180,7 +177,6 @@ class Settings:
             for each in value if isinstance(value, tuple) else (value,):
                 yield from self._rules_of_value(name, each)
         yield "init_partial", not self.init_partial or self.init_from is not None, "needs --init-from"
-        yield "export_format", self.export or self.export_format is None, "needs --export"
         yield "compare", self.compare != (), "needs directories of runs"
         yield "fresh", not (self.fresh and self.evaluates), "leaves no run to evaluate: remove it"
         yield "fresh", not (self.fresh and self.compare), "cannot be combined with --compare"
@@ -193,9 +189,6 @@ class Settings:
             yield name, not (self.eager and getattr(self, name)), rule
         several = self.strategy in ("multi_worker", "tpu", "parameter_server")
         yield "strategy", not (self.eager and several), "cannot be combined with --eager, which is for one process"
-        needed = ("onnx", "tf2onnx") if self.export_format == "onnx" else ()
-        missing = " ".join(name for name in needed if not importlib.util.find_spec(name))
-        yield "export_format", not missing, f"needs packages: pip install {missing}"
 
     def _rules_of_value(self, name: str, value: Any) -> Iterator[tuple[str, bool, str]]:
         """Yields the rules that follow from the type of a value; the engine's numbers are counts and amounts."""

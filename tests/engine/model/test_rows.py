@@ -196,12 +196,13 @@ def test_step_reads_and_writes_no_complete_table(monkeypatch: pytest.MonkeyPatch
     build(monkeypatch, lambda: keras.layers.Embedding(ROWS, WIDTH), simulated_devices=2)
     complete = {
         operation.type
-        for operation in operations_of(train.graph("train"))
+        for operation in operations_of(train.run_steps["train"].graph())
         for output in operation.outputs
         if output.shape.rank == 2 and output.shape[0] == ROWS
     }
     assert not complete
-    assert not rows.slow_reads(task.model, train.run.hidden.training)
+    train.run.trace(train.run_steps)
+    assert not rows.slow_reads(task.model, train.run.traced["train"])
     way = f"changes the rows that it looks up: sequential/embedding/embeddings ({ROWS} x {WIDTH})"
     assert way in rows.describe_tables(task.model)
 
@@ -213,7 +214,8 @@ def test_table_that_is_read_as_one_tensor_is_named(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(rows, "LARGE", ROWS)
     build(monkeypatch, lambda: Taken(ROWS, WIDTH, name="users"))
-    (line,) = rows.slow_reads(task.model, train.run.hidden.training)
+    train.run.trace(train.run_steps)
+    (line,) = rows.slow_reads(task.model, train.run.traced["train"])
     assert line.startswith("the step reads the table sequential/users/embeddings as one tensor (test_rows.py:")
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from short_runs import ONE_REPLICA, rows, run, stop
@@ -15,14 +14,15 @@ from short_runs import ONE_REPLICA, rows, run, stop
 import task
 import train
 from config import Config
+from engine.cluster.launcher import START_ID
 from engine.cluster.workers import Workers
 from engine.errors import BadInput
 from engine.files import write_json
-from engine.run import start
+from engine.run import directory, start
 from engine.run.directory import RunDirectory
 from engine.run.progress import Progress
 from engine.run.run import Run
-from engine.run.start import START_ID, _created_rates, _resume, lock_and_find_result
+from engine.run.start import _created_rates, _resume, lock_and_find_result
 
 Ended = Callable[..., tuple[int, str]]
 SGD = keras.optimizers.SGD
@@ -152,7 +152,7 @@ def test_fresh_begins_once_in_all_lives_of_a_start(tmp_path: Path, monkeypatch: 
     write_json(tmp_path / "config.json", {"settings": settings.as_json(), "start_id": "first"})
     for start_id, is_fresh in (("first", False), ("second", True), ("", True)):
         monkeypatch.setenv(START_ID, start_id)
-        assert start._is_fresh(settings) == is_fresh
+        assert directory.is_fresh(settings) == is_fresh
 
 
 # --- What a checkpoint says -------------------------------------------------------------------------------------------
@@ -162,10 +162,10 @@ def resume(
     run: Run, progress: Progress, *names: str, data: dict[str, Any] | None = None, shards_by_file: bool = False
 ) -> tuple[Progress, str]:
     """Resumes from a checkpoint with this progress; `names` are the datasets, and `data` has their fingerprints."""
-    newest = (Path(f"step-{progress.step:08d}"), {"weight": np.float32(progress.step)}, progress)
+    newest = (Path(f"step-{progress.step:08d}"), progress)
     batches: Any = {name: SimpleNamespace(shards_by_file=shards_by_file) for name in names}
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(start, "read_newest", lambda *_: newest)
+        patching.setattr(start, "restore_newest", lambda *_: newest)
         resumed = start._resume(run, batches, data or {})
     assert resumed is not None
     return resumed

@@ -16,7 +16,7 @@ import train
 from config import Config
 from engine.data import Records
 from engine.errors import BadInput
-from engine.run import RunDirectory, saving_on_exit, start_run
+from engine.run import RunDirectory, restore, saving_on_exit, write_first_files
 
 IMAGES, LABELS = load_digits(return_X_y=True)
 
@@ -55,7 +55,7 @@ def trained(run_dir: Path) -> dict[str, np.ndarray]:
     settings = {"epochs": 1, "global_batch_size": 134, "simulated_devices": 1, "steps_per_execution": 2}
     train.build(Config(run_dir=run_dir, checkpoint_every_steps=3, **settings))
     with RunDirectory(run_dir) as directory:
-        start_run(train.run, directory, train.batches)
+        write_first_files(train.run, directory, train.batches, restore(train.run, train.batches))
         with saving_on_exit(train.run):
             train.train_epoch()
     return train.run.checkpoints.state.values()

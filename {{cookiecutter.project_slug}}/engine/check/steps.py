@@ -52,7 +52,7 @@ def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
     replaced: tuple[int, ...] = (FEATURES, LABELS, LENGTHS)
     if one.layers.synchronized:
         replaced = () if len(by_name(task.model, "model")) > 1 else (LABELS,)
-    elif _loss_layers(task) or program.run.hidden.changed():
+    elif _loss_layers(task) or measure.changed_unlisted(program):
         replaced = (LABELS,)
     halves, others, nothing = results(_first_half(size)), results(_first_half(size), *replaced), results(0.0)
     uneven, even = results(0.5 ** (np.arange(size) % 4)), losses(results(0.5))
@@ -113,11 +113,10 @@ def check_metrics(
     The steps must leave the model as it is.
     """
     half = _first_half(batches.global_batch_size)
-    is_training, variables = batches.split == "train", list(program.run.hidden.unlisted.values())
-    if is_training:
-        variables += program.run.checkpoints.state.variables()
-    variables += program.run.hidden.seeds(program.run.objects.weights)
-    initial = [(each, tf.identity(each)) for each in variables]
+    is_training, state = batches.split == "train", program.run.checkpoints.state
+    variables = state.variables() if is_training else program.run.objects.per_replica_weights.values()
+    local = program.strategy.experimental_local_results
+    initial = [(part, tf.identity(part)) for variable in variables for part in local(variable)]
 
     def results(stacks: list[tuple[Any, int, int]]) -> dict[str, float]:
         for stack, first, count in stacks:

@@ -8,6 +8,7 @@ agreement         what must be the same in all processes before they train
 summary           the lines at the start, and config.json
 progress          counts and scores
 state             the variables by name, and their values
+traces            what the traced steps change
 checkpoints       saves and restores the state
 checkpoint_files  the files of one checkpoint
 writer            writes in order, in a thread with --async-checkpoints
@@ -20,17 +21,20 @@ evaluation        --evaluate-only, --evaluate-continuously; the parts of train.p
 from engine.run.directory import RunDirectory
 from engine.run.endings import saving_on_exit
 from engine.run.evaluation import evaluate, evaluate_continuously
+from engine.run.initial_weights import initialize
 from engine.run.run import Run
 from engine.run.signals import signals
-from engine.run.start import lock_and_find_result, start_run
+from engine.run.start import lock_and_find_result, restore, write_first_files
 
 __all__ = [
     "Run",
     "RunDirectory",
     "evaluate",
     "evaluate_continuously",
+    "initialize",
     "lock_and_find_result",
+    "restore",
     "saving_on_exit",
     "signals",
-    "start_run",
+    "write_first_files",
 ]

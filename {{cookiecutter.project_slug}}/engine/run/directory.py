@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 import platform
 import time
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ from typing import Self
 
 import filelock
 
+from engine.cluster.launcher import START_ID
 from engine.console import console
 from engine.errors import BadInput, Stopped, Unavailable
 from engine.exceptions import may_pass
 from engine.files import read_json
+from engine.run.checkpoint_files import checkpoint_paths
 from engine.run.signals import signals
 from engine.settings import CONFIG, Settings, recorded_settings
 from engine.versions import changes_since
@@ -130,6 +133,23 @@ class RunDirectory:
         path.rename(aside)
         (aside / ".lock").unlink(missing_ok=True)
         console.print(f"Moved the run in {self.path} to {aside.name}")
+
+
+def is_fresh(settings: Settings) -> bool:
+    """Returns whether --fresh moves the run aside: not if a restart finds the run that this launch has made."""
+    if not settings.fresh or not os.environ.get(START_ID):
+        return settings.fresh
+    try:
+        return (read_json(settings.run_dir / CONFIG) or {}).get("start_id") != os.environ[START_ID]
+    except Unavailable:  # It may be the run that this launch has made.
+        raise
+    except BadInput:
+        return True
+
+
+def starts_new(settings: Settings) -> bool:
+    """Returns whether a run starts without a checkpoint."""
+    return is_fresh(settings) or not checkpoint_paths(settings.run_dir / CHECKPOINTS)
 
 
 def machine() -> str:

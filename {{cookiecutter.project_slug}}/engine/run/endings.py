@@ -34,9 +34,9 @@ def saving_on_exit(run: Run) -> Iterator[None]:
         remedy = "and a smaller --learning-rate or --global-clipnorm, or find the cause with --check"
         raise Diverged(f"{problem}. {advice} {remedy}") from problem
     except BadInput as problem:
-        # A step that failed may be half done, and uncounted steps cannot be saved. Other workers may not know of
+        # A step that failed may be half done, and unrecorded steps cannot be saved. Other workers may not know of
         # the failure, and a save would wait for them.
-        is_partial = isinstance(problem, InterruptedStep) or any(each.uncounted for each in run.passes)
+        is_partial = isinstance(problem, InterruptedStep) or any(one_pass.unrecorded for one_pass in run.passes)
         may_save = run.workers.count == 1 and not is_partial
         if may_save and run.progress.position() != started:
             run.save()

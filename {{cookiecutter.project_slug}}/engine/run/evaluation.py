@@ -19,11 +19,10 @@ from engine.model.metrics import split_of
 from engine.report.summaries import TENSORBOARD, Summaries
 from engine.report.tables import read_rows, write_rows
 from engine.run.checkpoint_files import step_of
-from engine.run.checkpoints import find_best
+from engine.run.checkpoints import restore_best
 from engine.run.directory import RESULT, RunDirectory
 from engine.run.run import Run
 from engine.run.signals import signals
-from engine.run.start import initialize
 from engine.settings import CONFIG, Settings
 
 
@@ -51,29 +50,30 @@ def evaluate(program: Program, settings: Settings) -> dict[str, float]:
         workers = Workers(create_strategy(settings))
         workers.from_chief(lambda: RunDirectory(settings.run_dir).check_same_run(settings))
     program.build(settings)
-    run, weights = program.run, ""
-    metrics: dict[str, float] = {}
+    run = program.run
     if run.objects.names.datasets == ("train",):
         raise BadInput("--evaluate-only: task.load_examples returned None for 'validation' and 'test': return one")
     with signals.listening(), run.steps_named():
-        for measure in (program.validate, program.test):
-            # They are restored for both, because a validation may change the state of a recurrent layer.
-            weights = initialize(run) if settings.init_from else str(_restore_best(run))
-            metrics |= measure()
+        weights = run.objects.source if settings.init_from else str(_restore_best(run))
+        run.trace(evaluation_steps(program))
+        metrics = {**program.validate(), **program.test()}
         print_facts(f"Evaluation of {weights}", run.objects.names.lines(metrics))  # All digits, as no file has them.
     return metrics
+
+
+def evaluation_steps(program: Program) -> dict[str, CompiledSteps]:
+    """Returns the steps of the splits that are evaluated."""
+    return {split: steps for split, steps in program.run_steps.items() if split != "train"}
 
 
 def _restore_best(run: Run) -> Path:
     """Restores the weights that the newest checkpoint names as the best; returns their path."""
     try:
-        weights = run.workers.from_chief(lambda: find_best(run.checkpoints, run.best))
-        run.best.restore(weights)
+        return restore_best(run.checkpoints, run.best)
     except Unavailable:
         raise
     except (BadInput, Damaged) as problem:
         raise BadInput(f"--evaluate-only: {problem}; pass --init-from to evaluate other weights") from problem
-    return weights
 
 
 def evaluate_continuously(program: Program, read_settings: Callable[[], Settings]) -> None:
@@ -113,13 +113,14 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
 
     while isinstance(path := _wait_for(new, settings), Path):
         try:
-            values, _ = run.checkpoints.read(path)
-            run.checkpoints.state.assign(values)
+            run.checkpoints.restore(path)
         except Damaged:  # It may also have been removed meanwhile.
             seen.add(path)
             continue
+        if not run.traced:
+            run.trace(evaluation_steps(program))
         run.objects.reset("validation")  # The checkpoint may be from the middle of a validation.
-        with run.evaluation_weights(), run.live.shown():
+        with run.evaluation_weights(), run.live.removed_at_end():
             metrics = program.validate()
         seen.add(step := step_of(path))
         texts = [f"{name} {digits(value)}" for name, value in names.lines(metrics).items()]

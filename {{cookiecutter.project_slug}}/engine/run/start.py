@@ -10,20 +10,17 @@ from engine.cluster.workers import Workers
 from engine.console import console, print_result
 from engine.data.batches import Batches
 from engine.data.examples import hook_of
-from engine.errors import BadInput, Damaged, Unavailable
+from engine.errors import BadInput
 from engine.files import exists, read_json, write_json, writing
 from engine.model.rows import slow_reads
-from engine.model.variables import is_seed
 from engine.report.goodput import Goodput
 from engine.report.report import Report
 from engine.retries import until_written
 from engine.run.agreement import check_objects, same_data
-from engine.run.checkpoints import read_newest
-from engine.run.directory import RESULT, RunDirectory
-from engine.run.initial_weights import load_initial_weights
+from engine.run.checkpoints import restore_newest
+from engine.run.directory import RESULT, RunDirectory, is_fresh
 from engine.run.progress import Progress
 from engine.run.run import Run
-from engine.run.state import State
 from engine.run.summary import describe_run, describe_start, print_summary
 from engine.settings import CONFIG, Settings
 from engine.tracing import unrepeatable_in_preparation, unrepeatable_in_step
@@ -36,7 +33,7 @@ def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: W
     """
 
     def look() -> dict[str, Any] | None:
-        fresh = _is_fresh(settings)
+        fresh = is_fresh(settings)
         if not fresh:
             directory.check_same_run(settings)
         directory.lock()
@@ -58,56 +55,45 @@ def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: W
     return result
 
 
-def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) -> None:
-    """Starts the run and its files. Raises BadInput, before anything is written, if it cannot."""
-    settings, from_chief = run.settings, run.workers.from_chief
-    for each in batches.values():
-        each.examples.cache()  # Examples that cannot be read are rejected before anything is written.
+def restore(run: Run, batches: dict[str, Batches]) -> str:
+    """Restores the newest checkpoint, unless the run starts with the weights as they are; returns which it is.
+
+    Raises BadInput if the run cannot be resumed, or the processes do not fit together. Writes nothing.
+    """
+    for dataset in batches.values():
+        dataset.examples.cache()  # Examples that cannot be read are rejected before anything is written.
     data = same_data(run.workers, batches)
-    _check_steps(run, batches)
-    fresh = from_chief(lambda: _is_fresh(settings))
-    start = None if fresh else _resume(run, batches, data)
-    if start is None:
-        message = initialize(run) if settings.init_from else "with new weights"
-        start = Progress(learning_rates=_created_rates(run)), message
-    state = run.checkpoints.state
+    fresh = run.workers.from_chief(lambda: is_fresh(run.settings))
+    progress, message = (None if fresh else _resume(run, batches, data)) or (
+        Progress(learning_rates=_created_rates(run)),
+        run.objects.source,
+    )
     check_objects(run.workers, run.checkpoints.state, run.objects)
-    state.check_workers({}, "something in task.create_model or create_optimizer")
-    progress, message = start
+    run.checkpoints.state.check_workers({}, "something in task.create_model or create_optimizer")
     progress.workers, progress.data = run.workers.count, data
     run.start(progress)
-    from_chief(lambda: _write_files(run, directory, batches, fresh))
-    progress.spend("starting", time.monotonic() - run.began)
+    return message
+
+
+def write_first_files(run: Run, directory: RunDirectory, batches: dict[str, Batches], message: str) -> None:
+    """Makes the run's directory, and prints the run summary, with the `message` of `restore`."""
+    _warn(run, batches)
+    run.workers.from_chief(lambda: _write_files(run, directory, batches))
+    run.progress.spend("starting", time.monotonic() - run.began)
     run.write_goodput(is_due=True)
     print_summary(run, batches, message)
-
-
-def _is_fresh(settings: Settings) -> bool:
-    """Returns whether --fresh moves the run aside: not if a restart finds the run that this launch has made."""
-    if not settings.fresh or not os.environ.get(START_ID):
-        return settings.fresh
-    try:
-        return (read_json(settings.run_dir / CONFIG) or {}).get("start_id") != os.environ[START_ID]
-    except Unavailable:  # It may be the run that this launch has made.
-        raise
-    except BadInput:
-        return True
 
 
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
-    """Warns of operations in the hooks that a resumed run may not repeat, and of slow reads of tables.
-
-    Raises BadInput if a step changes state that no checkpoint can contain.
-    """
-    run.hidden.check(run.checkpoints.state.variables())
+def _warn(run: Run, batches: dict[str, Batches]) -> None:
+    """Prints which operations in the hooks a resumed run may not repeat, and which reads of tables are slow."""
     found = []
-    if step := run.hidden.training:
+    if step := run.traced.get("train"):
         found += [f"task.train_step: {text}" for texts in unrepeatable_in_step(step) for text in texts]
         found += slow_reads(run.objects.model, step)
-    for traced in filter(None, (each.traced for each in batches.values())):  # It is None with --eager.
+    for traced in filter(None, (dataset.traced for dataset in batches.values())):  # It is None with --eager.
         found += [f"task.prepare_example: {text}" for texts in unrepeatable_in_preparation(traced) for text in texts]
     for text in dict.fromkeys(found):
         console.print(text)
@@ -140,7 +126,8 @@ def _resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tupl
     `data` has the fingerprints of the datasets. Raises BadInput if the run cannot be resumed.
     """
     settings, from_chief, workers = run.settings, run.workers.from_chief, run.workers.count
-    newest = from_chief(lambda: read_newest(run.checkpoints, run.best))
+    created = _created_rates(run)
+    newest = restore_newest(run.checkpoints, run.best)
     if newest is None:
         if from_chief(lambda: exists(settings.run_dir / RESULT) or len(run.best.paths()) > 1):
             raise BadInput(
@@ -148,7 +135,7 @@ def _resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tupl
                 "new --run-dir with --init-from this one, or use --fresh, which moves the run aside"
             )
         return None
-    path, values, progress = newest
+    path, progress = newest
     if (reached := progress.epochs_started()) > settings.epochs:
         raise BadInput(f"--epochs {settings.epochs}: the run already reached epoch {reached}; pass at least {reached}")
     is_within_pass = any(progress.steps_of_pass.values()) or settings.steps_per_epoch
@@ -160,11 +147,6 @@ def _resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tupl
         )
     is_shared_alike = progress.workers == workers or not batches["train"].shards_by_file
     changed = _changed_data(settings, progress.data, data) if is_shared_alike else {}
-    created = _created_rates(run)
-    try:
-        run.checkpoints.state.assign(values)
-    except Damaged as problem:  # It was intact a moment ago.
-        raise BadInput(f"{problem}: start the same command again") from problem
     kept: Collection[str] = batches
     if changed:  # An evaluation starts over anyway, but an epoch only if its own examples have changed.
         kept = ["train"] if "train" not in changed or "train" in progress.metrics else []
@@ -175,22 +157,6 @@ def _resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tupl
         progress.best_score, progress.best_epoch = None, progress.epoch
     message = f"resumed from {path.name}{_set_changed_rates(run, progress, created)}"
     return progress, message + _describe_changes(settings, progress, changed, data)
-
-
-def initialize(run: Run) -> str:
-    """Loads the weights of --init-from; returns which they are. Raises BadInput if they do not fit."""
-    settings, objects = run.settings, run.objects
-    weights = {name: each for name, each in objects.weights.items() if not is_seed(name)}
-    state = State(run.strategy, run.workers, weights)
-
-    def load() -> str:
-        assert settings.init_from is not None  # The callers check that.
-        return load_initial_weights(settings.init_from, objects.model, partial=settings.init_partial)
-
-    report = run.workers.from_chief(load)
-    state.assign(state.mirrored_values())
-    objects.average.start_over()
-    return report
 
 
 def _created_rates(run: Run) -> dict[str, float]:
@@ -235,11 +201,11 @@ def _describe_changes(settings: Settings, progress: Progress, changed: dict[str,
 # --- The files --------------------------------------------------------------------------------------------------------
 
 
-def _write_files(run: Run, directory: RunDirectory, batches: dict[str, Batches], fresh: bool) -> None:
+def _write_files(run: Run, directory: RunDirectory, batches: dict[str, Batches]) -> None:
     settings, progress, direction = run.settings, run.progress, run.objects.monitor_direction
-    directory.open(fresh=fresh)
-    for each in (run.checkpoints, run.best):
-        each.clear()
+    directory.open(fresh=is_fresh(settings))
+    for checkpoints in (run.checkpoints, run.best):
+        checkpoints.clear()
     # Weights that were saved after the checkpoint will be saved again.
     run.best.forget(progress.step, but=progress.best_step)
     earlier = read_json(settings.run_dir / CONFIG) or {"start_id": os.environ.get(START_ID)}
