@@ -22,7 +22,7 @@ from rendering import PROJECT
 
 sys.path.insert(0, str(PROJECT))
 
-from engine.trials import PRUNERS, Trials
+from engine.trials import Trials
 
 # Replaces train.py: a run has a row per epoch, whose score follows from its flags, and resumes after its last row. A
 # file that is named as the run is makes it fail with that text. Every start is a line in "starts".
@@ -137,7 +137,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    Trials(Path("lower"), "min", "none")
+    Trials(Path("lower"), "min", "NopPruner")
     monkeypatch.setattr(sys, "argv", ["sweep.py", *arguments])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(PROJECT / "sweep.py"), run_name="__main__")
@@ -254,8 +254,9 @@ def test_stopped_sweep_ends_with_42_and_continues_when_nobody_uses_the_run(make:
     assert [len(trial.intermediate_values) for trial in project.trials()] == [4]
 
 
-def test_pruners_are_those_of_the_engine() -> None:
-    assert [*runpy.run_path(str(PROJECT / "sweep.py"))["PRUNERS"]] == [*PRUNERS]
+def test_pruners_are_those_of_optuna() -> None:
+    names = runpy.run_path(str(PROJECT / "sweep.py"))["PRUNERS"].values()
+    assert all(issubclass(getattr(optuna.pruners, name), optuna.pruners.BasePruner) for name in names)
 
 
 @pytest.mark.long

@@ -93,12 +93,12 @@ def load(run_dir: str | Path) -> "Predictor":
     settings = settings_of_run(Config, Path(run_dir))
     import task
     from engine.cluster.devices import let_gpu_memory_grow
-    from engine.run.directory import RunDirectory
+    from engine.run.directory import Directory
     from engine.trained.loading import load_trained
     from engine.trained.predictions import Predictor
 
     let_gpu_memory_grow()
-    RunDirectory(settings.run_dir).check_same_run(settings)
+    Directory(settings).check_same_run()
     return Predictor(load_trained(task, settings))
 
 
@@ -110,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings_of_run(Config, options.run_dir)
 
         from engine.console import console
+        from engine.messages import user_errors_named
         from engine.trained.predictions import report_infinite, write_predictions
-        from engine.user_errors import user_errors_named
 
         with user_errors_named(lambda: f"INPUT {options.input}"):
             import task

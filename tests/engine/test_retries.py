@@ -25,8 +25,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import task
 import train
 from config import Config
-from engine import exceptions, files, retries
-from engine.data import record_index, records
+from engine import files, messages, retries
+from engine.data import record_index, records, stacks
 from engine.data.records import Records
 from engine.data.stacks import StackIterator
 from engine.errors import BadInput, CannotWrite, Unavailable, asked_to_stop
@@ -248,7 +248,7 @@ def test_summaries_of_which_a_part_was_written_go_to_another_file(
     tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit on the size of files cuts an event in two."""
-    monkeypatch.setattr(exceptions, "_PASSING_TEXT", re.compile("File too large"))
+    monkeypatch.setattr(messages, "_PASSING_TEXT", re.compile("File too large"))
     summaries = Summaries(tmp_path, ResultNames({"train": {}}, ["train"]))
     summaries.add(1, {"train/loss": 0.5})
     (file,) = tmp_path.glob("train/*")
@@ -332,10 +332,11 @@ def test_run_that_is_stopped_while_it_waits_for_data_ends_with_its_state_saved(
 ) -> None:
     monkeypatch.setattr(task, "create_model", linear_model)
     stream(monkeypatch, buffer_size=100)
-    next_stack, fails = StackIterator._next_stack, Faults(*range(6, 100))
+    monkeypatch.setattr(stacks, "STEPS_OF_STACK", 1)  # Two stacks of 16 and 3 batches for an epoch.
+    next_stack, fails = StackIterator._next_stack, Faults(*range(5, 100))
 
     def failing(iterator: StackIterator) -> Any:
-        if fails.calls == 5:
+        if fails.calls == 4:  # The first stack of the second epoch is read, after two of the first and a validation's.
             os.kill(os.getpid(), signal.SIGTERM)
         return fails.before(next_stack)(iterator)
 

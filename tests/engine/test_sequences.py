@@ -76,7 +76,7 @@ def test_batch_is_as_long_as_its_longest_sequence_needs_on_all_replicas() -> Non
     seen, lengths = Counter(), Counter()
     for batch in made.one_by_one():
         tokens, tags, weights = (
-            np.concatenate([share.numpy() for share in made._strategy.experimental_local_results(part)])
+            np.concatenate([share.numpy() for share in made.stacks.strategy.experimental_local_results(part)])
             for part in (batch[0]["tokens"], *batch[1:])
         )
         own = np.count_nonzero(tokens, axis=1)
@@ -90,7 +90,7 @@ def test_batch_is_as_long_as_its_longest_sequence_needs_on_all_replicas() -> Non
 
 
 def test_workers_with_their_own_steps_cut_their_own_batches() -> None:
-    made = load(workers=SimpleNamespace(count=2))["train"]
+    made = load(workers=SimpleNamespace(count=1, index=0, pool=SimpleNamespace(count=2)))["train"]
 
     @tf.function
     def shapes() -> tf.Tensor:

@@ -37,8 +37,8 @@ def batches_of(
 
 def whole(batches: Batches, epoch: int = 0, first_step: int = 0, count: int | None = None) -> list[list[np.ndarray]]:
     """Returns `count` global batches from a step of an epoch on, or the rest of it, as [features, labels, weights]."""
-    local_results = batches._strategy.experimental_local_results
-    iterator = batches._new_iterator(*batches._place(epoch, first_step))
+    local_results = batches.stacks.strategy.experimental_local_results
+    iterator = batches.new_iterator(epoch, first_step)
     found = []
     # Without tracing a function that picks a batch, which takes longer than all the rest.
     for stack, first, taken in iterator.take(count or batches.steps_per_epoch - first_step):

@@ -15,9 +15,9 @@ from streaming import stream
 
 from config import Config
 from engine.cluster.strategy import create_strategy
-from engine.data import Records, load_splits
+from engine.data import Records, load_splits, stacks
+from engine.data import batches as data_batches
 from engine.data.batches import Batches
-from engine.data.stacks import stack_sizes
 
 
 def numbers(count: int) -> tf.data.Dataset:
@@ -42,14 +42,17 @@ def batches(
 
 def of_replicas(found: Batches, *, number: int = 0, first_step: int = 0) -> list[list[list[np.ndarray]]]:
     """Returns each batch of a pass as [features, labels, weights] for each replica of this process."""
-    sizes = stack_sizes(found.steps_per_pass, first_step, found._bytes_of_share)
-    stacks = iter(found._stacks_of_process(number, first_step, sizes))
     taken = []
-    for size in sizes[0]:
-        on_replicas = [[part.numpy() for part in stack] for stack in next(stacks)]
+    for of_process in found._stacks_of_process(number * found.steps_per_pass + first_step):
+        on_replicas = [[part.numpy() for part in stack] for stack in of_process]
+        size = len(on_replicas[0][0])
         assert all(len(part) == size for stack in on_replicas for part in stack)
         taken += [[[part[step] for part in stack] for stack in on_replicas] for step in range(size)]
-    return taken
+        # The first stack begins before the step, and the last one ends where the pass does.
+        begin = first_step - first_step % found._stack_size
+        if len(taken) == found.steps_per_pass - begin:
+            return taken[first_step - begin :]
+    raise AssertionError("the stacks end before the pass does")
 
 
 def all_shares(found: Batches, *, first_step: int = 0) -> list[list[np.ndarray]]:
@@ -148,9 +151,10 @@ def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
 
 def test_workers_with_their_own_steps_share_the_examples_of_an_epoch() -> None:
     """As with parameter servers, where the pipeline is made in the graph of a worker."""
-    config, pool = Config(simulated_devices=1, global_batch_size=4, seed=5), SimpleNamespace(count=2)
+    config = Config(simulated_devices=1, global_batch_size=4, seed=5)
+    workers = SimpleNamespace(count=1, index=0, pool=SimpleNamespace(count=2))
     task = SimpleNamespace(load_examples=lambda _: numbers(40), prepare_example=lambda one, two: (one, two))
-    made = load_splits(["train"], task, config, create_strategy(config), workers=pool)["train"]
+    made = load_splits(["train"], task, config, create_strategy(config), workers)["train"]
 
     @tf.function
     def ten_batches(pipeline: tf.Tensor) -> tf.Tensor:
@@ -166,11 +170,13 @@ def test_workers_with_their_own_steps_share_the_examples_of_an_epoch() -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_process_goes_on_with_the_next_unseen_batch_and_prepares_its_share_only(
+def test_process_goes_on_with_the_stack_of_the_next_unseen_batch_and_prepares_its_share_only(
     is_streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_streamed:
         stream(monkeypatch, buffer_size=20)
+    monkeypatch.setattr(data_batches, "BATCHES_AT_ONCE", 1)
+    monkeypatch.setattr(stacks, "STEPS_OF_STACK", 2)
     prepared = []
 
     def noted(features, labels, *, seed):
@@ -180,8 +186,8 @@ def test_process_goes_on_with_the_next_unseen_batch_and_prepares_its_share_only(
     features, seeds, _ = joined(whole(batches(prepare_example=noted)))
     prepared.clear()
     process = batches(prepare_example=noted, replicas=2, pipelines=(2, 1))
-    found = all_shares(process, first_step=2)
-    np.testing.assert_array_equal([share[0] for share in found], features[2:, 4:])
+    found = all_shares(process, first_step=3)
+    np.testing.assert_array_equal([share[0] for share in found], features[3:, 4:])
     # The batches of the next epoch may be under way already.
     assert set(prepared) & set(map(tuple, seeds.reshape(-1, 2))) == set(map(tuple, seeds[2:, 4:].reshape(-1, 2)))
 

@@ -14,7 +14,7 @@ from loading import batches_of, whole
 from streaming import stream
 
 from config import Config
-from engine.data.preparation import Preparation, PreparedSpec
+from engine.data.preparation import Preparation, Prepared
 from engine.errors import BadInput
 from engine.tracing import unrepeatable_in_preparation
 
@@ -27,15 +27,16 @@ def images(_: str) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((random.random((COUNT, 6, 6, 3), np.float32), np.arange(COUNT), weights))
 
 
-def prepared(prepare_example: Callable[..., Any], examples: tf.data.Dataset) -> tuple[PreparedSpec, list[Any]]:
-    """Returns the spec of what the hook makes of all examples, and that: one by one, and if possible in one go."""
+def prepared(prepare_example: Callable[..., Any], examples: tf.data.Dataset) -> tuple[Prepared, list[Any]]:
+    """Returns how all examples are prepared, and the results: one by one, and if possible in one go."""
     preparation, count, seed = Preparation(prepare_example, training=False), len(examples), tf.zeros([2], tf.int64)
-    spec = preparation.trace(examples.element_spec)
+    made, length = preparation.trace(examples.element_spec), tf.constant(count - 1, tf.int64)
     numbered, places = examples.enumerate(), tf.range(count, dtype=tf.int64)
-    found = [preparation.one_by_one(numbered, spec, count - 1, seed).batch(count).get_single_element()]
-    if spec.takes_batches:
-        found.append(preparation.batch_function(count - 1, seed)(places, examples.batch(count).get_single_element()))
-    return spec, found
+    one_by_one = numbered.map(lambda place, example: made.one(place, example, length, seed))
+    found = [one_by_one.batch(count).get_single_element()]
+    if made.batch:
+        found.append(made.batch(places, examples.batch(count).get_single_element(), length, seed))
+    return made, found
 
 
 def branching(features, labels):
@@ -68,7 +69,7 @@ def in_python(features, labels):
 
 def test_what_cannot_be_prepared_in_one_go_is_prepared_one_by_one() -> None:
     spec, ((features, labels, _),) = prepared(in_python, images(""))
-    assert not spec.takes_batches
+    assert spec.batch is None
     np.testing.assert_array_equal(features, [2.0 * each for each, *_ in images("").as_numpy_iterator()])
     np.testing.assert_array_equal(labels, np.arange(COUNT))
 
@@ -114,7 +115,7 @@ FORMS = {
 def test_prepare_example_is_given_what_load_examples_gives() -> None:
     for form, (load, prepare_example, is_weighted) in FORMS.items():
         spec, found = prepared(prepare_example, tf.data.Dataset.range(9).map(load))
-        assert spec.takes_batches == (form != "a seed")
+        assert (spec.batch is not None) == (form != "a seed")
         for features, labels, weights in found:
             np.testing.assert_array_equal(features, np.arange(9), err_msg=form)
             np.testing.assert_array_equal(labels, np.arange(9), err_msg=form)

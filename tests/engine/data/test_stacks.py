@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 from config import Config
 from engine.data import stacks
 from engine.data.batches import Batches
-from engine.data.stacks import BYTES_OF_STACK, Sizes, StackIterator, stack_sizes
+from engine.data.stacks import BYTES_OF_STACK, STEPS_OF_STACK, StackIterator, stack_size
+from engine.errors import BadInput
 from rendering import PROJECT
 
 
@@ -66,40 +68,40 @@ def test_stack_of_one_gpu_stays_in_the_memory_of_the_host() -> None:
         assert steps(stack, first, count)[0] % 4 == 0
 
 
-def test_stacks_hold_each_step_once_and_fit_their_size() -> None:
-    for steps, first_step, bytes_of_batch in itertools.product(
-        (1, 2, 39, 64, 65, 1000, 12345), (0, 1, 30), (1, BYTES_OF_STACK // 10, 3 * BYTES_OF_STACK)
+def test_stacks_fit_their_size_and_have_complete_calls() -> None:
+    for steps, at_once, bytes_of_batch in itertools.product(
+        (1, 2, 39, 64, 65, 1000, 12345), (1, 5, 16), (1, BYTES_OF_STACK // 100, 3 * BYTES_OF_STACK)
     ):
-        first = min(first_step, steps - 1)
-        growing, whole = (list(sizes) for sizes in stack_sizes(steps, first, bytes_of_batch))
-        assert (sum(growing), sum(whole)) == (steps - first, steps)
-        assert growing[0] == 1  # So that the first step can be taken soon.
-        for size in (*growing, *whole):
-            assert size == 1 or 1 < size <= BYTES_OF_STACK // bytes_of_batch
+        if at_once * bytes_of_batch > 2**20 and at_once > 1:  # As in Batches.
+            continue
+        size = stack_size(steps, bytes_of_batch, at_once)
+        assert size % at_once == 0
+        assert size == 1 or 1 < size <= BYTES_OF_STACK // bytes_of_batch
+        assert size < min(steps, STEPS_OF_STACK) + at_once  # A step waits for its stack only so long.
 
 
 def test_stacks_hold_more_steps_the_smaller_the_share_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stack is a call, of which TensorFlow keeps some memory for ever in a cluster."""
-    monkeypatch.setattr(stacks, "BYTES_OF_STACK", 20 * 80)  # A batch of 4 has 80 bytes.
-    made = counting("train", 800, replicas=4, pipelines=(2, 0))
-    assert max(itertools.chain(*stack_sizes(200, 0, made._bytes_of_share))) == 40
-    assert stack_sizes(200, 0, 20)[1].pattern == (64,)  # And no more, because a long pass has several stacks.
+    monkeypatch.setattr(stacks, "BYTES_OF_STACK", 80 * 24)  # A batch of 4 has 80 bytes.
+    made = [counting("train", 800, replicas=4, pipelines=(processes, 0)) for processes in (1, 2)]
+    assert [batches._stack_size for batches in made] == [16, 48]
 
 
-def test_sizes_of_a_billion_examples_take_no_time_and_no_memory() -> None:
-    first, _ = stack_sizes(10**9 // 32, 5, BYTES_OF_STACK)
-    assert len(first.pattern) < 1100
-    assert first.without_first().steps == 10**9 // 32 - 6
-    # Those of the rest are those of the pass without the first ones, also where the pattern starts over.
-    rest, _ = stack_sizes(5000, 17, BYTES_OF_STACK // 3)
-    expected = list(rest)
-    assert len(expected) > 1600
-    for size in expected:
-        assert next(iter(rest)) == size
-        rest = rest.without_first()
-    assert not list(rest)
-    # A pass with nothing left, as after a resume with fewer examples than there were, is followed by whole ones.
-    assert stack_sizes(10, 10, 1) == stack_sizes(10, 12, 1) == (Sizes((64,), 10), Sizes((64,), 10))
+def test_place_of_a_step_in_its_stack_takes_no_list_in_a_billion_examples() -> None:
+    steps, started = 10**9 // 32, []
+
+    def start(step: int) -> Iterator[int]:
+        started.append(step)
+        return itertools.count(step // 64)
+
+    options = {"steps_per_pass": steps, "stack_size": 64, "read": lambda read: read(), "rejection": BadInput}
+    iterator = StackIterator(start, 7 * steps - 3, **options)
+    assert steps % 64 == 16
+    # The end of a pass, two stacks of the next one, and a part of the next stack.
+    taken = [(first, count) for _, first, count in iterator.take(3 + 128 + 5)]
+    assert taken == [(13, 3), (0, 64), (0, 64), (0, 5)]
+    assert [(first, count) for _, first, count in iterator.take(60)] == [(5, 59), (0, 1)]
+    assert started == [7 * steps - 3]
 
 
 ENDLESS_GENERATOR = """

@@ -17,8 +17,8 @@ import train
 from config import Config
 from engine.command_line import read_settings
 from engine.report.tables import COLUMNS
+from engine.run import RunDirectory
 from engine.run.checkpoint_files import checkpoint_paths, read_checkpoint
-from engine.run.start import restore
 
 pytestmark = pytest.mark.usefixtures("same_model")
 
@@ -64,7 +64,7 @@ def test_every_variable_is_restored_on_another_number_of_replicas(whole: Path, t
     saved, record = read_checkpoint(checkpoint_paths(whole / "checkpoints")[-1])
     assert (record["epoch"], record["workers"]) == (2, 1)
     train.build(read_settings(Config, [*FLAGS, "--epochs=3", "--simulated-devices=3", f"--run-dir={tmp_path / 'run'}"]))
-    restore(train.run, train.batches)
+    RunDirectory(train.config, train.strategy).restore(train.run, train.batches)
     restored = train.run.checkpoints.state.values()
     assert restored.keys() == saved.keys()
     for name, value in saved.items():

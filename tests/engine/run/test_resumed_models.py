@@ -14,10 +14,10 @@ import task
 import train
 from config import Config
 from engine.errors import Stopped
-from engine.run import saving_on_exit
+from engine.run import RunDirectory
 from engine.run.checkpoint_files import read_checkpoint
+from engine.run.endings import saving_on_exit
 from engine.run.progress import Progress
-from engine.run.start import restore
 from engine.run.state import State
 
 
@@ -85,7 +85,7 @@ def test_stopped_run_with_state_that_keras_does_not_list_ends_bit_equal(
 
     def start() -> State:
         train.build(Config(run_dir=tmp_path, simulated_devices=2, **SHORT))
-        restore(train.run, train.batches)
+        RunDirectory(train.config, train.strategy).restore(train.run, train.batches)
         train.run.trace(train.run_steps)
         return train.run.checkpoints.state
 

@@ -11,7 +11,7 @@ from short_runs import interrupted
 
 import train
 from engine.errors import BadInput, Diverged, Stopped
-from engine.run import saving_on_exit
+from engine.run.endings import saving_on_exit
 from engine.run.progress import Progress
 from engine.run.run import Run
 

@@ -11,7 +11,7 @@ from engine.check.measure import LOSS, Measured, changed_unlisted
 from engine.check.results import MARGIN, PROMISE, close
 from engine.check.steps import draws
 from engine.errors import BadInput
-from engine.model.global_batch import step_on
+from engine.model.step import step_on
 from engine.run.evaluation import Program
 
 

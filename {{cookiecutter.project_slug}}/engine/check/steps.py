@@ -16,6 +16,7 @@ from engine.check import measure
 from engine.check.measure import LOSS, SAMPLE_WEIGHTS, Arrays, Measured
 from engine.check.results import PROMISE, TOLERANCE, Check, close, differing_metrics, hook_of_step
 from engine.data.batches import Batches
+from engine.model.global_batch import adds_losses
 from engine.model.variables import by_name, inner_variable, layers_of, trainable_variables
 from engine.protocols import Task
 from engine.run.evaluation import Program
@@ -98,7 +99,7 @@ def _not_added(task: Task, batches: list[Arrays]) -> list[str]:
 
 def _loss_layers(task: Task) -> list[str]:
     """Returns the layers that add losses of their own, such as regularizers of activities."""
-    return [layer.name for model in _models(task) for layer in layers_of(model) if layer._losses]
+    return [layer.name for model in _models(task) for layer in layers_of(model) if adds_losses(layer)]
 
 
 def _models(task: Task) -> list[keras.Model]:

@@ -13,7 +13,7 @@ from ray import train as ray_train
 
 from engine.cluster.launcher import FINAL_CODES
 from engine.errors import Stopped
-from engine.exceptions import first_line
+from engine.messages import first_line
 
 SECONDS_BETWEEN_CHECKS = 5.0
 DEFAULTS = {

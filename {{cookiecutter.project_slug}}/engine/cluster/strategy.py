@@ -19,9 +19,9 @@ from engine.cluster.rendezvous import rendezvous
 from engine.cluster.tensorflow_start import start_tensorflow
 from engine.console import console
 from engine.errors import BadInput
-from engine.exceptions import first_line
+from engine.machine import shared_facts
+from engine.messages import first_line
 from engine.settings import Settings, flag
-from engine.versions import shared_facts
 
 ALREADY_STARTED = "TensorFlow has already started in this process: make tensors in the hooks, not on import of task.py"
 

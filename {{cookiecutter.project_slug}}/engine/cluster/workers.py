@@ -16,9 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster, find_cluster, process_name
+from engine.cluster.parameter_servers import worker_pool
 from engine.cluster.rendezvous import FROZEN, kind_of_loss, lost, wait_for
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
-from engine.user_errors import CONNECTION_ERRORS, DIFFERENT_CALLS
+from engine.messages import DIFFERENT_CALLS, is_broken_connection
 
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
 HEAD = 256  # Bytes of a result in the first operation of `from_chief`; most results fit.
@@ -44,6 +45,7 @@ class Workers:
         self.is_chief = cluster.is_chief  # Only the chief writes.
         hosts = [address.rpartition(":")[0] for address in cluster.processes().values()]
         self.most_on_one_machine = max(map(hosts.count, hosts))  # Judged by addresses.
+        self.pool = worker_pool(strategy)  # With parameter servers, the workers that take training steps.
 
     def _sum(self, integers: np.ndarray) -> np.ndarray:
         """Returns the sum of all workers' `integers` ([n], int32)."""
@@ -160,7 +162,7 @@ def peers_named() -> Iterator[None]:
             raise BadInput(NOT_TOGETHER.format("")) from problem
         cluster = find_cluster(os.environ)
         # What the others get when a step fails on one worker may have the class of that failure.
-        if cluster is None or not (isinstance(problem, CONNECTION_ERRORS) or "Collective ops is abort" in str(problem)):
+        if cluster is None or not (is_broken_connection(problem) or "Collective ops is abort" in str(problem)):
             raise
         missing = ", ".join(_lost_for_good(cluster))
         if not missing and (accused := _accused(str(problem), cluster)):

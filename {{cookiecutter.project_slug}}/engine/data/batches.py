@@ -1,20 +1,22 @@
 """The batches of a dataset: complete ones on every replica, and which pass over the examples a step is in.
 
 The order of the operations makes batches the same for any number of replicas: examples -> shuffle by (seed, pass) ->
-complete batches -> skip to the position -> this process's shard -> prepare -> several batches at a time -> prefetch.
-Of the batches that were skipped, at most a few small ones are prepared, together with the first one.
+complete batches -> this process's shard -> prepare -> stacks of batches -> prefetch. Batches before the position are
+skipped and not prepared, except those in the stack that contains it.
 """
 
+import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from engine.data.element_spec import as_text, batched, bytes_of, is_static, unbatched
+from engine.data.element_spec import as_text, batched, bytes_of, is_static
 from engine.data.examples import Examples, Shard, hook_of
 from engine.data.pipelines import CORES, PARALLEL_CALLS, input_options, parallel_calls
 from engine.data.preparation import Preparation, evaluation_seed, pass_seed
-from engine.data.stacks import Sizes, StackIterator, Stacks, on_replicas, stack_sizes, stacked
+from engine.data.stacks import StackIterator, Stacks, on_replicas, stack_size, stacked
 from engine.errors import BadInput
 from engine.retries import until_read
 from engine.settings import Settings
@@ -36,20 +38,17 @@ class Batches:
     a batch equally, some per-replica batches are padded in the same way.
 
     Attributes:
-        split: "train", "validation" or "test".
         name: the split, or "<split>/<dataset>" if it has several.
+        examples: the examples that this process loads, in their order.
         number_of_examples: the examples of the dataset, on all processes.
+        shards_by_file: whether each of several processes loads files of its own.
         global_batch_size: examples in a batch.
         per_replica_batch_size: examples of a batch on one replica, padding included.
         steps_per_pass: batches in one pass.
         steps_per_epoch: batches in an epoch or evaluation: a pass, without --steps-per-epoch and --limit-steps.
-        dropped: examples that one pass drops.
-        shards_by_file: whether each of several processes loads files of its own.
-        element_spec: of a per-replica batch: static shapes [batch, ...].
-        examples: the examples that this process loads, in their order.
-        bytes_ahead: about how much this process prepares before it is asked for.
         traced: what task.prepare_example does; None if it runs in Python, with --eager.
         stacks: how steps take batches out of the stacks that `iterator` yields.
+        bytes_ahead: about how much this process prepares before it is asked for.
     """
 
     def __init__(
@@ -69,77 +68,97 @@ class Batches:
         `examples` are those that this process loads. `lengths` has their number; or, if each process of `context` loads
         files of its own, the numbers of all processes.
         """
-        self.name, self.split, self.shards_by_file = name, name.partition("/")[0], shards_by_file
-        self._training, self._strategy, self._seed = self.split == "train", strategy, settings.seed
-        evaluation_size = None if self._training else settings.evaluation_batch_size
+        self.name, self.examples, self.shards_by_file = name, examples, shards_by_file
+        self._lengths, self.number_of_examples = list(lengths), sum(lengths)
+        self._seed, self._is_alone = settings.seed, context.num_input_pipelines == 1
+        self._is_training, self._is_eager = self.split == "train", preparation.is_eager
+        evaluation_size = None if self._is_training else settings.evaluation_batch_size
         self.global_batch_size = size = evaluation_size or settings.global_batch_size
         flag = "--evaluation-batch-size" if evaluation_size else "--global-batch-size"
-        loaders = len(lengths)  # The processes, if each loads files of its own; else 1.
-        replicas, processes = strategy.num_replicas_in_sync, context.num_input_pipelines
-        micro_batches = settings.micro_batches if self._training else 1
-        self.per_replica_batch_size = per_replica_batch_size(size, replicas, micro_batches, flag)
-        if size % loaders:
-            remedy = "with input_context each takes its part from files of its own; use a multiple of that"
-            raise BadInput(f"{flag} {size} cannot be shared equally by {loaders} workers: {remedy}")
-        self._lengths = list(lengths)
+        micro_batches = settings.micro_batches if self._is_training else 1
+        self.per_replica_batch_size = per_replica_batch_size(size, strategy.num_replicas_in_sync, micro_batches, flag)
+        if size % len(lengths):
+            raise BadInput(
+                f"{flag} {size} cannot be shared equally by {len(lengths)} workers: with input_context each takes its "
+                "part from files of its own; use a multiple of that"
+            )
         self._count_steps(settings)
-        self._is_alone = context.num_input_pipelines == 1
-        self._loader = context.input_pipeline_id % loaders
-        self.examples, self._preparation = examples, preparation
-        example_spec = self.examples.element_spec
         self._prepared = preparation.trace(
-            example_spec, hook_of(name), first_example=lambda: until_read(self._first_example, hook_of(name))
+            examples.element_spec, hook_of(name), first_example=lambda: until_read(self._first_example, hook_of(name))
         )
         self.traced = self._prepared.traced
-        batch_spec = batched(unbatched(self._prepared.batch_spec), self.per_replica_batch_size)
-        self.element_spec = batch_spec[:3]
+        batch_spec = batched(self._prepared.spec, self.per_replica_batch_size)
         self.stacks = Stacks(strategy, batch_spec, self._prepared.padding)
-        bytes_of_batch = replicas * bytes_of(self.element_spec)
-        self._bytes_of_share = bytes_of_batch // processes
-        bytes_read = size * bytes_of(example_spec) if is_static(example_spec) else 0
-        self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, bytes_of_batch)))
-        from_loader, of_process = size // loaders, replicas // processes
-        of_replicas = examples_of_replicas(from_loader, replicas // loaders)
-        first_replica = context.input_pipeline_id * of_process % len(of_replicas)
-        first = sum(of_replicas[:first_replica])
-        self._of_replicas = of_replicas[first_replica : first_replica + of_process]
-        places = slice(first, first + sum(self._of_replicas))
-        self._shard = Shard(from_loader, places, self.steps_per_pass * from_loader)
+        self._loader = context.input_pipeline_id % len(lengths)
+        self._shard_batches(context)
+        self._plan_memory(context.num_input_pipelines)
         self._iterator: StackIterator | None = None
-        self._limit_bytes_ahead(bytes_read // processes)
-
-    def _limit_bytes_ahead(self, bytes_read: int) -> None:
-        prepared = self._shard.size * bytes_of(unbatched(self.element_spec))
-        takes_batches, besides = self._prepared.takes_batches, (STACKS_AHEAD + 1) * prepared
-        of_call = self._batches_at_once * (bytes_read + prepared)
-        if not takes_batches:  # Each call prepares one example.
-            of_call = (bytes_read + prepared) // self._shard.size
-        self._calls = parallel_calls(CORES if takes_batches else PARALLEL_CALLS, of_call, besides)
-        self.bytes_ahead = self._calls * of_call + besides
 
     def _count_steps(self, settings: Settings) -> None:
         # Every process takes the same number of steps, however many examples it has.
         size = self.global_batch_size // len(self._lengths)
-        if settings.keep_last_batch or not self._training:
+        if settings.keep_last_batch or not self._is_training:
             self.steps_per_pass = max(-(-length // size) for length in self._lengths)
         else:
             self.steps_per_pass = min(self._lengths) // size
-        self.number_of_examples = sum(self._lengths)
-        self.dropped = max(0, self.number_of_examples - self.steps_per_pass * self.global_batch_size)
         if not self.steps_per_pass:
             raise BadInput(
                 f"--global-batch-size {self.global_batch_size} is larger than the {self.number_of_examples} "
                 f"examples of {hook_of(self.name)}: use a smaller one, or --keep-last-batch"
             )
-        self.steps_per_epoch = (self._training and settings.steps_per_epoch) or self.steps_per_pass
+        self.steps_per_epoch = (self._is_training and settings.steps_per_epoch) or self.steps_per_pass
         self.steps_per_epoch = min(self.steps_per_epoch, settings.limit_steps or self.steps_per_epoch)
-        if not self._training:  # An evaluation always ends where a pass does, so that its iterator serves the next.
+        if not self._is_training:  # An evaluation ends where a pass does, so that its iterator serves the next.
             self.steps_per_pass = self.steps_per_epoch
+
+    def _shard_batches(self, context: tf.distribute.InputContext) -> None:
+        """Finds the examples of each batch that this process loads for its replicas."""
+        replicas, loaders = self.stacks.strategy.num_replicas_in_sync, len(self._lengths)
+        size, count = self.global_batch_size // loaders, replicas // loaders
+        # The first replicas may get one example more, and the others padding.
+        of_replicas = [size // count + (replica < size % count) for replica in range(count)]
+        of_process = replicas // context.num_input_pipelines
+        first_replica = context.input_pipeline_id * of_process % count
+        self._of_replicas = of_replicas[first_replica : first_replica + of_process]
+        first = sum(of_replicas[:first_replica])
+        self._shard = Shard(size, slice(first, first + sum(self._of_replicas)), self.steps_per_pass * size)
+
+    def _plan_memory(self, processes: int) -> None:
+        """Chooses how much is prepared at once and ahead."""
+        example_spec, shard_size = self.examples.element_spec, self._shard.size
+        bytes_read = self.global_batch_size * bytes_of(example_spec) if is_static(example_spec) else 0
+        bytes_of_batch = self.stacks.strategy.num_replicas_in_sync * bytes_of(self.element_spec)
+        self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, bytes_of_batch)))
+        bytes_of_share = bytes_of_batch // processes
+        self._stack_size = stack_size(self.steps_per_epoch, bytes_of_share, self._batches_at_once)
+        if self._is_eager:  # Otherwise task.prepare_example would run for many steps before the first one.
+            self._stack_size = 1
+        prepared = shard_size * bytes_of(self._prepared.spec[:3])
+        of_call, ahead = bytes_read // processes + prepared, (STACKS_AHEAD + 1) * prepared
+        # A call prepares several batches, or one example.
+        of_call = of_call * self._batches_at_once if self._prepared.batch else of_call // shard_size
+        self._calls = parallel_calls(CORES if self._prepared.batch else PARALLEL_CALLS, of_call, ahead)
+        self.bytes_ahead = self._calls * of_call + ahead
+
+    @property
+    def split(self) -> str:
+        """The split: "train", "validation" or "test"."""
+        return self.name.partition("/")[0]
+
+    @property
+    def dropped(self) -> int:
+        """The number of examples that one pass drops."""
+        return max(0, self.number_of_examples - self.steps_per_pass * self.global_batch_size)
+
+    @property
+    def element_spec(self) -> Any:
+        """Element spec of a per-replica batch: static shapes [batch, ...]."""
+        return self.stacks.batch_spec[:3]
 
     @property
     def features_spec(self) -> Any:
         """Element spec of an example's prepared features; with --pad-to, sequences are of unknown length."""
-        features, padding = unbatched(self.element_spec[0]), self.stacks.padding
+        features, padding = self._prepared.spec[0], self._prepared.padding
         return padding.of_any_length(features) if padding else features
 
     def fingerprint(self) -> dict[str, Any]:
@@ -167,85 +186,89 @@ class Batches:
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
         """Returns an iterator over the global batches from a step of an epoch on. Evaluations have the same batches."""
-        number, step = self._place(epoch, first_step)
-        if self._iterator is None or not self._iterator.is_at(number if self._training else None, step):
+        step, period = (
+            epoch * self.steps_per_epoch + first_step,
+            sys.maxsize if self._is_training else self.steps_per_pass,
+        )
+        if self._iterator is None or (self._iterator.next_step - step) % period:
             # To make one takes a few tenths of a second, so it serves one epoch after the other.
-            self._iterator = self._new_iterator(number, step)
+            self._iterator = self.new_iterator(epoch, first_step)
         return self._iterator
+
+    def new_iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
+        """Returns another iterator than those of `iterator`."""
+        return StackIterator(
+            self._stacks_from,
+            epoch * self.steps_per_epoch + first_step,
+            steps_per_pass=self.steps_per_pass,
+            stack_size=self._stack_size,
+            read=functools.partial(until_read, name=hook_of(self.name), obeys_signals=self._is_alone),
+            rejection=self._rejection,
+            is_kept=self._is_training or self.bytes_ahead <= BYTES_KEPT,
+        )
 
     def one_by_one(self, epoch: int = 0, first_step: int = 0) -> Iterator[Any]:
         """Yields the global batches of an epoch one by one, to look at."""
         pick = tf.function(self.stacks.pick, autograph=False)
-        iterator = self._new_iterator(*self._place(epoch, first_step))
-        for stack, first, count in iterator.take(self.steps_per_epoch - first_step):
+        for stack, first, count in self.new_iterator(epoch, first_step).take(self.steps_per_epoch - first_step):
             yield from (pick(stack, tf.constant(first + index)) for index in range(count))
-
-    def _place(self, epoch: int, step: int) -> tuple[int, int]:
-        """Returns in which pass a step of an epoch is, and which of its batches it takes; both count from 0."""
-        if not self._training:
-            return epoch, step
-        return divmod(epoch * self.steps_per_epoch + step, self.steps_per_pass)
 
     def _first_example(self) -> Any:
         return next(iter(self.examples.unshuffled()))[1]
 
-    def _new_iterator(self, first_pass: int, first_step: int) -> StackIterator:
-        def start(number: int, step: int, given: Sizes | None) -> tuple[Iterator[Any], Sizes, Sizes]:
-            growing, whole = stack_sizes(self.steps_per_pass, step, self._bytes_of_share)
-            sizes = given or growing, whole
-            return on_replicas(self._strategy, iter(self._stacks_of_process(number, step, sizes))), *sizes
+    def _stacks_from(self, step: int) -> Iterator[Any]:
+        """Returns the stacks from the one that contains a step on, as strategy.run takes them."""
+        return on_replicas(self.stacks.strategy, iter(self._stacks_of_process(step)))
 
-        is_kept = self._training or self.bytes_ahead <= BYTES_KEPT
-        hook, rejection = hook_of(self.name), self._rejection
-        options = {"is_kept": is_kept, "is_alone": self._is_alone}
-        return StackIterator(start, hook, first_pass, first_step, rejection=rejection, **options)
-
-    def _stacks_of_process(self, first_pass: int, first_step: int, sizes: tuple[Sizes, Sizes]) -> tf.data.Dataset:
-        """Returns stacks of these `sizes` from a step of a pass on: tuples of one for each replica of this process."""
+    def _stacks_of_process(self, step: int) -> tf.data.Dataset:
+        """Returns the stacks from the one that contains a step on: tuples of one for each replica of this process."""
         self.examples.cache()
-        sizes_of_first, sizes_of_others = (tf.constant(each.pattern, tf.int64) for each in sizes)
+        first_pass, step_of_pass = divmod(step, self.steps_per_pass)
+        first_step = tf.constant(step_of_pass - step_of_pass % self._stack_size, tf.int64)
 
         @tf.autograph.experimental.do_not_convert
         def one_pass(number: tf.Tensor) -> tf.data.Dataset:
-            is_first = number == first_pass
-            first = tf.where(is_first, tf.constant(first_step, tf.int64), 0)
-            sizes_of_pass = tf.cond(is_first, lambda: sizes_of_first, lambda: sizes_of_others)
-            return stacked(self._pass(number, first), sizes_of_pass, self._of_replicas, self.per_replica_batch_size)
+            prepared = self._pass(number, tf.where(number == first_pass, first_step, 0))
+            return stacked(prepared, self._stack_size, self._of_replicas, self.per_replica_batch_size)
 
         # Endless, so that the next pass's first batches are prepared while this one is validated.
         endless = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(one_pass)
-        if not self._preparation.is_eager:  # Otherwise task.prepare_example would run beside a debugger's prompt.
+        if not self._is_eager:  # Otherwise task.prepare_example would run beside a debugger's prompt.
             endless = endless.prefetch(STACKS_AHEAD)
         return endless.with_options(input_options())
 
     def _pass(self, number: tf.Tensor, first_step: tf.Tensor) -> tf.data.Dataset:
-        """Returns the prepared examples of this process in a pass from a step on, any number [n, ...] in an element."""
+        """Returns the prepared examples of this process in a pass, any number [n, ...] in an element.
+
+        `first_step` is the first one of a stack.
+        """
         # In evaluation every pass is the same.
-        seed = pass_seed(self._seed, number) if self._training else evaluation_seed(self._seed, self.name)
-        length_and_seed = self.examples.length, tf.stack([seed, self._loader])
-        order_seed = seed if self._training else None
-        shard, size = self._shard, self._shard.examples_per_batch
-        if not self._prepared.takes_batches:
-            numbered = self.examples.one_by_one(shard, first_step * size, order_seed)
-            prepared = self._preparation.one_by_one(numbered, self._prepared, *length_and_seed, calls=self._calls)
-            return prepared.batch(shard.size, drop_remainder=True)
+        seed = pass_seed(self._seed, number) if self._is_training else evaluation_seed(self._seed, self.name)
+        order_seed, first = seed if self._is_training else None, first_step * self._shard.examples_per_batch
+        if not self._prepared.batch:
+            examples = self.examples.one_by_one(self._shard, first, order_seed)
+            return self._prepare_one_by_one(examples, seed).batch(self._shard.size, drop_remainder=True)
         # Counted from batch 0, so that after a resume a batch is prepared with the same others, and rounded alike.
-        skipped, at_once = first_step % self._batches_at_once, self._batches_at_once
-        elements, pick = self.examples.batches(shard, (first_step - skipped) * size, order_seed, at_once)
-        prepare = self._preparation.batch_function(*length_and_seed)
+        elements, pick = self.examples.batches(self._shard, first, order_seed, self._batches_at_once)
+        prepare, arguments = self._prepared.batch, self._numbers(seed)
+        return elements.map(lambda *element: prepare(*pick(*element), *arguments), num_parallel_calls=self._calls)
 
-        def pick_and_prepare(number: tf.Tensor, element: tuple[Any, Any]) -> Any:
-            skip = tf.where(number == 0, skipped * shard.size, 0)
-            return tf.nest.map_structure(lambda part: part[skip:], prepare(*pick(*element)))
+    def _prepare_one_by_one(self, examples: tf.data.Dataset, seed: tf.Tensor) -> tf.data.Dataset:
+        """Returns the prepared examples of (place, example)."""
+        prepare, arguments = self._prepared.one, self._numbers(seed)
+        call = tf.autograph.experimental.do_not_convert(lambda place, example: prepare(place, example, *arguments))
+        return examples.map(call, num_parallel_calls=None if self._is_eager else self._calls)
 
-        return elements.enumerate().map(pick_and_prepare, num_parallel_calls=self._calls)
+    def _numbers(self, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the number of examples and the seed of this process, from which each example's seed is made."""
+        return tf.constant(self.examples.length, tf.int64), tf.stack([seed, self._loader])
 
-    def _rejection(self, problem: tf.errors.OpError, number: int, step: int) -> BadInput:
-        """Returns the error for batches that cannot be read or prepared, from `step` of a pass on."""
-        epoch, step = divmod(number * self.steps_per_pass + step, self.steps_per_epoch)
-        examples, seed = self.examples, tf.zeros([2], tf.int64)
-        one_by_one = self._preparation.one_by_one(examples.unshuffled(), self._prepared, examples.length, seed)
-        return examples.rejection(problem, one_by_one, f"in the batches from step {step + 1} of epoch {epoch + 1} on")
+    def _rejection(self, problem: tf.errors.OpError, step: int) -> BadInput:
+        """Returns the error for batches that cannot be read or prepared, from a step on, counted over all epochs."""
+        epoch, step = divmod(step, self.steps_per_epoch)
+        one_by_one = self._prepare_one_by_one(self.examples.unshuffled(), tf.constant(0, tf.int64))
+        during = f"in the batches from step {step + 1} of epoch {epoch + 1} on"
+        return self.examples.rejection(problem, one_by_one, during)
 
 
 def per_replica_batch_size(size: int, replicas: int, micro_batches: int = 1, flag: str = "--global-batch-size") -> int:
@@ -255,11 +278,6 @@ def per_replica_batch_size(size: int, replicas: int, micro_batches: int = 1, fla
     """
     unit = replicas * micro_batches
     if size < unit:
-        each = f", in {micro_batches} micro-batches each" if micro_batches > 1 else ""
-        raise BadInput(f"{flag} {size} is too small for {replicas} replica(s){each}: use {unit} or more")
+        in_micro_batches = f", in {micro_batches} micro-batches each" if micro_batches > 1 else ""
+        raise BadInput(f"{flag} {size} is too small for {replicas} replica(s){in_micro_batches}: use {unit} or more")
     return micro_batches * -(-size // unit)
-
-
-def examples_of_replicas(size: int, replicas: int) -> list[int]:
-    """Returns how many examples of a batch each replica gets, without padding; the first ones may get one more."""
-    return [size // replicas + (replica < size % replicas) for replica in range(replicas)]

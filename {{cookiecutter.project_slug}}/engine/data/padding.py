@@ -19,6 +19,31 @@ class Padding:
     lengths: Sequence[int]  # The lengths that a batch may have, in increasing order.
     sequences: Sequence[bool]  # Whether each tensor of the features and labels is a sequence.
 
+    def pad(self, example: Any) -> Any:
+        """Returns (features, labels, sample_weight, length), with sequences of the largest length.
+
+        `length` (int32, scalar) is that of the longest sequence.
+        """
+        leaves, largest = tf.nest.flatten(example[:2]), max(self.lengths)
+        lengths = [tf.shape(leaf)[0] for leaf, is_sequence in zip(leaves, self.sequences, strict=True) if is_sequence]
+        length = tf.reduce_max(lengths)
+        message = (
+            f"a sequence is longer than {largest}, the largest --pad-to: cut it, or add a larger one; its length is"
+        )
+        with tf.control_dependencies([tf.debugging.Assert(length <= largest, [message, length])]):
+            length = tf.identity(length)
+
+        def padded(leaf: tf.Tensor) -> tf.Tensor:
+            rest = leaf.shape[1:]
+            # tf.pad does not support strings.
+            zeros = tf.zeros([tf.maximum(length, largest) - tf.shape(leaf)[0], *rest], leaf.dtype)
+            return tf.ensure_shape(tf.concat([leaf, zeros], axis=0), [largest, *rest])
+
+        leaves = [
+            padded(leaf) if is_sequence else leaf for leaf, is_sequence in zip(leaves, self.sequences, strict=True)
+        ]
+        return *tf.nest.pack_sequence_as(example[:2], leaves), example[2], length
+
     def cut(self, batch: Any, context: tf.distribute.ReplicaContext | None = None) -> Any:
         """Returns (features, labels, sample_weights) of a replica's padded batch, cut to the length that it needs.
 
@@ -41,7 +66,9 @@ class Padding:
         """Returns the element spec of an example's features, with sequences of unknown length."""
         # `sequences` continues with the labels.
         leaves = zip(tf.nest.flatten(features), self.sequences, strict=False)
-        of_any = [tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) if each else leaf for leaf, each in leaves]
+        of_any = [
+            tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) if is_sequence else leaf for leaf, is_sequence in leaves
+        ]
         return tf.nest.pack_sequence_as(features, of_any)
 
 
@@ -58,34 +85,9 @@ def of_largest_length(spec: Any, lengths: Sequence[int]) -> Any:
 def are_sequences(spec: Any) -> list[bool]:
     """Returns which tensors of prepared features and labels are sequences: only their first size is unknown."""
     return [
-        isinstance(leaf, tf.TensorSpec | tf.Tensor)
+        isinstance(leaf, tf.TensorSpec)
         and bool(leaf.shape.rank)
         and leaf.shape[0] is None
         and leaf.shape[1:].is_fully_defined()
         for leaf in tf.nest.flatten(spec)
     ]
-
-
-def padded(example: Any, lengths: Sequence[int]) -> tuple[Any, Padding | None]:
-    """Returns (features, labels, sample_weight, length), with sequences of the largest length, and its Padding.
-
-    `length` (int32, scalar) is that of the longest sequence. An example without sequences is returned unchanged.
-    """
-    sequences = are_sequences(example[:2])
-    if not any(sequences):
-        return example, None
-    leaves, largest = tf.nest.flatten(example[:2]), max(lengths)
-    length = tf.reduce_max([tf.shape(leaf)[0] for leaf, each in zip(leaves, sequences, strict=True) if each])
-    message = f"a sequence is longer than {largest}, the largest --pad-to: cut it, or add a larger one; its length is"
-    with tf.control_dependencies([tf.debugging.Assert(length <= largest, [message, length])]):
-        length = tf.identity(length)
-
-    def pad(leaf: tf.Tensor) -> tf.Tensor:
-        rest = leaf.shape[1:]
-        # tf.pad does not support strings.
-        zeros = tf.zeros([tf.maximum(length, largest) - tf.shape(leaf)[0], *rest], leaf.dtype)
-        return tf.ensure_shape(tf.concat([leaf, zeros], axis=0), [largest, *rest])
-
-    leaves = [pad(leaf) if each else leaf for leaf, each in zip(leaves, sequences, strict=True)]
-    padded_example = *tf.nest.pack_sequence_as(example[:2], leaves), example[2], length
-    return padded_example, Padding(lengths, sequences)

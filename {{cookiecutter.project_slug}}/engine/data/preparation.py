@@ -10,13 +10,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from engine.data.element_spec import as_text, batched, is_static, unbatched
-from engine.data.padding import Padding, are_sequences, padded
-from engine.data.pipelines import PARALLEL_CALLS
+from engine.data.element_spec import as_text, is_static, unbatched
+from engine.data.padding import Padding, are_sequences
 from engine.errors import BadInput
-from engine.exceptions import first_line
+from engine.messages import first_line, where_raised
 from engine.tracing import Traced, converted, differing_value, look_at
-from engine.user_errors import where_raised
 
 # What the hook may raise because it expects other examples.
 OF_OTHER_EXAMPLES = (AttributeError, LookupError, TypeError, ValueError, tf.errors.InvalidArgumentError)
@@ -24,11 +22,17 @@ ONE_WEIGHT = "each must be one number; return weights by output as a part of the
 
 
 @dataclasses.dataclass(frozen=True)
-class PreparedSpec:
-    """What task.prepare_example makes of examples of one element spec."""
+class Prepared:
+    """How examples of one element spec are prepared.
 
-    batch_spec: Any  # (features, labels, sample_weights), [None, ...]; with padding, also the examples' lengths.
-    takes_batches: bool  # Whether complete batches can be prepared in one go.
+    Both functions get places (int64), examples, the number of examples (int64, scalar), behind which padding starts,
+    and a seed (int64, [2]), from which, with its place, each example's own seed is made. They return (features, labels,
+    sample_weights); with --pad-to, also the lengths of the examples.
+    """
+
+    spec: Any  # It describes one prepared example.
+    one: Callable[..., Any]  # It prepares one example.
+    batch: Callable[..., Any] | None  # It prepares examples ([n, ...]) in one go; None where that is impossible.
     padding: Padding | None  # None where no sequences are padded.
     traced: Traced | None  # What the hook does; None if it runs in Python, with --eager.
 
@@ -45,17 +49,13 @@ class Preparation:
         self._prepare_example = functools.partial(converted(prepare_example), **options)
         self._pad_to, self.is_eager = pad_to, eager and not pad_to
         self._takes_seed = "seed" in parameters
-        of_example = [each for name, each in parameters.items() if name not in ("training", "seed")]
-        self._takes_two = len(of_example) == 2 and not any(each.kind == each.VAR_POSITIONAL for each in of_example)
-        # tf.function traces each of them once for all passes and datasets.
-        self._one = tf.function(self._prepare_one, autograph=False)
-        self._batch = tf.function(self._prepare_batch, autograph=False)
-        self._newest: tuple[Padding | None, Traced | None] = None, None  # What the newest trace found.
-        self._prepared: dict[str, PreparedSpec] = {}  # By the element spec of the examples, which datasets share.
+        of_example = [parameter for name, parameter in parameters.items() if name not in ("training", "seed")]
+        self._takes_two = len(of_example) == 2 and inspect.Parameter.VAR_POSITIONAL not in {p.kind for p in of_example}
+        self._prepared: dict[str, Prepared] = {}  # By the element spec of the examples, which datasets share.
 
     def trace(
         self, example_spec: Any, hook: str = "task.load_examples", first_example: Callable[[], Any] | None = None
-    ) -> PreparedSpec:
+    ) -> Prepared:
         """Finds out how examples of an element spec can be prepared. Raises BadInput if they cannot, or not batched.
 
         `hook` is the call that loads the examples, for messages. With `eager`, the hook runs on the `first_example`.
@@ -65,52 +65,57 @@ class Preparation:
             if weight is not None and (not isinstance(weight, tf.TensorSpec) or weight.shape.rank != 0):
                 raise BadInput(f"{hook} returned sample weights of {as_text(weight)}: {ONE_WEIGHT}")
             try:
-                self._prepared[key] = prepared = self._trace(example_spec, first_example)
-                if prepared.traced and (found := self._differing_value(example_spec)):
-                    prepared.traced.drawn_once[:] = found
+                self._prepared[key] = self._trace(example_spec, first_example)
             except BadInput:
                 raise
             except Exception as problem:
                 text = f"{where_raised(problem)}: {first_line(problem)}"
                 if isinstance(problem, OF_OTHER_EXAMPLES):
-                    text += " (task.prepare_example gets examples one by one, the parts of a tuple as arguments: "
-                    text += f"{as_text(example_spec)}, as {hook} returned them)"
+                    text += (
+                        " (task.prepare_example gets examples one by one, the parts of a tuple as arguments: "
+                        f"{as_text(example_spec)}, as {hook} returned them)"
+                    )
                 raise BadInput(text) from problem
         self._check_batches(self._prepared[key], hook)
         return self._prepared[key]
 
-    def _trace(self, example_spec: Any, first_example: Callable[[], Any] | None) -> PreparedSpec:
-        seed = tf.zeros([2], tf.int64)
+    def _trace(self, example_spec: Any, first_example: Callable[[], Any] | None) -> Prepared:
+        zero, seed = tf.constant(0, tf.int64), tf.zeros([2], tf.int64)
         if self.is_eager and first_example:
-            zero = tf.constant(0, tf.int64)
-            prepared = self._prepare_one(zero, first_example(), zero, seed)
-            return PreparedSpec(batched(tf.nest.map_structure(tf.TensorSpec.from_tensor, prepared)), False, None, None)
-        # A dataset of (place, example) that is never read.
-        spec = tf.TensorSpec([], tf.int64), example_spec
-        numbered = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
+            spec = tf.nest.map_structure(
+                tf.TensorSpec.from_tensor, self._prepare_one(zero, first_example(), zero, seed)
+            )
+            return Prepared(spec, _in_python(self._prepare_one, spec), batch=None, padding=None, traced=None)
+        place = tf.TensorSpec([], tf.int64)
+        numbered = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=(place, example_spec))  # Not read.
+
+        def spec_of(function: Callable[..., Any], dataset: tf.data.Dataset) -> Any:
+            call = tf.autograph.experimental.do_not_convert(lambda *element: function(*element, zero, seed))
+            return dataset.map(call).element_spec
+
+        one = tf.function(self._prepare_one, autograph=False)
+        spec, signature = spec_of(one, numbered), (place, example_spec, place, tf.TensorSpec([2], tf.int64))
+        traced = look_at(graph := one.get_concrete_function(*signature).graph)
+        # Only another trace shows a clock, or a generator that is the hook's own.
+        with contextlib.suppress(Exception), _silent():
+            again = tf.function(self._prepare_one, autograph=False).get_concrete_function(*signature).graph
+            traced.drawn_once[:] = differing_value(graph, again) or traced.drawn_once
+        if self._pad_to and any(sequences := are_sequences(spec[:2])):
+            padding = Padding(self._pad_to, sequences)
+            one = tf.function(self._with_padding(padding), autograph=False)
+            return Prepared(spec_of(one, numbered), one, None, padding, traced)
         # A seed is different for each example, and operations that draw take only one.
         if is_static(example_spec) and not self._takes_seed:
-            # Any exception may mean that an operation cannot be vectorized. A user error is raised again below.
+            # Any exception may mean that an operation cannot be vectorized.
             with contextlib.suppress(Exception), _silent():
-                batch_spec = numbered.batch(1).map(self.batch_function(0, seed)).element_spec
-                if not self._newest[0]:  # Sequences would need to have one length.
-                    return PreparedSpec(batch_spec, True, *self._newest)
-        batch_spec = numbered.map(_bound(self._one, 0, seed)).batch(1).element_spec
-        return PreparedSpec(batch_spec, False, *self._newest)
+                batch = tf.function(self._prepare_batch, autograph=False)
+                if unbatched(spec_of(batch, numbered.batch(1))) == spec:
+                    return Prepared(spec, one, batch, None, traced)
+        return Prepared(spec, one, None, None, traced)
 
-    def _differing_value(self, example_spec: Any) -> list[str]:
-        """Traces the hook two more times, because only that shows a clock, or a generator that is the hook's own."""
-        place = tf.TensorSpec([], tf.int64)
-        with contextlib.suppress(Exception), _silent():
-            functions = (tf.function(self._prepare_one, autograph=False) for _ in range(2))
-            seed = tf.TensorSpec([2], tf.int64)
-            traces = (each.get_concrete_function(place, example_spec, place, seed) for each in functions)
-            return differing_value(*(each.graph for each in traces))
-        return []
-
-    def _check_batches(self, prepared: PreparedSpec, hook: str) -> None:
+    def _check_batches(self, prepared: Prepared, hook: str) -> None:
         """Raises BadInput unless prepared examples are tensors of static shapes, or --pad-to has made them so."""
-        example = unbatched(prepared.batch_spec[:2])
+        example = prepared.spec[:2]
         returned = f"task.prepare_example returned {as_text(example)} for {hook}"
         if not is_static(example):
             or_pad = ", or use --pad-to 64 128 256" if any(are_sequences(example)) else ""
@@ -124,72 +129,56 @@ class Preparation:
                 "remove --pad-to, or do not pad in prepare_example"
             )
 
-    def batch_function(self, length: int, seed: tf.Tensor) -> Callable[[tf.Tensor, Any], Any]:
-        """Returns a function from places (int64, [n]) and examples ([n, ...]) to (features, labels, sample_weights).
-
-        Padding starts at place `length`. Each example's seed is made from `seed` (int64, [2]) and its place.
-        """
-        return _bound(self._batch, length, seed)
-
-    def one_by_one(
-        self,
-        numbered: tf.data.Dataset,
-        prepared: PreparedSpec,
-        length: int,
-        seed: tf.Tensor,
-        *,
-        calls: int = PARALLEL_CALLS,
-    ) -> tf.data.Dataset:
-        """Returns prepared examples (features, labels, sample_weight) of (place, example); see `batch_function`."""
-        if self.is_eager:
-            in_python = _in_python(self._prepare_one, unbatched(prepared.batch_spec))
-            return numbered.map(_bound(in_python, length, seed))
-        return numbered.map(_bound(self._one, length, seed), num_parallel_calls=calls)
-
-    def features(self, prepared: PreparedSpec, places: tf.Tensor, batch: Any, seed: tf.Tensor) -> Any:
+    def features(self, prepared: Prepared, places: tf.Tensor, batch: Any, seed: tf.Tensor) -> Any:
         """Returns the prepared features of a batch of examples ([n, ...]), in the graph that is being built.
 
         Operations that only the labels need do not run, unless they have an effect, as tf.debugging.Assert has.
-        `places` (int64, [n]) and `seed` are as in `batch_function`.
+        `places` (int64, [n]) and `seed` are as in Prepared.
         """
 
-        def prepare(each: tuple[tf.Tensor, Any]) -> Any:
-            return self._prepare_one(*each, tf.int64.max, seed)[0]
+        prepare_one = self._with_padding(prepared.padding)
 
-        if prepared.takes_batches:
+        def prepare(element: tuple[tf.Tensor, Any]) -> Any:
+            return prepare_one(*element, tf.int64.max, seed)[0]
+
+        if prepared.batch:
             return tf.vectorized_map(prepare, (places, batch), fallback_to_while_loop=False)
-        return tf.map_fn(prepare, (places, batch), fn_output_signature=unbatched(prepared.batch_spec[0]))
+        return tf.map_fn(prepare, (places, batch), fn_output_signature=prepared.spec[0])
 
     def _prepare_batch(self, places: tf.Tensor, examples: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
-        def prepare(each: tuple[tf.Tensor, Any]) -> Any:
-            return self._prepare_one(*each, length, seed)
+        def prepare(element: tuple[tf.Tensor, Any]) -> Any:
+            return self._prepare_one(*element, length, seed)
 
         # Without fallback, because an operation that cannot be vectorized would run for one example after the other.
         return tf.vectorized_map(prepare, (places, examples), fallback_to_while_loop=False)
+
+    def _with_padding(self, padding: Padding | None) -> Callable[..., Any]:
+        # Errors of its operations contain its name, by which examples.py finds out where they are from.
+        def _prepare_padded(*arguments: Any) -> Any:
+            return padding.pad(self._prepare_one(*arguments)) if padding else self._prepare_one(*arguments)
+
+        return _prepare_padded
 
     def _prepare_one(self, place: tf.Tensor, example: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
         # Made from the place in the pass: the same after a resume and for any replicas.
         options = {"seed": tf.random.experimental.stateless_fold_in(seed, place)} if self._takes_seed else {}
         arguments, weight = self._arguments(example)
         prepared = self._prepare_example(*arguments, **options)
-        traced = None if tf.executing_eagerly() else look_at(tf.compat.v1.get_default_graph())
         if not isinstance(prepared, tuple) or len(prepared) not in (2, 3):
             raise BadInput(
                 f"task.prepare_example returned {prepared!r}: return (features, labels) or (features, labels, weight)"
             )
         # To tf.data a list of numbers is one tensor.
-        features, labels, *given = (tf.convert_to_tensor(each) if isinstance(each, list) else each for each in prepared)
-        weight = given[0] if given else 1.0 if weight is None else weight
+        features, labels, *weights = (
+            tf.convert_to_tensor(part) if isinstance(part, list) else part for part in prepared
+        )
+        weight = weights[0] if weights else 1.0 if weight is None else weight
         if isinstance(weight, dict | tuple) or (weight := tf.cast(weight, tf.float32)).shape.rank != 0:
             kind = getattr(weight, "shape", f"a {type(weight).__name__}")
             raise BadInput(f"task.prepare_example returned sample weights of {kind}: {ONE_WEIGHT}")
         if self.is_eager:
             features, labels = tf.nest.map_structure(tf.convert_to_tensor, (features, labels))
-        prepared, padding = (features, labels, tf.where(place < length, weight, 0.0)), None
-        if self._pad_to:
-            prepared, padding = padded(prepared, self._pad_to)
-        self._newest = padding, traced
-        return prepared
+        return features, labels, tf.where(place < length, weight, 0.0)
 
     def _arguments(self, example: Any) -> tuple[tuple, Any]:
         """Returns an example's arguments for task.prepare_example, and the sample weight that follows them, or None."""
@@ -198,7 +187,7 @@ class Preparation:
 
 
 def evaluation_seed(seed: int, dataset: str) -> tf.Tensor:
-    """Returns the seed, as of a pass, of every evaluation of a dataset: another one for each, and than in training."""
+    """Returns the seed of every evaluation of a dataset, in place of a pass's; datasets have different ones."""
     return pass_seed(seed, tf.constant(-1 - zlib.crc32(dataset.encode()), tf.int64))
 
 
@@ -217,16 +206,10 @@ def _in_python(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:
 
         leaves = tf.nest.flatten(spec)
         results = tf.py_function(run, tf.nest.flatten(arguments), [leaf.dtype for leaf in leaves])
-        shaped = [tf.ensure_shape(each, leaf.shape) for each, leaf in zip(results, leaves, strict=True)]
+        shaped = [tf.ensure_shape(result, leaf.shape) for result, leaf in zip(results, leaves, strict=True)]
         return tf.nest.pack_sequence_as(spec, shaped)
 
     return call
-
-
-def _bound(function: Callable[..., Any], length: int, seed: tf.Tensor) -> Callable[[tf.Tensor, Any], Any]:
-    """Returns a function for Dataset.map that gives another one two more arguments."""
-    length = tf.constant(length, tf.int64)  # As a tensor, so that all lengths share one trace.
-    return tf.autograph.experimental.do_not_convert(lambda place, example: function(place, example, length, seed))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import itertools
 import sys
 import time
 import weakref
@@ -21,40 +20,9 @@ import tensorflow as tf
 from engine.data.element_spec import batched
 from engine.data.padding import Padding
 from engine.errors import BadInput, Unavailable
-from engine.retries import until_read
 
 BYTES_OF_STACK = 2**22  # The size of a stack at most, for all replicas of a process together.
-# Each of the first stacks is this many times as large as the one before, so that the first one is ready soon.
-GROWTH = 4
-STACKS_UNTIL_SMALL = 1000  # After so many large stacks the sizes start over, because the list of them must end.
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """How many batches each stack of a pass has: as in `pattern`, again and again, until `steps` batches are in stacks.
-
-    A pass of 10^9 examples has too many stacks for a list of them all.
-    """
-
-    pattern: tuple[int, ...]
-    steps: int
-
-    def __iter__(self) -> Iterator[int]:
-        left, sizes = self.steps, itertools.cycle(self.pattern)
-        while left > 0:
-            yield (size := min(next(sizes), left))
-            left -= size
-
-    def without_first(self) -> "Sizes":
-        """Returns those of the rest of the pass."""
-        first, *others = self.pattern
-        return Sizes((*others, first), self.steps - first)
-
-
-# Returns stacks from a batch of a pass on, and their sizes in that pass (the given ones, if any) and in each later one.
-Start = Callable[[int, int, Sizes | None], tuple[Iterator[Any], Sizes, Sizes]]
-# Returns the error for a stack that cannot be read, given the pass and the number of its first batch.
-Rejection = Callable[[tf.errors.OpError, int, int], BadInput]
+STEPS_OF_STACK = 128  # Batches in a stack at most, because a step can be taken only when its complete stack is ready.
 
 _iterators: weakref.WeakSet = weakref.WeakSet()
 
@@ -114,94 +82,87 @@ class Stacks:
 
 
 class StackIterator:
-    """The stacks of a dataset from a batch of a pass on, pass after pass."""
+    """The batches of a dataset in stacks, pass after pass. Its position is the number of its next step.
+
+    Stacks have `stack_size` batches, counted from the first one of a pass; the last stack of a pass may have fewer.
+    """
 
     def __init__(
         self,
-        start: Start,
-        hook: str,
-        first_pass: int,
-        first_step: int,
+        start: Callable[[int], Iterator[Any]],
+        next_step: int,
         *,
-        rejection: Rejection,
+        steps_per_pass: int,
+        stack_size: int,
+        read: Callable[[Callable[[], Any]], Any],
+        rejection: Callable[[tf.errors.OpError, int], BadInput],
         is_kept: bool = True,
-        is_alone: bool = True,
     ) -> None:
-        """Starts at batch `first_step` of pass `first_pass`; `hook` is the call that loads the examples.
+        """Starts at `next_step`, counted from 0 over all passes.
 
-        Unless `is_kept`, the stacks that are ready are given back after each pass. Unless it `is_alone`, other
-        processes wait for its stacks, and all end together at a signal.
+        `start` returns the stacks from the one that contains a step on. `read` calls a function again after faults that
+        pass. `rejection` returns the error for a stack, and all after it, that cannot be read. Unless `is_kept`,
+        prefetched stacks are freed at the end of each pass.
         """
-        self._start, self._hook, self._rejection, self._is_kept = start, hook, rejection, is_kept
-        self._is_alone = is_alone
-        self._stacks: Iterator[Any] | None
-        self._pass, self._step = first_pass, first_step
-        # The sizes of the stacks of this pass to come, which do not depend on faults or on this machine: TensorFlow
-        # numbers the steps of a stack, and other workers would wait for ever for steps of their numbers.
-        self._stacks, self._sizes, self._sizes_of_others = start(first_pass, first_step, None)
+        self._start, self._read, self._rejection, self._is_kept = start, read, rejection, is_kept
+        self._steps_per_pass, self._stack_size = steps_per_pass, stack_size
+        self.next_step = next_step
+        self._stacks: Iterator[Any] | None = start(next_step)
+        self._stack: Any = None  # The stack that contains the next step; None if it has not been read.
         self._rejected: BadInput | None = None
-        self._stack: Any = None
-        self._next = self._end = 0  # The next batch of the stack to take, and how many there are.
         self.is_waiting, self.seconds_waited = False, 0.0  # Whether the program waits for batches; how long so far.
         _iterators.add(self)
 
-    def is_at(self, number: int | None, step: int) -> bool:
-        """Returns whether the next batch is number `step` of a pass; None means any."""
-        return self._step == step and number in (None, self._pass)
-
     def plan(self, count: int) -> list[tuple[int, int]]:
         """Returns for the next `count` batches what `take` yields, without the stacks."""
-        first, end, found = self._next, self._end, []
-        sizes = itertools.chain(self._sizes, itertools.cycle(self._sizes_of_others))
-        while count:
-            first, end = (first, end) if first < end else (0, next(sizes))
-            found.append((first, min(count, end - first)))
-            first, count = first + found[-1][1], count - found[-1][1]
-        return found
+        parts, step, end = [], self.next_step, self.next_step + count
+        while step < end:
+            step_of_pass = step % self._steps_per_pass
+            first = step_of_pass % self._stack_size
+            parts.append((first, min(end - step, self._stack_size - first, self._steps_per_pass - step_of_pass)))
+            step += parts[-1][1]
+        return parts
 
     def take(self, count: int) -> Iterator[tuple[Any, int, int]]:
         """Yields the next `count` batches: a stack, the number of the first one in it, how many to take from there.
 
         Raises BadInput, or Unavailable, if the rest cannot be read; a later call raises it again.
         """
-        while count:
-            if self._next == self._end:
-                self._fetch()
-            stack, first, taken = self._stack, self._next, min(count, self._end - self._next)
-            self._next += taken
-            self._step += taken
-            count -= taken
-            if self._next == self._end and self._sizes.steps <= 0:
-                self._pass, self._step, self._sizes = self._pass + 1, 0, self._sizes_of_others
-                if not self._is_kept:
-                    self._stacks = self._stack = None
+        for first, taken in self.plan(count):
+            if self._stack is None:
+                self._stack = self._fetch()
+            stack = self._stack
+            self.next_step += taken
+            step_of_pass = self.next_step % self._steps_per_pass
+            if step_of_pass % self._stack_size == 0:
+                self._stack = None
+            if step_of_pass == 0 and not self._is_kept:
+                self._stacks = None
             yield stack, first, taken
 
-    def _fetch(self) -> None:
+    def _fetch(self) -> Any:
         if self._rejected:
             raise self._rejected
         started, self.is_waiting = time.monotonic(), True
         try:
-            self._stack = until_read(self._next_stack, self._hook, obeys_signals=self._is_alone)
+            return self._read(self._next_stack)
         except Unavailable as problem:
             self._rejected = problem
             raise
         except tf.errors.OpError as problem:
-            self._rejected = self._rejection(problem, self._pass, self._step)
+            self._rejected = self._rejection(problem, self.next_step)
             raise self._rejected from problem
         finally:
             self.is_waiting = False
-        self.seconds_waited += time.monotonic() - started
-        self._next, self._end = 0, next(iter(self._sizes))
-        self._sizes = self._sizes.without_first()
+            self.seconds_waited += time.monotonic() - started
 
     def _next_stack(self) -> Any:
         try:
             if self._stacks is None:
-                self._stacks, *_ = self._start(self._pass, self._step, self._sizes)
+                self._stacks = self._start(self.next_step)
             return next(self._stacks)
         except tf.errors.OpError:
-            self._stacks = None  # The next ones start at the same batch.
+            self._stacks = None  # The next attempt starts at the same stack.
             raise
 
     def close(self) -> None:
@@ -221,31 +182,24 @@ def _close_all() -> None:
     gc.collect()
 
 
-def stack_sizes(steps: int, first_step: int, bytes_of_share: int) -> tuple[Sizes, Sizes]:
-    """Returns the sizes of the stacks in a pass of `steps` batches from its first step on, and in complete ones.
+def stack_size(steps_per_epoch: int, bytes_of_share: int, batches_at_once: int) -> int:
+    """Returns how many batches a stack has: a multiple of those that are prepared at once.
 
     `bytes_of_share` is the size of a batch on all replicas of a process together.
     """
-    # A stack can be used only when all of it is prepared, so a long pass has several.
-    largest = max(1, min(BYTES_OF_STACK // bytes_of_share, max(64, steps // 4)))
-    growing, size = [], 1
-    while size < largest:
-        growing.append(size)
-        size *= GROWTH
-    whole = Sizes((largest,), steps)
-    if first_step >= steps:
-        return whole, whole
-    return Sizes((*growing, *[largest] * STACKS_UNTIL_SMALL), steps - first_step), whole
+    wanted = min(STEPS_OF_STACK, steps_per_epoch)
+    calls = min(BYTES_OF_STACK // bytes_of_share // batches_at_once, -(-wanted // batches_at_once))
+    return max(1, calls) * batches_at_once
 
 
 def stacked(
-    prepared: tf.data.Dataset, sizes: tf.Tensor, of_replicas: Sequence[int], per_replica_batch_size: int
+    prepared: tf.data.Dataset, stack_size: int, of_replicas: Sequence[int], per_replica_batch_size: int
 ) -> tf.data.Dataset:
     """Returns stacks, [batches, per-replica batch, ...] each, in tuples of one for each replica.
 
     Elements of `prepared` are any number of examples, [n, ...]. Of each batch `of_replicas` says how many examples each
     replica gets, one replica after the other; a per-replica batch that lacks some is padded with copies of weight 0.
-    `sizes` (int64) says how many batches go into each stack, again and again.
+    Each stack has `stack_size` batches; the last one may have fewer.
     """
     size, replicas = per_replica_batch_size, len(of_replicas)
     is_padded = any(count < size for count in of_replicas)
@@ -272,7 +226,7 @@ def stacked(
             for (features, labels, weights, *lengths), factor in zip(parts, factors, strict=True)
         )
 
-    return prepared.rebatch(sum(of_replicas) * sizes).map(split)
+    return prepared.rebatch(sum(of_replicas) * stack_size).map(split)
 
 
 def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:

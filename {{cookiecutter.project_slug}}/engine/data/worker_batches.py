@@ -1,6 +1,7 @@
 """With parameter servers: training batches of each worker's own, which takes steps without waiting for the others."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -9,10 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from engine.data.batches import Batches
-from engine.data.examples import hook_of
 from engine.data.pipelines import input_options
 from engine.data.preparation import pass_seed
-from engine.data.stacks import CompiledSteps, Sizes, StackIterator, Stacks
+from engine.data.stacks import CompiledSteps, Stacks
 from engine.errors import BadInput
 
 
@@ -35,37 +35,35 @@ class WorkerBatches(Batches):
         """`load` calls task.load_examples; the other arguments are those of Batches. Raises BadInput as it does."""
         super().__init__(*arguments)
         if self.per_replica_batch_size > self.global_batch_size:  # None of its batches is padded.
-            size = f"--global-batch-size {self.global_batch_size}"
-            rule = "--strategy parameter_server needs one that is divisible by --micro-batches"
-            raise BadInput(f"{size}: {rule}: use {self.per_replica_batch_size}")
+            raise BadInput(
+                f"--global-batch-size {self.global_batch_size}: --strategy parameter_server needs one that is "
+                f"divisible by --micro-batches: use {self.per_replica_batch_size}"
+            )
         self._load, self._workers = load, workers
+        self._stack_size = self.steps_per_pass
         self.examples.may_be_cached = False  # Each worker loads them again.
         self.stacks = WorkerStacks(self.stacks.strategy, self.stacks.batch_spec, self.stacks.padding, workers)
 
-    def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
-        """Returns an iterator over the workers' own batches of an epoch from a step on."""
+    def _stacks_from(self, step: int) -> Iterator[Any]:
+        """Yields the workers' iterators once for each pass from a step on, as a stack of all batches of the pass."""
+        first_pass, first_step = divmod(step, self.steps_per_pass)
+        for number in itertools.count(first_pass):
+            yield self._workers.iterate(functools.partial(self._on_worker, number, first_step))
+            first_step = 0
 
-        @tf.autograph.experimental.do_not_convert
-        def dataset() -> tf.data.Dataset:
-            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-            return self.endless(epoch, first_step, self._workers.count, worker)
+    @tf.autograph.experimental.do_not_convert
+    def _on_worker(self, number: int, first_step: int) -> tf.data.Dataset:
+        worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+        return self.endless(number, first_step, self._workers.count, worker)
 
-        iterators, steps = itertools.repeat(self._workers.iterate(dataset)), self.steps_per_pass
-
-        def start(_: int, step: int, __: Sizes | None) -> tuple[Iterator[Any], Sizes, Sizes]:
-            return iterators, Sizes((steps,), steps - step), Sizes((steps,), steps)
-
-        return StackIterator(start, hook_of(self.name), epoch, first_step, rejection=self._rejection)
-
-    def endless(self, epoch: int, first_step: int, workers: int, worker: tf.Tensor) -> tf.data.Dataset:
-        """Returns batches of every `workers`-th example, again and again, in the graph of a worker."""
+    def endless(self, number: int, first_step: int, workers: int, worker: tf.Tensor) -> tf.data.Dataset:
+        """Returns batches of every `workers`-th example of a pass, again and again, in the graph of a worker."""
         # Loaded where they are used, because a dataset of the chief's cannot be sent to a worker.
         examples = self.examples.for_worker(self._load)
-        seed = pass_seed(self._seed, tf.constant(epoch, tf.int64))
+        seed = pass_seed(self._seed, tf.constant(number, tf.int64))
         first = tf.constant(first_step * self.global_batch_size, tf.int64)
         numbered = examples.one_by_one(self._shard, first, seed).shard(workers, worker).repeat()
-        prepared = self._preparation.one_by_one(numbered, self._prepared, examples.length, tf.stack([seed, 0]))
-        batches = prepared.batch(self.per_replica_batch_size, drop_remainder=True)
+        batches = self._prepare_one_by_one(numbered, seed).batch(self.per_replica_batch_size, drop_remainder=True)
         if padding := self._prepared.padding:
             batches = batches.map(tf.autograph.experimental.do_not_convert(lambda *batch: padding.cut(batch)))
         return batches.prefetch(tf.data.AUTOTUNE).with_options(input_options())

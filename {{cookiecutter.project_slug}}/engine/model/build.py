@@ -1,6 +1,5 @@
 """Sets Keras up, and makes the variables of models and optimizers that do not have all of them yet."""
 
-import gc
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -8,11 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import engine
 from engine.errors import BadInput
-from engine.exceptions import first_line
+from engine.messages import first_line
 from engine.model import rejections
-from engine.model.global_batch import watch_added_losses
 from engine.model.metrics import zeros
 from engine.model.moments import replace_moments
 from engine.model.optimizers import inner_optimizers, prepare_optimizer
@@ -25,9 +22,6 @@ from engine.settings import Settings
 def set_up(task: Task, settings: Settings) -> None:
     """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
     rejections.check_hooks(task, export=settings.export)
-    if gc.get_threshold()[0] == engine.WHILE_IMPORTING:
-        gc.freeze()
-        gc.set_threshold(10_000)
     if settings.deterministic:
         tf.config.experimental.enable_op_determinism()
         tf.config.experimental.enable_tensor_float_32_execution(False)
@@ -40,7 +34,6 @@ def set_up(task: Task, settings: Settings) -> None:
     keras.config.set_dtype_policy(settings.precision)
     replace_moments()
     read_rows()
-    watch_added_losses()
 
 
 def build_models(model: Any, features_spec: Any) -> Any:

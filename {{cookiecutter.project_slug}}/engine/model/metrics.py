@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.global_batch import step_on
+from engine.model.step import step_on
 from engine.model.variables import inner_variable
 from engine.protocols import Metrics, Task
 

@@ -3,8 +3,6 @@
 import keras
 import tensorflow as tf
 
-from engine.model.global_batch import note_padding
-
 KERAS_MOMENTS = keras.layers.BatchNormalization._moments
 
 
@@ -20,7 +18,6 @@ def _moments_of_all(
 
     `inputs` are float32 or float64; `mask` ([batch, ...], without the channels) chooses what counts.
     """
-    note_padding(f"the layer {layer.name} normalizes the batch")
     replica = tf.distribute.get_replica_context()
     if not layer.synchronized or replica is None:
         return KERAS_MOMENTS(layer, inputs, mask)

@@ -12,13 +12,12 @@ import tensorflow as tf
 from rich.text import Text
 
 from engine.console import console, digits
-from engine.exceptions import first_line
+from engine.messages import first_line, where_raised
 from engine.model.metrics import ResultNames
 from engine.report.curves import CURVES, figure_of_run, write_figure
 from engine.report.summaries import TENSORBOARD, Summaries
 from engine.report.tables import Row, append_row, cut_rows, is_metric, keep_rows
 from engine.settings import Settings
-from engine.user_errors import where_raised
 
 METRICS = "metrics.csv"
 VALIDATIONS = "validations.csv"

@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from engine.errors import Damaged, Unavailable
-from engine.exceptions import first_line
 from engine.files import file_sha256
+from engine.messages import first_line
 from engine.retries import until_read
 from engine.run.state import as_array
 

@@ -3,9 +3,18 @@
 import contextlib
 from collections.abc import Iterator
 
-from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable
+from engine.cluster.workers import peers_named
+from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes
+from engine.messages import user_errors_named
 from engine.run.run import Run
 from engine.run.signals import signals
+
+
+@contextlib.contextmanager
+def documented_exits() -> Iterator[None]:
+    """Turns an exception inside into one line and an exit code of engine/errors.py, unless it is a bug of the engine."""
+    with exit_codes(), user_errors_named(), peers_named():
+        yield
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from engine.report.summaries import TENSORBOARD, Summaries
 from engine.report.tables import read_rows, write_rows
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoints import restore_best
-from engine.run.directory import RESULT, RunDirectory
+from engine.run.directory import RESULT, Directory
 from engine.run.run import Run
 from engine.run.signals import signals
 from engine.settings import CONFIG, Settings
@@ -41,14 +41,17 @@ class Program(Protocol):
     def test(self) -> dict[str, float]: ...
 
 
-def evaluate(program: Program, settings: Settings) -> dict[str, float]:
+def evaluate(program: Program, settings: Settings, read_settings: Callable[[], Settings]) -> dict[str, float] | None:
     """Prints and returns the validation and test metrics of --init-from, or else of the run's best weights.
 
-    Raises BadInput if there is no such run, or a setting contradicts it.
+    With --evaluate-continuously it validates each checkpoint instead, and returns None; `read_settings` reads the
+    settings again, once there is a run. Raises BadInput if there is no such run, or a setting contradicts it.
     """
+    if settings.evaluate_continuously:
+        _evaluate_continuously(program, settings, read_settings)
+        return None
     if not settings.init_from:
-        workers = Workers(create_strategy(settings))
-        workers.from_chief(lambda: RunDirectory(settings.run_dir).check_same_run(settings))
+        Workers(create_strategy(settings)).from_chief(lambda: Directory(settings).check_same_run())
     program.build(settings)
     run = program.run
     if run.objects.names.datasets == ("train",):
@@ -76,22 +79,21 @@ def _restore_best(run: Run) -> Path:
         raise BadInput(f"--evaluate-only: {problem}; pass --init-from to evaluate other weights") from problem
 
 
-def evaluate_continuously(program: Program, read_settings: Callable[[], Settings]) -> None:
-    """Validates each checkpoint of the run in --run-dir as it appears, until the run ends or --evaluation-timeout.
+def _evaluate_continuously(program: Program, settings: Settings, read_settings: Callable[[], Settings]) -> None:
+    """Validates each checkpoint of the run in --run-dir as it appears, until it ends, or for so long without one.
 
     The metrics go to the console, to evaluations.csv and to TensorBoard. Checkpoints that the run removes before their
-    turn are skipped. `read_settings` returns the settings; once there is a run, its settings are the defaults.
+    turn are skipped. Once there is a run, its settings are the defaults.
 
     Raises BadInput if a setting contradicts the run's, CannotWrite if a write fails.
     """
     leave_as_evaluator()
     reject_cluster("--evaluate-continuously")
-    settings = read_settings()
     console.print(f"Validating the checkpoints of {settings.run_dir} as they appear")
     if not _wait_for(lambda: exists(settings.run_dir / CONFIG), settings):
         return
     settings = read_settings()
-    RunDirectory(settings.run_dir).check_same_run(settings)
+    Directory(settings).check_same_run()
     program.build(settings)
     if not any(split_of(name) == "validation" for name in program.run.objects.names.datasets):
         problem = "task.load_examples('validation') returned None, so there is no validation"
@@ -133,11 +135,12 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
 
 
 def _wait_for(find: Callable[[], Any], settings: Settings) -> Any:
-    """Returns the first true value that `find` returns; None, and prints a line, after --evaluation-timeout."""
-    deadline = time.monotonic() + settings.evaluation_timeout
+    """Returns the first true value that `find` returns; None, and prints a line, after --evaluate-continuously."""
+    seconds = settings.evaluate_continuously or 0.0
+    deadline = time.monotonic() + seconds
     while not (found := find()):
         if time.monotonic() > deadline:
-            console.print(f"Nothing new for {settings.evaluation_timeout:g} s (--evaluation-timeout)")
+            console.print(f"Nothing new for {seconds:g} s (--evaluate-continuously)")
             return None
         time.sleep(1.0)
     return found

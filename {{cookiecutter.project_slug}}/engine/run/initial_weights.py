@@ -17,11 +17,11 @@ import tensorflow as tf
 
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, Damaged, Unavailable
-from engine.exceptions import first_line, may_pass
+from engine.messages import first_line, may_pass
 from engine.model.objects import TaskObjects
 from engine.model.variables import Variables, by_name, is_seed, model_variables
 from engine.run.checkpoint_files import PROGRESS, StoredValues, checkpoint_paths, plain_name, read_record
-from engine.run.directory import BEST, CHECKPOINTS, starts_new
+from engine.run.directory import BEST, CHECKPOINTS, Directory
 from engine.run.state import State, one_of_replicas, portions
 from engine.settings import Settings
 
@@ -35,7 +35,7 @@ def initialize(settings: Settings, strategy: tf.distribute.Strategy, workers: Wo
     Call it before the optimizers are built, because some of them copy the weights. Raises BadInput if they do not fit.
     """
     path, (listed, unlisted) = settings.init_from, objects.end_weights()
-    if path is None or not workers.from_chief(lambda: settings.evaluates or starts_new(settings)):
+    if path is None or not workers.from_chief(lambda: settings.evaluates or Directory(settings).starts_new()):
         return
     state = State(strategy, workers, listed | unlisted, after_assign=objects.finalize_layers)
     objects.source = workers.from_chief(

@@ -15,6 +15,7 @@ from engine.data.batches import Batches
 from engine.data.stacks import CompiledSteps
 from engine.errors import BadInput, Damaged, InterruptedStep
 from engine.files import write_json
+from engine.messages import user_errors_named
 from engine.model.metrics import split_of
 from engine.model.objects import TaskObjects
 from engine.report.goodput import Goodput, start_time
@@ -29,7 +30,6 @@ from engine.run.traces import check_changes, graph_of
 from engine.run.writer import Writer
 from engine.settings import Settings
 from engine.tracing import Traced, look_at
-from engine.user_errors import user_errors_named
 
 
 class Run:

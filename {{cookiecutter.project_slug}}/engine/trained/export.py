@@ -22,8 +22,8 @@ from engine.console import print_facts
 from engine.data.records import Records
 from engine.data.splits import named
 from engine.errors import BadInput, ProgramExit
-from engine.exceptions import first_line
 from engine.files import writing
+from engine.messages import first_line, user_errors_named
 from engine.model.build import set_up
 from engine.model.variables import by_name, is_seed, model_variables
 from engine.protocols import Task
@@ -39,7 +39,6 @@ from engine.trained.loading import (
     without_init_only,
 )
 from engine.trained.saved_model import Endpoint, write_saved_model
-from engine.user_errors import user_errors_named
 
 TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
 TIES = 1e-3  # Allowed fraction of differing integers, such as the classes of pixels: rounding decides a tie.

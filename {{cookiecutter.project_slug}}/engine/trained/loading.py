@@ -101,8 +101,8 @@ def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_s
     lengths = settings.pad_to or ()
     preparation = Preparation(task.prepare_example, training=False, pad_to=lengths)
     prepared, seed = preparation.trace(example_spec), tf.stack([evaluation_seed(settings.seed, "test"), 0])
-    if prepared.batch_spec[0] != of_largest_length(serve.spec, lengths):
-        fact = f"{as_text(prepared.batch_spec[0])}, and the run in {settings.run_dir} has {as_text(serve.spec)}"
+    if batched(prepared.spec[0]) != of_largest_length(serve.spec, lengths):
+        fact = f"{as_text(batched(prepared.spec[0]))}, and the run in {settings.run_dir} has {as_text(serve.spec)}"
         raise BadInput(f"task.prepare_example returns features of {fact}: restore the hook it was trained with")
 
     def predict_examples(features: Any, first: tf.Tensor) -> Outputs:

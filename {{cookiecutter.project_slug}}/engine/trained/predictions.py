@@ -13,10 +13,9 @@ import tensorflow as tf
 from engine.console import console
 from engine.data.element_spec import leaf_text, leaves
 from engine.errors import BadInput
-from engine.exceptions import first_line
 from engine.files import write_atomically
+from engine.messages import first_line, where_raised
 from engine.trained.loading import NO_TENSORS, Trained, check_outputs
-from engine.user_errors import where_raised
 
 Arrays = dict[str, np.ndarray]  # Features or outputs, by name.
 Name = int | str  # The name of an example: its number, for instance, or its file.

@@ -73,7 +73,6 @@ def _resources(signatures: Iterable[Any]) -> tf.Module:
     """Returns a module of the variables and lookup tables that the signatures use, so that the file contains them."""
     graphs = [signature.graph for signature in signatures]
     handles = {id(handle) for graph in graphs for handle, _ in graph.captures}
-    gc.unfreeze()  # Otherwise gc.get_objects() does not return objects that the imports have made.
     module = tf.Module()
     module.weights = [variable for graph in graphs for variable in graph.variables]
     module.tables = [
