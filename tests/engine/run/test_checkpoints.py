@@ -120,7 +120,9 @@ def test_every_replica_gets_back_its_own_and_another_number_of_them_what_it_mean
         "total": np.arange(1, first + 1, dtype="float32"),
     }
     state.assign(values)
-    path = Checkpoints(tmp_path, state, keep=1).save(1, {})
+    checkpoints = Checkpoints(tmp_path, state, keep=1)
+    path = checkpoints.save(1, {})
+    checkpoints.writer.wait()
     Checkpoints(tmp_path, other, keep=1).restore(path)
     found = other.values()
     if first == second:
