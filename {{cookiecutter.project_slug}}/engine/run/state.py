@@ -152,19 +152,23 @@ class State:
         return is_other
 
     def differences(self, kinds: Mapping[str, tuple[Any, tuple[int, ...]]]) -> list[str]:
-        """Returns a text for each variable whose name, dtype or shape differs from those of stored values."""
+        """Returns a text for each variable whose name, dtype or shape differs from those of stored values.
+
+        Values of a network that only the training needs, such as a teacher that no hook returns, may be left over.
+        """
         expected = {
             name: _kind(variable.dtype, variable.shape)
             for name, variable in {**self.mirrored, **self.per_replica}.items()
         }
-        found = {
+        stored = {
             name: _kind(dtype, shape[1:] if name in self.per_replica else shape)
             for name, (dtype, shape) in kinds.items()
+            if name in expected or not name.startswith("hidden/")
         }
         return [
-            f"{name} {found.get(name, 'absent')} there and {expected.get(name, 'absent')} now"
-            for name in sorted({**expected, **found})
-            if expected.get(name) != found.get(name)
+            f"{name} {stored.get(name, 'absent')} there and {expected.get(name, 'absent')} now"
+            for name in sorted({**expected, **stored})
+            if expected.get(name) != stored.get(name)
         ]
 
 
