@@ -129,7 +129,7 @@ print("taken", flush=True)
 
 @pytest.mark.long
 def test_program_ends_while_a_generator_of_examples_runs() -> None:
-    """TensorFlow's threads would wait for Python, and Python's end for them."""
+    """TensorFlow's threads wait for Python, and Python's end must not wait for them."""
     started = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-c", ENDLESS_GENERATOR], cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False
