@@ -1,18 +1,20 @@
-"""Rejects bad answers just before the pre_gen hook would, and also with `cookiecutter --accept-hooks no`.
+"""Rejects answers that would make a broken project: one ERROR line per problem, all problems at once.
 
-cookiecutter makes the project's folder before it runs the hook. For some slugs this is too late: "a/b" leaves `a`
-behind, and "" ends with "directory already exists". cookiecutter renders the last entry of cookiecutter.json when it
-knows all answers and has not made the folder yet, so that entry runs the hook's rules through this extension.
+cookiecutter makes the project's folder before it runs a pre_gen hook, which is too late for some slugs: "a/b" leaves
+`a` behind, "" ends with "directory already exists", and `--accept-hooks no` runs no hook. So the last entry of
+cookiecutter.json, which cookiecutter renders once it knows all answers, calls this extension.
 """
 
-import runpy
-from pathlib import Path
+import re
+import unicodedata
+from collections.abc import Iterator
 
 from cookiecutter.exceptions import FailedHookException
 from jinja2 import Environment
 from jinja2.ext import Extension
 
-HOOK = Path(__file__).parent / "hooks" / "pre_gen_project.py"
+LONGEST_SLUG = 40
+WINDOWS_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 
 
 class RejectAnswers(Extension):
@@ -24,8 +26,33 @@ class RejectAnswers(Extension):
 
 
 def reject_bad_answers(answers: dict[str, str]) -> str:
-    """Returns "". Raises FailedHookException, which cookiecutter prints before it exits 1, if the hook would reject."""
-    found = runpy.run_path(str(HOOK))["problems"](answers)
-    if found:
-        raise FailedHookException("\n".join(f"ERROR: {problem}" for problem in found))
+    """Returns "". Raises FailedHookException, which cookiecutter prints before it exits 1, if an answer is bad."""
+    slug = answers["project_slug"]
+    lines = [f"ERROR: project_slug {slug!r} {rule}" for rule in _broken_slug_rules(slug)]
+    for field in ("project_name", "author_name"):
+        lines += [f"ERROR: {field} {answers[field]!r} {rule}" for rule in _broken_name_rules(answers[field])]
+    if lines:
+        raise FailedHookException("\n".join(lines))
     return ""
+
+
+def _broken_slug_rules(slug: str) -> Iterator[str]:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", slug):
+        yield "must start with a lower-case letter and contain only lower-case letters, digits and underscores"
+    elif slug.endswith("_"):
+        yield "ends with an underscore (a package name must end with a letter or a digit): remove it"
+    if len(slug) > LONGEST_SLUG:
+        yield f"has {len(slug)} characters: use at most {LONGEST_SLUG}"
+    if slug.lower() in WINDOWS_DEVICES:
+        yield "is the name of a device on Windows: choose another name"
+
+
+def _broken_name_rules(name: str) -> Iterator[str]:
+    if not name.strip():
+        yield "is empty: enter a name"
+    elif name != name.strip():
+        yield "starts or ends with white space: remove it"
+    if '"' in name or "\\" in name:
+        yield 'contains " or a backslash (pyproject.toml would not be valid): remove it'
+    if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in name):
+        yield "contains a line break or another control character: remove it"

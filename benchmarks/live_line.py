@@ -6,7 +6,6 @@ A round takes two seconds. Under another load single rounds differ by a fifth, s
 """
 
 import argparse
-import contextlib
 import os
 import pty
 import statistics
@@ -42,13 +41,13 @@ options.add_argument("--rounds", type=int, default=25)
 rounds = options.parse_args().rounds
 with tempfile.TemporaryDirectory() as folder:
     step_cost.build(1, folder)
-    assert not train.run.live.disable, "no terminal"
+    assert train.run.live.is_drawn, "no terminal"
     steps_per_second()  # It compiles, and finds how many steps a second has.
     found = {"with": [], "without": []}
     for number in range(rounds):
         for name in sorted(found, reverse=bool(number % 2)):
-            with train.run.live.shown() if name == "with" else contextlib.nullcontext():
-                found[name].append(steps_per_second())
+            train.run.live.is_drawn = name == "with"
+            found[name].append(steps_per_second())
         print(" ".join(f"{name} {speeds[-1]:,.0f}" for name, speeds in found.items()), file=results, flush=True)
 medians = {name: statistics.median(speeds) for name, speeds in found.items()}
 ratio = medians["with"] / medians["without"]

@@ -8,7 +8,7 @@ import pytest
 
 from rendering import PROJECT, STARTERS, TEMPLATE, Bake, rendered, run, run_cookiecutter
 
-SLUGS = ("my_training", "ab", "ten_char_s", "forty_characters_" + "x" * 23, "lm_2", "two_towers")
+SLUGS = ("my_training", "ab", "tensorflow", "forty_characters_" + "x" * 23, "lm_2", "two_towers")
 # These are rendered; all other files are copied.
 RENDERED = {"README.md", "pyproject.toml"}
 

@@ -123,12 +123,14 @@ def test_settings_page_is_made_from_the_code() -> None:
 
 
 def messages(folder: Path) -> str:
-    """Returns the texts in the project's code, one a line, with a NUL where a value is put in."""
+    """Returns the literals in the project's code but docstrings, one a line, with a NUL where a value is put in."""
     texts = []
     for file in folder.rglob("*.py"):
-        for each in ast.walk(ast.parse(read(file))):
-            if isinstance(each, ast.JoinedStr | ast.Constant):
-                pieces = each.values if isinstance(each, ast.JoinedStr) else [each]
+        nodes = [*ast.walk(ast.parse(read(file)))]
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr | ast.Constant) and node not in docstrings:
+                pieces = node.values if isinstance(node, ast.JoinedStr) else [node]
                 texts.append("".join(str(piece.value) if isinstance(piece, ast.Constant) else "\0" for piece in pieces))
     return "\n".join(texts)
 

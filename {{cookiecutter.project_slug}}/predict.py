@@ -15,7 +15,7 @@ In a notebook:
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,29 +55,33 @@ class Options:
         if not self.input.exists():
             raise BadInput(f"INPUT {self.input} does not exist: pass a file or a folder of examples")
         for output in [self.output] if self.output else DEFAULT_OUTPUTS:
-            check_is_local("--output", output)
-            for is_broken, problem in self._rules(output):
-                if is_broken:
-                    raise BadInput(f"--output {output} {problem}")
+            self._check_output(output)
         if self.batch_size < 1:
             raise BadInput(f"--batch-size {self.batch_size} must be at least 1")
 
-    def _rules(self, output: Path) -> Iterator[tuple[bool, str]]:
-        """Yields whether an output breaks a rule, and the rule."""
-        folder = output.absolute().parent
-        yield output.suffix not in (".csv", ".npz"), "must end in .csv or .npz"
-        yield output.is_dir(), "is a folder: pass the path of a file"
-        yield not folder.is_dir(), f"cannot be written: the folder {output.parent} does not exist: create it first"
-        yield not os.access(folder, os.W_OK), f"cannot be written: {output.parent} is read-only: pass another folder"
-        yield _contains(self.input, output), f"is INPUT {self.input}, or a file in it: pass another path"
-        rule = f"is a file in {self.run_dir}, and no file of a run is overwritten: remove it, or pass another path"
-        yield output.exists() and _contains(self.run_dir, output), rule
+    def _check_output(self, output: Path) -> None:
+        check_is_local("--output", output)
+        if output.suffix not in (".csv", ".npz"):
+            raise BadInput(f"--output {output} must end in .csv or .npz")
+        if output.is_dir():
+            raise BadInput(f"--output {output} is a folder: pass the path of a file")
+        if not (folder := output.absolute().parent).is_dir():
+            raise BadInput(f"--output {output} cannot be written: {folder} does not exist: create it first")
+        if not os.access(folder, os.W_OK):
+            raise BadInput(f"--output {output} cannot be written: {folder} is read-only: pass another folder")
+        if _contains(self.input, output):
+            raise BadInput(f"--output {output} is INPUT {self.input}, or a file in it: pass another path")
+        if output.exists() and _contains(self.run_dir, output):
+            raise BadInput(
+                f"--output {output} is a file in {self.run_dir}, and no file of a run is overwritten: remove it, or "
+                "pass another path"
+            )
 
 
 def _contains(outer: Path, path: Path) -> bool:
     """Returns whether `path`, its links followed, is the file or folder `outer`, or in that folder."""
     path = Path(os.path.realpath(path))
-    return outer.exists() and any(each.exists() and each.samefile(outer) for each in (path, *path.parents))
+    return outer.exists() and any(part.exists() and part.samefile(outer) for part in (path, *path.parents))
 
 
 def load(run_dir: str | Path) -> "Predictor":
@@ -89,12 +93,12 @@ def load(run_dir: str | Path) -> "Predictor":
     settings = settings_of_run(Config, Path(run_dir))
     import task
     from engine.cluster.devices import let_gpu_memory_grow
-    from engine.run.directory import RunDirectory
+    from engine.run.directory import Directory
     from engine.trained.loading import load_trained
     from engine.trained.predictions import Predictor
 
     let_gpu_memory_grow()
-    RunDirectory(settings.run_dir).check_same_run(settings)
+    Directory(settings).check_same_run()
     return Predictor(load_trained(task, settings))
 
 
@@ -106,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings_of_run(Config, options.run_dir)
 
         from engine.console import console
+        from engine.messages import user_errors_named
         from engine.trained.predictions import report_infinite, write_predictions
-        from engine.user_errors import user_errors_named
 
         with user_errors_named(lambda: f"INPUT {options.input}"):
             import task

@@ -31,7 +31,13 @@ if TYPE_CHECKING:  # Optuna is an extra, and --help works without it.
 
     from engine.trials import Trial, Trials
 
-PRUNERS = ("median", "hyperband", "successive-halving", "none")  # Optuna's pruners, with their defaults.
+# Classes in optuna.pruners, which are used with their defaults.
+PRUNERS = {
+    "median": "MedianPruner",
+    "hyperband": "HyperbandPruner",
+    "successive-halving": "SuccessiveHalvingPruner",
+    "none": "NopPruner",
+}
 
 
 def space(trial: "optuna.Trial") -> list[str]:
@@ -77,7 +83,7 @@ def run_trials(trials: "Trials", options: argparse.Namespace, monitor: str) -> b
                     del running[slot]
                     ended += 1
                     left = (options.trials - trials.ended()) * (time.monotonic() - began) / ended
-                    best = "".join(f"best {each.value:.4g}, " for each in trials.ranked()[:1])
+                    best = "".join(f"best {first.value:.4g}, " for first in trials.ranked()[:1])
                     print(f"{trials.describe(trial.number)} ({best}{left:,.0f} s left)", flush=True)
         return True
     finally:
@@ -102,7 +108,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20, help="trials of all programs together (20)")
     parser.add_argument("--parallel", type=int, default=1, help="trials that this program runs at a time (1)")
     parser.add_argument("--timeout", type=float, default=float("inf"), help="seconds after which it stops")
-    parser.add_argument("--pruner", choices=PRUNERS, default=PRUNERS[0], help="what ends poor trials early")
+    parser.add_argument("--pruner", choices=PRUNERS, default="median", help="what ends poor trials early")
     parser.add_argument("--sweep-dir", type=Path, default=Path("runs/sweep"), help="folder of the study and its runs")
     parser.add_argument("arguments", nargs="*", help="after --: the arguments of train.py")
     options = parser.parse_args()
@@ -118,7 +124,7 @@ def main() -> None:
             raise BadInput("each trial trains, and is resumed: remove --fresh, --check, --evaluate-... and --compare")
         if settings.monitor_direction == "auto" and "loss" not in settings.monitor:
             raise BadInput(f"--monitor {settings.monitor} needs --monitor-direction min or max: add it after --")
-        trials = Trials(options.sweep_dir, settings.monitor_direction.replace("auto", "min"), options.pruner)
+        trials = Trials(options.sweep_dir, settings.monitor_direction.replace("auto", "min"), PRUNERS[options.pruner])
         for number in SIGNALS:
             signal.signal(number, lambda *_: asked_to_stop.set())
         is_complete = run_trials(trials, options, settings.monitor)

@@ -10,6 +10,7 @@
 The same command again resumes a run that was stopped.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,38 +21,17 @@ import tensorflow as tf
 
 import task
 from engine.check import check_task
-from engine.cluster.losses import reduce_on_worker, reduce_over_workers
-from engine.cluster.parameter_servers import worker_pool
 from engine.cluster.strategy import create_strategy
-from engine.cluster.workers import Workers, peers_named
+from engine.cluster.workers import Workers
 from engine.command_line import read_settings
 from engine.data import Batches, CompiledSteps, load_splits
-from engine.errors import exit_codes
-from engine.model import (
-    HiddenState,
-    TaskObjects,
-    build_models,
-    finish_objects,
-    in_micro_batches,
-    in_one_batch,
-    recorded_variables,
-    set_up,
-)
+from engine.model import TaskObjects, replica_step
 from engine.report import compare
-from engine.run import (
-    Run,
-    RunDirectory,
-    evaluate,
-    evaluate_continuously,
-    lock_and_find_result,
-    saving_on_exit,
-    signals,
-    start_run,
-)
+from engine.run import Run, RunDirectory, documented_exits, evaluate, initialize
 from engine.trained import export
-from engine.user_errors import user_errors_named
 
 SPLITS = ("train", "validation", "test")
+SUM = tf.distribute.ReduceOp.SUM
 
 # --- Global objects: build() makes them, everything below uses them ---------------------------------------------------
 
@@ -72,54 +52,69 @@ def build(settings: Config) -> None:
     global config, strategy, batches, objects, run_steps, run
     config = task.config = settings
     strategy = create_strategy(config)
-    set_up(task, config)
     workers = Workers(strategy)
-    context = tf.distribute.InputContext(workers.count, workers.index)
-    # With --strategy parameter_server, each worker trains on batches of its own.
-    batches = load_splits(SPLITS, task, config, strategy, context, workers.gather, worker_pool(strategy))
+    objects = TaskObjects(task, config)
+    batches = load_splits(SPLITS, task, config, strategy, workers)
 
     # KEEP: All variables are made inside the scope, and before anything is compiled.
-    with strategy.scope(), recorded_variables() as recorded:
-        task.model = build_models(task.create_model(), batches["train"].element_spec[0])
-        task.optimizer = task.create_optimizer(total_steps=config.epochs * batches["train"].steps_per_epoch)
+    with strategy.scope(), objects.recording():
+        task.model = objects.build_models(task.create_model(), batches["train"].element_spec[0])
         task.loss_objects = task.create_loss_objects()
-        task.metrics = {split: task.create_metrics(split) for split in SPLITS}
-        element_specs = {name: each.element_spec for name, each in batches.items()}
-        objects = finish_objects(task, config, element_specs, recorded)
+        initialize(config, strategy, workers, objects)  # By --init-from, before an optimizer copies the weights.
+        total_steps = config.epochs * batches["train"].steps_per_epoch
+        task.optimizer = objects.build_optimizers(task.create_optimizer(total_steps=total_steps))
+        with objects.counting_in_float64():
+            task.metrics = {split: task.create_metrics(split) for split in SPLITS}
+        objects.finish({name: dataset.element_spec for name, dataset in batches.items()})
     # Compiled again by every build: a compiled function keeps using the objects of its first call.
     steps = {"train": distributed_train_step, "validation": distributed_validation_step, "test": distributed_test_step}
     run_steps = {split: compile_steps(split, step) for split, step in steps.items() if datasets(split)}
-    listed = {**objects.mirrored(), **objects.per_replica()}
-    run = Run(config, strategy, workers, objects, HiddenState(strategy, recorded, listed.values(), graph))
+    run = Run(config, strategy, workers, objects)
 
 
 def datasets(split: str) -> list[Batches]:
     """Returns the batches of a split's datasets: of one, of several, or of none."""
-    return [each for each in batches.values() if each.split == split]
+    return [dataset for dataset in batches.values() if dataset.split == split]
 
 
 # --- One batch on all replicas ----------------------------------------------------------------------------------------
-# On several workers, each of these functions returns the worker's own part of the loss.
 
 
 def distributed_train_step(batch) -> tf.Tensor:
-    """Runs task.train_step on every replica; returns the batch's loss (scalar)."""
-    per_replica_losses = strategy.run(in_micro_batches(task.train_step, config), args=(batch,))
+    """Runs task.train_step on every replica; returns the sum (scalar) of the losses of this process's replicas."""
+    per_replica_losses = strategy.run(replica_step(task.train_step, config, task.model), args=(batch,))
     objects.average.update()  # It is empty without --ema-decay.
-    # KEEP: The sum, because every replica's loss is already divided by the global batch size.
-    return reduce_on_worker(strategy, per_replica_losses)
+    return reduce_losses(per_replica_losses)
 
 
 def distributed_validation_step(batch) -> tf.Tensor:
-    """Runs task.evaluation_step on every replica; returns the batch's loss (scalar)."""
-    per_replica_losses = strategy.run(in_one_batch(task.evaluation_step), args=("validation", batch))
-    return reduce_on_worker(strategy, per_replica_losses)
+    """Runs task.evaluation_step on every replica; returns the sum (scalar) of the losses of this process's replicas."""
+    per_replica_losses = strategy.run(replica_step(task.evaluation_step), args=("validation", batch))
+    return reduce_losses(per_replica_losses)
 
 
 def distributed_test_step(batch) -> tf.Tensor:
-    """Runs task.evaluation_step on every replica; returns the batch's loss (scalar)."""
-    per_replica_losses = strategy.run(in_one_batch(task.evaluation_step), args=("test", batch))
-    return reduce_on_worker(strategy, per_replica_losses)
+    """Runs task.evaluation_step on every replica; returns the sum (scalar) of the losses of this process's replicas."""
+    per_replica_losses = strategy.run(replica_step(task.evaluation_step), args=("test", batch))
+    return reduce_losses(per_replica_losses)
+
+
+def reduce_losses(per_replica_losses) -> tf.Tensor:
+    """Returns the sum (scalar) of the losses of this process's replicas."""
+    # KEEP: The sum, because every replica's loss is already divided by the global batch size.
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return strategy.reduce(SUM, per_replica_losses, axis=None)
+    # Here `reduce` would sum over the workers in every step, which takes longer than a small step: see `all_workers`.
+    return functools.reduce(tf.add, strategy.experimental_local_results(per_replica_losses))
+
+
+@tf.autograph.experimental.do_not_convert
+def all_workers(losses: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of the `losses` ([count]) of all workers, on each of them."""
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return losses
+    of_first_replica = iter([losses])
+    return strategy.reduce(SUM, strategy.run(lambda: next(of_first_replica, tf.zeros_like(losses))), axis=None)
 
 
 # --- Many batches in one call -----------------------------------------------------------------------------------------
@@ -138,14 +133,9 @@ def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> Com
         # `count` is a tensor, so this loop runs in the graph, and any number of steps shares one graph.
         for index in tf.range(count):
             losses = losses.write(index, distributed_step(stacks.pick(stack, first + index)))
-        return reduce_over_workers(strategy, losses.stack())
+        return all_workers(losses.stack())
 
     return stacks.compile(steps)
-
-
-def graph(split: str) -> tf.Graph | None:
-    """Returns the graph of a split's steps, to look at; None if there is none in this process."""
-    return run_steps[split].graph() if split in run_steps else None
 
 
 # --- Epochs -----------------------------------------------------------------------------------------------------------
@@ -155,15 +145,15 @@ def train_epoch(epoch: int = 0) -> dict[str, float]:
     """Trains on the remaining batches of an epoch, counted from 0; returns the metrics of the complete epoch."""
     training = run.start_pass(batches["train"], epoch)
     while training.steps_left:
-        # Some seconds of steps, at most up to the next checkpoint or validation. The first list is empty if a resumed
-        # run still owes a validation.
-        losses = [run_steps["train"](stack, first, count) for stack, first, count in training.next_execution()]
+        losses = []
+        # Some seconds of steps, at most up to the next checkpoint or validation; none if a resumed run owes one.
+        for stack, first, count in training.next_execution():
+            losses.append(run_steps["train"](stack, first, count))
         run.record_losses(training, losses)
         if run.save_is_due(training):  # With --checkpoint-every-steps.
             run.save()
         if run.validation_is_due(training):  # With --validate-every-steps.
-            metrics = validate_and_keep_best(epoch)
-            run.end_validation(metrics)
+            run.end_validation(validate_and_keep_best(epoch))
         run.stop_if_asked()  # By a signal.
     return run.end_pass(training)
 
@@ -173,7 +163,9 @@ def evaluate_split(split: str, epoch: int | None = None) -> dict[str, float]:
     for dataset in datasets(split):
         evaluation = run.start_pass(dataset, epoch)
         while evaluation.steps_left:
-            losses = [run_steps[split](stack, first, count) for stack, first, count in evaluation.next_execution()]
+            losses = []
+            for stack, first, count in evaluation.next_execution():
+                losses.append(run_steps[split](stack, first, count))
             run.record_losses(evaluation, losses)
             run.stop_if_asked()
         run.end_pass(evaluation)
@@ -217,37 +209,32 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any] | bool | None
     Returns:
         The contents of result.json; with --evaluate-only the metrics, with --check whether all checks passed.
     """
-    with exit_codes(), user_errors_named(), peers_named():
+    with documented_exits():
         settings = read_settings(Config, arguments)
         program = sys.modules[__name__]
         if settings.compare:
             return compare(settings.compare)
         if settings.check:
             return check_task(program, task, settings)
-        if settings.evaluate_only:
-            return evaluate(program, settings)
-        if settings.evaluate_continuously:
-            return evaluate_continuously(program, lambda: read_settings(Config, arguments))
+        if settings.evaluates:
+            return evaluate(program, settings, lambda: read_settings(Config, arguments))
         return train(settings)
 
 
 def train(settings: Config) -> dict[str, Any]:
     """Starts a run, or resumes the one in the directory; returns its result, with the test of its best weights."""
-    workers = Workers(create_strategy(settings))
-    with RunDirectory(settings.run_dir) as directory:
-        with signals.listening():
-            result = lock_and_find_result(directory, settings, workers)
-            if not result:
-                build(settings)
-                start_run(run, directory, batches)  # From a checkpoint, or else --init-from, or else new weights.
-                with saving_on_exit(run):
-                    run_epochs()
-                result = run.finish(test)
-            if settings.export:
-                signals.check(workers)
-        if settings.export:  # A signal ends it at once.
-            workers.from_chief(lambda: export(task, settings))
-        return result
+    with RunDirectory(settings, create_strategy(settings)) as directory:
+        result = directory.result()
+        if not result:
+            build(settings)
+            directory.restore(run, batches)  # The newest checkpoint, if there is one.
+            run.trace(run_steps)  # Not before, because layers make constants of what they compute from their weights.
+            with directory.recording(run, batches):
+                run_epochs()
+            result = run.finish(test)
+    if settings.export:
+        directory.workers.from_chief(lambda: export(task, settings))
+    return result
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import task
 import train
 from config import Config
-from engine import exceptions, files, retries
+from engine import files, messages, retries
 from engine.data import record_index, records, stacks
 from engine.data.records import Records
 from engine.data.stacks import StackIterator
@@ -227,7 +227,7 @@ def test_files_are_written_again(tmp_path: Path, waits: list[float], monkeypatch
 def test_row_of_which_a_part_was_written_is_written_again(
     tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    columns = tables.append_row(tmp_path / "steps.csv", {"step": 1, "loss": 0.5}, [])
+    tables.append_row(tmp_path / "steps.csv", {"step": 1, "loss": 0.5})
     fails = Faults(1)
 
     class Failing(csv.DictWriter):
@@ -239,7 +239,7 @@ def test_row_of_which_a_part_was_written_is_written_again(
             fails()
 
     monkeypatch.setattr(tables.csv, "DictWriter", Failing)
-    tables.append_row(tmp_path / "steps.csv", {"step": 2, "loss": 0.25}, columns)
+    tables.append_row(tmp_path / "steps.csv", {"step": 2, "loss": 0.25})
     assert (tmp_path / "steps.csv").read_text() == "step,loss\n1,0.5\n2,0.25\n"
     assert waits == [1]
 
@@ -248,7 +248,7 @@ def test_summaries_of_which_a_part_was_written_go_to_another_file(
     tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit on the size of files cuts an event in two."""
-    monkeypatch.setattr(exceptions, "_PASSING_TEXT", re.compile("File too large"))
+    monkeypatch.setattr(messages, "_PASSING_TEXT", re.compile("File too large"))
     summaries = Summaries(tmp_path, ResultNames({"train": {}}, ["train"]))
     summaries.add(1, {"train/loss": 0.5})
     (file,) = tmp_path.glob("train/*")

@@ -90,7 +90,7 @@ def test_batch_is_as_long_as_its_longest_sequence_needs_on_all_replicas() -> Non
 
 
 def test_workers_with_their_own_steps_cut_their_own_batches() -> None:
-    made = load(workers=SimpleNamespace(count=2))["train"]
+    made = load(workers=SimpleNamespace(count=1, index=0, pool=SimpleNamespace(count=2)))["train"]
 
     @tf.function
     def shapes() -> tf.Tensor:

@@ -206,10 +206,10 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("way", ["evaluate_only", "evaluate_continuously"])
-def test_evaluation_is_with_the_settings_of_the_run(way: str, run_dir: Path) -> None:
-    flags = [f"--{way.replace('_', '-')}", f"--run-dir={run_dir}"]
-    launch = {"run_dir": run_dir, "strategy": "auto", "profile": False, way: True}
+@pytest.mark.parametrize(("way", "value"), [("evaluate_only", True), ("evaluate_continuously", 9.0)])
+def test_evaluation_is_with_the_settings_of_the_run(way: str, value: bool | float, run_dir: Path) -> None:
+    flags = [f"--{way.replace('_', '-')}", *([] if value is True else [str(value)]), f"--run-dir={run_dir}"]
+    launch = {"run_dir": run_dir, "strategy": "auto", "profile": False, way: value}
     found = read_settings(Mine, flags)
     assert found == dataclasses.replace(WRITTEN, **launch, init_from=None)
     assert found.differences(WRITTEN.as_json()) == []

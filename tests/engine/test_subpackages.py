@@ -1,15 +1,15 @@
-"""Which files of the engine may import which, and what each room says that it holds."""
+"""Which files of the engine may import which, and that each map of files is complete."""
 
 import ast
 import graphlib
 import re
 from pathlib import Path
 
+import pytest
+
 from rendering import PROJECT
 
 ENGINE = PROJECT / "engine"
-GROUND = {"command_line", "console", "errors", "files", "memory", "protocols", "quiet_start", "settings", "tracing"}
-GROUND |= {"exceptions", "retries", "trials", "user_errors", "versions"}
 MAY_IMPORT = {
     "ground": {"ground"},
     "cluster": {"ground", "cluster"},
@@ -29,9 +29,10 @@ def module(path: Path) -> str:
 MODULES = {module(path): path for path in ENGINE.rglob("[a-z]*.py")}
 
 
-def room(name: str) -> str:
-    _, *folders, file = name.split(".")
-    return folders[0] if folders else "ground" * (file in GROUND)
+def subpackage(name: str) -> str:
+    """Returns the subpackage of a module; "ground" is the files beside the subpackages."""
+    _, *folders, _ = name.split(".")
+    return folders[0] if folders else "ground"
 
 
 def imported(path: Path) -> set[str]:
@@ -47,13 +48,14 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_files_import_only_what_their_rooms_may() -> None:
+def test_files_import_only_what_their_subpackages_may() -> None:
     wrong = []
     for name, path in MODULES.items():
-        found = imported(path)
-        wrong += [f"{name} imports {other}" for other in found & {"train", "task", "config"}]
-        others = (other for other in found if other.startswith("engine."))
-        wrong += [f"{name} imports {other}" for other in others if room(other) not in MAY_IMPORT[room(name)]]
+        names = imported(path)
+        wrong += [f"{name} imports {user}" for user in names & {"train", "task", "config"}]
+        allowed = MAY_IMPORT[subpackage(name)]
+        modules = (module for module in names if module.startswith("engine."))
+        wrong += [f"{name} imports {module}" for module in modules if subpackage(module) not in allowed]
     assert not wrong
 
 
@@ -62,7 +64,11 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     list(graphlib.TopologicalSorter(files).static_order())
 
 
-def test_each_room_lists_exactly_its_files() -> None:
-    for folder in MAY_IMPORT.keys() - {"ground"}:
-        listed = re.findall(r"(?m)^(\w+)  +\S", (ENGINE / folder / "__init__.py").read_text(encoding="utf-8"))
-        assert sorted(listed) == sorted(path.stem for path in (ENGINE / folder).glob("[a-z]*.py")), folder
+@pytest.mark.parametrize("name", MAY_IMPORT)
+def test_map_of_a_subpackage_lists_exactly_its_files(name: str) -> None:
+    folder = ENGINE if name == "ground" else ENGINE / name
+    text = (folder / "__init__.py").read_text(encoding="utf-8")
+    files = {path.stem for path in folder.glob("[a-z]*.py")}
+    assert sorted(re.findall(r"(?m)^(\w+)  +\S", text)) == sorted(files)
+    folders = {path.name for path in folder.iterdir() if list(path.glob("*.py"))}
+    assert sorted(re.findall(r"(?m)^(\w+)/  +\S", text)) == sorted(folders)

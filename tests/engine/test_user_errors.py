@@ -19,7 +19,7 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.data import batches, load_splits, stacks
 from engine.errors import BadInput
-from engine.model.build import TaskObjects
+from engine.model.objects import TaskObjects
 
 FLAGS = ("--epochs=1", "--global-batch-size=60", "--simulated-devices=1")
 LOAD_EXAMPLES = task.load_examples

@@ -1,12 +1,12 @@
 """Batches, objects and steps of a run that are nothing but numbers: no model, no graph, no training."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorflow as tf
 
 import train
-from engine.model.averages import MovingAverage
 from engine.run.run import Run
 
 STEPS = 20
@@ -39,26 +39,25 @@ class Objects:
 
     def __init__(self) -> None:
         self.weight = tf.Variable(0.0)
-        self.weights, self.average, self.monitor_direction = {"weight": self.weight}, MovingAverage({}, {}, None), "min"
-        self.averaged, self.on_report, self.rates, self.optimizers = 0, None, {}, {}
+        self.weights = self.mirrored = self.mirrored_weights = {"weight": self.weight}
+        self.per_replica: dict[str, tf.Variable] = {}
+        self.per_replica_weights: dict[str, tf.Variable] = {}
+        self.monitor_direction, self.on_report, self.rates, self.optimizers = "min", None, {}, {}
+        self.evaluations = 0
         self.resets: list[str] = []
         self.scores: Iterator[float] = iter(())
 
-    def mirrored(self) -> dict[str, tf.Variable]:
-        return self.weights
-
-    per_replica = changed = used_in_evaluation = lambda self: {}
+    def finalize_layers(self) -> None: ...
 
     def check_loss_scales(self, step: int) -> None: ...
 
     def reset(self, name: str) -> None:
         self.resets.append(name)
 
-    def seeds(self, listed: dict[str, tf.Variable]) -> list[tf.Variable]:
-        return []
-
-    def average_statistics(self) -> None:
-        self.averaged += 1
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[None]:
+        self.evaluations += 1
+        yield
 
     def learning_rates(self) -> dict[str, float]:
         return dict(self.rates)

@@ -31,6 +31,8 @@ from engine.settings import (
 )
 
 Kind = TypeVar("Kind", bound=Settings)
+# These settings decide whether the defaults of the others come from a run or file.
+SOURCES = ("run_dir", "fresh", "settings_from", "init_from", "export", "evaluate_only", "evaluate_continuously")
 
 
 def check_command_line(kind: type[Settings]) -> None:
@@ -48,8 +50,7 @@ def check_command_line(kind: type[Settings]) -> None:
 def _end_with_a_line(kind: type[BaseException], problem: BaseException, trace: types.TracebackType | None) -> None:
     """Ends the program with an error in the user's code as one line, with any other as Python does."""
     with contextlib.suppress(ImportError):  # TensorFlow itself may be what cannot be imported.
-        from engine.exceptions import first_line
-        from engine.user_errors import is_users, where_raised
+        from engine.messages import first_line, is_users, where_raised
 
         if isinstance(problem, Exception) and is_users(problem):
             with exit_codes():
@@ -64,15 +65,14 @@ def read_settings(kind: type[Kind], arguments: Sequence[str] | None = None) -> K
     Raises BadInput if a flag or its value cannot be used, SystemExit if tyro has printed the help.
     """
     recorded: dict[str, Any] = {}
-    # The second call prints the help or the error.
-    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
-        given = types.SimpleNamespace(**_parse(kind, arguments, None, console_outputs=False))
+    hints = get_type_hints(kind)
+    sources: Any = dataclasses.make_dataclass("Sources", [(name, hints[name], getattr(kind, name)) for name in SOURCES])
+    with contextlib.suppress(SystemExit):  # The complete parser prints the help or the error.
+        given, _ = tyro.cli(sources, args=arguments, return_unknown_args=True, console_outputs=False)
         recorded = _recorded(kind, given)
-    # With --no-SWITCH an evaluation can turn off a switch that the run has on.
-    pairs = () if recorded else (tyro.conf.FlagCreatePairsOff,)
     with errors_in_one_line():
-        found = _parse(kind, arguments, recorded, config=pairs)
-    return kind(**found)
+        values = _parse(kind, arguments, recorded)
+    return kind(**values)
 
 
 @contextlib.contextmanager
@@ -101,86 +101,84 @@ def settings_of_run(kind: type[Kind], run_dir: Path) -> Kind:
     return read_settings(kind, [f"--run-dir={run_dir}", "--evaluate-only"])
 
 
-def _parse(
-    kind: type[Settings], arguments: Sequence[str] | None, defaults: Mapping[str, Any] | None, **options: Any
-) -> dict[str, Any]:
-    """Returns the settings on the command line, by name; with `defaults` of None none of them is required.
+def _parse(kind: type[Settings], arguments: Sequence[str] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings on the command line, by name; those that it does not give are as in `defaults` or `kind`.
 
     Tyro shows a nested dataclass as a section of --help. Settings are flat, so a rule nests the fields of each section.
     """
-    parts: dict[type, list[StructFieldSpec]] = {kind: []}
-    info = constructors.StructTypeInfo.make(kind, types.SimpleNamespace(**(defaults or {})), in_union_context=False)
+    info = constructors.StructTypeInfo.make(kind, types.SimpleNamespace(**defaults), in_union_context=False)
     spec: Any = ConstructorRegistry.get_struct_spec(info)
+    fields: dict[type, list[StructFieldSpec]] = {kind: []}
     section: type = kind
-    for each in spec.fields:
-        if defaults is None and each.default is MISSING_NONPROP:
-            each = dataclasses.replace(each, type=each.type | None, default=None)
-        if each.name in SECTIONS:
-            section = type(SECTIONS[each.name], (), {})
-        parts.setdefault(section if each.name in Settings.__dataclass_fields__ else kind, []).append(each)
-    sections: dict[str, Any] = {
-        each.__name__: Annotated[each, tyro.conf.OmitArgPrefixes] for each in parts if each is not kind
-    }
-    parts[kind] += [StructFieldSpec(title, part, MISSING_NONPROP, "") for title, part in sections.items()]
+    for field in spec.fields:
+        if field.name in SECTIONS:
+            section = type(SECTIONS[field.name], (), {})
+        fields.setdefault(section if field.name in Settings.__dataclass_fields__ else kind, []).append(field)
+    _, *sections = fields
+    for section in sections:
+        nested: Any = Annotated[section, tyro.conf.OmitArgPrefixes]
+        fields[kind].append(StructFieldSpec(section.__name__, nested, MISSING_NONPROP, ""))
     registry = ConstructorRegistry()
 
     @registry.struct_rule
     def in_sections(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
-        return constructors.StructConstructorSpec(dict, tuple(parts[info.type])) if info.type in parts else None
+        return constructors.StructConstructorSpec(dict, tuple(fields[info.type])) if info.type in fields else None
 
     description = inspect.cleandoc(kind.__doc__ or "")
-    found: Any = tyro.cli(kind, args=arguments, description=description, registry=registry, **options)
-    for title in sections:
-        found |= found.pop(title)
-    return found
+    # With --no-SWITCH an evaluation can turn off a switch that the run has on.
+    pairs = () if defaults else (tyro.conf.FlagCreatePairsOff,)
+    values: Any = tyro.cli(kind, args=arguments, description=description, config=pairs, registry=registry)
+    for section in sections:
+        values |= values.pop(section.__name__)
+    return values
 
 
 def _recorded(kind: type[Settings], given: Any) -> dict[str, Any]:
     """Returns the recorded settings of the run to evaluate or export, or of --settings-from; {} for other commands."""
     excluded = marked(kind, ON_EVALUATION) - marked(kind, UNLESS_GIVEN)
     check_is_local("--run-dir", given.run_dir)
-    path, named = given.run_dir / CONFIG, ""
+    source, recorded = str(given.run_dir / CONFIG), None
     if given.settings_from:
-        named = "--settings-from "
-        path, found = _settings_from(kind, given.settings_from, excluded)
+        source, recorded = _settings_from(kind, given.settings_from, excluded)
     elif given.export and not given.fresh:
         # The run may first have to be trained to its end, with all settings that a resume needs.
-        found, excluded = recorded_settings(given.run_dir) or {}, excluded & marked(kind, ON_RESUME)
+        recorded, excluded = recorded_settings(given.run_dir), excluded & marked(kind, ON_RESUME)
     elif (given.evaluate_only or given.evaluate_continuously) and not given.init_from:
-        found = recorded_settings(given.run_dir) or {}
-    else:
-        return {}
+        recorded = recorded_settings(given.run_dir)
     hints, values = get_type_hints(kind), {}
-    for name in hints.keys() & found.keys() - excluded:
-        try:
-            values[name] = _decoded(found[name], hints[name])
-        except (ValueError, TypeError, AttributeError, KeyError) as problem:
-            raise BadInput(f"{named}{path}: {flag(name)} cannot be {found[name]!r}: correct it there") from problem
+    for name, value in (recorded or {}).items():
+        if name in hints.keys() - excluded:
+            try:
+                values[name] = _decoded(value, hints[name])
+            except (ValueError, TypeError, AttributeError, KeyError) as problem:
+                raise BadInput(f"{source}: {flag(name)} cannot be {value!r}: correct it there") from problem
     return values
 
 
-def _settings_from(kind: type[Settings], path: Path, per_launch: set[str]) -> tuple[Path, dict[str, Any]]:
-    """Returns the file that --settings-from names, and its settings. Raises BadInput if they cannot be used."""
+def _settings_from(kind: type[Settings], path: Path, per_launch: set[str]) -> tuple[str, dict[str, Any]]:
+    """Returns how messages name --settings-from, and its settings. Raises BadInput if they cannot be used."""
     check_is_local("--settings-from", path)
     file = path / CONFIG if path.is_dir() else path
-    found = read_json(file, "--settings-from") or {}
-    settings = found.get("settings", {} if path.is_dir() else found)
+    content = read_json(file, "--settings-from") or {}
+    settings = content.get("settings", {} if path.is_dir() else content)
     if not isinstance(settings, dict) or not settings:
         raise BadInput(f"--settings-from {file} contains no settings: restore it, or pass another run or file")
-    if unknown := ", ".join(sorted(settings.keys() - {each.name for each in dataclasses.fields(kind)})):
-        problem = f"this project has no setting {unknown}: remove it from a copy of {file.name}"
-        raise BadInput(f"--settings-from {path}: {problem}")
-    if settings is found and (given := sorted(settings.keys() & per_launch)):
-        problem = f"{flag(given[0])} belongs to a single launch: pass it on the command line"
-        raise BadInput(f"--settings-from {path}: {problem}")
-    return file, settings
+    if unknown := ", ".join(sorted(settings.keys() - {field.name for field in dataclasses.fields(kind)})):
+        raise BadInput(
+            f"--settings-from {path}: this project has no setting {unknown}: remove it from a copy of {file.name}"
+        )
+    if settings is content and (own := sorted(settings.keys() & per_launch)):
+        raise BadInput(
+            f"--settings-from {path}: {flag(own[0])} belongs to a single launch: pass it on the command line"
+        )
+    return f"--settings-from {file}", settings
 
 
 def _decoded(value: Any, hint: Any) -> Any:
     """Returns a JSON value as a setting of the type `hint`, as tyro reads it from the words of a command line."""
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint):
         hints = get_type_hints(hint)
-        return hint(**{name: _decoded(each, hints[name]) for name, each in value.items()})
+        return hint(**{name: _decoded(part, hints[name]) for name, part in value.items()})  # type: ignore[operator]
     spec: Any = ConstructorRegistry.get_primitive_spec(constructors.PrimitiveTypeInfo.make(hint, set()))
     words = _words(value)
     if (spec.choices and not {*words} <= {*spec.choices}) or spec.nargs not in ("*", len(words)):

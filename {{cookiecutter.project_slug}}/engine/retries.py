@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from engine.errors import ProgramExit, Unavailable, asked_to_stop
-from engine.exceptions import first_line, may_pass
+from engine.errors import Unavailable, asked_to_stop
+from engine.messages import first_line, may_pass
 
 SECONDS_TO_WAIT = (1, 2, 4, 8, 16, 32, 60, 60, 60)  # Before each further attempt: about four minutes.
 SECONDS_AFTER_SIGNAL = 4  # At most, because whoever sent it may soon end the process.
@@ -21,17 +21,19 @@ def until_read(read: Callable[[], Result], name: object, *, obeys_signals: bool 
     """Returns what `read` returns; calls it again, after growing waits, while it raises errors that may pass.
 
     `name` is what it reads, for messages. Raises other errors as they are; Unavailable if it fails for minutes, or if
-    it `obeys_signals` and one has come. Otherwise, because what it reads may be needed to save the state, it goes on
-    after a signal, for half a minute at most.
+    it `obeys_signals` and one has come. Otherwise it continues after a signal, for half a minute at most, because what
+    it reads may be needed to save the state.
     """
     try:
         return _again(read, name, "read", obeys_signals=obeys_signals)
     except Exception as problem:
-        if isinstance(problem, ProgramExit) or not may_pass(problem):
+        if not may_pass(problem):
             raise
-        attempts = f"after {len(SECONDS_TO_WAIT)} more attempts in {sum(SECONDS_TO_WAIT) / 60:.0f} minutes"
-        remedy = "check the file system or network behind it"
-        raise Unavailable(f"{name} still cannot be read, {attempts} ({first_line(problem)}): {remedy}") from problem
+        raise Unavailable(
+            f"{name} still cannot be read, after {len(SECONDS_TO_WAIT)} more attempts in "
+            f"{sum(SECONDS_TO_WAIT) / 60:.0f} minutes ({first_line(problem)}): "
+            "check the file system or network behind it"
+        ) from problem
 
 
 def until_written(write: Callable[[], Result], name: object) -> Result:
@@ -47,7 +49,7 @@ def _again(call: Callable[[], Result], name: object, done: str, *, obeys_signals
         try:
             return call()
         except Exception as problem:
-            if isinstance(problem, ProgramExit) or not may_pass(problem):
+            if not may_pass(problem):
                 raise
             text = first_line(problem)
         # The exception is gone, and with it the iterator that failed.

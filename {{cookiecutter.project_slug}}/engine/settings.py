@@ -1,7 +1,6 @@
 """The engine's settings and their rules; engine/command_line.py reads them. Imports no TensorFlow."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -60,16 +59,15 @@ class Settings:
     """Write a TensorBoard profile of a few training steps."""
     export: PerLaunch[bool] = False
     """Write the best weights to export/, for Keras and as a SavedModel. A run is trained to its end first."""
-    export_format: PerLaunch[Literal["litert", "onnx"] | None] = None
-    """With --export, also write the model in this format, by Keras."""
     check: PerLaunch[Annotated[bool, INSTEAD_OF_TRAINING]] = False
     """Check your hooks on a few batches, report what to fix, and exit."""
     evaluate_only: PerLaunch[Annotated[bool, INSTEAD_OF_TRAINING]] = False
     """Print the metrics of the run's best weights, or of --init-from, with the run's settings. Write nothing."""
-    evaluate_continuously: PerLaunch[Annotated[bool, INSTEAD_OF_TRAINING]] = False
-    """Validate each new checkpoint of the run in --run-dir, with the run's settings, until the run ends."""
+    evaluate_continuously: PerLaunch[Annotated[float | None, INSTEAD_OF_TRAINING]] = None
+    """Validate each new checkpoint of the run in --run-dir, with the run's settings, until the run ends, or until there
+    was no new one for this many seconds."""
     compare: PerLaunch[Annotated[tuple[Path, ...] | None, INSTEAD_OF_TRAINING]] = None
-    """Compare the runs in these directories: print a table, and draw comparison.png in the current folder."""
+    """Compare the runs in these directories in a table."""
 
     epochs: ChangeableOnResume[int]
     """Epochs of one pass over the examples, or of --steps-per-epoch. A larger number continues a finished run, with its
@@ -102,9 +100,7 @@ class Settings:
     validate_every_steps: int | None = None
     """Validate at every multiple of this many steps, in addition to the end of each epoch."""
     evaluation_batch_size: ChangeableInEvaluation[int | None] = None
-    """Examples per step of validation and test, a multiple of the number of replicas. Default: --global-batch-size."""
-    evaluation_timeout: PerLaunch[float] = 3600.0
-    """Seconds without a new checkpoint after which --evaluate-continuously ends."""
+    """Examples per step of validation and test, over all replicas together. Default: --global-batch-size."""
 
     checkpoint_every_steps: ChangeableOnResume[int | None] = None
     """Save at every multiple of this many steps, in addition to the end of each epoch."""
@@ -155,32 +151,30 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises BadInput for the first value that breaks its rule."""
-        for name, holds, rule in self._rules():
-            if not holds:
+        for name, is_kept, rule in self._rules():
+            if not is_kept:
                 value = getattr(self, name)
                 value = " ".join(map(str, value)) if isinstance(value, tuple) else value
                 raise BadInput(f"{flag(name)} {rule}" if value is True else f"{flag(name)} {value} {rule}")
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yields a setting, whether a rule of it holds, and the rule."""
+        """Yields a setting, whether its value keeps a rule, and the rule."""
         for name, hint in get_type_hints(type(self)).items():
             is_free = name in Settings.__annotations__ or not hasattr(Settings, name)
             yield name, is_free, "needs another name in config.py"
             if isinstance(hint, type):  # Unions and generic types are left to tyro.
                 fits = isinstance(getattr(self, name), int | float if hint is float else hint)
                 yield name, fits, f"must be of the type that it has in config.py, {hint.__name__}"
-        lengths = list(self.pad_to or ())
-        increases = lengths == sorted({each for each in lengths if 1 <= each <= LARGEST})
-        yield "pad_to", increases, "must be positive integers in increasing order"
+        lengths = self.pad_to or ()
+        yield "pad_to", [*lengths] == sorted({*lengths}), "must be positive integers in increasing order"
         yield "pad_to", self.pad_to != (), "needs lengths, such as --pad-to 64 128 256"
         # Python's timers take no more.
         yield "cluster_timeout", not self.cluster_timeout > 1e9, "must be at most 1e9"
         yield "ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "must be between 0 and 1"
         for name, value in vars(self).items():
-            for each in value if isinstance(value, tuple) else (value,):
-                yield from self._rules_of_value(name, each)
+            for part in value if isinstance(value, tuple) else (value,):
+                yield from self._rules_of_value(name, part)
         yield "init_partial", not self.init_partial or self.init_from is not None, "needs --init-from"
-        yield "export_format", self.export or self.export_format is None, "needs --export"
         yield "compare", self.compare != (), "needs directories of runs"
         yield "fresh", not (self.fresh and self.evaluates), "leaves no run to evaluate: remove it"
         yield "fresh", not (self.fresh and self.compare), "cannot be combined with --compare"
@@ -193,9 +187,6 @@ class Settings:
             yield name, not (self.eager and getattr(self, name)), rule
         several = self.strategy in ("multi_worker", "tpu", "parameter_server")
         yield "strategy", not (self.eager and several), "cannot be combined with --eager, which is for one process"
-        needed = ("onnx", "tf2onnx") if self.export_format == "onnx" else ()
-        missing = " ".join(name for name in needed if not importlib.util.find_spec(name))
-        yield "export_format", not missing, f"needs packages: pip install {missing}"
 
     def _rules_of_value(self, name: str, value: Any) -> Iterator[tuple[str, bool, str]]:
         """Yields the rules that follow from the type of a value; the engine's numbers are counts and amounts."""
@@ -218,7 +209,7 @@ class Settings:
     @property
     def evaluates(self) -> bool:
         """Whether a run is evaluated, not trained."""
-        return self.evaluate_only or self.evaluate_continuously
+        return self.evaluate_only or self.evaluate_continuously is not None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the settings as config.json contains them; values that JSON cannot represent become text."""
@@ -264,8 +255,7 @@ def recorded_settings(run_dir: Path) -> dict[str, Any] | None:
     """Returns the settings in a run's config.json; None without that file. Raises BadInput if a part is damaged."""
     if (recorded := read_json(run_dir / CONFIG)) is None:
         return None
-    kinds = {"settings": dict, "versions": dict, "code_sha256": dict, "records": dict, "starts": list}
-    for name, kind in kinds.items():
+    for name, kind in {"settings": dict, "versions": dict, "code_sha256": dict, "starts": list}.items():
         if not isinstance(recorded.get(name, None if name == "settings" else kind()), kind):
             raise BadInput(f"{run_dir / CONFIG} has no usable {name}: restore the file, or start a new run")
     return recorded["settings"]

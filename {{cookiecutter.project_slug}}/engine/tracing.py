@@ -27,7 +27,6 @@ DRAW_NOTHING = ("CudnnRNN", "RandomShuffleQueue")
 ENGINE = Path(__file__).parent
 LIBRARIES = [sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")]
 NOT_OF_THE_USER = (*LIBRARIES, "<", f"{ENGINE}{os.sep}", str(ENGINE.parent / "train.py"))  # How such file names begin.
-OWN_CLOCK = "engine_clock"  # The name of a variable, and of Timestamp operations, that change no result.
 DRAWN_ONCE = "drawn_once"  # A graph's collection of the generators of Python from which its hooks drew.
 # Read while nothing is being traced: within a trace it would be the status of the functions around a hook.
 _STATUS = tf.__internal__.autograph.control_status_ctx()
@@ -100,7 +99,7 @@ def look_at(graph: tf.Graph) -> Traced:
     # Only variables have such data, tables and iterators do not.
     captured = {id(handle): inside for handle, inside in graph.captures if getattr(handle, "_handle_data", None)}
     names = {id(variable.handle): variable.name for variable in graph.variables}
-    operations = [each for each in operations_of(graph) if each.type != "Timestamp" or OWN_CLOCK not in each.name]
+    operations = operations_of(graph)
 
     changed = {key: names.get(key, "") for key, inside in captured.items() if _is_changed(inside)}
 
@@ -110,7 +109,7 @@ def look_at(graph: tf.Graph) -> Traced:
 
     return Traced(
         used=frozenset(captured),
-        changed={key: name for key, name in changed.items() if name != f"{OWN_CLOCK}:0"},
+        changed=changed,
         random_operations=described(_draws),
         python_calls=described(PYTHON_CALLS.__contains__),
         table_changes=described(TABLE_CHANGES.__contains__),

@@ -18,12 +18,6 @@ from optuna.visualization import matplotlib
 
 from engine.errors import BadInput
 
-PRUNERS = {
-    "median": optuna.pruners.MedianPruner,
-    "hyperband": optuna.pruners.HyperbandPruner,
-    "successive-halving": optuna.pruners.SuccessiveHalvingPruner,
-    "none": optuna.pruners.NopPruner,
-}
 FAILURES_IN_A_ROW = 3
 TRIALS_TO_DRAW = 5  # An importance that is estimated from fewer scores would be noise.
 
@@ -47,6 +41,8 @@ class Trials:
     def __init__(self, folder: Path, direction: str, pruner: str) -> None:
         """Opens the study in a folder, or starts one. `direction` says which score is best: "min" or "max".
 
+        `pruner` is the name of a class in optuna.pruners, which is used with its defaults.
+
         Raises BadInput if the folder cannot be used, or its study has the other direction.
         """
         self._folder = folder
@@ -63,14 +59,16 @@ class Trials:
                 storage=optuna.storages.JournalStorage(journal),
                 study_name="sweep",
                 direction=optuna_direction,
-                pruner=PRUNERS[pruner](),
+                pruner=getattr(optuna.pruners, pruner)(),
                 load_if_exists=True,
             )
         except OSError as problem:
             raise BadInput(f"--sweep-dir {folder} cannot be used ({problem.strerror}): use another one") from None
         if self._study.direction.name != optuna_direction.upper():
-            has = f"has scores to {self._study.direction.name.lower()}, and --monitor-direction is {direction}"
-            raise BadInput(f"--sweep-dir {folder} {has}: use another one")
+            raise BadInput(
+                f"--sweep-dir {folder} has scores to {self._study.direction.name.lower()}, and --monitor-direction is "
+                f"{direction}: use another one"
+            )
 
     def take(self, space: Space, most: int, arguments: list[str]) -> Trial | None:
         """Returns a trial that a killed program has left, or else a new one; None if there are `most`, all taken.
@@ -128,8 +126,8 @@ class Trials:
         """Records a trial that failed. Raises BadInput if it is the third in a row with this error."""
         trial.reporter.set_user_attr("error", error)
         self._end(trial, state=TrialState.FAIL)
-        last = [each for each in self._trials() if each.state.is_finished()][-FAILURES_IN_A_ROW:]
-        if len(last) == FAILURES_IN_A_ROW and all(_error(each) == error for each in last):
+        errors = [_error(trial) for trial in self._trials() if trial.state.is_finished()]
+        if errors[-FAILURES_IN_A_ROW:] == [error] * FAILURES_IN_A_ROW:
             raise BadInput(f"{FAILURES_IN_A_ROW} trials in a row ended with: {error}")
 
     def _end(self, trial: Trial, score: float | None = None, state: TrialState | None = None) -> None:

@@ -26,7 +26,6 @@ NO_CLUSTER = [
     {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
     {"JOB_COMPLETION_INDEX": "0", "WORKERS": "1"},
     {"JOB_COMPLETION_INDEX": "1", "SERVICE_NAME": "any"},
-    {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
 ]
 
 
@@ -59,10 +58,6 @@ def test_managed_clouds_describe_a_cluster(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("TF_CONFIG", json.dumps(described))
     leave_as_evaluator()
     assert find_cluster(os.environ) is None
-
-    sagemaker = find_cluster({"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2"})
-    assert sagemaker.processes() == {"worker 0": "algo-1:12345", "worker 1": "algo-2:12345"}
-    assert sagemaker.name == "worker 1"
 
 
 def test_slurm_step_is_a_cluster_by_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +116,6 @@ MALFORMED = [
     (tf_config({"worker": TWO}, "evaluator"), "as an evaluator: start it with --evaluate-continuously"),
     (tf_config({"worker": TWO, "master": ["a:1"]}), "the job master: use only chief, worker, ps"),
     (tf_config({"worker": TWO, "chief": ["a:1", "b:1"]}), "2 chiefs"),
-    ({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "b"}, 'SM_HOSTS=["algo-1"] and SM_CURRENT_HOST=b in'),
     (tf_config({"worker": ["host0", "host1:1"]}), "worker 0 at 'host0': an address must be a host"),
     (tf_config({"worker": ["host0:1", "host1:65536"]}), "worker 1 at 'host1:65536'"),
     (tf_config({"worker": ["http://host0:1", "host1:1"]}), "worker 0 at 'http://host0:1': an address must"),

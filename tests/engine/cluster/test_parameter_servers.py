@@ -1,8 +1,10 @@
 """Parameter servers: which settings are refused, and ports in use, and the end of a chief that has no workers left."""
 
+import contextlib
 import socket
 import time
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +12,6 @@ import pytest
 from config import Config
 from engine.cluster import parameter_servers
 from engine.cluster.environment import Cluster
-from engine.cluster.parameter_servers import WorkerPool
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput, PeerLost
 
@@ -33,22 +34,9 @@ def test_settings_for_which_replicas_must_wait_are_refused(monkeypatch: pytest.M
             create_strategy(Config(strategy="parameter_server", cluster_timeout=1.0, **settings))
 
 
-def test_chief_waits_as_long_as_one_worker_is_there_and_ends_when_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_servers, "SECONDS_BETWEEN_LOOKS", 0.01)
-    monkeypatch.setattr(parameter_servers, "SECONDS_WITHOUT_WORKERS", 0.2)
-    pool, done_at = object.__new__(WorkerPool), time.monotonic() + 1
-    pool._coordinator = SimpleNamespace(done=lambda: time.monotonic() > done_at, join=lambda: None)
-    with socket.create_server(("127.0.0.1", 0)) as worker:
-        pool._addresses = ["127.0.0.1:1", f"127.0.0.1:{worker.getsockname()[1]}"]  # Nothing listens at the first.
-        pool._wait()
-        assert time.monotonic() > done_at
-    pool._coordinator = SimpleNamespace(done=lambda: False)
-    with pytest.raises(PeerLost, match="all workers are gone: check their logs, then restart the cluster"):
-        pool._wait()
-
-
-def test_chief_ends_when_a_process_is_frozen(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """The system accepts connections for a stopped process, which says nothing."""
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lets the chief look for the others often; when it ends, it raises SystemExit. Counts how often it looked."""
     monkeypatch.setattr(parameter_servers, "SECONDS_BETWEEN_LOOKS", 0.01)
     monkeypatch.setattr(parameter_servers, "SECONDS_WITHOUT_WORKERS", 1.0)
 
@@ -56,11 +44,53 @@ def test_chief_ends_when_a_process_is_frozen(monkeypatch: pytest.MonkeyPatch, ca
         raise SystemExit(code)
 
     monkeypatch.setattr(parameter_servers.os, "_exit", end)
+    looks, lost = [], parameter_servers.lost
+    monkeypatch.setattr(parameter_servers, "lost", lambda cluster: looks.append(1) or lost(cluster))
+    return looks
+
+
+def cluster_of(workers: list[str], server: str) -> Cluster:
+    return Cluster("TF_CONFIG", {"chief": ["c:1"], "worker": workers, "ps": [server]}, "chief", 0)
+
+
+@contextlib.contextmanager
+def speaking() -> Iterator[tuple[str, Callable[[], None]]]:
+    """A process that speaks first, as TensorFlow's server does; yields its address, and what ends it."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as thread:
+
+        def speak() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    server.accept()[0].send(b"\0")
+
+        thread.submit(speak)
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}", lambda: server.shutdown(socket.SHUT_RDWR)
+        finally:
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)
+
+
+def test_chief_waits_as_long_as_one_worker_is_there_and_ends_when_none_is_left(looks: list[int], capsys) -> None:
+    with speaking() as (server, _), speaking() as (worker, end_worker), ThreadPoolExecutor(1) as thread:
+        cluster = cluster_of(["127.0.0.1:1", worker], server)  # Nothing listens at the first.
+        watching = thread.submit(parameter_servers._end_without_others, cluster)
+        time.sleep(2.0)
+        assert not watching.done()
+        assert looks
+        end_worker()
+        with pytest.raises(SystemExit, match="43"):
+            watching.result(timeout=20)
+    line = "ERROR: all workers are gone: check their logs, then restart the cluster"
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_chief_ends_when_a_process_is_frozen(looks: list[int], capsys) -> None:
+    """The system accepts connections for a stopped process, which says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        addresses = {"chief": ["c:1"], "worker": ["127.0.0.1:1"], "ps": [address]}  # The worker is gone.
         with pytest.raises(SystemExit, match="44"):
-            parameter_servers._end_if_frozen(Cluster("TF_CONFIG", addresses, "chief", 0))
+            parameter_servers._end_without_others(cluster_of(["127.0.0.1:1"], address))  # The worker is gone.
     line = f"ERROR: ps 0 ({address}) does not answer, perhaps because it is frozen: end it, then restart the cluster"
     assert capsys.readouterr().err.splitlines() == [line]
 
@@ -70,7 +100,6 @@ def test_port_in_use_is_waited_for_and_named(job: str, capsys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         addresses = {name: [address] if name == job else ["127.0.0.1:1"] for name in ("chief", "worker", "ps")}
-        start = parameter_servers.coordinate if job == "chief" else parameter_servers.serve
         with pytest.raises(PeerLost, match=f"TF_CONFIG puts {job}.* at {address}, which another program uses: end"):
-            start(Cluster("TF_CONFIG", addresses, job, 0), timeout=0.3)
+            parameter_servers.start(Cluster("TF_CONFIG", addresses, job, 0), timeout=0.3)
     assert "waits up to 0.3 s for the port" in capsys.readouterr().err

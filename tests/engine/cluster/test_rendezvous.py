@@ -1,5 +1,6 @@
 """The rendezvous of the processes of a cluster, and which are lost: without TensorFlow, in this process."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import errno
@@ -16,7 +17,7 @@ from processes import until
 
 from engine.cluster import rendezvous as module
 from engine.cluster.environment import Cluster
-from engine.cluster.rendezvous import _listen, is_listening, kind_of_loss, lost, rendezvous
+from engine.cluster.rendezvous import is_listening, kind_of_loss, lost, rendezvous
 from engine.cluster.workers import _accused
 from engine.errors import BadInput, CountedLoss, PeerLost
 
@@ -47,8 +48,7 @@ def together(members: list[Cluster], facts: list[dict[str, Any]], *, seconds: fl
 
 
 def hello(process: Cluster, /, **more: Any) -> bytes:
-    said = {"task": process.name, "cluster": process.addresses, "facts": {}, "own": {}, "missing": []}
-    said |= {"rejection": "", "everyone": {}}
+    said = {"name": process.name, "cluster": process.addresses, "facts": {}, "own": {}, "verdict": {}}
     return json.dumps({**said, **more}).encode() + b"\n"
 
 
@@ -126,10 +126,10 @@ def test_process_with_other_settings_or_code_is_named_by_all(monkeypatch: pytest
     ]
     members, ask = local(3), module._ask
 
-    def slow_for_the_chief(address: str) -> dict[str, Any] | None:
+    async def slow_for_the_chief(address: str) -> dict[str, Any] | None:
         # The other one finds the difference first.
-        time.sleep(0 if address == members[0].processes()["worker 0"] else 1)
-        return ask(address)
+        await asyncio.sleep(0 if address == members[0].processes()["worker 0"] else 1)
+        return await ask(address)
 
     monkeypatch.setattr(module, "_ask", slow_for_the_chief)
     chief, other, third = together(members, facts, seconds=20)
@@ -152,15 +152,15 @@ def test_port_in_use_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch, ca
     # The code of this end is tried again.
     with (
         socket.create_server(("127.0.0.1", port_of(members[1]))),
-        pytest.raises(CountedLoss, match=r"worker 1 at .* where it cannot listen .*: end the program that uses"),
+        pytest.raises(CountedLoss, match=r"worker 1 at .*, which another program uses: end that program, or choose"),
     ):
         rendezvous(members[1], {}, timeout=0.3)
     assert "waits up to 0.3 s for the port" in capsys.readouterr().err
 
-    def refuse(address: str) -> socket.socket:
+    def refuse(address: str) -> bool:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(module, "_listen", refuse)
+    monkeypatch.setattr(module, "_is_free", refuse)
     with pytest.raises(BadInput, match=r"where it cannot listen \(Permission denied\): choose another port"):
         rendezvous(members[0], {}, timeout=20)
 
@@ -171,7 +171,7 @@ STRANGE = {
     "no text": b"{\xff\xfe\n",
     "nested too deep": b'{"a":' * 60_000 + b"\n",
     "no end": b"{" * 2**20,
-    "a list for a name": {"task": ["worker 1"]},
+    "a list for a name": {"name": ["worker 1"]},
 }
 
 
@@ -206,8 +206,15 @@ def test_strangers_do_not_disturb_the_rendezvous_which_no_other_address_can_reac
 
 
 def test_process_listens_everywhere_where_the_address_is_not_a_loopback_one() -> None:
-    with _listen("a-name-that-nobody-knows-yet:0") as server:
-        assert server.getsockname()[0] in ("::", "0.0.0.0")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    addresses = {"worker": [f"a-name-that-nobody-knows-yet:{port}", "127.0.0.1:1"]}
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        chief = thread.submit(rendezvous, Cluster("TF_CONFIG", addresses, "worker", 0), {}, timeout=2.0)
+        until(lambda: is_listening(f"127.0.0.1:{port}"), seconds=10)
+        until(lambda: is_listening(f"127.0.0.2:{port}"), seconds=10)
+        with pytest.raises(PeerLost):
+            chief.result()
 
 
 def test_name_that_cannot_be_resolved_is_named() -> None:

@@ -151,9 +151,10 @@ def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
 
 def test_workers_with_their_own_steps_share_the_examples_of_an_epoch() -> None:
     """As with parameter servers, where the pipeline is made in the graph of a worker."""
-    config, pool = Config(simulated_devices=1, global_batch_size=4, seed=5), SimpleNamespace(count=2)
+    config = Config(simulated_devices=1, global_batch_size=4, seed=5)
+    workers = SimpleNamespace(count=1, index=0, pool=SimpleNamespace(count=2))
     task = SimpleNamespace(load_examples=lambda _: numbers(40), prepare_example=lambda one, two: (one, two))
-    made = load_splits(["train"], task, config, create_strategy(config), workers=pool)["train"]
+    made = load_splits(["train"], task, config, create_strategy(config), workers)["train"]
 
     @tf.function
     def ten_batches(pipeline: tf.Tensor) -> tf.Tensor:

@@ -122,8 +122,8 @@ def test_steps_are_those_that_all_workers_can_take() -> None:
 
     task = SimpleNamespace(load_examples=hook, prepare_example=lambda features, label: (features, label))
     config = Config(global_batch_size=8, simulated_devices=2)
-    context = tf.distribute.InputContext(2, 0)
-    made = load_splits(("train", "test"), task, config, create_strategy(config), context, gather)
+    workers = SimpleNamespace(count=2, index=0, gather=gather, pool=None)
+    made = load_splits(("train", "test"), task, config, create_strategy(config), workers)
     assert calls == ["task.load_examples('train')", "task.load_examples('test')"]
     # Of each batch, 4 examples are of each worker: the one with 25 has 6 times 4.
     assert (made["train"].steps_per_pass, made["train"].dropped, made["train"].number_of_examples) == (6, 18, 66)
@@ -131,7 +131,7 @@ def test_steps_are_those_that_all_workers_can_take() -> None:
     remedy = "with input_context each takes its part from files of its own; use a multiple of that"
     with pytest.raises(BadInput, match=f"--global-batch-size 9 cannot be shared equally by 2 workers: {remedy}"):
         odd = dataclasses.replace(config, global_batch_size=9)
-        load_splits(("train",), task, odd, create_strategy(config), context, gather)
+        load_splits(("train",), task, odd, create_strategy(config), workers)
 
 
 def test_evaluation_batches_have_a_size_of_their_own() -> None:

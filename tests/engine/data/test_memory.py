@@ -12,7 +12,7 @@ import tensorflow as tf
 from loading import batches_of, whole
 
 from config import Config
-from engine import memory
+from engine import machine
 from engine.data import batches as batches_module
 from engine.data import element_spec, pipelines
 from engine.data import examples as examples_module
@@ -160,9 +160,9 @@ def test_large_batches_of_an_evaluation_do_not_stay_ready_after_it(monkeypatch: 
 def test_more_than_half_of_the_machine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
     limit.write_text("max\n")
-    monkeypatch.setattr(memory, "Path", lambda _: limit)
+    monkeypatch.setattr(machine, "Path", lambda _: limit)
     sizes = {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**20}  # 4 GB
-    monkeypatch.setattr(memory.os, "sysconf", sizes.__getitem__)
+    monkeypatch.setattr(machine.os, "sysconf", sizes.__getitem__)
     assert summary._memory_warning(2**30, 2) == ""
     assert "3.0 GB in 3 process(es), more than half of the 4.0 GB of this mach" in summary._memory_warning(2**30, 3)
     limit.write_text(f"{2**30}\n")  # Of a container.

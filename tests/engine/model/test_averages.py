@@ -34,13 +34,10 @@ def test_each_replica_averages_its_statistics_and_the_evaluation_their_mean(monk
         for index in range(first, first + count):
             train.run_steps["train"](stack, index, 1)
             measured.append([[value.numpy() for value in local(mean)] for mean in means])
-    # What each step has measured itself: each of its two calls, one for a micro-batch, leaves half of the moving mean.
-    before = np.concatenate([np.zeros_like(measured[:1]), measured[:-1]])
-    of_steps = (np.array(measured, np.float64) - 0.25 * before) / 0.75
-    # The first step's stands for the initial weights too. The second step's decay is 2 / 11, the third's 3 / 12.
-    expected = np.average(of_steps, axis=0, weights=[3 / 12 * 2 / 11, 3 / 12 * 9 / 11, 9 / 12])
+    # The first step's decay is 1 / 10, the second's 2 / 11, the third's 3 / 12. A moving mean is 0 at first.
+    expected = np.tensordot([3 / 12 * 2 / 11 * 9 / 10, 3 / 12 * 9 / 11, 9 / 12], np.array(measured, np.float64), 1)
     assert not np.array_equal(*expected[0])
-    assert not np.array_equal(*of_steps[:2])
+    assert not np.array_equal(*measured[:2])
     with train.run.evaluation_weights():
         for mean, averages in zip(means, expected, strict=True):
             for value in local(mean):
@@ -53,7 +50,7 @@ def test_each_replica_averages_its_statistics_and_the_evaluation_their_mean(monk
 def test_average_reaches_what_it_averages() -> None:
     # In float32 each of these moves is rounded to nothing.
     variable, decay, updates = tf.Variable(1.0), 0.9999, 5000
-    average = MovingAverage({"weight": variable}, {}, decay)
+    average = MovingAverage({"weight": variable}, decay)
     variable.assign(1.0005)
 
     @tf.function

@@ -12,7 +12,7 @@ from replicas import on_replicas, updating
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
-from engine.model import gather_batch, in_micro_batches, in_one_batch, places_in_batch, sum_over_batch
+from engine.model import gather_batch, places_in_batch, replica_step, sum_over_batch
 from engine.model.optimizers import prepare_optimizer
 
 EXAMPLES, TOKENS, WIDTH = 16, 3, 2
@@ -72,7 +72,7 @@ def token_mean_in_numpy() -> tuple[float, np.ndarray]:
 @pytest.mark.parametrize(("replicas", "micro_batches", "compiled"), [(1, 4, True), (2, 2, False), (4, 2, True)])
 def test_mean_over_tokens_is_that_of_the_global_batch(replicas: int, micro_batches: int, compiled: bool) -> None:
     mean = Descent(replicas, START, token_mean)
-    step = in_micro_batches(mean.step, Config(micro_batches=micro_batches))
+    step = replica_step(mean.step, Config(micro_batches=micro_batches))
     losses = on_replicas(replicas, step, compiled=compiled)(BATCH)
     loss, weight = token_mean_in_numpy()
     np.testing.assert_allclose(sum(map(float, losses)), loss, rtol=1e-5)
@@ -81,7 +81,7 @@ def test_mean_over_tokens_is_that_of_the_global_batch(replicas: int, micro_batch
 
 def test_batch_in_which_nothing_counts_leaves_the_weights() -> None:
     mean = Descent(2, START, token_mean)
-    step = in_micro_batches(mean.step, Config(micro_batches=2))
+    step = replica_step(mean.step, Config(micro_batches=2))
     losses = on_replicas(2, step)((FEATURES, LABELS, np.zeros_like(WEIGHTS)))
     assert sum(map(float, losses)) == 0.0
     assert mean.weight.numpy().ravel().tolist() == [1.0, 2.0]
@@ -96,7 +96,7 @@ def test_counts_may_be_arrays_or_in_16_bits_and_are_equal_on_all_replicas() -> N
         return large + tf.reduce_sum(tf.stack([1.0, 10.0, 100.0]) * sum_over_batch(count_labels))
 
     expected = 80_000.0 + np.bincount(LABELS.ravel(), minlength=3) @ [1.0, 10.0, 100.0]
-    assert on_replicas(2, in_one_batch(step))(BATCH) == [expected] * 2
+    assert on_replicas(2, replica_step(step))(BATCH) == [expected] * 2
 
 
 def test_sum_outside_a_step_is_refused() -> None:
@@ -108,7 +108,7 @@ def test_sum_outside_a_step_is_refused() -> None:
 def test_gathered_values_are_in_order_and_have_gradients(replicas: int) -> None:
     weight = np.array([[1.0, 0.5], [2.0, -1.0]])
     found = Descent(replicas, weight.tolist(), contrast)
-    losses = on_replicas(replicas, in_micro_batches(found.step, Config()))(BATCH)
+    losses = on_replicas(replicas, replica_step(found.step, Config()))(BATCH)
     inputs = FEATURES[:, 0]
     values = np.tanh(inputs @ weight)
     after, before = np.roll(values, -1, axis=0), np.roll(values, 1, axis=0)
@@ -133,7 +133,7 @@ def test_dtypes_that_no_collective_gathers_are_cast(monkeypatch: pytest.MonkeyPa
         return tf.add_n([tf.reduce_sum(tf.cast(each, tf.float32)) for each in values])
 
     monkeypatch.setattr(tf.distribute.ReplicaContext, "all_gather", recorded)
-    assert on_replicas(2, in_one_batch(step))(BATCH) == [2.0 * (LABELS % 2).sum()] * 2
+    assert on_replicas(2, replica_step(step))(BATCH) == [2.0 * (LABELS % 2).sum()] * 2
     assert gathered == {"float32", "int32"}
 
 
@@ -144,10 +144,10 @@ def test_update_on_a_condition_is_refused_on_several_replicas() -> None:
         return tf.cond(batch[0][0, 0, 0] > -1e9, lambda: mean.step(batch), lambda: 0.0)
 
     with pytest.raises(BadInput, match=r"inside a tf\.cond or a loop, where replicas cannot wait"):
-        on_replicas(2, in_micro_batches(step, Config()))(BATCH)
+        on_replicas(2, replica_step(step, Config()))(BATCH)
 
 
 def test_gathering_in_micro_batches_is_refused() -> None:
-    step = in_micro_batches(lambda batch: tf.reduce_sum(gather_batch(batch[0])), Config(micro_batches=2))
+    step = replica_step(lambda batch: tf.reduce_sum(gather_batch(batch[0])), Config(micro_batches=2))
     with pytest.raises(BadInput, match=r"--micro-batches is 2, .*gather_batch: .*: remove --micro-batches"):
         step((tf.ones([4, 1]),) * 3)

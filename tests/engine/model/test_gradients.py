@@ -76,7 +76,7 @@ def test_gradients_cross_replicas_once_and_are_not_bundled(monkeypatch: pytest.M
     monkeypatch.setattr(strategy.extended, "batch_reduce_to", counted)
     monkeypatch.setattr(task, "create_model", linear_model)
     train.build(Config(simulated_devices=2, micro_batches=2, ema_decay=0.9, global_clipnorm=1.0))
-    bundles = [each for each in operations_of(train.graph("train")) if each.type == "IdentityN"]
+    bundles = [each for each in operations_of(train.run_steps["train"].graph()) if each.type == "IdentityN"]
     assert len(sums) == 1
     assert not bundles, "With gradients in one IdentityN, Grappler loses that an update follows the reads before it."
 

@@ -17,10 +17,8 @@ from engine.cluster import parameter_servers
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model import sum_over_batch
-from engine.model.build import set_up
-from engine.model.metrics import LARGEST_SHOWN, ResultNames, drifting, metric_results
+from engine.model.metrics import LARGEST_SHOWN, ResultNames, drifting, in_float64, metric_results
 from engine.model.rejections import monitor_direction
-from engine.model.sums import sum_in_float64
 
 
 class Total(keras.metrics.Metric):
@@ -233,16 +231,16 @@ def test_counts_of_several_workers_are_added_in_one_operation(monkeypatch: pytes
         assert (float(mean.result()), int(optimizer.iterations)) == (1.0, 1)
         return {each for each in kinds if each.startswith("Assign")}
 
-    sum_in_float64()  # The metric's sums are added in one operation in any case.
-    # For the optimizer's count, Keras reads, adds and writes: between the two, another worker's count is lost.
-    assert assignments() == {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
+    # For counts, Keras reads, adds and writes: between the two, another worker's count is lost.
+    assert assignments() == {"AssignVariableOp", "AssignSubVariableOp"}
     monkeypatch.setattr(keras.Variable, "assign_add", keras.Variable.assign_add)  # So that it is restored.
-    for name in ("_wait_until_free", "_wait_until_listening", "_end_if_frozen"):
+    for name in ("wait_until_free", "_wait_until_listening", "_end_without_others"):
         monkeypatch.setattr(parameter_servers, name, lambda *_: None)
     monkeypatch.setattr(parameter_servers, "start_tensorflow", lambda _, timeout, start: start())
     monkeypatch.setattr(tf.distribute, "ParameterServerStrategy", lambda _: SimpleNamespace(extended=SimpleNamespace()))
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}}')
-    parameter_servers.coordinate(SimpleNamespace(others=list), timeout=1.0)
+    chief = SimpleNamespace(job="chief", addresses={"worker": []}, others=list)
+    parameter_servers.start(chief, timeout=1.0)
     assert assignments() == {"AssignAddVariableOp", "AssignSubVariableOp"}
 
 
@@ -252,7 +250,7 @@ BATCHES, BATCH, STEPS, REPLICAS = 5, 4_000, 2_500, 4
 
 
 class Assigned(keras.metrics.Metric):
-    """The mean of the values that are not 0. It adds as Keras's Precision does, and then uses operations of float32."""
+    """The mean of the values. It adds as Keras's Precision does, and as Keras's Mean does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,11 +259,10 @@ class Assigned(keras.metrics.Metric):
 
     def update_state(self, values: tf.Tensor, sample_weight: tf.Tensor) -> None:
         self.total.assign(self.total + tf.reduce_sum(values * sample_weight))
-        self.count.assign_add(tf.reduce_sum(sample_weight) + tf.constant(0.0) * self.count)
+        self.count.assign_add(tf.reduce_sum(sample_weight))
 
     def result(self) -> tf.Tensor:
-        assert self.total.dtype == "float32"
-        return tf.math.divide_no_nan(self.total, tf.maximum(tf.constant(1.0), self.count.value))
+        return tf.math.divide_no_nan(self.total, self.count)
 
 
 def summing_metrics() -> dict[str, keras.metrics.Metric]:
@@ -281,9 +278,9 @@ def test_metrics_without_sums_in_float64_are_named() -> None:
     class OfTensorFlow(Assigned):
         variables = (tf.Variable(0.0),)
 
-    set_up(task, Config())
-    counts = keras.metrics.MeanIoU(10, dtype="int32")
-    metrics = {"train": summing_metrics(), "test": {**summing_metrics(), "iou": counts, "own": OfTensorFlow()}}
+    with in_float64():
+        counts = keras.metrics.MeanIoU(10, dtype="int32")
+        metrics = {"train": summing_metrics(), "test": {**summing_metrics(), "iou": counts, "own": OfTensorFlow()}}
     assert drifting(metrics) == ["iou (int32)", "own (float32)"]
 
 
@@ -297,8 +294,7 @@ def test_long_pass_gives_the_means_of_numpy() -> None:
 
     settings = Config(simulated_devices=REPLICAS)
     strategy = create_strategy(settings)
-    set_up(task, settings)
-    with strategy.scope():
+    with strategy.scope(), in_float64():
         metrics = summing_metrics()
     stacks = [tf.constant(each) for each in (values, labels, logits, weights)]
 

@@ -17,8 +17,7 @@ import train
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
-from engine.model import gather_batch, in_micro_batches
-from engine.model.global_batch import watch_added_losses
+from engine.model import gather_batch, replica_step
 from engine.model.moments import replace_moments
 
 Refused = Callable[..., str]
@@ -72,8 +71,9 @@ def test_bad_setting_is_refused(
 def test_strategy_of_one_machine_in_a_cluster_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}')
     assert "use --strategy multi_worker" in refused("--strategy=mirrored")
-    for alone in ("--check", "--evaluate-continuously"):
-        assert f"{alone} is for one process, but TF_CONFIG describes a cluster" in refused(alone)
+    for alone in ("--check", "--evaluate-continuously=9"):
+        name = alone.removesuffix("=9")
+        assert f"{name} is for one process, but TF_CONFIG describes a cluster" in refused(alone)
 
 
 def square_loss(labels, predictions):
@@ -208,20 +208,28 @@ def test_divergence_ends_with_its_step_and_exit_code_3(
     assert not (tmp_path / "result.json").exists()
 
 
+class LossInTraining(keras.layers.Layer):
+    def call(self, inputs, training=False):
+        if training:
+            self.add_loss(tf.reduce_mean(inputs))
+        return inputs
+
+
 def test_padding_that_would_count_is_refused() -> None:
     replace_moments()
-    watch_added_losses()
 
-    def take(layer: keras.layers.Layer, replicas: int = 2, *, gathers: bool = False, **settings: Any) -> None:
+    def take(
+        layer: keras.layers.Layer, replicas: int = 2, *, gathers: bool = False, training: bool = True, **settings: Any
+    ) -> None:
         with create_strategy(Config(simulated_devices=replicas)).scope():
-            layer.build((None, 3))
+            model = keras.Sequential([keras.Input((3,)), layer])
 
         def train_step(batch: Any) -> tf.Tensor:
             if gathers:
                 gather_batch(batch[0])
-            return tf.reduce_sum(layer(batch[0], training=True))
+            return tf.reduce_sum(model(batch[0], training=training))
 
-        step = in_micro_batches(train_step, Config(**{"global_batch_size": 33, **settings}))
+        step = replica_step(train_step, Config(**{"global_batch_size": 33, **settings}), model)
         on_replicas(replicas, step)([np.ones((20, 3), "float32")])
 
     normalization = functools.partial(keras.layers.BatchNormalization, name="a")
@@ -230,6 +238,7 @@ def test_padding_that_would_count_is_refused() -> None:
     for layer, gathers, what in (
         (normalization(synchronized=True), False, "the layer a normalizes the batch"),
         (own_loss, False, "the layer b adds a loss of its own"),
+        (LossInTraining(name="c"), False, "the layer c adds a loss of its own"),
         (plain, True, "task.train_step calls engine.model.gather_batch"),
     ):
         with pytest.raises(BadInput, match=f"^{uneven} {what}, which would count the padding: use 32 or 34$"):
@@ -239,4 +248,5 @@ def test_padding_that_would_count_is_refused() -> None:
     ):
         take(normalization(), 1, micro_batches=5)
     take(normalization(trainable=False))
+    take(normalization(), training=False)
     take(normalization(synchronized=True), gathers=True, global_batch_size=32)

@@ -15,8 +15,9 @@ import train
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
-from engine.model.build import TaskObjects, build_models
+from engine.model.build import build_models
 from engine.model.moments import replace_moments
+from engine.model.objects import TaskObjects
 from engine.model.variables import model_variables
 
 
@@ -68,12 +69,13 @@ def test_unsynchronized_statistics_are_averaged_before_evaluation(monkeypatch: p
         before = [value.numpy() for value in train.strategy.experimental_local_results(mean)]
         assert not np.array_equal(before[0], before[1])
         with train.run.evaluation_weights():
-            pass
-        one, other = [value.numpy() for value in train.strategy.experimental_local_results(mean)]
+            one, other = [value.numpy() for value in train.strategy.experimental_local_results(mean)]
         np.testing.assert_allclose(one, np.mean(before, axis=0), rtol=1e-6, atol=1e-7)
         np.testing.assert_array_equal(one, other)
+        after = [value.numpy() for value in train.strategy.experimental_local_results(mean)]
+        np.testing.assert_array_equal(after, before)
     np.testing.assert_array_equal(task.model.layers[2].kernel.numpy(), frozen)
-    assert train.run.objects.average_statistics.func.experimental_get_tracing_count() == 1
+    assert train.run.objects._average_over_replicas.func.experimental_get_tracing_count() == 1
 
 
 def test_sum_over_replicas_is_rounded_in_one_way_whatever_else_reads_its_parts() -> None:
@@ -226,7 +228,9 @@ def test_each_optimizer_is_in_the_state_and_has_a_column_for_its_rate(monkeypatc
         return {"a": keras.optimizers.LossScaleOptimizer(both), "b": keras.optimizers.SGD(0.25), "c": Silent(0.25)}
 
     rates = {"learning_rate/a/weights": 0.25, "learning_rate/a/biases": 0.5, "learning_rate/b": 0.25}
-    assert TaskObjects(None, of_models(), *[None] * 8).learning_rates() == rates
+    objects = TaskObjects(task, Config())
+    objects.optimizer = of_models()
+    assert objects.learning_rates() == rates
     monkeypatch.setattr(task, "create_model", linear_model)
     monkeypatch.setattr(task, "create_optimizer", lambda total_steps: several(keras.optimizers.Adam(0.5, name="bias")))
     train.build(Config(simulated_devices=2))

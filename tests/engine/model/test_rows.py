@@ -14,11 +14,11 @@ import train
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
+from engine.messages import user_errors_named
 from engine.model import rows
 from engine.model.gradients import apply_gradients, in_micro_batches
 from engine.model.optimizers import prepare_optimizer
 from engine.tracing import operations_of
-from engine.user_errors import user_errors_named
 
 ROWS, WIDTH, BATCH, IDS = 300, 4, 8, 4
 OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
@@ -172,14 +172,13 @@ def test_changes_are_added_so_that_workers_of_parameter_servers_lose_none() -> N
     table = tf.Variable(np.ones((ROWS, WIDTH), "float32"))
     workers = [rows.Rows(table, tf.constant([3])) for _ in range(2)]
     for each in workers:
-        each.assign_sub(tf.fill([1, WIDTH], 0.25))
+        tf.convert_to_tensor(each)  # Both read the row before one of them changes it.
     for each in workers:
-        each.write()
+        each.assign_sub(tf.fill([1, WIDTH], 0.25))
     assert table[3].numpy().tolist() == [0.5] * WIDTH
     twice = rows.Rows(table, tf.constant([4]))
     for _ in range(2):
         twice.assign_sub(tf.fill([1, WIDTH], 0.25))
-    twice.write()
     assert table[4].numpy().tolist() == [0.5] * WIDTH
 
 
@@ -196,12 +195,13 @@ def test_step_reads_and_writes_no_complete_table(monkeypatch: pytest.MonkeyPatch
     build(monkeypatch, lambda: keras.layers.Embedding(ROWS, WIDTH), simulated_devices=2)
     complete = {
         operation.type
-        for operation in operations_of(train.graph("train"))
+        for operation in operations_of(train.run_steps["train"].graph())
         for output in operation.outputs
         if output.shape.rank == 2 and output.shape[0] == ROWS
     }
     assert not complete
-    assert not rows.slow_reads(task.model, train.run.hidden.training)
+    train.run.trace(train.run_steps)
+    assert not rows.slow_reads(task.model, train.run.traced["train"])
     way = f"changes the rows that it looks up: sequential/embedding/embeddings ({ROWS} x {WIDTH})"
     assert way in rows.describe_tables(task.model)
 
@@ -213,7 +213,8 @@ def test_table_that_is_read_as_one_tensor_is_named(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(rows, "LARGE", ROWS)
     build(monkeypatch, lambda: Taken(ROWS, WIDTH, name="users"))
-    (line,) = rows.slow_reads(task.model, train.run.hidden.training)
+    train.run.trace(train.run_steps)
+    (line,) = rows.slow_reads(task.model, train.run.traced["train"])
     assert line.startswith("the step reads the table sequential/users/embeddings as one tensor (test_rows.py:")
 
 
@@ -247,7 +248,7 @@ def test_ftrl_and_momentum_change_every_row_unless_lazy() -> None:
         assert trained(lambda optimizer=optimizer: optimizer, steps=1)[1].startswith("every row, because")
 
 
-@pytest.mark.parametrize("kind", [each.__name__ for each in rows.BY_ELEMENT])
+@pytest.mark.parametrize("kind", rows.BY_ELEMENT)
 def test_lazy_rows_change_only_where_they_occur_and_there_by_the_same_formula(kind: str) -> None:
     def built() -> tuple[keras.Variable, keras.optimizers.Optimizer, list[keras.Variable]]:
         table = ones()

@@ -1,6 +1,7 @@
-"""python train.py --compare: one table, one picture."""
+"""python train.py --compare: its table."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 import train
-from engine.report.comparison import _read, figure_of_runs
 from engine.report.tables import write_rows
 
 
@@ -22,7 +22,9 @@ def run(path: str, scores: list[float], result: dict[str, Any] | None = None, **
     folder = Path(path)
     folder.mkdir(parents=True)
     recorded = {"run_dir": path, "epochs": 3, "seed": 0, "monitor": "validation/loss", **settings}
-    (folder / "config.json").write_text(json.dumps({"settings": recorded, "monitor_direction": "min"}))
+    strategy = {"strategy": "mirrored", "replicas": 2} if "two" in path else {"strategy": "one_device", "replicas": 1}
+    config = {"settings": recorded, "monitor_direction": "min", **strategy}
+    (folder / "config.json").write_text(json.dumps(config))
     if scores:
         rows = [{"epoch": n, "step": n, "seconds": 50.0, "validation/loss": score, "train/loss": 2 * score,
                  "validation/f1/0": 0.5} for n, score in enumerate(scores, 1)]  # fmt: skip
@@ -55,19 +57,41 @@ def test_table_has_what_differs_and_how_each_run_stands(
     assert found["--seed"] == ["0", "1", "1"]
     assert found["--learning-rate"] == ["0.1"]
     assert not {"--run-dir", "--epochs", "test/f1/0"} & found.keys()
-    assert (Path("comparison.png")).read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in paths[1].iterdir()) == ["config.json", "metrics.csv"]
 
 
-def test_picture_has_a_panel_for_each_metric_and_a_line_for_each_run() -> None:
-    runs = [_read(run("one/x", [0.5, 0.25]), "one/x"), _read(run("two/x", [0.5]), "two/x"), _read(run("c", []), "c")]
-    figure = figure_of_runs(runs)
-    assert figure
-    (axes,) = figure.axes
-    assert axes.get_title() == "loss"
-    curves = [(line.get_label(), line.get_linestyle(), list(line.get_ydata())) for line in axes.get_lines()]
-    assert curves[:3] == [("one/x", "-", [0.5, 0.25]), ("one/x", ":", [1.0, 0.5]), ("two/x", "-", [0.5])]
-    assert figure_of_runs(runs[2:]) is None
+def test_equal_numbers_look_equal_and_different_ones_do_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def result(score: float, last: float) -> dict[str, float]:
+        return {"best_epoch": 2, "best_validation/loss": score, "test/loss": last, "test/auc": math.nan}
+
+    score = 0.12345678901234567
+    next_score = math.nextafter(score, 1)
+    monkeypatch.setenv("COLUMNS", "120")
+    paths = [run("one", [0.5], result(score, 0.25)), run("two", [0.5], result(score, 0.250004))]
+    paths += [run("two-b", [0.5], result(next_score, 0.3))]
+    train.main(["--compare", *map(str, paths)])
+    found = lines(capsys.readouterr().out)
+    assert found["strategy"] == ["one_device", "mirrored", "mirrored"]
+    assert found["replicas"] == ["1", "2", "2"]
+    first, second, third = found["best validation/loss"]
+    assert first == second
+    assert (float(first), float(third)) == (score, next_score)
+    assert found["test/loss"] == ["0.25", "0.250004", "0.3"]
+    assert found["test/auc"] == ["nan"] * 3
+
+
+def test_runs_that_do_not_fit_beside_each_other_follow_and_long_texts_are_wrapped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = [run(f"run_{number}", [0.5], note="x" * 25 if number else "y" * 40) for number in range(5)]
+    train.main(["--compare", *map(str, runs)])
+    text = capsys.readouterr().out
+    assert [line.split() for line in text.splitlines() if "run_" in line] == [[f"run_{number}"] for number in range(5)]
+    assert "y" * 30 in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_what_is_no_run_and_other_work_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,4 +108,3 @@ def test_what_is_no_run_and_other_work_are_refused(capsys: pytest.CaptureFixture
             train.main(["--compare", *arguments])
         assert ended.value.code == 2
         assert rule in capsys.readouterr().err
-    assert not Path("comparison.png").exists()

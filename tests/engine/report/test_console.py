@@ -61,17 +61,31 @@ def plain(text: str) -> str:
 def test_epoch_line_groups_the_datasets_and_explains_them_once(console: Make) -> None:
     output = console(80)
     names = ResultNames({"train": {}, "validation": {}}, ["train", "validation"])
-    lines = Lines(names, "validation/loss", rest="runs/a/metrics.csv")
+    lines = Lines(names, "validation/loss", Path("runs/a/metrics.csv"))
     numbers = {"train/loss": 1.98524, "validation/loss": 0.97771, "train/accuracy": 0.25, "validation/accuracy": 1.0}
     for epoch, is_best in ((1, True), (2, False)):
         lines.print(f"epoch {epoch}/9", numbers, "0.3 s", "  5,244 examples/s", is_best=is_best)
     shown = plain(output()).splitlines()
     assert shown == [
         "Each metric as train / validation",
-        "epoch 1/9  loss  1.985 / 0.9777  accuracy 0.2500 /  1.000  0.3 s  best",
-        "epoch 2/9  loss  1.985 / 0.9777  accuracy 0.2500 /  1.000  0.3 s",
+        "epoch 1/9  loss  1.985 / 0.9777  accuracy 0.2500 /  1.000  0.3 s    5,244 examples/s  best",
+        "epoch 2/9  loss  1.985 / 0.9777  accuracy 0.2500 /  1.000  0.3 s    5,244 examples/s",
     ]
-    assert "\x1b[1;32mbest" in output()
+    assert re.search(r"\x1b\[1;32m *best", output())
+
+
+def test_monitored_result_and_losses_come_before_what_does_not_fit(console: Make) -> None:
+    output = console(120)
+    names = ResultNames({"train": {}, "validation": {}}, ["train", "validation"])
+    names.arrays = {f"validation/f1/{index}": "validation/f1" for index in range(3)}
+    lines = Lines(names, "validation/f1/2", Path("runs/a/metrics.csv"))
+    scores = {f"validation/f1/{index}": index / 4 for index in range(3)}
+    numbers = {f"train/metric_{letter}": 0.125 for letter in "abcdef"}
+    lines.print("epoch 1/9", {**numbers, "train/d_loss": 3.0, "validation/d_loss": 4.0, **scores}, is_best=False)
+    assert plain(output()).splitlines() == [
+        "Each metric as train / validation; 5 more in runs/a/metrics.csv",
+        "epoch 1/9  train/metric_a 0.1250  d_loss  3.000 /  4.000  validation/f1/2 0.5000",
+    ]
 
 
 # --- The live line ----------------------------------------------------------------------------------------------------
@@ -83,7 +97,7 @@ def test_live_line_shows_the_pass_fits_and_is_gone_before_an_error(
     monkeypatch.setattr(live, "SECONDS_BETWEEN_REFRESHES", -1.0)
     output = console(120)
     line = LiveLine(epochs=3)
-    with pytest.raises(RuntimeError), line.shown():
+    with pytest.raises(RuntimeError), line.removed_at_end():
         line.begin("train", 0, done=0, steps=4000)
         for loss in (1.0, 2.0, 6.0):
             line.took(np.full(1000, loss), 1000)
@@ -101,7 +115,7 @@ def test_live_line_shows_the_pass_fits_and_is_gone_before_an_error(
 def test_without_a_terminal_a_long_pass_prints_lines(console: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     output = console(terminal=False, FORCE_COLOR="1")
     line = LiveLine(epochs=3)
-    with line.shown():
+    with line.removed_at_end():
         line.begin("test", 0, done=0, steps=100)
         line.took(np.ones(10), 10)
         assert output() == ""  # It has not been minutes.
@@ -117,6 +131,7 @@ def test_without_a_terminal_a_long_pass_prints_lines(console: Make, monkeypatch:
 def test_panel_has_the_test_the_files_and_what_to_type(console: Make) -> None:
     result = {"test/[b]f1": 0.25, "test/f1/0": 0.1, "epochs": 3, "step": 1234, "best_epoch": 2, "seconds": 3723.4}
     result |= {"best_validation/loss": 0.70243394, "weights_sha256": "0123456789abcdef" * 4}
+    result["goodput"] = {"fraction": 0.75, "starts": 2, "seconds": {"training": 30.0, "saving": 10.0}}
     output = console(80)
     print_result(result, Config(run_dir=Path("runs/a b")))
     shown = plain(output())
@@ -126,15 +141,18 @@ def test_panel_has_the_test_the_files_and_what_to_type(console: Make) -> None:
         ("test, arrays", "1 numbers in result.json"),
         ("best epoch", "2 of 3, validation/loss 0.7024"),
         ("trained", "1,234 steps in 1:02:03"),
+        ("goodput", "75 % of 40.0 s in 2 starts were training steps that count"),
         ("next: export", "python train.py --export --run-dir 'runs/a b'"),
         ("next: curves", "tensorboard --logdir runs"),
     ):
         assert re.search(rf"│ {re.escape(name)} +{re.escape(value)} +│", shown), name
     output = console(terminal=False)
+    result["goodput"]["starts"] = 1
     print_result(result, Config(export=True))
     assert "0123456789abcdef" * 4 in output()
     assert "\x1b" not in output()
     assert "train.py --export" not in output()
+    assert "goodput" not in output()
 
 
 def test_table_of_checks_wraps_its_texts_in_a_terminal_only(console: Make) -> None:

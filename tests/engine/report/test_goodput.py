@@ -1,19 +1,14 @@
-"""goodput.json over several starts, some of which are killed; and which worker keeps the others waiting."""
+"""goodput.json over several starts, some of which are killed."""
 
-import csv
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from config import Config
 from engine.console import goodput_text
-from engine.model.metrics import ResultNames
 from engine.report import goodput as module
 from engine.report.goodput import Goodput
-from engine.report.report import Report
 from engine.run.progress import Progress
 
 
@@ -77,17 +72,3 @@ def test_damaged_file_is_replaced(tmp_path: Path, clock: SimpleNamespace) -> Non
         progress = Progress(spent={"training": 30.0, "starting": 5.0})
         found = start(tmp_path, progress, clock).record(progress.spent)["seconds"]
         assert {kind: seconds for kind, seconds in found.items() if seconds} == {"training": 30.0, "starting": 14.0}
-
-
-def test_worker_that_waits_least_is_in_steps_csv(tmp_path: Path) -> None:
-    names = ResultNames({"train": {}}, ["train"])
-    report = Report(Config(run_dir=tmp_path), names, "min", epochs_done=0, validated_step=0, step=0, resumed=[])
-    # The seconds that three workers have waited in the earlier executions, and the seconds of these executions.
-    totals = [0, 0, 0, 0], [0, 0, 0, 0], [1.0, 0.2, 0.9, 2.0], [1.5, 0.9, 0.95, 3.0], [2, 2, 1.75, 5.0]
-    for step, (*waited, seconds) in enumerate(totals, 1):
-        report.steps(step, 1, np.ones(1), 1.0, 1.0, lambda: {"learning_rate": 0.1}, (np.array(waited), seconds))
-    rows = csv.DictReader((tmp_path / "steps.csv").read_text(encoding="utf-8").splitlines())
-    found = [(row["slowest_worker"], row["slowest_delay"]) for row in rows]
-    assert found[:2] == [("", ""), ("", "")]
-    assert [worker for worker, _ in found[2:]] == ["1", "2", "0"]
-    assert [float(delay) for _, delay in found[2:]] == pytest.approx([0.8 / 2, 0.65, 0.6 / 2], abs=1e-9)

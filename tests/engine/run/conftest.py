@@ -84,6 +84,6 @@ def begin(tmp_path: Path) -> Callable[..., Run]:
         (tmp_path / "run").mkdir(exist_ok=True)
         config = Config(run_dir=tmp_path / "run", **settings)
         objects, strategy = Objects(), tf.distribute.get_strategy()
-        return Run(config, strategy, Workers(strategy), objects, objects)
+        return Run(config, strategy, Workers(strategy), objects)
 
     return begin

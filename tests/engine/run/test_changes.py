@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from short_runs import ONE_REPLICA, rows, run, stop
@@ -15,14 +14,15 @@ from short_runs import ONE_REPLICA, rows, run, stop
 import task
 import train
 from config import Config
-from engine.cluster.workers import Workers
+from engine.cluster.launcher import START_ID
 from engine.errors import BadInput
 from engine.files import write_json
-from engine.run import start
-from engine.run.directory import RunDirectory
+from engine.run import resume as resume_module
+from engine.run.directory import Directory
 from engine.run.progress import Progress
+from engine.run.resume import created_rates
 from engine.run.run import Run
-from engine.run.start import START_ID, _created_rates, _resume, lock_and_find_result
+from engine.run.start import RunDirectory
 
 Ended = Callable[..., tuple[int, str]]
 SGD = keras.optimizers.SGD
@@ -57,13 +57,13 @@ def test_every_optimizer_takes_a_changed_rate_or_schedule_and_keeps_what_a_hook_
         train.run.save()
 
     def resume() -> tuple[Progress, str]:
-        resumed = _resume(train.run, train.batches, {})
+        resumed = resume_module.resume(train.run, train.batches, {})
         assert resumed is not None
         return resumed
 
     linear = task.create_model
     build(0.003)
-    save(Progress(step=20, learning_rates=_created_rates(train.run)))
+    save(Progress(step=20, learning_rates=created_rates(train.run)))
     build(0.003)
     assert resume()[1] == "resumed from step-00000020"
     build(0.001, last=0.02)
@@ -129,15 +129,14 @@ def test_changed_examples_are_refused_and_used_on_purpose(
 def test_finished_run_is_found_unless_more_is_asked_for_or_its_result_is_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    workers = Workers(tf.distribute.get_strategy())
     complete = {"epochs": 4, "epochs_without_improvement": 2, "step": 80, "seconds": 1.0, "weights_sha256": "a"}
 
     def found(result: dict[str, Any], **settings: Any) -> dict[str, Any] | None:
         config = Config(run_dir=tmp_path, **settings)
         write_json(tmp_path / "config.json", {"settings": config.as_json()})
         write_json(tmp_path / "result.json", result)
-        with RunDirectory(tmp_path) as directory:
-            return lock_and_find_result(directory, config, workers)
+        with RunDirectory(config, tf.distribute.get_strategy()) as directory:
+            return directory.result()
 
     assert found(complete, epochs=4) == found(complete, epochs=9, patience=2) == complete
     assert "Finished already after 4 epochs (more --epochs would continue it" in capsys.readouterr().out
@@ -152,7 +151,7 @@ def test_fresh_begins_once_in_all_lives_of_a_start(tmp_path: Path, monkeypatch: 
     write_json(tmp_path / "config.json", {"settings": settings.as_json(), "start_id": "first"})
     for start_id, is_fresh in (("first", False), ("second", True), ("", True)):
         monkeypatch.setenv(START_ID, start_id)
-        assert start._is_fresh(settings) == is_fresh
+        assert Directory(settings).is_fresh == is_fresh
 
 
 # --- What a checkpoint says -------------------------------------------------------------------------------------------
@@ -162,11 +161,11 @@ def resume(
     run: Run, progress: Progress, *names: str, data: dict[str, Any] | None = None, shards_by_file: bool = False
 ) -> tuple[Progress, str]:
     """Resumes from a checkpoint with this progress; `names` are the datasets, and `data` has their fingerprints."""
-    newest = (Path(f"step-{progress.step:08d}"), {"weight": np.float32(progress.step)}, progress)
+    newest = (Path(f"step-{progress.step:08d}"), progress)
     batches: Any = {name: SimpleNamespace(shards_by_file=shards_by_file) for name in names}
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(start, "read_newest", lambda *_: newest)
-        resumed = start._resume(run, batches, data or {})
+        patching.setattr(resume_module, "restore_newest", lambda *_: newest)
+        resumed = resume_module.resume(run, batches, data or {})
     assert resumed is not None
     return resumed
 
@@ -194,10 +193,10 @@ def test_fewer_epochs_than_were_begun_and_lost_checkpoints_are_refused(begin: Ca
         resume(begin(epochs=1), progress, "train")
     assert resume(begin(epochs=2), progress, "train")[0] == progress
     run = begin()
-    assert start._resume(run, {}, {}) is None
+    assert resume_module.resume(run, {}, {}) is None
     (run.settings.run_dir / "result.json").touch()
     with pytest.raises(BadInput, match="checkpoints is empty although the run has gone far"):
-        start._resume(run, {}, {})
+        resume_module.resume(run, {}, {})
 
 
 def fingerprint(count: int) -> dict[str, Any]:

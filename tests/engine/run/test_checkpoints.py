@@ -16,8 +16,8 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, CannotWrite, Diverged
-from engine.run.checkpoints import LARGE, Checkpoints
-from engine.run.state import State, one_of_replicas, weights_sha256
+from engine.run.checkpoints import Checkpoints
+from engine.run.state import LARGE, State, one_of_replicas, weights_sha256
 from engine.run.writer import Writer
 
 
@@ -206,6 +206,7 @@ def test_what_is_not_finite_is_not_saved(size: int, value: float, tmp_path: Path
     mask = tf.Variable([0.0, float("-inf")])
     state = {"model/a": tf.Variable([1.0] * size), "mask": mask, "metrics/train/ratio": tf.Variable(value)}
     checkpoints = make_checkpoints(tmp_path, state, keep=2)
+    checkpoints.accept_infinite()
     checkpoints.save(1, {})
     state["model/a"].assign([1.0] * (size - 1) + [value])
     with pytest.raises(Diverged, match="after step 2 the variable model/a is not finite"):

@@ -14,20 +14,24 @@ import tensorflow as tf
 from small_states import make_checkpoints
 
 from config import Config
-from engine import versions
+from engine import machine
 from engine.errors import BadInput, CannotWrite, Unavailable
 from engine.files import write_atomically, write_json
 from engine.run import directory as directory_module
-from engine.run.directory import RunDirectory
+from engine.run.directory import Directory
+
+
+def at(path: Path, *, fresh: bool = False) -> Directory:
+    return Directory(Config(run_dir=path, fresh=fresh))
 
 
 def rejected(path: Path, *, fresh: bool = False) -> str:
     """Returns why a run cannot use a directory."""
-    with pytest.raises(BadInput) as problem, RunDirectory(path) as directory:
+    with pytest.raises(BadInput) as problem, at(path, fresh=fresh) as directory:
         if not fresh:
-            directory.check_same_run(Config(run_dir=path))
+            directory.check_same_run()
         directory.lock()
-        directory.open(fresh=fresh)
+        directory.open()
     return str(problem.value)
 
 
@@ -52,9 +56,9 @@ def test_directory_that_cannot_be_one_is_rejected(tmp_path: Path) -> None:
 def test_directory_of_other_files_is_rejected(fresh: bool, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".part").touch()
-    with RunDirectory(tmp_path / "run") as directory:
+    with at(tmp_path / "run") as directory:
         directory.lock()
-        directory.open(fresh=False)  # With hidden files only, it is of a run that was killed when it started.
+        directory.open()  # With hidden files only, it is of a run that was killed when it started.
     (tmp_path / "run" / "thesis.tex").write_text("mine")
     assert "is not empty and contains no run (config.json is missing)" in rejected(tmp_path / "run", fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -62,12 +66,12 @@ def test_directory_of_other_files_is_rejected(fresh: bool, tmp_path: Path) -> No
 
 def test_directory_in_use_is_rejected_until_it_is_not(tmp_path: Path) -> None:
     path = started(tmp_path / "run")
-    with RunDirectory(path) as holding:
+    with at(path) as holding:
         holding.lock()
         for fresh in (False, True):
             assert "is in use by another run" in rejected(path, fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    with RunDirectory(path) as directory:
+    with at(path) as directory:
         directory.lock()
 
 
@@ -82,20 +86,20 @@ def test_run_that_was_killed_where_there_are_no_locks_keeps_nobody_out(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     for _ in range(3):
-        killed.append(RunDirectory(path))  # Like a killed program, it releases nothing.
+        killed.append(at(path))  # Like a killed program, it releases nothing.
         killed[-1].lock()
         assert "is on a file system without locks: let only one run use it" in capsys.readouterr().out
 
 
 def test_lock_of_another_machine_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     path = started(tmp_path / "run", starts=[{"host": "node7", "machine": "another"}])
-    with (path / ".lock").open("w") as server, RunDirectory(path) as directory:
+    with (path / ".lock").open("w") as server, at(path) as directory:
         fcntl.flock(server, fcntl.LOCK_EX)  # As a server of NFS keeps the lock of a machine that is dead.
         threading.Timer(1.0, server.close).start()
         directory.lock()
         assert "is in use by another run, last started on node7; if" in capsys.readouterr().out
         monkeypatch.setattr(directory_module, "SECONDS_OF_LEASE", 0.1)
-        with pytest.raises(Unavailable, match="last started on node7: end that run"), RunDirectory(path) as third:
+        with pytest.raises(Unavailable, match="last started on node7: end that run"), at(path) as third:
             third.lock()
 
 
@@ -103,9 +107,9 @@ def test_fresh_moves_a_link_and_not_what_it_leads_to(tmp_path: Path, capsys: pyt
     started(tmp_path / "real")
     started(tmp_path / "link.1")
     (tmp_path / "link").symlink_to("real")
-    with RunDirectory(tmp_path / "link") as directory:
+    with at(tmp_path / "link", fresh=True) as directory:
         directory.lock()
-        directory.open(fresh=True)
+        directory.open()
     assert capsys.readouterr().out == f"Moved the run in {tmp_path / 'link'} to link.2\n"
     assert (tmp_path / "link.2").is_symlink()
     assert (tmp_path / "real" / "config.json").exists()
@@ -122,21 +126,21 @@ def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: p
         module = types.ModuleType(name)
         module.__file__ = str(project / name)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(versions, "PROJECT", project.resolve())
+    monkeypatch.setattr(machine, "PROJECT", project.resolve())
     monkeypatch.setattr(sys, "prefix", str(project / "env"))
 
-    facts, recorded = versions.shared_facts(), versions.versions()
+    facts, recorded = machine.shared_facts(), machine.versions()
     assert facts["code"].keys() == {"helper.py", "mine/losses.py"}
-    directory, settings = RunDirectory(tmp_path / "run"), Config(run_dir=tmp_path / "run")
+    settings = Config(run_dir=tmp_path / "run")
     started(tmp_path / "run", code_sha256=facts["code"], versions=recorded)
-    directory.check_same_run(settings)
+    at(tmp_path / "run").check_same_run()
     assert capsys.readouterr().out == ""
 
     (project / "helper.py").write_text("# Another one.\n")
     (project / "mine" / "losses.py").unlink()
     config = {"settings": settings.as_json(), "code_sha256": facts["code"], "versions": {**recorded, "keras": "3.0.0"}}
     write_json(tmp_path / "run" / "config.json", config)
-    directory.check_same_run(settings)
+    at(tmp_path / "run").check_same_run()
     changes = f"helper.py has changed, mine/losses.py is gone, keras 3.0.0 has become {keras.__version__}"
     assert f"Since the run in {tmp_path / 'run'} started, {changes}; further" in capsys.readouterr().out
 
@@ -147,8 +151,8 @@ def test_checkpoints_that_are_no_directory_are_rejected_before_the_training(name
     path.touch() if name == "best" else path.symlink_to(tmp_path / "not_mounted")
     reason = f"{path} is neither a directory nor a link to one: restore it, or start a new run"
     assert rejected(tmp_path / "run") == reason
-    with RunDirectory(tmp_path / "run") as directory:  # --fresh moves it aside.
-        directory.open(fresh=True)
+    with at(tmp_path / "run", fresh=True) as directory:  # --fresh moves it aside.
+        directory.open()
 
 
 def test_links_among_checkpoints_are_followed_and_what_they_lead_to_stays(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from small_states import make_checkpoints, variables
 from engine import retries
 from engine.errors import BadInput, Unavailable
 from engine.run import checkpoint_files
-from engine.run.checkpoints import Damaged, read_newest
+from engine.run.checkpoints import Damaged, restore_newest
 from engine.run.progress import Progress
 
 
@@ -40,17 +40,16 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(file: str, how: str, 
 
     damage(tmp_path / "states" / "step-00000002" / file, how)
     with pytest.raises(Damaged, match="step-00000002 is damaged"):
-        checkpoints.read(tmp_path / "states" / "step-00000002")
-    assert (state["a"].numpy() == 0).all()
-    path, values, progress = read_newest(checkpoints, best)
-    assert (path.name, progress.step, values["a"][0]) == ("step-00000001", 1, 1.0)
+        checkpoints.restore(tmp_path / "states" / "step-00000002")
+    path, progress = restore_newest(checkpoints, best)
+    assert (path.name, progress.step, float(state["a"][0])) == ("step-00000001", 1, 1.0)
     assert "step-00000002 is skipped" in capsys.readouterr().out
 
     # A checkpoint whose best weights are damaged is of no use either.
     damage(tmp_path / "best" / "step-00000001" / file, how)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(BadInput, match="has no usable checkpoint"):
-        read_newest(checkpoints, best)
+        restore_newest(checkpoints, best)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -86,9 +85,9 @@ def test_fault_that_passes_is_no_damage(
     monkeypatch.setattr(retries, "SECONDS_TO_WAIT", (0.001,) * 3)
     if told:
         with pytest.raises(Unavailable, match=told):
-            read_newest(states, best)
+            restore_newest(states, best)
     else:
-        path, _, progress = read_newest(states, best)
+        path, progress = restore_newest(states, best)
         assert (path.name, progress.step) == ("step-00000002", 2)
 
 
@@ -129,7 +128,7 @@ def test_checkpoint_of_another_version_is_rejected_and_stays(newer: dict, tmp_pa
     # Its variables may differ, too, which alone would mean another model.
     checkpoints = make_checkpoints(tmp_path, variables(b=(3,)), keep=2)
     with pytest.raises(BadInput, match=r"step-00000002 was written by another version of engine/ .*(colour|format 2)"):
-        read_newest(checkpoints, make_checkpoints(tmp_path / "best", {}))
+        restore_newest(checkpoints, make_checkpoints(tmp_path / "best", {}))
 
 
 def test_files_that_another_program_holds_are_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

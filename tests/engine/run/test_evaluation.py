@@ -30,7 +30,7 @@ def test_evaluation_is_of_the_best_weights_and_changes_nothing(whole: Path) -> N
 def test_evaluation_of_damaged_weights_or_with_other_settings_is_refused(
     whole: Path, tmp_path: Path, ended: Ended
 ) -> None:
-    for way in ("--evaluate-only", "--evaluate-continuously"):
+    for way in ("--evaluate-only", "--evaluate-continuously=9"):
         code, line = ended(whole, way, "--ema-decay=0.5")
         assert (code, "other settings (--ema-decay 0.9 there and 0.5 now): use the run's" in line) == (2, True), line
     shutil.copytree(whole, tmp_path / "run")
@@ -54,8 +54,8 @@ def test_continuous_evaluation_follows_a_run_and_writes_only_its_own(
 
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.parent != removed}
     monkeypatch.setattr(StoredValues, "read", read_late)
-    train.main([f"--run-dir={folder}", "--evaluate-continuously", "--evaluation-timeout=1"])
-    assert "Nothing new for 1 s (--evaluation-timeout)" in capsys.readouterr().out
+    train.main([f"--run-dir={folder}", "--evaluate-continuously=1"])
+    assert "Nothing new for 1 s (--evaluate-continuously)" in capsys.readouterr().out
     after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     new = {path.relative_to(folder).as_posix() for path in after.keys() - before.keys()}
     assert {name for name in new if not name.startswith("tensorboard/evaluation/")} == {"evaluations.csv"}
@@ -68,7 +68,7 @@ def test_continuous_evaluation_follows_a_run_and_writes_only_its_own(
 
     # Begun again it has nothing to do, and it ends with the run.
     shutil.copy(whole / "result.json", folder)
-    train.main([f"--run-dir={folder}", "--evaluate-continuously"])
+    train.main([f"--run-dir={folder}", "--evaluate-continuously=9"])
     out = capsys.readouterr().out
     assert "The run has ended." in out
     assert "step-" not in out
@@ -79,8 +79,8 @@ def test_continuous_evaluation_waits_for_a_run_and_leaves_its_directory_alone(
 ) -> None:
     evaluator = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "evaluator", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(evaluator))
-    train.main([f"--run-dir={tmp_path / 'run'}", *ONE_REPLICA, "--evaluate-continuously", "--evaluation-timeout=1"])
-    assert "Nothing new for 1 s (--evaluation-timeout)" in capsys.readouterr().out
+    train.main([f"--run-dir={tmp_path / 'run'}", *ONE_REPLICA, "--evaluate-continuously=1"])
+    assert "Nothing new for 1 s (--evaluate-continuously)" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 
@@ -100,7 +100,7 @@ def test_run_without_validation_and_test_says_so(
     assert (result["best_epoch"], result["best_train/loss"]) == (losses.index(min(losses)) + 1, min(losses))
     for way, told in (
         ("--evaluate-only", "--evaluate-only: task.load_examples returned None for"),
-        ("--evaluate-continuously", "task.load_examples('validation') returned None, so there is no validation"),
+        ("--evaluate-continuously=9", "task.load_examples('validation') returned None, so there is no validation"),
     ):
         code, line = ended(tmp_path, way, "--simulated-devices=1")
         assert (code, told in line) == (2, True), line

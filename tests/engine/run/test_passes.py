@@ -17,7 +17,7 @@ def executions(
 ) -> Executions:
     """Returns those of a process whose own numbers are the chief's, unless `from_chief` says otherwise."""
     workers = SimpleNamespace(from_chief=from_chief, is_chief=True, count=count)
-    return Executions(Config(**settings), workers, clock=None)
+    return Executions(Config(**settings), workers)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import train
 from config import Config
 from engine.data import Records
 from engine.errors import BadInput
-from engine.run import RunDirectory, saving_on_exit, start_run
+from engine.run import RunDirectory
 
 IMAGES, LABELS = load_digits(return_X_y=True)
 
@@ -54,9 +54,9 @@ def trained(run_dir: Path) -> dict[str, np.ndarray]:
     # A batch of 134 = 2 x 67 examples has two segments, and the pipeline of each takes a while to start.
     settings = {"epochs": 1, "global_batch_size": 134, "simulated_devices": 1, "steps_per_execution": 2}
     train.build(Config(run_dir=run_dir, checkpoint_every_steps=3, **settings))
-    with RunDirectory(run_dir) as directory:
-        start_run(train.run, directory, train.batches)
-        with saving_on_exit(train.run):
+    with RunDirectory(train.config, train.strategy) as directory:
+        directory.restore(train.run, train.batches)
+        with directory.recording(train.run, train.batches):
             train.train_epoch()
     return train.run.checkpoints.state.values()
 

@@ -11,7 +11,7 @@ from short_runs import interrupted
 
 import train
 from engine.errors import BadInput, Diverged, Stopped
-from engine.run import saving_on_exit
+from engine.run.endings import saving_on_exit
 from engine.run.progress import Progress
 from engine.run.run import Run
 
@@ -79,7 +79,7 @@ def test_validations_in_an_epoch_are_at_multiples_and_count_for_the_best_and_for
     progress = run.progress
     assert (progress.epoch, progress.best_epoch, progress.best_step, progress.best_score) == (3, 2, 30, 3.0)
     assert "step-00000030" in saved(run)  # With the best weights, though no checkpoint was due.
-    assert run.objects.averaged == 6
+    assert run.objects.evaluations == 6
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2, 3, 5, 7, 15])
@@ -109,8 +109,6 @@ def test_stopped_run_saves_and_goes_on_with_the_same_decisions(
     run_epochs(resumed, scores[done:], names=names)
     assert (resumed.progress.step, resumed.progress.best_step, resumed.progress.best_score) == (40, 30, 3.0)
     assert float(resumed.objects.weight) == 40
-    # Statistics are averaged once for each validation: the mean of equal numbers may be another number.
-    assert run.objects.averaged + resumed.objects.averaged == 4
     assert sorted(path.name for path in resumed.best.paths()) == ["step-00000010", "step-00000020", "step-00000030"]
     assert [row[f"{name}/loss"] for row in rows for name in names] == scores
 

@@ -48,7 +48,8 @@ def values_in(checkpoint: Path) -> dict[str, np.ndarray]:
 def test_exported_weights_are_the_moving_average(trained: Any, exported: Path) -> None:
     values = values_in(exported / "checkpoints/step-00000020")  # Of the first epoch, which was the best.
     for path, weights in trained.weights.items():  # After the training the task has the best ones, too.
-        np.testing.assert_array_equal(weights, values_in(max((exported / "best").iterdir()))[f"model/{path}"])
+        best = values_in(max((exported / "best").iterdir()))[f"model/{path}"]  # Statistics have a row for each replica.
+        np.testing.assert_array_equal(weights, best if best.shape == weights.shape else best[0])
     model = keras.models.load_model(exported / "export/model.keras")
     assert len(model.trainable_variables) == 6
     for variable in model.trainable_variables:
@@ -240,11 +241,11 @@ def test_variable_that_keras_does_not_list_is_exported_by_tensorflow_only(
     train.main([f"--run-dir={settings.run_dir}", *flags])
     export(task, settings)
     printed = capsys.readouterr().out
-    assert "Keras's files   skipped: they cannot contain Variable#1, made without add_weight" in printed
+    assert "Keras's files   skipped: they cannot contain Variable#2, made without add_weight" in printed
     assert [each.name for each in (settings.run_dir / "export").iterdir()] == ["saved_model"]
     assert float(task.model.layers[-1].steps[-1]) == 102.0
     monkeypatch.setattr(task, "create_model", lambda: linear_model(Hidden(3)))
-    with pytest.raises(BadInput, match=r"does not contain hidden/Variable#2, a variable of task\.predict_step: use"):
+    with pytest.raises(BadInput, match=r"1 variables differ: hidden/Variable#3 absent there and float32\[\] now"):
         load_trained(task, settings)
 
 
@@ -253,26 +254,6 @@ def test_ties_of_classes_may_differ_and_numbers_by_rounding_only() -> None:
     for count, error, is_close in ((4, 7e-5, True), (5, 9e-5, False)):
         assert _are_close(classes, tf.where(classes < count, 7777, classes), 1e-5) == is_close
         assert _are_close(scores, scores + error, 1e-5) == is_close
-
-
-@pytest.mark.long
-def test_format_of_keras_is_written_and_its_failure_leaves_the_other_files(
-    copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = Config(run_dir=copied(), export=True, export_format="litert")
-    folder = settings.run_dir / "export"
-    export(task, settings)
-    assert tf.lite.Interpreter(str(folder / "model.tflite")).get_input_details()[0]["shape"].tolist()[1:] == [8, 8, 1]
-
-    def no_conversion(model: keras.Model, file: Path, **options: Any) -> None:
-        file.write_text("half of it")
-        raise ValueError("no such operation")
-
-    monkeypatch.setattr(keras.Model, "export", no_conversion)
-    line = r"^--export-format litert failed \(ValueError: no such operation\); the other files are written$"
-    with pytest.raises(BadInput, match=line):
-        export(task, settings)
-    assert {each.name for each in folder.iterdir()} == {"model.keras", "model.weights.h5", "saved_model"}
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------
@@ -291,7 +272,7 @@ def test_run_that_cannot_be_loaded_is_refused_in_one_line(
 
     with monkeypatch.context() as patching:
         patching.setattr(task, "create_model", lambda: small_model(without_last=True))
-        assert "is of another model (2 variables differ: model/sequential/dense_1/bias float32[10] there" in refusal()
+        assert "belongs to another model or optimizer (2 variables differ: model/sequential/dense_1/bias" in refusal()
     for predict_step, problem in (
         (lambda features: {"mean": tf.reduce_mean(features)}, "returned 'mean' of shape (): return [n, ...], a row"),
         (lambda features: {"twice": tf.repeat(features, 2, axis=0)}, "'twice' of shape (6, 8, 8, 1) for 3 examples: r"),

@@ -19,11 +19,11 @@ def write(path: Path, text: str) -> None:
 def test_export_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
     path = tmp_path / "export"
     write(path, "first")
-    (path / "model.tflite").write_text("")
+    (path / "model.weights.h5").write_text("")
     with pytest.raises(InterruptedError), replaced(path, ["model"]) as folder:
         (folder / "model.keras").write_text("half")
         raise InterruptedError
-    assert {each.name: each.read_text() for each in path.iterdir()} == {"model.keras": "first", "model.tflite": ""}
+    assert {each.name: each.read_text() for each in path.iterdir()} == {"model.keras": "first", "model.weights.h5": ""}
     path.rename(tmp_path / ".export.earlier")  # As a process that is killed between its two renames leaves it,
     (tmp_path / ".export.part").mkdir()  # or before them.
     with pytest.raises(InterruptedError), replaced(path, ["model"]):

@@ -7,11 +7,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from engine.check.measure import LOSS, Measured
+from engine.check.measure import LOSS, Measured, changed_unlisted
 from engine.check.results import MARGIN, PROMISE, close
 from engine.check.steps import draws
 from engine.errors import BadInput
-from engine.model.global_batch import step_on
+from engine.model.step import step_on
 from engine.run.evaluation import Program
 
 
@@ -43,7 +43,7 @@ def why_losses_differ(
         why = "it is divided by the per-replica batch size; divide by config.global_batch_size"
     elif close(two, one / 2):
         why = "it is divided by the number of replicas a second time; remove that division"
-    elif hidden := [name.removeprefix("hidden/") for name in program.run.hidden.changed()]:
+    elif hidden := changed_unlisted(program):
         why = f"the steps change {', '.join(hidden)}, which is per-replica: to keep it equal on all replicas, "
         return "create_model", why + "assign what tf.distribute.get_replica_context().all_reduce returns"
     elif graph is not None and (places := draws(graph)):

@@ -14,11 +14,10 @@ from engine.check.measure import BATCHES
 from engine.cluster.environment import reject_cluster
 from engine.console import columns, console
 from engine.errors import BadInput, Diverged
-from engine.exceptions import first_line
+from engine.messages import first_line, where_raised
 from engine.protocols import Task
 from engine.run.evaluation import Program
 from engine.settings import Settings
-from engine.user_errors import where_raised
 
 
 def check_task(program: Program, task: Task, settings: Settings, only: Collection[str] = PARTS) -> bool:

@@ -119,8 +119,8 @@ def _measure_one(
 
 
 def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]:
-    layers, step, graph = one.layers, program.run.hidden.training, program.run_steps["train"].graph()
-    assert step is not None and graph is not None  # They are None only beside other processes.
+    layers, step, graph = one.layers, program.run.traced["train"], program.run_steps["train"].graph()
+    assert graph is not None  # It is None only beside other processes.
     if layers.unsynchronized:
         names = ", ".join(map(repr, layers.unsynchronized))
         text = f"the statistics of {names} are of one replica's batch: use BatchNormalization(synchronized=True)"
@@ -199,9 +199,9 @@ def _check_evaluation(program: Program, task: Task) -> Iterator[Check]:
 
     The program is a new one on one replica, whose random layers are as the hooks made them. Its variables are restored.
     """
-    variables = model_variables(task.model)
-    kept = [*variables.values(), *program.run.hidden.unlisted.values()]
-    initial = [(each, tf.identity(each)) for each in kept]
+    variables, objects = model_variables(task.model), program.run.objects
+    kept = objects.mirrored_weights | objects.per_replica_weights
+    initial = [(variable, tf.identity(variable)) for variable in kept.values()]
     try:
         for split, evaluate in (("validation", program.validate), ("test", program.test)):
             yield from _check_split(program, task, split, evaluate, variables)
@@ -251,8 +251,7 @@ def _check_training(program: Program, task: Task, settings: Settings, *, compare
 
     def updates(replicas: int) -> tuple[Arrays, list[tuple[Any, int, int]]]:
         program.build(dataclasses.replace(settings, simulated_devices=replicas, epochs=epochs))
-        program.run.hidden.evaluation = None  # No evaluation follows, so its steps are not traced.
-        measure.make_comparable(program, task)
+        measure.make_comparable(program, task, "train")
         stacks = measure.first_stacks(program)
         return measure.measure_updates(program, task, stacks), stacks
 
@@ -269,9 +268,8 @@ def _check_training(program: Program, task: Task, settings: Settings, *, compare
             text += f". Its epsilon is {smallest:g}, so rounding may decide the update where a gradient is almost 0: "
             text += "pass epsilon=1e-5"
         yield Check(False, "task.py create_optimizer", text)
-    if step := program.run.hidden.training:
-        for text in slow_reads(program.run.objects.model, step):
-            yield Check(True, "task.py train_step", text)
+    for text in slow_reads(program.run.objects.model, program.run.traced["train"]):
+        yield Check(True, "task.py train_step", text)
     stack, first, _ = stacks[0]
     losses = [float(program.run_steps["train"](stack, first, 1)[0]) for _ in range(REPEATED_STEPS)]
     # Opposing losses, as in a GAN, need not decrease; that of a batch whose weights are all 0 cannot.

@@ -17,7 +17,7 @@ from engine.data.examples import hook_of
 from engine.data.records import Records
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
-from engine.model.global_batch import step_on
+from engine.model.step import step_on
 from engine.protocols import Task
 from engine.run.evaluation import Program
 from engine.settings import Settings

@@ -13,8 +13,7 @@ import tensorflow as tf
 from engine.check.recorder import recorded_gradients
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
-from engine.model.hidden_state import is_random_state
-from engine.model.variables import by_name, layers_of, trainable_variables
+from engine.model.variables import by_name, is_random_state, layers_of, trainable_variables
 from engine.protocols import Task
 from engine.run.evaluation import Program
 from engine.run.state import Values
@@ -80,7 +79,6 @@ def results(program: Program, task: Task) -> Measured:
     or a step changes a variable that no checkpoint contains.
     """
     layers, state = make_comparable(program, task), program.run.checkpoints.state
-    program.run.hidden.check(state.variables())
     stacks = first_stacks(program)
     batches = losses_and_gradients(program, task, stacks)
     _check_finite(batches)
@@ -143,8 +141,11 @@ def _assigned(program: Program, task: Task, batches: Any) -> Arrays:
         }
 
 
-def make_comparable(program: Program, task: Task) -> Layers:
-    """Switches randomness off where a number gives its strength, and synchronizes every BatchNormalization."""
+def make_comparable(program: Program, task: Task, *splits: str) -> Layers:
+    """Switches randomness off where a number gives its strength, and synchronizes every BatchNormalization.
+
+    Then it traces the steps of some splits, or of all.
+    """
     layers = _layers(task)
     random, unsynchronized = [], []
     for layer in layers:
@@ -158,11 +159,28 @@ def make_comparable(program: Program, task: Task) -> Layers:
             layer.synchronized = True
             unsynchronized.append(layer.name)
     synchronized = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
-    # This traces the steps, so layers are changed before.
-    hidden = [name.removeprefix("hidden/") for name in program.run.hidden.changed() if is_random_state(name)]
+    program.run.trace({split: program.run_steps[split] for split in splits or program.run_steps})
+    hidden = [name for name in changed_unlisted(program) if is_random_state(name)]
     still_random = [layer.name for layer in drawing_layers(program, task, "train")]
     still_random += [f"the generator {name}" for name in hidden]
     return Layers(list(dict.fromkeys([*random, *still_random])), still_random, synchronized, unsynchronized)
+
+
+def changed_unlisted(program: Program) -> list[str]:
+    """Returns the names of the variables that the steps change and Keras does not list."""
+    changed = {handle for step in program.run.traced.values() for handle in step.changed}
+    local = program.strategy.experimental_local_results
+    return [
+        name.removeprefix("hidden/")
+        for name, variable in program.run.checkpoints.state.per_replica.items()
+        if name.startswith("hidden/") and any(id(part.handle) in changed for part in local(variable))
+    ]
+
+
+def random_states(program: Program) -> list[tf.Variable]:
+    """Returns the states of all random generators, each replica's own."""
+    states = [each for name, each in program.run.objects.per_replica_weights.items() if is_random_state(name)]
+    return [part for state in states for part in program.strategy.experimental_local_results(state)]
 
 
 def drawing_layers(program: Program, task: Task, split: str) -> list[keras.layers.Layer]:
@@ -180,12 +198,12 @@ def draws_from_generators(program: Program, split: str) -> bool:
     """Returns whether the steps of a split draw from a random generator, which gives each replica its own numbers."""
     graph = program.run_steps[split].graph()
     changed = look_at(graph).changed if graph else ()
-    return any(id(each.handle) in changed for each in program.run.hidden.seeds(program.run.objects.weights))
+    return any(id(each.handle) in changed for each in random_states(program))
 
 
 def depends_on_seeds(program: Program, evaluate: Callable[[], dict[str, float]], results: dict[str, float]) -> bool:
     """Returns whether other states of the random generators give an evaluation other results; changes none of them."""
-    seeds = [(each, each.numpy()) for each in program.run.hidden.seeds(program.run.objects.weights)]
+    seeds = [(each, each.numpy()) for each in random_states(program)]
     if not seeds:
         return False
     for seed, value in seeds:

@@ -16,6 +16,7 @@ from engine.check import measure
 from engine.check.measure import LOSS, SAMPLE_WEIGHTS, Arrays, Measured
 from engine.check.results import PROMISE, TOLERANCE, Check, close, differing_metrics, hook_of_step
 from engine.data.batches import Batches
+from engine.model.global_batch import adds_losses
 from engine.model.variables import by_name, inner_variable, layers_of, trainable_variables
 from engine.protocols import Task
 from engine.run.evaluation import Program
@@ -52,7 +53,7 @@ def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
     replaced: tuple[int, ...] = (FEATURES, LABELS, LENGTHS)
     if one.layers.synchronized:
         replaced = () if len(by_name(task.model, "model")) > 1 else (LABELS,)
-    elif _loss_layers(task) or program.run.hidden.changed():
+    elif _loss_layers(task) or measure.changed_unlisted(program):
         replaced = (LABELS,)
     halves, others, nothing = results(_first_half(size)), results(_first_half(size), *replaced), results(0.0)
     uneven, even = results(0.5 ** (np.arange(size) % 4)), losses(results(0.5))
@@ -98,7 +99,7 @@ def _not_added(task: Task, batches: list[Arrays]) -> list[str]:
 
 def _loss_layers(task: Task) -> list[str]:
     """Returns the layers that add losses of their own, such as regularizers of activities."""
-    return [layer.name for model in _models(task) for layer in layers_of(model) if layer._losses]
+    return [layer.name for model in _models(task) for layer in layers_of(model) if adds_losses(layer)]
 
 
 def _models(task: Task) -> list[keras.Model]:
@@ -113,11 +114,10 @@ def check_metrics(
     The steps must leave the model as it is.
     """
     half = _first_half(batches.global_batch_size)
-    is_training, variables = batches.split == "train", list(program.run.hidden.unlisted.values())
-    if is_training:
-        variables += program.run.checkpoints.state.variables()
-    variables += program.run.hidden.seeds(program.run.objects.weights)
-    initial = [(each, tf.identity(each)) for each in variables]
+    is_training, state = batches.split == "train", program.run.checkpoints.state
+    variables = state.variables() if is_training else program.run.objects.per_replica_weights.values()
+    local = program.strategy.experimental_local_results
+    initial = [(part, tf.identity(part)) for variable in variables for part in local(variable)]
 
     def results(stacks: list[tuple[Any, int, int]]) -> dict[str, float]:
         for stack, first, count in stacks:

@@ -5,7 +5,6 @@ environment   the cluster that TF_CONFIG, Slurm or Kubernetes describes
 rendezvous    waits for all processes at start-up; detects lost ones
 tensorflow_start  ends a start of TensorFlow that takes too long; keeps the signals that come meanwhile
 workers       decisions that the processes take together while they train
-losses        sums the losses of steps over replicas and workers
 parameter_servers  asynchronous training
 devices       GPUs and simulated devices, as TensorFlow lists them
 nvidia        GPUs, as the driver and the environment describe them

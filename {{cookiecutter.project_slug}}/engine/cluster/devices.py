@@ -27,7 +27,7 @@ def describe_own_devices(simulated_devices: int, *, only_one: bool = False) -> s
         return f"{simulated_devices} simulated on {cores.replace('core', 'CPU core')}"
     gpus = tf.config.list_physical_devices("GPU")[: 1 if only_one else None]
     details = map(tf.config.experimental.get_device_details, gpus)
-    names = collections.Counter(each.get("device_name", "GPU") for each in details)
+    names = collections.Counter(detail.get("device_name", "GPU") for detail in details)
     return ", ".join(f"{number} x {name}" for name, number in names.items()) or f"CPU, {cores}"
 
 
@@ -38,6 +38,6 @@ def describe_arithmetic(precision: str, simulated_devices: int) -> str:
     """
     gpus = [] if simulated_devices else tf.config.list_physical_devices("GPU")
     details = map(tf.config.experimental.get_device_details, gpus)
-    capable = any(tuple(each.get("compute_capability", ())) >= (8, 0) for each in details)
+    capable = any(tuple(detail.get("compute_capability", ())) >= (8, 0) for detail in details)
     enabled = tf.config.experimental.tensor_float_32_execution_enabled()
     return f"{precision} (TF32)" if precision == "float32" and capable and enabled else precision

@@ -1,4 +1,4 @@
-"""The cluster that this process belongs to, as TF_CONFIG, Slurm, a Kubernetes Indexed Job or SageMaker describes it."""
+"""The cluster that this process belongs to, as TF_CONFIG, Slurm or a Kubernetes Indexed Job describes it."""
 
 import dataclasses
 import json
@@ -18,15 +18,18 @@ JOBS = ("chief", "worker", "ps")  # In the order in which processes are counted.
 class Cluster:
     """The processes of a cluster, by job, and which of them this process is."""
 
-    source: str  # "TF_CONFIG", "Slurm", "Kubernetes", "SageMaker" or "launch.py", for messages.
+    source: str  # "TF_CONFIG", "Slurm", "Kubernetes" or "launch.py", for messages.
     addresses: dict[str, list[str]]  # job -> "host:port" of each of its processes.
     job: str
     index: int
 
     def processes(self) -> dict[str, str]:
         """Returns the address of every process by its name, the chief first: "worker 1" -> "host1:12345"."""
-        listed = [(job, self.addresses.get(job, [])) for job in JOBS]
-        return {process_name(job, index): each for job, addresses in listed for index, each in enumerate(addresses)}
+        return {
+            process_name(job, index): address
+            for job in JOBS
+            for index, address in enumerate(self.addresses.get(job, []))
+        }
 
     def others(self) -> dict[str, str]:
         """Returns `processes` without this one."""
@@ -64,12 +67,10 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
         cluster = _from_slurm(environment)
     elif "JOB_COMPLETION_INDEX" in environment and _pods(environment) > 1:
         cluster = _from_kubernetes(environment)
-    elif environment.get("SM_HOSTS"):
-        cluster = _from_sagemaker(environment)
     else:
         return None
-    if problem := next(_problems(cluster), ""):
-        raise BadInput(f"{cluster.source} describes {problem}")
+    if contradiction := next(_contradictions(cluster), ""):
+        raise BadInput(f"{cluster.source} describes {contradiction}")
     return cluster if len(cluster.processes()) > 1 else None
 
 
@@ -95,12 +96,12 @@ def _is_evaluator(environment: Mapping[str, str]) -> bool:
 def _from_tf_config(text: str) -> Cluster:
     try:
         described = json.loads(text)
-        addresses, job, index = described["cluster"], described["task"]["type"], described["task"]["index"]
-        has_lists = bool(addresses) and all(isinstance(each, list) for each in addresses.values())
+        jobs, job, index = described["cluster"], described["task"]["type"], described["task"]["index"]
+        has_lists = bool(jobs) and all(isinstance(addresses, list) for addresses in jobs.values())
         if has_lists and isinstance(job, str) and type(index) is int:
             # TensorFlow crashes at a job without processes. An evaluator takes no part in the training.
-            of_jobs = {name: each for name, each in addresses.items() if each and name != "evaluator"}
-            return Cluster("TF_CONFIG", of_jobs, job, index)
+            used = {name: addresses for name, addresses in jobs.items() if addresses and name != "evaluator"}
+            return Cluster("TF_CONFIG", used, job, index)
     except (ValueError, LookupError, TypeError, AttributeError):
         pass
     example = '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}'
@@ -125,8 +126,9 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
         listed = ", ".join(map("=".join, given.items()))
         raise BadInput(f"Slurm's variables contradict each other ({listed}): start the program with srun")
     if (host := environment.get("SLURMD_NODENAME", host_by_rank[rank])) != host_by_rank[rank]:
-        place = f"runs on {host} instead of {host_by_rank[rank]}"
-        raise BadInput(f"SLURM_PROCID {rank} {place}: use srun --distribution=block")
+        raise BadInput(
+            f"SLURM_PROCID {rank} runs on {host}, not on {host_by_rank[rank]}: use srun --distribution=block"
+        )
     # Each job gets its own ports, so that jobs can share a node, below those that systems use for outgoing connections.
     first = 12000 + _number(environment, "SLURM_JOB_ID", 0) * 37 % (20000 - len(host_by_rank))
     addresses = [f"{host}:{first + number}" for number, host in enumerate(host_by_rank)]
@@ -147,21 +149,11 @@ def _pods(environment: Mapping[str, str]) -> int:
     """Returns the number of pods that train together: WORKERS, or PET_NNODES, which Kubeflow Trainer sets."""
     given = [name for name in ("WORKERS", "PET_NNODES") if environment.get(name)]
     if not given and environment.get("JOB_NAME") and environment.get("SERVICE_NAME"):
-        problem = f"JOB_NAME={environment['JOB_NAME']} names a cluster, but neither WORKERS nor PET_NNODES is set"
-        raise BadInput(f"{problem}: set WORKERS to the number of pods that train together, as deploy/jobset.yaml does")
+        raise BadInput(
+            f"JOB_NAME={environment['JOB_NAME']} names a cluster, but neither WORKERS nor PET_NNODES is set: set "
+            "WORKERS to the number of pods that train together, as deploy/jobset.yaml does"
+        )
     return _number(environment, given[0], 1) if given else 1
-
-
-def _from_sagemaker(environment: Mapping[str, str]) -> Cluster:
-    """Reads the variables that SageMaker's training toolkit sets: the names of all hosts, and of this one."""
-    hosts, host = environment["SM_HOSTS"], environment.get("SM_CURRENT_HOST", "")
-    try:
-        names = list(map(str, json.loads(hosts))) if hosts.lstrip().startswith("[") else []
-        index, port = names.index(host), _number(environment, "PORT", 12345)
-        return Cluster("SageMaker", {"worker": [f"{name}:{port}" for name in names]}, "worker", index)
-    except ValueError:
-        rule = 'they must be like ["algo-1", "algo-2"] and algo-1'
-        raise BadInput(f"SM_HOSTS={hosts} and SM_CURRENT_HOST={host} in the environment: {rule}") from None
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
@@ -171,7 +163,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     return int(value)
 
 
-def _problems(cluster: Cluster) -> Iterator[str]:
+def _contradictions(cluster: Cluster) -> Iterator[str]:
     """Yields contradictions at which TensorFlow would wait or fail without an explanation."""
     if unknown := sorted(set(cluster.addresses) - set(JOBS)):
         yield f"the job {', '.join(unknown)}: use only {', '.join(JOBS)}"

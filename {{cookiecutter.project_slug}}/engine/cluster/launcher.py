@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from engine.cluster.environment import Cluster
@@ -30,30 +31,52 @@ SECONDS_OF_THE_CAUSE = 20.0  # After a process has lost another one, that one en
 SECONDS_BETWEEN_CHECKS = 0.2
 
 
+def start_program(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+    """Starts train.py, which writes to the file descriptor `output`, and ends with this process on Linux."""
+    return subprocess.Popen(
+        [sys.executable, "-u", str(PROGRAM), *arguments],
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        # Ctrl-C in a terminal goes to this process only, which passes it on.
+        start_new_session=True,
+        preexec_fn=_end_with_starter,  # noqa: PLW1509 - There is one thread.
+    )
+
+
+def _end_with_starter() -> None:
+    """Has Linux end this process when its starter is gone for any reason; elsewhere the user must end it."""
+    if _prctl:
+        _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != _STARTER:
+            os._exit(1)
+
+
+_STARTER = os.getpid()
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # Loaded before any fork.
+
+
 class Process:
     """One process of the cluster. It can be started again after its end."""
 
     def __init__(self, cluster: Cluster, arguments: list[str], environment: dict[str, str]) -> None:
         self.job, self.index, self.name = cluster.job, cluster.index, cluster.name
-        self._command = [sys.executable, "-u", str(PROGRAM), *arguments]
-        self._environment = {**os.environ, **environment, "TF_CONFIG": cluster.tf_config()}
+        self._arguments, self._environment = arguments, {**environment, "TF_CONFIG": cluster.tf_config()}
 
     def start(self) -> None:
         self._output, its_end = os.pipe()
         os.set_blocking(self._output, False)
-        self.popen = subprocess.Popen(
-            self._command,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=its_end,
-            stderr=subprocess.STDOUT,
-            # Ctrl-C in a terminal goes to the launcher only, which passes it on.
-            start_new_session=True,
-            preexec_fn=end_with_launcher,  # noqa: PLW1509 - There is one thread.
-        )
+        self.popen = start_program(self._arguments, self._environment, its_end)
         os.close(its_end)
         self._line = b""
         self.is_open = True  # Until everything that it writes has been read.
+
+    def death(self) -> str:
+        """Returns how it has ended, for messages."""
+        code = self.popen.returncode
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{self.name} {how}"
 
     def fileno(self) -> int:
         return self._output
@@ -86,18 +109,6 @@ class Process:
 def print_line(name: str, text: str) -> None:
     with contextlib.suppress(OSError, UnicodeError):  # Nobody reads it any more, or the console lacks a letter.
         print(f"[{name}] {text}", flush=True)
-
-
-def end_with_launcher() -> None:
-    """Has Linux end this process when the launcher is gone for any reason; elsewhere the user must end it."""
-    if _prctl:
-        _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != _LAUNCHER:
-            os._exit(1)
-
-
-_LAUNCHER = os.getpid()
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # Loaded before any fork.
 
 
 class Launcher:
@@ -152,7 +163,10 @@ class Launcher:
     def _pass_on(self, number: int, _: object) -> None:
         self._signal = number
         # Beside a chief the others only serve it, and end with it.
-        for process in [each for each in self._processes if each.job == "chief"] or self._processes:
+        self._send(number, [process for process in self._processes if process.job == "chief"] or self._processes)
+
+    def _send(self, number: int, processes: Sequence[Process]) -> None:
+        for process in processes:
             process.popen.send_signal(number)
 
     def _run_once(self) -> int:
@@ -183,52 +197,50 @@ class Launcher:
             unread = [process for process in self._processes if process.is_open]
             for process in select.select(unread, [], [], SECONDS_BETWEEN_CHECKS)[0]:
                 process.show()
-            for process in list(running):
-                if (code := process.popen.poll()) is None:
-                    continue
+            for process in [process for process in running if process.popen.poll() is not None]:
                 running.remove(process)
+                code = self._exit_code(process)
                 if code not in (0, *LOST_CODES) and not self._lost:
                     self._lost = process
-                death = f"{process.name} ended with exit code {code}"
-                if code < 0:
-                    death = f"{process.name} was ended by {signal.Signals(-code).name}"
-                if self._replaces(process, death, running):
+                if self._replaces(process, running):
                     continue
                 if code not in (0, *LOST_CODES) and ending in LOST_CODES:
                     ending = 0  # This process is the cause of that end.
-                if code < 0:
-                    print_line("launcher", death)
-                    # A signal that it got while Python started.
-                    return ending or (Stopped.exit_code if self._signal == -code else 128 - code)
+                if code not in (0, Stopped.exit_code, *LOST_CODES, *FINAL_CODES):
+                    print_line("launcher", process.death())
+                    return ending or code
                 if process.job == "chief":
                     return code
-                if code not in (0, Stopped.exit_code, *LOST_CODES, *FINAL_CODES):
-                    print_line("launcher", death)
-                    return ending or code
                 if not ending:
                     seconds = SECONDS_OF_THE_CAUSE if code in LOST_CODES else SECONDS_TO_FOLLOW
                     ending, deadline = code, time.monotonic() + seconds
                     # Stopped by a signal of its own before the rendezvous, where the others would wait for it.
                     if code == Stopped.exit_code and not self._signal:
-                        for other in running:
-                            other.popen.terminate()
+                        self._send(signal.SIGTERM, running)
             if time.monotonic() > deadline:
                 self._lost, names = running[0], ", ".join(process.name for process in running)
                 print_line("launcher", f"{names} did not end within {seconds:g} s of the others")
                 return ending or 1
         return ending
 
-    def _replaces(self, process: Process, death: str, running: list[Process]) -> bool:
-        """Restarts a worker that was killed beside a chief, or leaves its work to the others; returns whether."""
+    def _exit_code(self, process: Process) -> int:
+        """Returns how a process has ended: by the signal that it was passed, with its exit code, or as in a shell."""
+        code = process.popen.returncode
+        if code < 0:  # Python had not started when it got the signal of the launcher.
+            return Stopped.exit_code if self._signal == -code else 128 - code
+        return code
+
+    def _replaces(self, process: Process, running: list[Process]) -> bool:
+        """Restarts a worker that has ended beside a chief, or leaves its work to the others; returns whether."""
         if "chief" not in self._jobs or process.job != "worker" or self._signal:
             return False
-        if self._may_restart(death):
+        if self._may_restart(process.death()):
             process.end()
             process.start()
             running.append(process)
             return True
-        if any(other.job == "worker" for other in running):
-            print_line("launcher", f"{death}: the others continue")
+        if any(process.job == "worker" for process in running):
+            print_line("launcher", f"{process.death()}: the others continue")
             return True
         return False
 
@@ -259,17 +271,20 @@ def main(description: str) -> int:
     workers, gpus = options.workers, visible_gpus(os.environ)
     min_workers = workers if options.min_workers is None else options.min_workers
     if not 1 <= min_workers <= workers or (options.min_workers and options.parameter_servers):
-        rule = "must be from 1 to the number of --workers, without --parameter-servers, which need no such flag"
-        parser.error(f"--min-workers {min_workers} {rule}")
+        parser.error(
+            f"--min-workers {min_workers} must be from 1 to the number of --workers, without --parameter-servers"
+        )
     # Simulated devices need no GPU. Then all GPUs are hidden, so that no process takes their memory.
     is_simulated = re.search(r"--simulated[-_]devices[ =](?!0\b)", " ".join(options.arguments))
     used = [] if is_simulated else gpus
-    each, left_over = divmod(len(used), workers)
+    count, left_over = divmod(len(used), workers)
     if left_over:
         fitting = " or ".join(str(number) for number in range(1, len(used) + 1) if len(used) % number == 0)
-        remedy = f"use {fitting} worker(s), or choose the GPUs with {VISIBLE} (-1 excludes all)"
-        parser.error(f"--workers {workers} cannot share {len(used)} GPU(s) ({', '.join(used)}) equally: {remedy}")
-    visible = [",".join(used[index * each : (index + 1) * each]) or "-1" for index in range(workers)] if gpus else []
+        parser.error(
+            f"--workers {workers} cannot share {len(used)} GPU(s) ({', '.join(used)}) equally: use {fitting} "
+            f"worker(s), or choose the GPUs with {VISIBLE} (-1 excludes all)"
+        )
+    visible = [",".join(used[index * count : (index + 1) * count]) or "-1" for index in range(workers)] if gpus else []
     jobs, arguments = {"worker": workers}, options.arguments
     if options.parameter_servers:
         jobs = {"chief": 1, **jobs, "ps": options.parameter_servers}

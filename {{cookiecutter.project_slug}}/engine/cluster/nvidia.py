@@ -43,10 +43,12 @@ def why_no_gpu(environment: Mapping[str, str]) -> str:
     number = len(gpus_of_machine())
     if not number:
         return ""
-    install = "pip install 'tensorflow[and-cuda]', with a driver that is new enough"
-    hidden = VISIBLE in environment and not visible_gpus(environment)
-    reason = f"{VISIBLE} is {environment[VISIBLE]!r}: unset it, and if that is not enough: " if hidden else ""
-    return f"this machine has {number} NVIDIA GPU{'s' * (number > 1)}, and TensorFlow can use none ({reason}{install})"
+    is_hidden = VISIBLE in environment and not visible_gpus(environment)
+    hidden = f"{VISIBLE} is {environment[VISIBLE]!r}: unset it, and if that is not enough: " if is_hidden else ""
+    return (
+        f"this machine has {number} NVIDIA GPU{'s' * (number > 1)}, and TensorFlow can use none ({hidden}pip install "
+        "'tensorflow[and-cuda]', with a driver that is new enough)"
+    )
 
 
 def _bus_id(name: str) -> str:

@@ -16,16 +16,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.cluster.environment import Cluster, find_cluster
+from engine.cluster.environment import Cluster
 from engine.cluster.rendezvous import (
     FROZEN,
-    SECONDS_UNTIL_FREE,
     did_not_join,
-    is_free,
     is_listening,
     kind_of_loss,
     lost,
     wait_for,
+    wait_until_free,
 )
 from engine.cluster.tensorflow_start import start_tensorflow
 from engine.console import console
@@ -38,9 +37,47 @@ SECONDS_WITHOUT_WORKERS = 30.0  # A chief waits this long for workers that may b
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
-def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
-    """Does what the chief sends, then ends the process; raises PeerLost if no chief joins within `timeout` seconds."""
-    _wait_until_free(cluster, timeout)
+def check(settings: Settings, cluster: Cluster | None) -> Cluster:
+    """Returns the cluster. Raises BadInput if it has no parameter servers, or the settings need steps in an order."""
+    if cluster is None or not all(cluster.addresses.get(job) for job in ("chief", "worker", "ps")):
+        raise BadInput(
+            "--strategy parameter_server needs a cluster with a chief, workers and ps in TF_CONFIG: use python "
+            "launch.py --workers 2 --parameter-servers 1 -- ..."
+        )
+    for is_given, flag, why in (
+        (settings.ema_decay, "--ema-decay", "the steps have no order in which to average"),
+        (settings.deterministic, "--deterministic", "the order in which workers change the weights varies"),
+        (settings.steps_per_epoch, "--steps-per-epoch", "each worker repeats its own examples"),
+        (settings.precision == "mixed_float16", "--precision mixed_float16", "its loss scale needs steps in order"),
+    ):
+        if is_given:
+            raise BadInput(f"{flag} cannot be combined with --strategy parameter_server ({why}): remove it")
+    return cluster
+
+
+def start(cluster: Cluster, *, timeout: float) -> tuple[tf.distribute.Strategy, str]:
+    """Returns the chief's strategy, and its size for the run summary, when all others have joined.
+
+    Any other process serves the chief until that has ended, and then ends here. Raises PeerLost if a process does not
+    join within `timeout` seconds.
+    """
+    wait_until_free(cluster, timeout)
+    if cluster.job != "chief":
+        _serve(cluster, timeout)
+    _wait_until_listening(cluster, cluster.others(), timeout)
+
+    def connect() -> tf.distribute.Strategy:
+        return tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+
+    strategy = start_tensorflow(cluster, timeout, connect)
+    strategy.extended._allow_run_without_coordinator = True  # The chief evaluates by itself.
+    keras.Variable.assign_add = _add_atomically
+    threading.Thread(target=_end_without_others, args=(cluster,), daemon=True).start()
+    return strategy, f"{len(cluster.addresses['worker'])} worker(s), asynchronous: each takes its own steps"
+
+
+def _serve(cluster: Cluster, timeout: float) -> NoReturn:
+    """Does what the chief sends, then ends the process."""
     # A server does not read tf.config.
     config = tf.compat.v1.ConfigProto(gpu_options=tf.compat.v1.GPUOptions(allow_growth=True))
     spec = tf.train.ClusterSpec(cluster.addresses)
@@ -54,64 +91,38 @@ def serve(cluster: Cluster, *, timeout: float) -> NoReturn:
     os._exit(0)  # TensorFlow's server cannot be stopped.
 
 
-def coordinate(cluster: Cluster, *, timeout: float) -> tf.distribute.Strategy:
-    """Returns the chief's strategy when all others have joined. Raises PeerLost if some do not within `timeout` s."""
-    _wait_until_free(cluster, timeout)
-    _wait_until_listening(cluster, cluster.others(), timeout)
+def _wait_until_listening(cluster: Cluster, names: Iterable[str], timeout: float) -> None:
+    missing = list(names)
 
-    def start() -> tf.distribute.Strategy:
-        return tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    def are_listening() -> bool:
+        missing[:] = [name for name in missing if not is_listening(cluster.processes()[name])]
+        return not missing
 
-    strategy = start_tensorflow(cluster, timeout, start)
-    strategy.extended._allow_run_without_coordinator = True  # The chief evaluates by itself.
-    keras.Variable.assign_add = _add_atomically
-    threading.Thread(target=_end_if_frozen, args=(cluster,), daemon=True).start()
-    return strategy
+    if not wait_for(are_listening, timeout):
+        text = did_not_join(cluster, missing, timeout)
+        raise kind_of_loss(cluster, text)(text)
 
 
-def _end_if_frozen(cluster: Cluster) -> None:
-    """Ends this process when another one is frozen; TensorFlow would wait for it for ever, where nothing can raise."""
-    answered = time.monotonic()
+def _end_without_others(cluster: Cluster) -> None:
+    """Ends this process, the chief, when another one is frozen or all workers are gone.
+
+    TensorFlow would wait for them without limit, where nothing can raise.
+    """
+    workers = [f"{name} ({address})" for name, address in cluster.others().items() if name.startswith("worker")]
+    healthy = time.monotonic()
     while True:
         time.sleep(SECONDS_BETWEEN_LOOKS)
-        frozen = ", ".join(text for text in lost(cluster) if text.endswith(FROZEN))
-        if not frozen:
-            answered = time.monotonic()
-        elif time.monotonic() > answered + SECONDS_WITHOUT_WORKERS:
-            print(f"ERROR: {frozen}: end it, then restart the cluster", file=sys.stderr, flush=True)
-            os._exit(CountedLoss.exit_code)  # Counted, because the others end with 0, and the frozen one does not end.
-
-
-def _wait_until_free(cluster: Cluster, timeout: float) -> None:
-    """Waits until no other process uses this one's port; TensorFlow would end with a traceback."""
-    address, seconds = cluster.processes()[cluster.name], min(timeout, SECONDS_UNTIL_FREE)
-    # It does not listen, because the others would take that for the start of TensorFlow.
-    fact = f"{cluster.source} puts {cluster.name} at {address}, which another program uses"
-    if not is_free(address):
-        print(f"{fact}: waits up to {seconds:g} s for the port", file=sys.stderr, flush=True)
-        if not wait_for(lambda: is_free(address), seconds):
-            raise CountedLoss(f"{fact}: end the program that uses the port, or choose another port")
-
-
-def _wait_until_listening(cluster: Cluster, names: Iterable[str], timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while missing := [name for name in names if not is_listening(cluster.processes()[name])]:
-        if time.monotonic() > deadline:
-            text = did_not_join(cluster, missing, timeout)
-            raise kind_of_loss(cluster, text)(text)
-        time.sleep(0.2)
-
-
-def check_settings(settings: Settings) -> None:
-    """Raises BadInput for settings that need the replicas to wait for each other."""
-    for given, flag, why in (
-        (settings.ema_decay, "--ema-decay", "the steps have no order in which to average"),
-        (settings.deterministic, "--deterministic", "the order in which workers change the weights varies"),
-        (settings.steps_per_epoch, "--steps-per-epoch", "each worker repeats its own examples"),
-        (settings.precision == "mixed_float16", "--precision mixed_float16", "its loss scale needs steps in order"),
-    ):
-        if given:
-            raise BadInput(f"{flag} cannot be combined with --strategy parameter_server ({why}): remove it")
+        missing = lost(cluster)
+        if frozen := ", ".join(text for text in missing if text.endswith(FROZEN)):
+            # It does not end, and the others end with 0, so this end is counted.
+            loss: PeerLost = CountedLoss(f"{frozen}: end it, then restart the cluster")
+        elif all(f"{worker} is gone" in missing for worker in workers):
+            loss = PeerLost("all workers are gone: check their logs, then restart the cluster")
+        else:
+            healthy = time.monotonic()
+        if time.monotonic() > healthy + SECONDS_WITHOUT_WORKERS:
+            print(f"ERROR: {loss}", file=sys.stderr, flush=True)
+            os._exit(loss.exit_code)
 
 
 def _add_atomically(variable: keras.Variable, value: Any) -> tf.Tensor:
@@ -125,10 +136,7 @@ class WorkerPool:
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy) -> None:
         # A strategy has one coordinator: the constructor returns it again.
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        cluster = find_cluster(os.environ)
-        assert cluster  # Otherwise there would be no such strategy.
-        self._addresses = cluster.addresses["worker"]
-        self.count = len(self._addresses)
+        self.count = tf.distribute.cluster_resolver.TFConfigClusterResolver().cluster_spec().num_tasks("worker")
 
     def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any:
         """Returns the workers' iterators, as one value; each worker calls `dataset` for its own."""
@@ -138,21 +146,9 @@ class WorkerPool:
         """Has the workers take `count` steps together; returns their losses ([count]), in any order."""
         pieces = np.array_split(np.arange(count), min(count, PIECES_PER_WORKER * self.count))
         arguments = [(iterators, tf.constant(0), tf.constant(len(piece))) for piece in pieces]
-        losses = [self._coordinator.schedule(steps, args=each) for each in arguments]
-        self._wait()
-        return np.concatenate([each.fetch() for each in losses])
-
-    def _wait(self) -> None:
-        """Returns when all that was scheduled is done. Raises PeerLost if no worker is left to do it."""
-        alive = time.monotonic()
-        while not self._coordinator.done():
-            time.sleep(0.01)
-            if time.monotonic() > alive + SECONDS_BETWEEN_LOOKS:
-                if any(map(is_listening, self._addresses)):
-                    alive = time.monotonic()
-                elif time.monotonic() > alive + SECONDS_WITHOUT_WORKERS:
-                    raise PeerLost("all workers are gone: check their logs, then restart the cluster")
+        losses = [self._coordinator.schedule(steps, args=piece) for piece in arguments]
         self._coordinator.join()  # Raises what a worker has raised.
+        return np.concatenate([loss.fetch() for loss in losses])
 
 
 def worker_pool(strategy: tf.distribute.Strategy) -> WorkerPool | None:

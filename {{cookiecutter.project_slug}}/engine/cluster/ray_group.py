@@ -13,7 +13,7 @@ from ray import train as ray_train
 
 from engine.cluster.launcher import FINAL_CODES
 from engine.errors import Stopped
-from engine.exceptions import first_line
+from engine.messages import first_line
 
 SECONDS_BETWEEN_CHECKS = 5.0
 DEFAULTS = {
@@ -47,10 +47,12 @@ class Restarts(ray_train.UserCallback):
 
         Raises ControllerError, after which Ray does not restart, and PreemptionError, which it does not count.
         """
-        codes = {worker: getattr(each, "code", None) for worker, each in worker_exceptions.items()}
-        ends = [f"exit code {code}" if code else first_line(worker_exceptions[each]) for each, code in codes.items()]
-        names = [f"worker {worker} ({end})" for worker, end in zip(codes, ends, strict=True)]
-        print(f"ended: {', '.join(names)}", flush=True)
+        codes = {worker: getattr(problem, "code", None) for worker, problem in worker_exceptions.items()}
+        ends = {
+            worker: f"exit code {code}" if code else first_line(worker_exceptions[worker])
+            for worker, code in codes.items()
+        }
+        print(f"ended: {', '.join(f'worker {worker} ({end})' for worker, end in ends.items())}", flush=True)
         if final := [code for code in codes.values() if code in FINAL_CODES]:
             raise ray_train.ControllerError(WorkerExit(final[0]))
         if set(codes.values()) == {Stopped.exit_code}:
@@ -92,7 +94,7 @@ def report_to_ray(task: Any) -> None:
 def room_for_workers(nodes: list[dict[str, Any]], needs: dict[str, float]) -> int:
     """Returns how many workers fit on the nodes, as ray.nodes() lists them; `needs` are the resources of a worker."""
     resources = [node["Resources"] for node in nodes if node["Alive"]]
-    return int(sum(min(each.get(name, 0) // need for name, need in needs.items()) for each in resources))
+    return int(sum(min(of_node.get(name, 0) // need for name, need in needs.items()) for of_node in resources))
 
 
 def start_ray(least: int, needs: dict[str, float]) -> None:
@@ -111,9 +113,11 @@ def _report_missing_nodes(least: int, needs: dict[str, float]) -> None:
         while True:
             room = room_for_workers(ray.nodes(), needs)
             if room < least <= before:
-                each = " and ".join(f"{need:g} {name}" for name, need in needs.items())
-                rule = f"the nodes have room for {room} worker(s) of {each}, and at least {least} are needed"
-                remedy = "add nodes, or start again with fewer --workers, or with --min-workers"
-                print(f"waiting: {rule}: {remedy}", flush=True)
+                size = " and ".join(f"{need:g} {name}" for name, need in needs.items())
+                print(
+                    f"waiting: the nodes have room for {room} worker(s) of {size}, and at least {least} are needed: "
+                    "add nodes, or start again with fewer --workers, or with --min-workers",
+                    flush=True,
+                )
             before = room
             time.sleep(SECONDS_BETWEEN_CHECKS)

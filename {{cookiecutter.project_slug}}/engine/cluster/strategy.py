@@ -11,17 +11,17 @@ from typing import Any
 
 import tensorflow as tf
 
+from engine.cluster import parameter_servers
 from engine.cluster.devices import describe_own_devices, let_gpu_memory_grow
 from engine.cluster.environment import Cluster, find_cluster, reject_cluster
 from engine.cluster.nvidia import identify_gpus, why_no_gpu
-from engine.cluster.parameter_servers import check_settings, coordinate, serve
 from engine.cluster.rendezvous import rendezvous
 from engine.cluster.tensorflow_start import start_tensorflow
 from engine.console import console
 from engine.errors import BadInput
-from engine.exceptions import first_line
+from engine.machine import shared_facts
+from engine.messages import first_line
 from engine.settings import Settings, flag
-from engine.versions import shared_facts
 
 ALREADY_STARTED = "TensorFlow has already started in this process: make tensors in the hooks, not on import of task.py"
 
@@ -59,11 +59,11 @@ def create_strategy(settings: Settings) -> tf.distribute.Strategy:
     name: str = settings.strategy
     if name == "auto":
         name = "multi_worker" if cluster else "mirrored" if (simulated or gpus) > 1 else "one_device"
+    if name == "parameter_server":
+        cluster = parameter_servers.check(settings, cluster)
     _check_cluster(name, cluster)
     _check_devices(name, simulated, gpus)
     _check_all_reduce(name, settings, gpus)
-    if name == "parameter_server":
-        check_settings(settings)
     if simulated:
         _simulate(simulated)
 
@@ -90,29 +90,32 @@ def strategy_info(strategy: tf.distribute.Strategy) -> StrategyInfo:
 
 
 def _check_cluster(name: str, cluster: Cluster | None) -> None:
-    jobs = [job for job, addresses in cluster.addresses.items() if addresses] if cluster else []
-    if name == "parameter_server" and not {"chief", "worker", "ps"} <= set(jobs):
-        remedy = "use python launch.py --workers 2 --parameter-servers 1 -- ..."
-        raise BadInput(f"--strategy {name} needs a cluster with a chief, workers and ps in TF_CONFIG: {remedy}")
     if name == "multi_worker" and not cluster:
-        remedy = "use srun, deploy/kubernetes.yaml or python launch.py --workers 2 -- ..."
-        raise BadInput(f"--strategy {name} needs a cluster: {remedy}")
-    needed = "parameter_server" if "ps" in jobs else "multi_worker"
+        raise BadInput(
+            "--strategy multi_worker needs a cluster: use srun, deploy/kubernetes.yaml or python launch.py --workers 2 "
+            "-- ..."
+        )
+    needed = "parameter_server" if cluster and "ps" in cluster.addresses else "multi_worker"
     if cluster and name not in (needed, "tpu"):
-        found = f"{cluster.source} describes a cluster of {len(cluster.processes())} processes ({', '.join(jobs)})"
-        remedy = f"use --strategy {needed}, or start the program without {cluster.source}"
-        raise BadInput(f"--strategy {name} does not fit, because {found}: {remedy}")
+        raise BadInput(
+            f"--strategy {name} does not fit, because {cluster.source} describes a cluster of "
+            f"{len(cluster.processes())} processes ({', '.join(cluster.addresses)}): use --strategy {needed}, or start "
+            f"the program without {cluster.source}"
+        )
 
 
 def _check_devices(name: str, simulated: int, gpus: int) -> None:
     most = {"mirrored": simulated, "one_device": 1, "multi_worker": 1}.get(name, 0)
     if simulated > most:
-        rule = f"is too high for --strategy {name}, which uses {most} in each process"
-        raise BadInput(f"--simulated-devices {simulated} {rule}: remove it, or use --strategy mirrored in one process")
+        raise BadInput(
+            f"--simulated-devices {simulated} is too high for --strategy {name}, which uses {most} in each process: "
+            "remove it, or use --strategy mirrored in one process"
+        )
     if name == "mirrored" and not simulated and not gpus:
         reason = why_no_gpu(os.environ) or "this machine shows none"
-        remedy = "use --simulated-devices N, or --strategy one_device"
-        raise BadInput(f"--strategy mirrored needs GPUs and {reason}: {remedy}")
+        raise BadInput(
+            f"--strategy mirrored needs GPUs and {reason}: use --simulated-devices N, or --strategy one_device"
+        )
 
 
 def _check_all_reduce(name: str, settings: Settings, gpus: int) -> None:
@@ -138,8 +141,10 @@ def _check_gpus_are_not_shared(workers: dict[str, dict[str, Any]]) -> None:
     for worker, own in workers.items():
         for gpu in own["gpus"]:
             if (user := users.setdefault(gpu, worker)) != worker:
-                problem = f"{user} and {worker} use the same GPU {gpu.split()[-1]} of {own['host']}"
-                raise BadInput(f"{problem}: set CUDA_VISIBLE_DEVICES for each, as launch.py does")
+                raise BadInput(
+                    f"{user} and {worker} use the same GPU {gpu.split()[-1]} of {own['host']}: set "
+                    "CUDA_VISIBLE_DEVICES for each worker, as launch.py does"
+                )
 
 
 # --- The strategies ---------------------------------------------------------------------------------------------------
@@ -150,8 +155,7 @@ def _create(
 ) -> tuple[tf.distribute.Strategy, StrategyInfo]:
     devices = describe_own_devices(settings.simulated_devices, only_one=name == "one_device")
     if cluster and name == "parameter_server":
-        strategy = (coordinate if cluster.job == "chief" else serve)(cluster, timeout=settings.cluster_timeout)
-        size = f"{len(cluster.addresses['worker'])} worker(s), asynchronous: each takes its own steps"
+        strategy, size = parameter_servers.start(cluster, timeout=settings.cluster_timeout)
         return strategy, StrategyInfo(name, size, f"{devices} (the chief; the workers have their own)")
     workers = all_reduce = ""
     if cluster and name == "multi_worker":
@@ -183,8 +187,10 @@ def _simulate(count: int) -> None:
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     except RuntimeError:
-        rule = f"is more than {len(configured)}, with which {ALREADY_STARTED}"
-        raise BadInput(f"--simulated-devices {count} {rule}. In one process, use the largest number first") from None
+        raise BadInput(
+            f"--simulated-devices {count} is more than {len(configured)}, with which {ALREADY_STARTED}. In one "
+            "process, use the largest number first"
+        ) from None
 
 
 def _mirrored(simulated: int, gpus: int, all_reduce: str) -> tf.distribute.Strategy:
@@ -219,9 +225,9 @@ def _multi_worker(cluster: Cluster, gpus: int, devices: str, settings: Settings)
         if "program startup" not in str(problem):
             raise
         raise BadInput(f"--strategy multi_worker: {ALREADY_STARTED}") from None
-    if all(each["devices"] == devices for each in workers.values()):
+    if all(own["devices"] == devices for own in workers.values()):
         return strategy, f"{devices} for each worker"
-    return strategy, "; ".join(f"{worker}: {each['devices']}" for worker, each in workers.items())
+    return strategy, "; ".join(f"{worker}: {own['devices']}" for worker, own in workers.items())
 
 
 def _tpu() -> tf.distribute.Strategy:
@@ -232,7 +238,8 @@ def _tpu() -> tf.distribute.Strategy:
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (ValueError, tf.errors.OpError) as problem:
-        local = "install tensorflow-tpu 2.20 instead of tensorflow (docs/clusters.md)"
-        remedy = f"for the TPU of this machine {local}, for another one set TPU_NAME"
-        raise BadInput(f"--strategy tpu finds no TPU ({first_line(problem)}): {remedy}") from problem
+        raise BadInput(
+            f"--strategy tpu finds no TPU ({first_line(problem)}): for the TPU of this machine install tensorflow-tpu "
+            "2.20 instead of tensorflow (docs/clusters.md), for another one set TPU_NAME"
+        ) from problem
     return tf.distribute.TPUStrategy(resolver)

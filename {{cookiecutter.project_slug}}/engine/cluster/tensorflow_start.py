@@ -5,7 +5,6 @@ and no signal handler of Python can run. It also replaces the handler of SIGTERM
 """
 
 import concurrent.futures
-import contextlib
 import ctypes
 import os
 import select
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,38 +37,31 @@ def start_tensorflow(cluster: Cluster, timeout: float, start: Callable[[], Start
     others, and all can be started again.
     """
     os.environ["TF_CONFIG"] = cluster.tf_config()
-    with _ended_after(min(timeout, MOST_SECONDS)):
-        return _keeping_signals(start)
-
-
-@contextlib.contextmanager
-def _ended_after(seconds: float) -> Iterator[None]:
-    """Ends the process with a line and the exit code of a lost peer if the code inside takes longer."""
-    code = f"from {__name__} import end_late; end_late({os.getpid()}, {seconds}, {time.monotonic() + seconds})"
-    command, environment = [sys.executable, "-c", code], {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
     # Python code cannot run here, so another process prints the line and sends a signal. The C function _exit handles
     # it, whose argument, the number of the signal, becomes the exit code.
     c = ctypes.CDLL(None)
-    for code_of_exit in (PeerLost.exit_code, CountedLoss.exit_code):
-        c.signal(code_of_exit, ctypes.cast(c._exit, ctypes.c_void_p))
-    late = subprocess.Popen(command, env=environment, cwd=PROJECT, stdin=subprocess.PIPE, start_new_session=True)
-    try:
-        yield
-    finally:
-        late.communicate()  # Closes its stdin, which ends it.
+    for loss in (PeerLost, CountedLoss):
+        c.signal(loss.exit_code, ctypes.cast(c._exit, ctypes.c_void_p))
+    code = f"from {__name__} import end_late; end_late({os.getpid()}, {min(timeout, MOST_SECONDS)})"
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}  # Nothing filters its output.
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=environment, cwd=PROJECT, stdin=subprocess.PIPE, start_new_session=True):
+        return _keeping_signals(start)  # Then stdin is closed, which ends the other process.
 
 
-def end_late(process: int, seconds: float, end: float) -> None:
-    """Ends a process at `end`, on the clock time.monotonic, and prints why; returns if stdin is closed before."""
+def end_late(process: int, seconds: float) -> None:
+    """Ends a process after some seconds, and prints why; returns if stdin is closed before."""
     cluster = find_cluster(os.environ)
-    if select.select([0], [], [], max(0.0, end - time.monotonic()))[0] or cluster is None:
+    if select.select([0], [], [], seconds)[0] or cluster is None:
         return
     gone = ", ".join(lost(cluster))
-    why = gone or "one of them hangs or is too slow"
-    names = ", ".join(cluster.processes())
-    remedy = "check its log, then start the same command, without --fresh, on all"
-    line = f"ERROR: TensorFlow did not start on all of {names} within {seconds:g} s ({why}): {remedy}"
-    print(line, file=sys.stderr, flush=True)
+    print(
+        f"ERROR: TensorFlow did not start on all of {', '.join(cluster.processes())} within {seconds:g} s "
+        f"({gone or 'one of them hangs or is too slow'}): check its log, then start the same command, without --fresh, "
+        "on all",
+        file=sys.stderr,
+        flush=True,
+    )
     code = kind_of_loss(cluster, gone).exit_code
     os.kill(process, code if code < signal.NSIG else signal.SIGKILL)  # Only Linux has signals of these numbers.
 

@@ -1,15 +1,13 @@
 """train.py as a process that another program starts, follows by its run's files, and stops. Needs no TensorFlow."""
 
 import csv
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.cluster.launcher import PROGRAM, SECONDS_TO_FOLLOW, end_with_launcher
+from engine.cluster.launcher import SECONDS_TO_FOLLOW, start_program
 from engine.cluster.nvidia import VISIBLE
 from engine.files import read_json
 
@@ -24,15 +22,8 @@ class TrainProcess:
         """
         self._run_dir, self._log = run_dir, run_dir.with_name(f"{run_dir.name}.log")
         with self._log.open("ab") as log:
-            self._popen = subprocess.Popen(
-                [sys.executable, str(PROGRAM), *arguments, f"--run-dir={run_dir}"],
-                env=os.environ | ({VISIBLE: ",".join(gpus)} if gpus else {}),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C goes to the program that started it only.
-                preexec_fn=end_with_launcher,  # noqa: PLW1509 - There is one thread.
-            )
+            environment = {VISIBLE: ",".join(gpus)} if gpus else {}
+            self._popen = start_program([*arguments, f"--run-dir={run_dir}"], environment, log.fileno())
 
     def exit_code(self) -> int | None:
         """Returns the exit code, a signal as a negative number; None while it runs."""

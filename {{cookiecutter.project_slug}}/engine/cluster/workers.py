@@ -16,13 +16,13 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster, find_cluster, process_name
+from engine.cluster.parameter_servers import worker_pool
 from engine.cluster.rendezvous import FROZEN, kind_of_loss, lost, wait_for
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
-from engine.user_errors import CONNECTION_ERRORS, DIFFERENT_CALLS
+from engine.messages import DIFFERENT_CALLS, is_broken_connection
 
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
-HEAD = 257  # Integers in the first operation of `from_chief`; a prime, so that `gather` has another shape.
-LARGE = 2**16  # Arrays of this many bytes are sent by themselves, without a copy in a pickle.
+HEAD = 256  # Bytes of a result in the first operation of `from_chief`; most results fit.
 NOT_TOGETHER = (
     "the workers no longer do the same{}: a condition in train.py or a hook (a clock, a file, the environment) differs "
     "between them; decide it together, by `if run.on_any_worker(condition):`"
@@ -45,6 +45,7 @@ class Workers:
         self.is_chief = cluster.is_chief  # Only the chief writes.
         hosts = [address.rpartition(":")[0] for address in cluster.processes().values()]
         self.most_on_one_machine = max(map(hosts.count, hosts))  # Judged by addresses.
+        self.pool = worker_pool(strategy)  # With parameter servers, the workers that take training steps.
 
     def _sum(self, integers: np.ndarray) -> np.ndarray:
         """Returns the sum of all workers' `integers` ([n], int32)."""
@@ -58,7 +59,7 @@ class Workers:
     def gather(
         self, values: dict[str, np.ndarray], doing: str = "", *, to_chief: bool = False
     ) -> dict[str, np.ndarray]:
-        """Returns each of the `values` [...] as [workers, ...], of all workers in their order, bit for bit.
+        """Returns the `values` [...] as [workers, ...], of all workers in their order, bit for bit.
 
         Every worker gets all values, so they should be small: 1,000 workers with 100 kB each need 100 MB in each. With
         `to_chief`, all but the chief get {} and need 64 MiB. Raises BadInput, on every worker, if not all of them call
@@ -68,7 +69,8 @@ class Workers:
             return {name: value[None] for name, value in values.items()}
         call = f"{doing} {[(name, str(value.dtype), value.shape) for name, value in values.items()]}"
         # Integers survive a sum with zeros unchanged; floats would lose the sign of zero.
-        packed = _as_integers(b"".join([_tag(call).tobytes(), *(value.tobytes() for value in values.values())]))
+        tag = zlib.crc32(call.encode()).to_bytes(4, "little")
+        packed = _as_integers(b"".join([tag, *(value.tobytes() for value in values.values())]))
         parts, size = [], max(1, CHUNK // self.count)
         for first in range(0, packed.size, size):
             own = packed[first : first + size]
@@ -81,87 +83,66 @@ class Workers:
                 parts.append(rows)
         if not parts:
             return {}
-        rows = np.concatenate(parts, axis=1)
-        gathered, first = {}, packed.itemsize
+        received = np.concatenate(parts, axis=1).view(np.uint8)
+        gathered, first = {}, len(tag)
         for name, value in values.items():
-            arrays = [np.frombuffer(row.tobytes()[first : first + value.nbytes], value.dtype) for row in rows]
-            gathered[name] = np.stack([array.reshape(value.shape) for array in arrays])
+            columns = np.ascontiguousarray(received[:, first : first + value.nbytes])
+            gathered[name] = columns.view(value.dtype).reshape(self.count, *value.shape)
             first += value.nbytes
         return gathered
 
     def names_where(self, flag: bool) -> list[str]:
         """Returns the names of the workers that call it with True."""
-        flags = self.gather({"number": np.array(float(flag))})["number"]
+        flags = self.gather({"flag": np.array(flag)})["flag"]
         return [name for name, is_set in zip(self.names, flags, strict=True) if is_set]
 
-    def check_all_do(self, doing: str, number: float = 0.0) -> np.ndarray:
-        """Returns each worker's `number` ([workers]). Raises BadInput, on every worker, unless all do the same.
+    def check_all_do(self, doing: str) -> None:
+        """Raises BadInput, on every worker, unless all do the same.
 
         It is called before compiled steps: workers that run different ones would wait for each other for ever.
         """
         # In the shape of `names_where`, whose tag is another.
-        return self.gather({"number": np.array(number)}, doing)["number"]
+        self.gather({"flag": np.array(True)}, doing)
 
     def from_chief(self, function: Callable[[], Any]) -> Any:
         """Calls `function` on the chief only; returns its result, which is pickled, on all workers.
 
-        Large arrays in the result are sent one by one, in pieces, and are in memory once on each worker. A BadInput,
+        The pickled result is in memory once more meanwhile, so large values are exchanged in portions. A BadInput,
         CannotWrite or Damaged that it raises is raised on all; a fault that may pass becomes PeerLost on all but the
         chief. Any other exception is raised on the chief only.
         """
         if self.count == 1:
             return function()
-        name = getattr(getattr(function, "func", function), "__qualname__", "another call")
         outcome: tuple[Any, Exception | None] = (None, None)
-        packed, large = np.zeros(0, np.uint8), []
+        message: Any = b""
         if self.is_chief:
             try:
                 outcome = (function(), None)
             except (BadInput, CannotWrite, Damaged) as problem:
                 outcome = (None, problem)
-
-            def is_small(buffer: pickle.PickleBuffer) -> bool:
-                if buffer.raw().nbytes >= LARGE:
-                    large.append(np.frombuffer(buffer.raw(), np.uint8))
-                return buffer.raw().nbytes < LARGE
-
-            pickled = pickle.dumps(outcome, protocol=5, buffer_callback=is_small)
-            packed = np.frombuffer(pickle.dumps((pickled, [each.size for each in large])), np.uint8)
-        # First the workers' tags, whose sum shows whether all call the same function; then a size in 64 bits.
-        head = np.zeros(4 * HEAD, np.uint8)
-        head[4:12] = np.array([packed.size]).view(np.uint8)
-        head[12 : 12 + packed.size] = packed[: head.size - 12]
-        head[:4] = _tag(name).view(np.uint8)
-        if not self.is_chief:
-            head[4:] = 0
-        head = self._sum(head.view(np.int32))
-        if head[0] != (_tag(name) * np.int32(self.count))[0]:
-            raise BadInput(NOT_TOGETHER.format(f" (here {name})"))
-        in_head, size = head[3:].view(np.uint8), int(head[1:3].view(np.int64)[0])
-        rest = self._send(packed[in_head.size :], max(0, size - in_head.size))
-        pickled, sizes = pickle.loads(in_head.tobytes() + rest.tobytes())
-        buffers = [self._send(large[index] if large else rest, each) for index, each in enumerate(sizes)]
-        value, error = outcome if self.is_chief else pickle.loads(pickled, buffers=buffers)
+            message = pickle.dumps(outcome, protocol=5)
+        # The size of the message in 64 bits, and its first bytes.
+        head = np.frombuffer((len(message).to_bytes(8, "little") + message[:HEAD]).ljust(8 + HEAD, b"\0"), np.uint8)
+        name = getattr(getattr(function, "func", function), "__qualname__", "a decision of the chief")
+        chiefs = self.gather({"head": head}, name)["head"][0].tobytes()
+        size = int.from_bytes(chiefs[:8], "little")
+        message = chiefs[8:] if size <= HEAD else self._send(message, size)
+        value, error = outcome if self.is_chief else pickle.loads(message)
+        if isinstance(error, CannotWrite | Unavailable) and not self.is_chief:
+            raise PeerLost(str(error))  # The chief's end is counted, once.
         if error is not None:
-            passes = isinstance(error, CannotWrite | Unavailable) and not self.is_chief
-            raise PeerLost(str(error)) if passes else error  # The chief's end is counted, once.
+            raise error
         return value
 
-    def _send(self, array: np.ndarray, size: int) -> np.ndarray:
-        """Returns the chief's `array` ([size], uint8); the `array` of others is not used."""
-        received = array if self.is_chief else np.empty(size, np.uint8)
+    def _send(self, message: bytes, size: int) -> np.ndarray:
+        """Returns the chief's message of `size` bytes ([size], uint8) on all workers."""
+        received = np.frombuffer(message, np.uint8) if self.is_chief else np.empty(size, np.uint8)
         for first in range(0, size, 4 * CHUNK):
             piece = received[first : first + 4 * CHUNK]
-            zeros = np.zeros(-(-piece.size // 4), np.int32)
-            summed = self._sum(_as_integers(piece.tobytes()) if self.is_chief else zeros)
+            summed = self._sum(_as_integers(piece.tobytes() if self.is_chief else bytes(piece.size)))
             if not self.is_chief:
                 piece[:] = summed.view(np.uint8)[: piece.size]
         return received
-
-
-def _tag(call: str) -> np.ndarray:
-    """Returns a number for a call ([1], int32): other workers must make the same one."""
-    return np.array([zlib.crc32(call.encode())], np.uint32).view(np.int32)
 
 
 def _as_integers(packed: bytes) -> np.ndarray:
@@ -181,36 +162,37 @@ def peers_named() -> Iterator[None]:
             raise BadInput(NOT_TOGETHER.format("")) from problem
         cluster = find_cluster(os.environ)
         # What the others get when a step fails on one worker may have the class of that failure.
-        if cluster is None or not (isinstance(problem, CONNECTION_ERRORS) or "Collective ops is abort" in str(problem)):
+        if cluster is None or not (is_broken_connection(problem) or "Collective ops is abort" in str(problem)):
             raise
-        gone = ", ".join(_lost_for_good(cluster))
-        if not gone and (accused := _accused(str(problem), cluster)):
-            gone = f"{accused} does not answer, or failed"
-        if not gone:
+        missing = ", ".join(_lost_for_good(cluster))
+        if not missing and (accused := _accused(str(problem), cluster)):
+            missing = f"{accused} does not answer, or failed"
+        if not missing:
             raise
-        remedy = "check its log, then start the same command, without --fresh, on all; everything saved is intact"
-        frozen = "; or this process was frozen for 10 s or more" if "is gone" in gone else ""
-        text = f"{gone}{frozen}: {remedy}"
-        raise kind_of_loss(cluster, gone)(text) from problem
+        frozen = "; or this process was frozen for 10 s or more" if "is gone" in missing else ""
+        raise kind_of_loss(cluster, missing)(
+            f"{missing}{frozen}: check its log, then start the same command, without --fresh, on all; everything saved "
+            "is intact"
+        ) from problem
 
 
 def _lost_for_good(cluster: Cluster) -> list[str]:
     """Returns what `lost` returns, once all processes in it have ended or some seconds have passed."""
-    found: list[str] = []
+    missing: list[str] = []
 
     def have_ended() -> bool:
-        found[:] = lost(cluster)
+        missing[:] = lost(cluster)
         # A process that is ending may be silent before it is gone.
-        return bool(found) and not any(each.endswith(FROZEN) for each in found)
+        return bool(missing) and not any(text.endswith(FROZEN) for text in missing)
 
     wait_for(have_ended, SECONDS_UNTIL_GONE)
-    return found
+    return missing
 
 
 def _accused(message: str, cluster: Cluster) -> str:
     """Returns the other processes that TensorFlow's message says failed; "" if it is about something else."""
-    others, found = cluster.others(), re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", message)
-    names = [process_name(job, int(index)) for job, index in found]
+    tasks, others = re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", message), cluster.others()
+    names = [process_name(job, int(index)) for job, index in tasks]
     if "CoordinationService" in message:  # The first worker runs it.
         names.append(next(iter(cluster.processes())))
     accused = ", ".join(f"{name} ({others[name]})" for name in dict.fromkeys(names) if name in others)

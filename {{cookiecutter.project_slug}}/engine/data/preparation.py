@@ -13,9 +13,8 @@ import tensorflow as tf
 from engine.data.element_spec import as_text, is_static, unbatched
 from engine.data.padding import Padding, are_sequences
 from engine.errors import BadInput
-from engine.exceptions import first_line
+from engine.messages import first_line, where_raised
 from engine.tracing import Traced, converted, differing_value, look_at
-from engine.user_errors import where_raised
 
 # What the hook may raise because it expects other examples.
 OF_OTHER_EXAMPLES = (AttributeError, LookupError, TypeError, ValueError, tf.errors.InvalidArgumentError)

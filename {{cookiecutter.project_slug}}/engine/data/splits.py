@@ -4,7 +4,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +14,7 @@ from engine.data.element_spec import as_text, unbatched
 from engine.data.examples import DatasetExamples, Examples, hook_of
 from engine.data.preparation import Preparation
 from engine.data.records import Records
-from engine.data.worker_batches import WorkerBatches, WorkerPool
+from engine.data.worker_batches import WorkerBatches
 from engine.errors import BadInput
 from engine.protocols import Task
 from engine.retries import until_read
@@ -22,8 +22,16 @@ from engine.settings import Settings
 
 # Beside the run directory: the indexes of record files that are in folders that cannot be written.
 INDEXES = ".record_index"
-# Returns arrays of all processes, [processes, ...], given this one's and the name of the call.
-Gather = Callable[[dict[str, np.ndarray], str], dict[str, np.ndarray]]
+
+
+class Workers(Protocol):
+    """The part of engine.cluster.workers.Workers that the batches need."""
+
+    count: int
+    index: int
+    pool: Any  # With parameter servers, a WorkerPool.
+
+    def gather(self, values: dict[str, np.ndarray], doing: str) -> dict[str, np.ndarray]: ...
 
 
 def load_splits(
@@ -31,17 +39,14 @@ def load_splits(
     task: Task,
     settings: Settings,
     strategy: tf.distribute.Strategy,
-    context: tf.distribute.InputContext | None = None,
-    gather: Gather | None = None,
-    workers: WorkerPool | None = None,
+    workers: Workers | None = None,
 ) -> dict[str, Batches]:
     """Returns the batches of every dataset: "train", "validation" or "validation/<dataset>", "test" or the like.
 
-    A split without examples is skipped. By default this process, `context`, is the only one; of several, `gather`
-    returns what all have. With parameter servers, each of the `workers` takes training steps on batches of its own.
-    Raises BadInput if hooks, settings and replicas do not fit together.
+    A split without examples is skipped. Without `workers` this process is the only one. Raises BadInput if hooks,
+    settings and replicas do not fit together.
     """
-    context = context or tf.distribute.InputContext()
+    context = tf.distribute.InputContext(*((workers.count, workers.index) if workers else ()))
     evaluating, training = (
         Preparation(task.prepare_example, training=trains, pad_to=settings.pad_to or (), eager=settings.eager)
         for trains in (False, True)
@@ -54,13 +59,14 @@ def load_splits(
         preparation = training if split == "train" else evaluating
         loaded = load_datasets(split, task.load_examples, settings, context)
         lengths = {name: [examples.length] for name, examples in loaded.items()}
-        if by_file and gather:
+        if by_file and workers:
             own = {name: np.array(length) for name, (length,) in lengths.items()}
-            lengths = {name: all_of_it.tolist() for name, all_of_it in gather(own, hook_of(split)).items()}
+            lengths = {name: of_all.tolist() for name, of_all in workers.gather(own, hook_of(split)).items()}
         for name, examples in loaded.items():
             arguments = name, examples, lengths[name], preparation, strategy, settings, context
-            if workers and split == "train":
-                batches[name] = WorkerBatches(*arguments, load=lambda: task.load_examples("train"), workers=workers)
+            if workers and workers.pool and split == "train":
+                load = functools.partial(task.load_examples, "train")
+                batches[name] = WorkerBatches(*arguments, load=load, workers=workers.pool)
             else:
                 batches[name] = Batches(*arguments, shards_by_file=by_file)
     check_same_structure(batches)

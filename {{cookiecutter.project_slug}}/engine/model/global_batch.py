@@ -3,84 +3,28 @@
 A step sees one replica's part of one micro-batch. What it divides by, or compares with, may be in the others.
 """
 
-import contextlib
-import dataclasses
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.waiting import measured
+from engine.model.step import current_step
+from engine.model.variables import by_name, layers_of
 from engine.settings import Settings
-from engine.tracing import converted, returning_loss
+from engine.tracing import converted, look_at
 
-KERAS_ADD_LOSS = keras.layers.Layer.add_loss
-
-
-@dataclasses.dataclass
-class _Step(threading.local):
-    """The step that is being traced in this thread, which is one replica's."""
-
-    batch: Any = None  # The complete per-replica batch, before it is cut into micro-batches.
-    micro_batches: int = 1
-    padded: str = ""  # See `why_padded`.
-    counts_padding: str = ""  # The first thing that counts the padding.
-    calls: int = 0  # How often this micro-batch has called sum_over_batch.
-    sums: list[tf.Tensor] = dataclasses.field(default_factory=list)  # What these calls returned in the first one.
-
-
-_step = _Step()
-
-
-@contextlib.contextmanager
-def step_on(batch: Any, micro_batches: int = 1, padded: str = "") -> Iterator[None]:
-    """Says which per-replica batch (features, labels, sample_weights) the hooks that are called inside belong to.
-
-    `padded` is what `why_padded` returns. Raises BadInput at the end if something inside counts the padding.
-    """
-    before = dict(vars(_step))
-    _step.batch, _step.micro_batches, _step.calls, _step.sums = batch, micro_batches, 0, []
-    _step.padded, _step.counts_padding = padded, ""
-    try:
-        yield
-        if _step.counts_padding:
-            raise BadInput(padded.format(_step.counts_padding))
-    finally:
-        vars(_step).update(before)
-
-
-def is_in_step() -> bool:
-    """Returns whether a step is being traced in this thread."""
-    return _step.batch is not None
-
-
-def start_micro_batch() -> None:
-    """Makes the next call of sum_over_batch the first one of a micro-batch."""
-    _step.calls = 0
-
-
-@tf.autograph.experimental.do_not_convert
-def in_one_batch(step: Callable[..., Any]) -> Callable[..., tf.Tensor]:
-    """Returns a step that takes the complete per-replica batch, its last argument, at once; it returns its loss."""
-    call = returning_loss(step)
-
-    @tf.autograph.experimental.do_not_convert
-    def complete_step(*arguments: Any) -> tf.Tensor:
-        with step_on(arguments[-1]):
-            return call(*arguments)
-
-    return complete_step
+# Packed into one tensor, the gradients of a model would be in memory twice, and sums would wait for the last of them.
+BYTES_PER_PACK = 50 * 2**20
 
 
 @tf.autograph.experimental.do_not_convert
 def sum_over_batch(count: Callable[[Any, Any, tf.Tensor], Any]) -> tf.Tensor:
-    """Returns what `count` gives for the global batch of a step, summed over replicas, workers and micro-batches.
+    """Returns `count(...)` summed over the global batch of a step: all replicas, workers and micro-batches.
 
-    Divide by it what is a mean over tokens, pixels, labels that exist, or weights, with tf.math.divide_no_nan, because
-    it may be 0:
+    Use it as the denominator of a mean over tokens, pixels, existing labels or weights. It can be 0, so divide with
+    tf.math.divide_no_nan:
 
         def count_tokens(features, labels, sample_weights):
             return tf.reduce_sum(tf.cast(labels > 0, "float32") * sample_weights[:, None])
@@ -98,14 +42,15 @@ def sum_over_batch(count: Callable[[Any, Any, tf.Tensor], Any]) -> tf.Tensor:
     Returns the sum (the shape of what `count` returns; float64 if that is, otherwise float32). It is equal on all
     replicas, and has no gradient. Raises BadInput outside a step.
     """
-    if _step.batch is None:
+    step = current_step()
+    if step.batch is None:
         raise BadInput("engine.model.sum_over_batch was called outside a step: call it in a hook that a step calls")
-    call, _step.calls = _step.calls, _step.calls + 1
-    if call == len(_step.sums):  # In the first micro-batch.
-        total = tf.convert_to_tensor(converted(count)(*_step.batch))
+    call, step.counts = step.counts, step.counts + 1
+    if call == len(step.counted):  # In the first micro-batch.
+        total = tf.convert_to_tensor(converted(count)(*step.batch))
         total = tf.stop_gradient(total if total.dtype == tf.float64 else tf.cast(total, tf.float32))
-        _step.sums.append(*sum_over_replicas([total]))
-    return _step.sums[call]
+        step.counted.append(*sum_over_replicas([total]))
+    return step.counted[call]
 
 
 @tf.autograph.experimental.do_not_convert
@@ -143,49 +88,64 @@ def places_in_batch(values: tf.Tensor) -> tf.Tensor:
     return size * tf.cast(replica, "int32") + tf.range(size)
 
 
-def why_padded(settings: Settings) -> str:
-    """Returns why per-replica batches of the training are padded, as an error with a place for what counts the padding.
-
-    It is "" if none is padded.
-    """
-    size, replicas = settings.global_batch_size, tf.distribute.get_strategy().num_replicas_in_sync
-    unit = replicas * settings.micro_batches
-    if not (rest := size % unit):
-        return ""
-    parts = f" in {settings.micro_batches} micro-batches each" if settings.micro_batches > 1 else ""
-    sizes = " or ".join(str(each) for each in (size - rest, size - rest + unit) if each)
-    problem = f"--global-batch-size {size} cannot be shared equally by {replicas} replica(s){parts}"
-    return f"{problem}, and {{}}, which would count the padding: use {sizes}"
-
-
-def note_padding(counts_padding: str) -> None:
-    """Notes what would count the padding, if per-replica batches of the step that is being traced are padded.
-
-    `step_on` raises the error, because Keras would wrap one from inside a layer in a text of its own.
-    """
-    if _step.padded:
-        _step.counts_padding = _step.counts_padding or counts_padding
-
-
-def watch_added_losses() -> None:
-    """Makes a layer's add_loss, which activity regularizers call too, note that it counts padding."""
-    keras.layers.Layer.add_loss = _add_loss
-
-
-def _add_loss(layer: keras.layers.Layer, loss: Any) -> None:
-    note_padding(f"the layer {layer.name} adds a loss of its own")
-    KERAS_ADD_LOSS(layer, loss)
-
-
 def _check_gathered(function: str) -> None:
-    note_padding(f"task.train_step calls engine.model.{function}")
-    if _step.micro_batches > 1:
-        problem = f"{_step.micro_batches}, and task.train_step calls engine.model.{function}"
-        reason = "micro-batches are computed one after the other, so that none has the values of the next"
-        raise BadInput(f"--micro-batches is {problem}: {reason}: remove --micro-batches")
+    step = current_step()
+    if step.settings:
+        reject_padding(step.settings, [f"task.train_step calls engine.model.{function}"])
+    if step.micro_batches > 1:
+        raise BadInput(
+            f"--micro-batches is {step.micro_batches}, and task.train_step calls engine.model.{function}: "
+            "micro-batches are computed one after the other, so that none has the values of the next: "
+            "remove --micro-batches"
+        )
 
 
-def sum_over_replicas(tensors: Sequence[Any], bytes_per_pack: int = 0) -> list[Any]:
+# --- Padding, where replicas or micro-batches cannot share the batch equally ------------------------------------------
+
+
+def reject_padding(settings: Settings, counted_by: Iterable[str]) -> None:
+    """Raises BadInput if per-replica batches of the training are padded, and `counted_by` has what counts the padding.
+
+    `counted_by` is not read unless they are padded.
+    """
+    size, count = settings.global_batch_size, settings.micro_batches
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    unit = replicas * count
+    if not (rest := size % unit):
+        return
+    sizes = " or ".join(str(shared) for shared in (size - rest, size - rest + unit) if shared)
+    for text in counted_by:
+        raise BadInput(
+            f"--global-batch-size {size} cannot be shared equally by {replicas} replica(s)"
+            f"{f' in {count} micro-batches each' if count > 1 else ''}, and {text}, which would count the padding: "
+            f"use {sizes}"
+        )
+
+
+def layers_that_count_padding(model: Any) -> Iterator[str]:
+    """Yields a text for each layer of the models to which all examples count that the training step gives it.
+
+    Read it at the end of the step, while that is still being traced.
+    """
+    changed = None if tf.executing_eagerly() else look_at(tf.compat.v1.get_default_graph()).changed
+    for layer in (layer for part in by_name(model, "model").values() for layer in layers_of(part)):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+            # With --eager there is no graph to tell whether the step calls the layer with training=False.
+            if changed is None or id(layer.moving_mean.handle) in changed:
+                yield f"the layer {layer.name} normalizes the batch"
+        elif adds_losses(layer):
+            yield f"the layer {layer.name} adds a loss of its own"
+
+
+def adds_losses(layer: keras.layers.Layer) -> bool:
+    """Returns whether the layer has added losses in its last call, as regularizers of activities do."""
+    return bool(layer._losses)
+
+
+# --- Over replicas ----------------------------------------------------------------------------------------------------
+
+
+def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
     """Returns the sums of tensors over all replicas, without gradients. Every replica must call it.
 
     The sum of tf.IndexedSlices has the slices of all replicas, in their order; a row may occur several times.
@@ -197,17 +157,18 @@ def sum_over_replicas(tensors: Sequence[Any], bytes_per_pack: int = 0) -> list[A
     updates several times, Grappler then loses that an update comes after the reads of the weights before it, and now
     and then a loss is of the weights after the update.
     """
-    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=bytes_per_pack)
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=BYTES_PER_PACK)
 
     def reduce(strategy: tf.distribute.Strategy, *per_replica: Any) -> Any:
-        pairs = [(each, each.device if isinstance(each, tf.Tensor) else each) for each in per_replica]
-        total = tf.distribute.ReduceOp.SUM
-        return measured(lambda: strategy.extended.batch_reduce_to(total, pairs, options), per_replica, strategy)
+        pairs = [(value, value.device if isinstance(value, tf.Tensor) else value) for value in per_replica]
+        return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs, options)
 
     try:
         return list(tf.distribute.get_replica_context().merge_call(reduce, args=tuple(tensors)))
     except RuntimeError as problem:
-        if "merge_call" not in str(problem) or _step.micro_batches > 1:
+        if "merge_call" not in str(problem) or current_step().micro_batches > 1:
             raise
-        reason = "a tf.cond or a loop, where replicas cannot wait for each other: do it in every step, outside"
-        raise BadInput(f"task.train_step updates or sums over the replicas inside {reason}") from problem
+        raise BadInput(
+            "task.train_step updates or sums over the replicas inside a tf.cond or a loop, where replicas cannot wait "
+            "for each other: do it in every step, outside"
+        ) from problem

@@ -1,9 +1,7 @@
 """From the tape to the changed weights: micro-batches, the sum over replicas, clipping, the update."""
 
 import contextlib
-import dataclasses
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,42 +9,38 @@ import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.global_batch import start_micro_batch, step_on, sum_over_replicas, why_padded
-from engine.model.optimizers import BYTES_PER_PACK, inner_optimizers, optimizer_of, summed_gradients
-from engine.model.rows import by_values, slices_or_dense, sum_by_row
+from engine.model.global_batch import layers_that_count_padding, reject_padding, sum_over_replicas
+from engine.model.optimizers import apply_sums, optimizer_of
+from engine.model.rows import slices_or_dense, sum_by_row
+from engine.model.step import Gradient, Step, current_step, in_one_batch, step_on
 from engine.settings import Settings
 from engine.tracing import returning_loss
 
-Gradients = list[tf.Tensor | tf.IndexedSlices | None]
+# --- Micro-batches ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _Step(threading.local):
-    """The step that is being traced in this thread, which is one replica's."""
-
-    global_clipnorm: float | None = None
-    jit: bool = False
-    micro_batches: int = 1
-    is_last: bool = True  # Whether this micro-batch is the last one of the step.
-    calls: int = 0  # How often this micro-batch has called apply_gradients.
-    # The sums of the gradients, without None, of the micro-batches so far, for each of these calls.
-    sums: list[list[tf.Tensor | tf.IndexedSlices]] = dataclasses.field(default_factory=list)
-    operations: int = 0  # The number of operations in the graph at the first call.
-
-
-_step = _Step()
+def replica_step(
+    step: Callable[..., tf.Tensor], settings: Settings | None = None, model: Any = None
+) -> Callable[..., tf.Tensor]:
+    """Returns a step of task.py as each replica takes it; with the `settings` of a training, in their micro-batches."""
+    return in_one_batch(step) if settings is None else in_micro_batches(step, settings, model)
 
 
 @tf.autograph.experimental.do_not_convert
-def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings) -> Callable[[Any], tf.Tensor]:
+def in_micro_batches(
+    train_step: Callable[[Any], tf.Tensor], settings: Settings, model: Any = None
+) -> Callable[[Any], tf.Tensor]:
     """Returns a step that runs `train_step` on equal micro-batches, one after the other, and updates once.
 
     Only one micro-batch's activations are in memory at a time. Of n micro-batches the m-th contains every n-th example
     from the m-th on, so that all replicas' m-th micro-batches contain the same examples for any number of replicas that
     can share the batch equally. The losses are summed. `train_step` takes one replica's (features, labels,
     sample_weights), divides the loss by the global batch size, and updates by `apply_gradients`.
+
+    The step raises BadInput if replicas cannot share the batch equally, and a layer of the model, or of the dict of
+    models, would count the padding.
     """
-    step, count = returning_loss(train_step), settings.micro_batches
+    call, count = returning_loss(train_step), settings.micro_batches
     options = {
         "--micro-batches": count > 1,
         "--global-clipnorm": settings.global_clipnorm is not None,
@@ -58,63 +52,58 @@ def in_micro_batches(train_step: Callable[[Any], tf.Tensor], settings: Settings)
     def complete_step(batch: Any) -> tf.Tensor:
         def take(number: int | tf.Tensor, loss: tf.Tensor | None) -> tf.Tensor:
             """Takes a micro-batch; returns the sum of the losses so far."""
-            _step.is_last, _step.calls = not tf.is_tensor(number) and number == count - 1, 0
-            start_micro_batch()
-            micro_batch = batch if count == 1 else _micro_batch(batch, number, count, after=loss)
-            with _xla(True):
-                return step(micro_batch) if loss is None else loss + step(micro_batch)
+            step.is_last, step.updates, step.counts = not tf.is_tensor(number) and number == count - 1, 0, 0
+            micro_batch = batch if count == 1 else _micro_batch(step, number, after=loss)
+            with _xla(step, compiles=True):
+                return call(micro_batch) if loss is None else loss + call(micro_batch)
 
-        _step.global_clipnorm, _step.jit, _step.micro_batches = settings.global_clipnorm, settings.jit, count
-        try:
-            with step_on(batch, count, why_padded(settings)):
-                loss = take(0, None)
-                if count > 1:
-                    loss = take(count - 1, _take_until(count - 1, take, loss))
-            if needed_by and not _step.calls:
+        with step_on(batch, settings) as step:
+            loss = take(0, None)
+            if count > 1:
+                loss = take(count - 1, _take_until(count - 1, take, loss, step))
+            reject_padding(settings, layers_that_count_padding({} if model is None else model))
+            if needed_by and not step.updates:
                 raise BadInput(f"{needed_by[0]} needs task.train_step to update by engine.model.apply_gradients")
             return loss
-        finally:
-            # The next step that is traced in this thread starts over.
-            _step.global_clipnorm, _step.jit, _step.micro_batches, _step.is_last, _step.sums = None, False, 1, True, []
 
     return complete_step
 
 
 def is_last_micro_batch() -> bool:
     """Returns whether the step that is being traced updates now; also outside a step."""
-    return _step.is_last
+    return current_step().is_last
 
 
-def _take_until(end: int, take: Callable[..., tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
+def _take_until(end: int, take: Callable[..., tf.Tensor], loss: tf.Tensor, step: Step) -> tf.Tensor:
     """Takes the micro-batches from the second one to before `end`, which neither start the sums nor update."""
-    sums = _step.sums
+    gradients = step.gradients
     if end > 2 and not tf.executing_eagerly():
         try:
-            return _take_in_loop(end, take, loss)
+            return _take_in_loop(end, take, loss, step)
         except RuntimeError as problem:
             # From inside a loop a synchronized layer cannot reach the other replicas of a process.
             if "merge_call" not in str(problem):
                 raise
-            _step.sums = sums
+            step.gradients = gradients
     for number in range(1, end):
         loss = take(number, loss)
     return loss
 
 
-def _take_in_loop(end: int, take: Callable[..., tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
+def _take_in_loop(end: int, take: Callable[..., tf.Tensor], loss: tf.Tensor, step: Step) -> tf.Tensor:
     """Does the same in a loop in the graph, so that the step is traced once for all of them."""
 
-    def body(number: tf.Tensor, loss: tf.Tensor, sums: list[Any]) -> tuple[Any, ...]:
-        _step.sums = sums
-        return number + 1, take(number, loss), _step.sums
+    def body(number: tf.Tensor, loss: tf.Tensor, gradients: list[Any]) -> tuple[Any, ...]:
+        step.gradients = gradients
+        return number + 1, take(number, loss), step.gradients
 
-    start = tf.constant(1), loss, _step.sums
+    start = tf.constant(1), loss, step.gradients
     shapes = tf.nest.map_structure(_shape_in_loop, start)
-    _, loss, _step.sums = tf.while_loop(lambda number, *_: number < end, body, start, shapes, parallel_iterations=1)
+    _, loss, step.gradients = tf.while_loop(lambda number, *_: number < end, body, start, shapes, parallel_iterations=1)
     return loss
 
 
-def _shape_in_loop(value: tf.Tensor | tf.IndexedSlices) -> Any:
+def _shape_in_loop(value: Gradient) -> Any:
     """Returns what stays the same of a value: slices become more with each micro-batch."""
     if isinstance(value, tf.IndexedSlices):
         shape = [None, *value.values.shape[1:]]
@@ -123,24 +112,28 @@ def _shape_in_loop(value: tf.Tensor | tf.IndexedSlices) -> Any:
     return value.shape
 
 
-def _micro_batch(batch: Any, number: int | tf.Tensor, count: int, after: tf.Tensor | None) -> Any:
-    """Returns every `count`-th example from `number` on, once the loss `after` is computed and its memory is free."""
+def _micro_batch(step: Step, number: int | tf.Tensor, after: tf.Tensor | None) -> Any:
+    """Returns the micro-batch of this number, once the loss `after` is computed and its memory is free."""
+    count = step.micro_batches
 
-    def part(tensor: tf.Tensor) -> tf.Tensor:
+    def take(tensor: tf.Tensor) -> tf.Tensor:
         taken = tf.identity(tensor[number::count])
         taken.set_shape([tensor.shape[0] // count, *tensor.shape[1:]])  # Unknown for a number that is a tensor.
         return taken
 
-    sums = tf.nest.flatten(_step.sums, expand_composites=True)
+    sums = tf.nest.flatten(step.gradients, expand_composites=True)
     with tf.control_dependencies([*sums, *([] if after is None else [after])]):
-        return tf.nest.map_structure(part, batch)
+        return tf.nest.map_structure(take, step.batch)
 
 
-def _xla(compiles: bool) -> contextlib.AbstractContextManager[None]:
+def _xla(step: Step, *, compiles: bool) -> contextlib.AbstractContextManager[None]:
     """Marks operations for XLA, or not, with --jit. Operations that XLA cannot compile run as they do without it."""
-    if _step.jit and not tf.executing_eagerly():
+    if step.settings and step.settings.jit and not tf.executing_eagerly():
         return tf.xla.experimental.jit_scope(compile_ops=compiles)
     return contextlib.nullcontext()
+
+
+# --- Gradients --------------------------------------------------------------------------------------------------------
 
 
 @tf.autograph.experimental.do_not_convert
@@ -149,7 +142,7 @@ def apply_gradients(
     tape: tf.GradientTape,
     loss: tf.Tensor,
     variables: Sequence[keras.Variable],
-    gradients: Gradients | None = None,
+    gradients: Sequence[Gradient | None] | None = None,
 ) -> tf.Tensor:
     """Updates the variables with the gradient of the loss, summed over all replicas and micro-batches.
 
@@ -172,88 +165,98 @@ def apply_gradients(
     """
     if loss is None:
         raise BadInput("task.train_step gave apply_gradients None as the loss: return the loss from task.compute_loss")
-    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    # The update changes the variable, and the norm is computed with the scale of the gradients.
-    scale = tf.identity(optimizer.dynamic_scale.value) if is_scaled else None
+    step, scale = current_step(), None
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        # The update changes the variable, and the norm is computed with the scale of the gradients.
+        scale = tf.identity(optimizer.dynamic_scale.value)
+    gradients = _scaled_gradients(tape, loss, variables, gradients, scale)
+    pairs = list(zip(variables, gradients, strict=True))
+    used = [(variable, value) for variable, value in pairs if value is not None]
+    if not used:
+        raise BadInput(
+            "task.train_step gave apply_gradients "
+            f"{'a loss that uses none of its variables' if pairs else 'no variables, so nothing is trainable'}: "
+            "pass trainable variables, and compute the loss from them under the tape"
+        )
+    with _xla(step, compiles=False):
+        parts = step.micro_batches * tf.distribute.get_strategy().num_replicas_in_sync
+        local = [slices_or_dense(optimizer_of(variable, optimizer), variable, value, parts) for variable, value in used]
+        local = _summed_over_micro_batches(step, local, loss)
+        if not step.is_last:
+            return tf.constant(0.0)
+        sums, norm = _clipped_sums(step, local, scale)
+        apply_sums(optimizer, pairs, sums)
+        return norm
+
+
+def _scaled_gradients(
+    tape: tf.GradientTape,
+    loss: tf.Tensor,
+    variables: Sequence[keras.Variable],
+    gradients: Sequence[Gradient | None] | None,
+    scale: tf.Tensor | None,
+) -> Sequence[Gradient | None]:
+    """Returns the gradients, the given ones or else the tape's, times the loss scale if there is one."""
     if gradients is None:
-        gradients = tape.gradient(loss, variables, output_gradients=tf.cast(scale, loss.dtype) if is_scaled else None)
-    elif is_scaled:
-        used = [each for each in gradients if each is not None]
-        scaled = iter(by_values(lambda values: [each * tf.cast(scale, each.dtype) for each in values], used))
-        gradients = [None if each is None else next(scaled) for each in gradients]
-    if all(each is None for each in gradients):
-        problem = "a loss that uses none of its variables" if variables else "no variables, so nothing is trainable"
-        remedy = "pass trainable variables, and compute the loss from them under the tape"
-        raise BadInput(f"task.train_step gave apply_gradients {problem}: {remedy}")
-    with _xla(False):
-        parts = _step.micro_batches * tf.distribute.get_strategy().num_replicas_in_sync
-        gradients = [
-            None if each is None else slices_or_dense(optimizer_of(variable, optimizer), variable, each, parts)
-            for variable, each in zip(variables, gradients, strict=True)
-        ]
-        gradients = _summed_over_micro_batches(gradients, loss)
-        return _update(optimizer, gradients, variables, scale) if _step.is_last else tf.constant(0.0)
+        return tape.gradient(loss, variables, None if scale is None else tf.cast(scale, loss.dtype))
+    if scale is None:
+        return gradients
+    return [None if gradient is None else _times(gradient, scale) for gradient in gradients]
 
 
-def _summed_over_micro_batches(gradients: Gradients, loss: tf.Tensor) -> Gradients:
+def _times(gradient: Gradient, scale: tf.Tensor) -> Gradient:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(gradient.values, scale), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(scale, gradient.dtype)
+
+
+def _summed_over_micro_batches(step: Step, gradients: list[Gradient], loss: tf.Tensor) -> list[Gradient]:
     """Returns the gradients of one call plus the gradients of the same call in earlier micro-batches."""
-    call, _step.calls = _step.calls, _step.calls + 1
-    if _step.is_last and not _step.sums:
-        return gradients  # There is one micro-batch.
-    _check_order(loss, call)
-    used = [each for each in gradients if each is not None]
-    if call == len(_step.sums):
-        _step.sums.append(used)
+    call, step.updates = step.updates, step.updates + 1
+    if step.micro_batches == 1:
+        return gradients
+    _check_order(step, loss, call)
+    if call == len(step.gradients):  # In the first micro-batch.
+        step.gradients.append(gradients)
     else:
-        _step.sums[call] = list(map(_added, _step.sums[call], used))
-    in_turn = iter(_step.sums[call])
-    return [None if each is None else next(in_turn) for each in gradients]
+        step.gradients[call] = list(map(_added, step.gradients[call], gradients))
+    return step.gradients[call]
 
 
-def _added(one: tf.Tensor | tf.IndexedSlices, other: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    if not isinstance(one, tf.IndexedSlices):
-        return tf.add(one, other)
-    values, indices = (tf.concat(pair, 0) for pair in ((one.values, other.values), (one.indices, other.indices)))
-    return tf.IndexedSlices(values, indices, one.dense_shape)
+def _added(sum_so_far: Gradient, gradient: Gradient) -> Gradient:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.add(sum_so_far, gradient)
+    values = tf.concat([sum_so_far.values, gradient.values], 0)
+    return tf.IndexedSlices(values, tf.concat([sum_so_far.indices, gradient.indices], 0), gradient.dense_shape)
 
 
-def _check_order(loss: tf.Tensor, call: int) -> None:
+def _check_order(step: Step, loss: tf.Tensor, call: int) -> None:
     """Raises BadInput if the loss may depend on an update that waits for the last micro-batch."""
     if tf.executing_eagerly():
         return
     operations = loss.graph.get_operations()
     if call == 0:
-        _step.operations = len(operations)
-    elif loss.op not in operations[: _step.operations]:
-        problem = "task.train_step computes a loss after an update, which waits for the last micro-batch"
-        remedy = "compute all losses before the first apply_gradients, or remove --micro-batches"
-        raise BadInput(f"--micro-batches: {problem}: {remedy}")
+        step.operations = len(operations)
+    elif loss.op not in operations[: step.operations]:
+        raise BadInput(
+            "--micro-batches: task.train_step computes a loss after an update, which waits for the last micro-batch: "
+            "compute all losses before the first apply_gradients, or remove --micro-batches"
+        )
 
 
-def _update(
-    optimizer: keras.optimizers.Optimizer,
-    gradients: Gradients,
-    variables: Sequence[keras.Variable],
-    scale: tf.Tensor | None,
-) -> tf.Tensor:
-    """Updates with the sum over the replicas, and returns its norm; `scale` is the loss scale, if any."""
-    used = [variable for variable, each in zip(variables, gradients, strict=True) if each is not None]
-    given = [each for each in gradients if each is not None]
+def _clipped_sums(step: Step, gradients: list[Gradient], scale: tf.Tensor | None) -> tuple[list[Gradient], tf.Tensor]:
+    """Returns the sums over the replicas, clipped by --global-clipnorm, and their norm before; `scale` is theirs."""
     # TensorFlow packs gradients to sum them, and their norms too. Keras casts each to its variable's dtype.
-    dtype = keras.backend.result_type("float32", *(each.dtype.name for each in given))
-    norm = tf.constant(math.nan, dtype)
+    dtype = keras.backend.result_type("float32", *(gradient.dtype.name for gradient in gradients))
     # Summed here, so that every replica clips, or finds an overflow in, the same gradients.
-    gradients = sum_over_replicas([tf.cast(each, dtype) for each in given], BYTES_PER_PACK)
+    sums = sum_over_replicas([tf.cast(gradient, dtype) for gradient in gradients])
     # The slices of a row are summed too: Adam would square them one by one, and the norm would be theirs.
-    gradients = [sum_by_row(each) if isinstance(each, tf.IndexedSlices) else each for each in gradients]
-    if scale is not None or _step.global_clipnorm is not None:
-        norm = tf.linalg.global_norm(gradients)
-    if _step.global_clipnorm is not None:
-        limit = _step.global_clipnorm if scale is None else _step.global_clipnorm * tf.cast(scale, dtype)
-        gradients, _ = tf.clip_by_global_norm(gradients, limit, use_norm=norm)
-    by_variable = dict(zip(map(id, used), gradients, strict=True))
-    # A MultiOptimizer needs all its variables, also those without a gradient, which its optimizers leave out.
-    variables = variables if inner_optimizers(optimizer) else used
-    with summed_gradients():
-        optimizer.apply_gradients([(by_variable.get(id(variable)), variable) for variable in variables])
-    return tf.cast(norm if scale is None else norm / tf.cast(scale, dtype), tf.float32)
+    sums = [sum_by_row(total) if isinstance(total, tf.IndexedSlices) else total for total in sums]
+    limit = step.settings.global_clipnorm if step.settings else None
+    if scale is None and limit is None:
+        return sums, tf.constant(math.nan)
+    scale = tf.constant(1.0, dtype) if scale is None else tf.cast(scale, dtype)
+    norm = tf.linalg.global_norm(sums)
+    if limit is not None:
+        sums, _ = tf.clip_by_global_norm(sums, limit * scale, use_norm=norm)
+    return sums, tf.cast(norm / scale, tf.float32)

@@ -5,17 +5,18 @@ A result is a number, an array, or a dictionary of these. Each number has its ow
 """
 
 import collections
+import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.global_batch import step_on
+from engine.model.step import step_on
 from engine.model.variables import inner_variable
 from engine.protocols import Metrics, Task
 
@@ -23,30 +24,50 @@ LARGEST_RESULT = 10_000  # Each number is a column of metrics.csv.
 LARGEST_SHOWN = 32  # TensorBoard does not show larger arrays.
 
 
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Lets metrics that are made inside, or make variables, count in float64.
+
+    Keras counts in float32, in which a sum of millions of examples drifts by percents.
+    """
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before)
+
+
 def build_metrics(
-    task: Task, strategy: tf.distribute.Strategy, batch_specs: Mapping[str, Any], recorded: Iterable[weakref.ref]
+    task: Task, strategy: tf.distribute.Strategy, batch_specs: Mapping[str, Any], made: Iterable[tf.Variable]
 ) -> None:
     """Makes the variables of metrics that make them with their first update, such as F1Score.
 
     In a compiled step this fails on several replicas. So the step of such a split runs once before, on zeros, and its
-    changes to the `recorded` variables are undone. The arguments are those of `finish_objects`.
+    changes to the variables that the hooks have `made` are undone. `batch_specs` are as in `TaskObjects.finish`.
     """
     for split, batch_spec in {split_of(name): spec for name, spec in batch_specs.items()}.items():
         # `_built`, because some metrics, such as R2Score, have one of their variables from the start.
-        if all(metric.variables and getattr(metric, "_built", True) for metric in task.metrics[split].values()):
+        unbuilt = [
+            each for each in task.metrics[split].values() if not each.variables or not getattr(each, "_built", True)
+        ]
+        if not unbuilt:
             continue
-        variables = [variable for each in list(recorded) if (variable := each()) is not None]
-        local = [each for variable in variables for each in strategy.experimental_local_results(variable)]
-        before = [tf.identity(each) for each in local]
+        local = [part for variable in made for part in strategy.experimental_local_results(variable)]
+        before = [tf.identity(part) for part in local]
         step = task.train_step if split == "train" else functools.partial(task.evaluation_step, split)
 
         def run(batch: Any, step: Callable[[Any], Any] = step) -> None:
             with step_on(batch):
                 step(batch)
 
-        strategy.run(run, args=(zeros(batch_spec),))
-        for each, value in zip(local, before, strict=True):
-            each.assign(value)
+        with contextlib.ExitStack() as patches:
+            for metric in unbuilt:
+                update = in_float64()(metric.update_state)
+                patches.enter_context(mock.patch.object(metric, "update_state", update))
+            strategy.run(run, args=(zeros(batch_spec),))
+        for part, value in zip(local, before, strict=True):
+            part.assign(value)
         for metric in task.metrics[split].values():
             metric.reset_state()
 

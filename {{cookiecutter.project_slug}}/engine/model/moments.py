@@ -1,38 +1,14 @@
-"""Moments of BatchNormalization over all replicas: also with a mask, and without rounding the variance away.
-
-They also count, for `averages`, by how much a step has moved a layer's statistics.
-"""
-
-import weakref
+"""Moments of BatchNormalization over all replicas: also with a mask, and without rounding the variance away."""
 
 import keras
 import tensorflow as tf
 
-from engine.model.global_batch import note_padding
-
 KERAS_MOMENTS = keras.layers.BatchNormalization._moments
-_kept: weakref.WeakKeyDictionary[keras.layers.BatchNormalization, list[tf.Variable]] = weakref.WeakKeyDictionary()
 
 
 def replace_moments() -> None:
     """Makes BatchNormalization use `_moments_of_all`."""
     keras.layers.BatchNormalization._moments = _moments_of_all
-
-
-def moves_by_momentum(layer: keras.layers.Layer) -> bool:
-    """Returns whether each call changes a layer's statistics by statistic <- momentum * statistic + ... alone."""
-    return isinstance(layer, keras.layers.BatchNormalization) and not layer.renorm
-
-
-def kept_by(layer: keras.layers.BatchNormalization) -> tf.Variable:
-    """Returns a new variable (float64, scalar), 1 at first, that each call of the layer multiplies by its momentum.
-
-    Each replica has its own. Since it was last 1, the calls have left that part of the layer's statistics.
-    """
-    on_read, first = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.ONLY_FIRST_REPLICA
-    kept = tf.Variable(1.0, dtype=tf.float64, trainable=False, synchronization=on_read, aggregation=first)
-    _kept.setdefault(layer, []).append(kept)
-    return kept
 
 
 def _moments_of_all(
@@ -42,9 +18,6 @@ def _moments_of_all(
 
     `inputs` are float32 or float64; `mask` ([batch, ...], without the channels) chooses what counts.
     """
-    note_padding(f"the layer {layer.name} normalizes the batch")
-    for kept in _kept.get(layer, ()):  # Keras calls this before each update of the statistics.
-        kept.assign(kept * layer.momentum)
     replica = tf.distribute.get_replica_context()
     if not layer.synchronized or replica is None:
         return KERAS_MOMENTS(layer, inputs, mask)

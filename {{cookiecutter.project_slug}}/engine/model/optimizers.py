@@ -7,14 +7,16 @@ sum comes first, once, and an optimizer that would do the rest by itself is reje
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
 from engine.model.global_batch import sum_over_replicas
-from engine.model.rows import by_values, update_by_row, values_of
+from engine.model.rows import update_rows
+from engine.model.step import Gradient
 
 # Arguments of a Keras optimizer that are wrong on several replicas, and the setting that is right.
 REJECTED_ARGUMENTS = {
@@ -23,11 +25,9 @@ REJECTED_ARGUMENTS = {
     "loss_scale_factor": "--precision mixed_float16",
 }
 
-# Packed into one tensor, the gradients of a model would be in memory twice, and sums would wait for the last of them.
-BYTES_PER_PACK = 50 * 2**20
-
-# Set while Keras gets gradients that are summed already, in any thread: a loss scale calls the optimizer in new ones.
-_is_summed = threading.Event()
+# These are for all threads, because a loss scale calls the optimizer in new ones.
+_is_summed = threading.Event()  # Set while Keras gets gradients that are summed already.
+_rows: dict[int, tf.Tensor] = {}  # The rows whose gradients it gets then, by the id of the table's handle.
 
 
 def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> keras.optimizers.Optimizer:
@@ -39,30 +39,72 @@ def prepare_optimizer(optimizer: keras.optimizers.Optimizer, precision: str) -> 
         raise BadInput("task.create_optimizer returned a LossScaleOptimizer: use --precision mixed_float16 instead")
     for argument, setting in REJECTED_ARGUMENTS.items():
         if value := getattr(optimizer, argument, None):
-            problem = f"an optimizer with {argument}={value}, which is wrong on several replicas"
-            raise BadInput(f"task.create_optimizer returned {problem}: remove it and use {setting}")
-    _sum_once(optimizer)
-    update_by_row(optimizer)
-    if precision != "mixed_float16":
-        return optimizer
-    scaled = keras.optimizers.LossScaleOptimizer(optimizer)
-    is_finite = scaled.check_finite
-    scaled.check_finite = lambda gradients: is_finite([values_of(each) for each in gradients])
-    return scaled
+            raise BadInput(
+                f"task.create_optimizer returned an optimizer with {argument}={value}, which is wrong on several "
+                f"replicas: remove it and use {setting}"
+            )
+    _take_sums(optimizer)
+    return keras.optimizers.LossScaleOptimizer(optimizer) if precision == "mixed_float16" else optimizer
 
 
-def _sum_once(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes Keras sum the gradients over the replicas where it clips them, unless they are summed already."""
-    clip = type(optimizer)._clip_gradients
+def _take_sums(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes Keras take gradients that are summed over the replicas, and update tables by row.
 
-    def clip_sum(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        if not _is_summed.is_set():
-            # A row may occur in several slices, and the update of rows wants each once.
-            gradients = sum_over_replicas([tf.convert_to_tensor(each) for each in gradients], BYTES_PER_PACK)
-        return by_values(lambda values: clip(optimizer, values), gradients)
+    It sums gradients itself, before it clips them, that a task passes to `optimizer.apply_gradients`.
+    """
+    apply, update_step = type(optimizer).apply, type(optimizer).update_step
 
-    optimizer._clip_gradients = clip_sum
+    def sum_and_apply(grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None) -> None:
+        if _is_summed.is_set():
+            apply(optimizer, grads, trainable_variables)
+            return
+        # A row may occur in several slices, and the update of rows wants each once.
+        sums = iter(sum_over_replicas([tf.convert_to_tensor(gradient) for gradient in grads if gradient is not None]))
+        with _giving_sums({}):
+            apply(optimizer, [None if gradient is None else next(sums) for gradient in grads], trainable_variables)
+
+    def update(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
+        if _rows and (rows := _rows.get(id(variable.handle))) is not None:
+            update_rows(optimizer, gradient, rows, variable, learning_rate)
+        else:
+            update_step(optimizer, gradient, variable, learning_rate)
+
+    optimizer.apply, optimizer.update_step = sum_and_apply, update
     optimizer._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
+
+
+def apply_sums(
+    optimizer: keras.optimizers.Optimizer,
+    pairs: Sequence[tuple[keras.Variable, Gradient | None]],
+    sums: Sequence[Gradient],
+) -> None:
+    """Updates with the sums over the replicas of the gradients in `pairs` that are not None.
+
+    In slices each row may occur once. The optimizer gets their values, so that it clips these, and updates their rows
+    only.
+    """
+    rows, given, in_turn = {}, [], iter(sums)
+    for variable, gradient in pairs:
+        total = None if gradient is None else next(in_turn)
+        if isinstance(total, tf.IndexedSlices):
+            rows[id(variable.handle)], total = total.indices, total.values
+        # A MultiOptimizer needs all its variables, also those without a gradient, which its optimizers leave out.
+        if total is not None or inner_optimizers(optimizer):
+            given.append((total, variable))
+    with _giving_sums(rows):
+        optimizer.apply_gradients(given)
+
+
+@contextlib.contextmanager
+def _giving_sums(rows: dict[int, tf.Tensor]) -> Iterator[None]:
+    _is_summed.set()
+    _rows.update(rows)
+    try:
+        yield
+    finally:
+        _is_summed.clear()
+        for handle in rows:
+            del _rows[handle]
 
 
 def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
@@ -78,13 +120,3 @@ def optimizer_of(variable: keras.Variable, optimizer: keras.optimizers.Optimizer
             inner._get_variable_index(variable)
             return inner
     return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-@contextlib.contextmanager
-def summed_gradients() -> Iterator[None]:
-    """Says that the gradients that optimizers get inside are sums over the replicas."""
-    _is_summed.set()
-    try:
-        yield
-    finally:
-        _is_summed.clear()

@@ -4,35 +4,25 @@ Keras reads a table as one tensor and changes every row in every step, which tak
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.memory import memory_of_machine
-from engine.model.global_batch import is_in_step
+from engine.machine import memory_of_machine
+from engine.messages import OUTSIDE_TABLE
+from engine.model.step import Gradient, current_step
 from engine.model.variables import by_name, layers_of
 from engine.tracing import Traced, place
-from engine.user_errors import OUTSIDE_TABLE
 
 KERAS_CALL, KERAS_BUILD = keras.layers.Embedding.call, keras.layers.Embedding.build
 LARGE = 10_000  # The run summary describes tables of at least as many rows.
 
 # Their update of a row depends on nothing but this row of the gradient, the weights and the optimizer's variables.
-BY_ELEMENT = (
-    keras.optimizers.Adadelta,
-    keras.optimizers.Adagrad,
-    keras.optimizers.Adam,
-    keras.optimizers.AdamW,
-    keras.optimizers.Adamax,
-    keras.optimizers.Ftrl,
-    keras.optimizers.Lion,
-    keras.optimizers.Nadam,
-    keras.optimizers.RMSprop,
-    keras.optimizers.SGD,
-)
+BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
@@ -51,10 +41,12 @@ def _build(layer: keras.layers.Embedding, input_shape: Any = None) -> None:
         # Each replica of this process has a table. TensorFlow's default strategy names no devices.
         size *= len(strategy.extended.worker_devices) if strategy.num_replicas_in_sync > 1 else 1
         if size > memory:
-            fact = f"{layer.input_dim:,} rows of {layer.output_dim} take {size / 2**30:,.1f} GB in this process"
-            remedy = "use fewer rows (docs/tables.md), a smaller width, or --strategy parameter_server"
-            known = f"this machine has {memory / 2**30:,.1f} GB"
-            raise BadInput(f"task.create_model: the table {layer.name} does not fit: {fact}, {known}: {remedy}")
+            raise BadInput(
+                f"task.create_model: the table {layer.name} does not fit: {layer.input_dim:,} rows of "
+                f"{layer.output_dim} take {size / 2**30:,.1f} GB in this process, this machine has "
+                f"{memory / 2**30:,.1f} GB: use fewer rows (docs/tables.md), a smaller width, or --strategy "
+                "parameter_server"
+            )
     KERAS_BUILD(layer, input_shape)
 
 
@@ -65,33 +57,35 @@ def _call(layer: keras.layers.Embedding, inputs: Any) -> Any:
     if not isinstance(table, tf.Variable):
         return KERAS_CALL(layer, inputs)
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
-    if is_in_step():
+    if current_step().batch is not None:
         with tf.control_dependencies(list(filter(None, [_check_ids(layer, ids)]))):  # In eager mode it is None.
             ids = tf.identity(ids)
     else:
         # Keras, and so a prediction or an export, counts negative ids from the last row.
         ids = tf.where(ids < 0, ids + layer.input_dim, ids)
-    return tf.cast(tf.gather(on_this_replica(table), ids), layer.compute_dtype)
+    return tf.cast(tf.gather(_on_this_replica(table), ids), layer.compute_dtype)
 
 
 def _check_ids(layer: keras.layers.Embedding, ids: tf.Tensor) -> tf.Operation | None:
     """Fails if an id has no row: XLA and GPUs would read another row or zeros, and Keras the last row for -1."""
     is_row = (ids >= 0) & (ids < layer.input_dim)
-    table = f"{layer.embeddings.path}, whose ids are 0 to {layer.input_dim - 1}"
-    what = f"{OUTSIDE_TABLE} {table}: fix task.prepare_example; it is"
+    text = (
+        f"{OUTSIDE_TABLE} {layer.embeddings.path}, whose ids are 0 to {layer.input_dim - 1}: fix task.prepare_example; "
+        "it is"
+    )
     # XLA drops assertions.
     with contextlib.nullcontext() if tf.executing_eagerly() else tf.xla.experimental.jit_scope(compile_ops=False):
-        return tf.debugging.Assert(tf.reduce_all(is_row), [what, ids[~is_row]], summarize=1)
+        return tf.debugging.Assert(tf.reduce_all(is_row), [text, ids[~is_row]], summarize=1)
 
 
-def on_this_replica(variable: tf.Variable) -> tf.Variable:
+def _on_this_replica(variable: tf.Variable) -> tf.Variable:
     """Returns this replica's variable, because tf.gather would read every row of one that all replicas share."""
     try:
         handle = variable.handle
     except ValueError:  # Outside the replicas.
         return variable
-    local = tf.distribute.get_strategy().experimental_local_results(variable)
-    return next(each for each in local if each.handle is handle)
+    local_variables = tf.distribute.get_strategy().experimental_local_results(variable)
+    return next(local for local in local_variables if local.handle is handle)
 
 
 # --- Choosing ---------------------------------------------------------------------------------------------------------
@@ -103,36 +97,42 @@ def choose_lazy_rows(model: Any, names: tuple[str, ...]) -> None:
     A table is a variable of two dimensions of an Embedding; its name is the path of the variable.
     """
     for name in names:
-        if not (chosen := [each for each in tables(model) if name in each.path]):
-            listed = ", ".join(each.path for each in tables(model)) or "none: use keras.layers.Embedding"
+        if not (chosen := [table for table in tables(model) if name in table.path]):
+            listed = ", ".join(table.path for table in tables(model)) or "none: use keras.layers.Embedding"
             raise BadInput(f"--lazy-rows {name} is in the name of no table: the tables are {listed}")
-        for each in chosen:
-            each.has_lazy_rows = True
+        for table in chosen:
+            table.has_lazy_rows = True
 
 
 def tables(model: Any) -> list[keras.Variable]:
     """Returns the trainable tables of all Embedding layers, in model order."""
-    layers = [layer for one in by_name(model, "model").values() for layer in layers_of(one)]
-    found = [each for layer in layers if isinstance(layer, keras.layers.Embedding) for each in layer.trainable_weights]
-    return [each for each in found if each.path.endswith("/embeddings")]
+    return [
+        variable
+        for part in by_name(model, "model").values()
+        for layer in layers_of(part)
+        if isinstance(layer, keras.layers.Embedding)
+        for variable in layer.trainable_weights
+        if variable.path.endswith("/embeddings")
+    ]
 
 
 def describe_tables(model: Any) -> str:
     """Returns which rows of each large table a step changes, as `slices_or_dense` has decided; "" without one."""
     by_way: dict[str, list[str]] = {}
-    for each in tables(model):
-        if hasattr(each, "updated") and (each.shape[0] >= LARGE or hasattr(each, "has_lazy_rows")):
-            by_way.setdefault(each.updated, []).append(f"{each.path} ({each.shape[0]:,} x {each.shape[1]})")
+    for table in tables(model):
+        if hasattr(table, "updated") and (table.shape[0] >= LARGE or hasattr(table, "has_lazy_rows")):
+            by_way.setdefault(table.updated, []).append(f"{table.path} ({table.shape[0]:,} x {table.shape[1]})")
     return "; ".join(f"a step changes {way}: {', '.join(names)}" for way, names in by_way.items())
 
 
 def slow_reads(model: Any, step: Traced) -> list[str]:
     """Returns a text for each large table that is updated by row, but that a step reads as one tensor."""
-    reads, reason = step.complete_reads, "which takes time in proportion to its rows: see docs/tables.md"
     return [
-        f"the step reads the table {each.path} as one tensor{place(reads[tuple(each.shape)])}, {reason}"
-        for each in tables(model)
-        if each.shape[0] >= LARGE and tuple(each.shape) in reads and getattr(each, "updated", "").startswith("the rows")
+        f"the step reads the table {table.path} as one tensor{place(operation)}, which takes time in proportion to its "
+        "rows: see docs/tables.md"
+        for table in tables(model)
+        if (operation := step.complete_reads.get(tuple(table.shape))) and table.shape[0] >= LARGE
+        if getattr(table, "updated", "").startswith("the rows")
     ]
 
 
@@ -145,44 +145,51 @@ def changes_used_rows_only(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def updates_by_element(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether the update of a row depends on this row alone. A formula that Keras has not is unknown."""
-    known = type(optimizer).update_step in {each.update_step for each in BY_ELEMENT}
-    return known or getattr(optimizer, "updates_by_element", False)
+    known = {getattr(keras.optimizers, name).update_step for name in BY_ELEMENT}
+    return type(optimizer).update_step in known or getattr(optimizer, "updates_by_element", False)
 
 
 def slices_or_dense(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable, gradient: Any, parts: int
-) -> tf.Tensor | tf.IndexedSlices:
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable, gradient: Gradient, parts: int
+) -> Gradient:
     """Returns the gradient as slices if the update is by row, else as a tensor of all rows.
 
     `parts` is the number of such gradients in a step: replicas times micro-batches. Raises BadInput if --lazy-rows
     names the table, and its update cannot be by row.
     """
-    several_processes = isinstance(tf.distribute.get_strategy(), tf.distribute.MultiWorkerMirroredStrategy)
-    is_lazy, kind = getattr(variable, "has_lazy_rows", False), type(optimizer).__name__
-    why_not = ""
-    if not isinstance(gradient, tf.IndexedSlices):
-        why_not = "its gradient has every row"
-    else:
-        # Some gradients have no shape.
-        gradient = tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(list(variable.shape), tf.int32))
-        number = gradient.indices.shape[0]
-        if number is None and several_processes:
-            # TensorFlow cannot gather them in a loop if the processes have different numbers of slices.
-            why_not = "the number of ids that a process looks up is unknown before"
-        elif is_lazy and not updates_by_element(optimizer):
-            why_not = f"{kind} does not update row by row (use {', '.join(each.__name__ for each in BY_ELEMENT)})"
-        elif not is_lazy and not changes_used_rows_only(optimizer):
-            why_not = f"{kind} changes every row (see --lazy-rows)"
-        elif not is_lazy and number is not None and number * parts > variable.shape[0]:
-            why_not = f"a step looks up {number * parts:,} ids"
+    is_lazy = getattr(variable, "has_lazy_rows", False)
+    why_not = _why_not_by_row(optimizer, variable, gradient, parts, is_lazy=is_lazy)
     if is_lazy and why_not:
         raise BadInput(f"--lazy-rows names {variable.path}, but {why_not}: remove it from --lazy-rows")
-    if why_not:
+    if not why_not:
+        decays = optimizer.weight_decay and optimizer._use_weight_decay(variable)
+        variable.updated = f"the rows that it looks up{', and all by weight decay' if decays else ''}"
+    else:
         variable.updated = f"every row, because {why_not}"
-        return tf.convert_to_tensor(gradient)
-    decays = optimizer.weight_decay and optimizer._use_weight_decay(variable)
-    variable.updated = "the rows that it looks up" + (", and all by weight decay" if decays else "")
-    return gradient
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    # Some gradients have no shape.
+    slices = tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(list(variable.shape), tf.int32))
+    return tf.convert_to_tensor(slices) if why_not else slices
+
+
+def _why_not_by_row(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable, gradient: Gradient, parts: int, *, is_lazy: bool
+) -> str:
+    """Returns why the update cannot be by row, or takes longer than one of every row; "" if it is by row."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return "its gradient has every row"
+    number, kind = gradient.indices.shape[0], type(optimizer).__name__
+    if number is None and isinstance(tf.distribute.get_strategy(), tf.distribute.MultiWorkerMirroredStrategy):
+        # TensorFlow cannot gather them in a loop if the processes have different numbers of slices.
+        return "the number of ids that a process looks up is unknown before"
+    if is_lazy and not updates_by_element(optimizer):
+        return f"{kind} does not update row by row (use {', '.join(BY_ELEMENT)})"
+    if not is_lazy and not changes_used_rows_only(optimizer):
+        return f"{kind} changes every row (see --lazy-rows)"
+    if not is_lazy and number is not None and number * parts > variable.shape[0]:
+        return f"a step looks up {number * parts:,} ids"
+    return ""
 
 
 # --- Updating ---------------------------------------------------------------------------------------------------------
@@ -195,26 +202,15 @@ def sum_by_row(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, rows, slices.dense_shape)
 
 
-def values_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """Returns the values of slices, and a tensor itself."""
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def by_values(function: Callable[[list[tf.Tensor]], list[tf.Tensor]], gradients: Sequence[Any]) -> list[Any]:
-    """Returns what the function makes of gradients; of slices it gets the values."""
-    return [
-        tf.IndexedSlices(value, each.indices, each.dense_shape) if isinstance(each, tf.IndexedSlices) else value
-        for value, each in zip(function([values_of(each) for each in gradients]), gradients, strict=True)
-    ]
-
-
 class Rows:
     """Some rows of a variable, which an optimizer reads and changes in place of the variable."""
 
     def __init__(self, variable: tf.Variable, rows: tf.Tensor) -> None:
-        self.variable, self.dtype, self._rows = on_this_replica(variable), variable.dtype, rows
-        self._values = tf.gather(self.variable, rows)
-        self._change: tuple[Any, tf.Tensor] | None = None  # A method of the variable, and what it writes.
+        self.variable, self.dtype, self._rows = _on_this_replica(variable), variable.dtype, rows
+
+    @functools.cached_property
+    def _values(self) -> tf.Tensor:
+        return tf.gather(self.variable, self._rows)
 
     def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self._values, dtype, name=name)
@@ -223,50 +219,37 @@ class Rows:
         return factor * self._values
 
     def assign(self, values: tf.Tensor) -> None:
-        self._values, self._change = values, (self.variable.scatter_update, values)
+        self._change(self.variable.scatter_update, values, values)
 
+    # Workers of parameter servers add at the same time, and writing the sum would undo what others have added.
     def assign_add(self, values: tf.Tensor) -> None:
-        self._add(self._values + values, self.variable.scatter_add, values)
+        self._change(self.variable.scatter_add, values, self._values + values)
 
     def assign_sub(self, values: tf.Tensor) -> None:
-        self._add(self._values - values, self.variable.scatter_sub, values)
+        self._change(self.variable.scatter_sub, values, self._values - values)
 
-    def _add(self, values: tf.Tensor, method: Any, change: tf.Tensor) -> None:
-        # Workers of parameter servers add at the same time, and writing the sum would undo what others have added.
-        self._change = (method, change) if self._change is None else (self.variable.scatter_update, values)
-        self._values = values
-
-    def write(self) -> None:
-        """Changes the rows of the variable if they were assigned."""
-        if self._change:
-            method, values = self._change
-            method(tf.IndexedSlices(values, self._rows))
+    def _change(self, method: Callable[[tf.IndexedSlices], Any], values: tf.Tensor, after: tf.Tensor) -> None:
+        method(tf.IndexedSlices(values, self._rows))
+        self._values = after
 
 
-def update_by_row(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes the optimizer update the rows of slices only, by its own formula; each row may occur once.
+def update_rows(
+    optimizer: keras.optimizers.Optimizer,
+    values: tf.Tensor,
+    rows: tf.Tensor,
+    variable: tf.Variable,
+    learning_rate: tf.Tensor,
+) -> None:
+    """Updates these rows of a variable with the values of their gradient, by the optimizer's own formula.
 
-    The formula gets these rows of the variable, and of the optimizer's variables of this shape, instead of all rows.
+    Each row occurs once. The formula gets these rows of the variable, and of the optimizer's variables of this shape,
+    instead of all rows.
     """
-    update = optimizer.update_step
-
-    def update_step(gradient: Any, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
-        if not isinstance(gradient, tf.IndexedSlices):
-            update(gradient, variable, learning_rate)
-            return
-        index = optimizer._get_variable_index(variable)
-        rows = Rows(variable, gradient.indices)
-        changed = [rows]
-        on_rows = object.__new__(type(optimizer))
-        vars(on_rows).update(vars(optimizer), _get_variable_index=lambda _: index)
-        for name, each in vars(optimizer).items():
-            if name in ("_variables", "_trainable_variables") or not isinstance(each, list) or len(each) <= index:
-                continue
-            if isinstance(each[index], keras.Variable) and each[index].shape == variable.shape:
-                changed.append(Rows(each[index].value, gradient.indices))
-                vars(on_rows)[name] = {index: changed[-1]}
-        type(optimizer).update_step(on_rows, gradient.values, rows, learning_rate)
-        for each in changed:
-            each.write()
-
-    optimizer.update_step = update_step
+    index = optimizer._get_variable_index(variable)
+    on_rows = object.__new__(type(optimizer))
+    vars(on_rows).update(vars(optimizer), _get_variable_index=lambda _: index)
+    for name, variables in vars(optimizer).items():
+        own = variables[index] if isinstance(variables, list) and len(variables) > index else None
+        if isinstance(own, keras.Variable) and own.shape == variable.shape:
+            vars(on_rows)[name] = {index: Rows(own.value, rows)}
+    type(optimizer).update_step(on_rows, values, Rows(variable, rows), learning_rate)

@@ -1,20 +1,72 @@
-"""The variables of the objects that the hooks of task.py returned, under unique names, in a fixed order.
+"""The variables of a task: what its hooks made, listed by Keras or not, under unique names, in a fixed order.
 
 A task has one model and one optimizer, or dictionaries of them under the same names, such as a GAN's generator and
 discriminator. `by_name` makes both the same to the rest of the engine.
 """
 
+import collections
+import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from engine.model.sums import Sum
-
 # An odd number near 2**32 / 1.618: multiples of it fall far apart in 32 bits (Knuth, volume 3, section 6.4).
 SEED_STEP = 2654435769
+
+Variables = dict[str, tf.Variable]
+
+
+# --- What the hooks made ----------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Records the variables that hooks make, with the name that each gets then, without keeping them alive."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[str, str, weakref.ref]] = []  # Kind, name and variable.
+        self.kind = "weights"  # What the variables that are made now belong to: "weights", "optimizer" or "metrics".
+        self._times: collections.Counter[str] = collections.Counter()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records the variables that the code inside makes."""
+
+        def record(next_creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
+            variable = next_creator(**options)
+            # Numbered here, so that a name does not depend on which earlier variables still exist.
+            name = variable.name.removesuffix(":0")
+            self._times[name] += 1
+            numbered = f"{name}#{self._times[name]}" if self._times[name] > 1 else name
+            self._made.append((self.kind, numbered, weakref.ref(variable)))
+            return variable
+
+        with tf.variable_creator_scope(record):
+            yield
+
+    def variables(self) -> list[tf.Variable]:
+        """Returns the variables that still exist, in the order in which they were made."""
+        return [variable for *_, reference in self._made if (variable := reference()) is not None]
+
+    def unlisted(self, listed: Iterable[tf.Variable], kind: str) -> Variables:
+        """Returns those of a kind that are not `listed`, under names that start with "hidden/".
+
+        They are a layer's own tf.Variable, a tf.random.Generator's, a stateful RNN's, or those of a network that no
+        hook returned.
+        """
+        known = {id(variable) for variable in listed}
+        made = [(name, reference) for its_kind, name, reference in self._made if its_kind == kind]
+        if any(reference() is not None and id(reference()) not in known for _, reference in made):
+            gc.collect()  # Otherwise a network that a hook has deleted would still be among them.
+        existing = ((name, reference()) for name, reference in made)
+        return {f"hidden/{name}": each for name, each in existing if each is not None and id(each) not in known}
+
+
+# --- What Keras lists -------------------------------------------------------------------------------------------------
 
 
 def by_name(objects: Any, kind: str) -> dict[str, Any]:
@@ -22,57 +74,30 @@ def by_name(objects: Any, kind: str) -> dict[str, Any]:
     return dict(objects) if isinstance(objects, Mapping) else {kind: objects}
 
 
-def model_variables(model: Any) -> dict[str, tf.Variable]:
-    """Returns every variable of every model, trained or not, seed states included, in model order."""
+def model_variables(model: Any) -> Variables:
+    """Returns every variable of every model that Keras lists, trained or not, seed states included, in model order."""
     return named(by_name(model, "model"))
 
 
-def trainable_variables(model: Any) -> dict[str, tf.Variable]:
+def trainable_variables(model: Any) -> Variables:
     """Returns the `model_variables` that training changes."""
-    return _chosen(model, (each for one in by_name(model, "model").values() for each in one.trainable_variables))
+    trainable = {id(each.value) for one in by_name(model, "model").values() for each in one.trainable_variables}
+    return {name: variable for name, variable in model_variables(model).items() if id(variable) in trainable}
 
 
-def per_replica_variables(model: Any) -> dict[str, tf.Variable]:
-    """Returns the `model_variables` that may differ between replicas: seeds, statistics of unsynchronized layers."""
-    models = by_name(model, "model").values()
-    seeds = [each for one in models for each in one.variables if is_seed(each.path)]
-    return _chosen(model, [*seeds, *(each for one in models for each in _statistics(one))])
+def statistics(model: Any) -> Variables:
+    """Returns the floating `model_variables` that trainable layers change themselves, such as moving means."""
+    layers = (layer for one in by_name(model, "model").values() for layer in layers_of(one) if layer.trainable)
+    changed = {id(each.value) for layer in layers for each in layer._non_trainable_variables}
+    found = model_variables(model).items()
+    return {name: variable for name, variable in found if id(variable) in changed and variable.dtype.is_floating}
 
 
-def statistics(model: Any) -> dict[str, keras.layers.Layer]:
-    """Returns the layers of the floating `model_variables` that layers change themselves, such as moving means."""
-    layers = [layer for one in by_name(model, "model").values() for layer in layers_of(one)]
-    owner = {
-        id(each.value): layer
-        for layer in layers
-        for each in layer._non_trainable_variables
-        if tf.as_dtype(each.dtype).is_floating
-    }
-    return {name: owner[id(each)] for name, each in model_variables(model).items() if id(each) in owner}
-
-
-def inner_variable(variable: keras.Variable | tf.Variable) -> tf.Variable:
-    """Returns TensorFlow's variable; a task's own optimizer or metric may list such variables itself."""
-    if isinstance(variable, Sum):
-        return variable.inner
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def variable_path(variable: keras.Variable | tf.Variable) -> str:
-    """Returns a variable's name with the names of the layers around it."""
-    return variable.path if isinstance(variable, keras.Variable) else variable.name.removesuffix(":0")
-
-
-def _chosen(model: Any, variables: Iterable[keras.Variable]) -> dict[str, tf.Variable]:
-    chosen = {id(variable.value) for variable in variables}
-    return {name: variable for name, variable in model_variables(model).items() if id(variable) in chosen}
-
-
-def named(objects: dict[str, Any]) -> dict[str, tf.Variable]:
+def named(objects: dict[str, Any]) -> Variables:
     """Returns the variables of objects, as "<object>/<path>", and with "#2" for the second one of a path."""
-    found: dict[str, tf.Variable] = {}
-    for kind, each in objects.items():
-        for variable in each.variables:
+    found: Variables = {}
+    for kind, owner in objects.items():
+        for variable in owner.variables:
             name = unique = f"{kind}/{variable_path(variable)}"
             number = 2
             while unique in found:
@@ -81,16 +106,39 @@ def named(objects: dict[str, Any]) -> dict[str, tf.Variable]:
     return found
 
 
-# --- Variables that differ between replicas: dropout's seeds, an unsynchronized BatchNormalization's statistics -------
+def inner_variable(variable: keras.Variable | tf.Variable) -> tf.Variable:
+    """Returns TensorFlow's variable; a task's own optimizer or metric may list such variables itself."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def variable_path(variable: keras.Variable | tf.Variable) -> str:
+    """Returns a variable's name with the names of the layers around it."""
+    return variable.path if isinstance(variable, keras.Variable) else variable.name.removesuffix(":0")
+
+
+def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
+    """Yields every layer of a model, however deeply nested; `model.layers` has the outermost ones only."""
+    yield from model._flatten_layers(include_self=True, recursive=True)
+
+
+# --- Variables that differ between replicas ---------------------------------------------------------------------------
 
 
 def is_seed(path: str) -> bool:
     """Returns whether the variable of this path is the state of a keras.random.SeedGenerator."""
-    return path.rsplit("/", 1)[-1].startswith("seed_generator_state")
+    return "seed_generator_state" in path.rsplit("/", 1)[-1]
+
+
+def is_random_state(path: str) -> bool:
+    """Returns whether the variable of this path is the state of a SeedGenerator or of a tf.random.Generator."""
+    return is_seed(path) or path.rsplit("/", 1)[-1].startswith("StateVar")
 
 
 def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable]) -> None:
-    """Gives every replica but the first other seeds, so that dropout does not drop the same units on all."""
+    """Gives every replica but the first other seeds, so that dropout does not drop the same units on all.
+
+    TensorFlow does the same for a tf.random.Generator with each draw.
+    """
     if strategy.num_replicas_in_sync == 1 or not seeds:
         return
 
@@ -103,26 +151,17 @@ def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable])
     tf.function(strategy.run)(spread)
 
 
-def compile_averaging(strategy: tf.distribute.Strategy, per_replica: Iterable[tf.Variable]) -> Callable[[], None]:
-    """Returns a function that gives all replicas the mean of their floating values. Call it before every evaluation."""
-    statistics = [variable for variable in per_replica if variable.dtype.is_floating]
-    if strategy.num_replicas_in_sync == 1 or not statistics:
+def compile_averaging(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> Callable[[], None]:
+    """Returns a function that gives all replicas the mean of their floating values ([...] each)."""
+    if strategy.num_replicas_in_sync == 1 or not variables:
         return lambda: None
 
     def average() -> None:
         replica = tf.distribute.get_replica_context()
-        for variable in statistics:
-            variable.assign(replica.all_reduce(tf.distribute.ReduceOp.MEAN, tf.identity(variable)))
+        # In float64, in which the sum of equal numbers of 32 bits is exact, so that these stay as they are.
+        values = [tf.cast(variable, tf.float64) for variable in variables]
+        means = replica.all_reduce(tf.distribute.ReduceOp.MEAN, values)
+        for variable, mean in zip(variables, means, strict=True):
+            variable.assign(tf.cast(mean, variable.dtype))
 
     return functools.partial(tf.function(strategy.run), average)
-
-
-def _statistics(model: keras.Model) -> Iterator[keras.Variable]:
-    for layer in layers_of(model):
-        if not getattr(layer, "synchronized", False):
-            yield from layer._non_trainable_variables
-
-
-def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """Yields every layer of a model, however deeply nested; `model.layers` has the outermost ones only."""
-    yield from model._flatten_layers(include_self=True, recursive=True)

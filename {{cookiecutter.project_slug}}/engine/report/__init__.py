@@ -1,11 +1,11 @@
 """The reports of a run. metrics.csv is the source; the console, TensorBoard and curves.png show the same numbers.
 
-report      takes each row, and passes it to the others
+report      takes every row, and hands it to the outputs below
 tables      the CSV files
 summaries   TensorBoard
-curves      curves.png, and panels of curves
-comparison  --compare: several runs in one table and one picture
-goodput     goodput.json: what the seconds of a run were spent on
+curves      curves.png
+comparison  --compare: several runs in one table
+goodput     goodput.json: how the seconds of a run were spent
 """
 
 from engine.report.comparison import compare

@@ -1,134 +1,79 @@
-"""python train.py --compare runs/a runs/b: several runs in one table and one picture. Trains nothing."""
+"""python train.py --compare runs/a runs/b: several runs in one table. Trains nothing."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.figure
 import rich.table
 
 from engine.console import console
 from engine.errors import BadInput
 from engine.files import read_json
-from engine.report import curves
-from engine.report.curves import Curve, Points
-from engine.report.tables import Row, is_metric, read_rows
+from engine.report.curves import best_point
+from engine.report.tables import read_rows
 from engine.settings import CONFIG, flag, recorded_settings
 
-COMPARISON = "comparison.png"
-COLOURS = (curves.BLUE, curves.VERMILLION, curves.GREEN, curves.PURPLE, curves.ORANGE, curves.SKY, "black")
-WIDTHS = (20, 12)  # The widths of a table's first column, and of the column of a run.
+LONGEST_CELL = 30  # Longer texts, such as paths, are wrapped.
+GAP = 2  # Columns between the texts of two runs.
+DIGITS = range(4, 18)  # 17 significant digits tell any two numbers of 64 bits apart.
 # These settings do not affect the results of a run.
 NOT_COMPARED = ("run_dir", "fresh", "settings_from", "compare", "check", "evaluate_only", "evaluate_continuously")
 
 
-@dataclasses.dataclass(frozen=True)
-class Compared:
-    """The contents of a run's directory; `result` is empty until the run has finished."""
-
-    name: str
-    settings: dict[str, Any]
-    direction: str
-    rows: list[Row]
-    result: dict[str, Any]
-
-    def points(self, column: str) -> Points:
-        return [(row["epoch"], row[column]) for row in self.rows if column in row]
-
-
 def compare(paths: Sequence[Path]) -> None:
-    """Prints a table of the runs in some directories, and writes their curves to comparison.png in the current folder.
+    """Prints a table of the runs in some directories: how they ended, and the settings that differ.
 
-    Raises BadInput if a directory contains no run; CannotWrite.
+    As many runs stand side by side as fit in the console. Raises BadInput if a directory contains no run.
     """
     names = [path.absolute().name for path in paths]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
-    runs = [_read(path, name) for path, name in zip(paths, names, strict=True)]
-    _print_table(runs)
-    if figure := figure_of_runs(runs):
-        curves.write_figure(Path(COMPARISON), figure)
-        console.print(f"Curves: {Path(COMPARISON).absolute()}")
-    else:
-        console.print("No run has finished an epoch, so there are no curves yet.")
-
-
-def _read(path: Path, name: str) -> Compared:
-    settings = recorded_settings(path) if path.is_dir() else None
-    if settings is None:
-        raise BadInput(f"--compare {path} contains no run ({CONFIG} is missing): pass directories of runs")
-    direction = (read_json(path / CONFIG) or {}).get("monitor_direction", "min")
-    rows, result = read_rows(path / "metrics.csv"), read_json(path / "result.json") or {}
-    return Compared(name, settings, direction, rows, result)
-
-
-def _print_table(runs: Sequence[Compared]) -> None:
-    """Prints the outcomes and the differing settings, with as many runs side by side as fit in the console."""
-    names = dict.fromkeys(name for run in runs for name in run.settings if name not in NOT_COMPARED)
-    differing = [name for name in names if any(run.settings.get(name) != runs[0].settings.get(name) for run in runs)]
-    columns = [_facts(run) | {flag(name): str(run.settings.get(name, "")) for name in differing} for run in runs]
-    lines = dict.fromkeys(name for each in columns for name in each)
-    count = max(1, (console.width - WIDTHS[0]) // WIDTHS[1])
+    runs = [_facts(path) for path in paths]
+    names_of_lines = dict.fromkeys(line for run in runs for line in run)
+    lines = {line: _as_texts([run.get(line, "") for run in runs]) for line in names_of_lines}
+    lines = {line: texts for line, texts in lines.items() if not line.startswith("--") or len(set(texts)) > 1}
+    width = min(LONGEST_CELL, max(len(text) for texts in (names, *lines.values()) for text in texts))
+    count = max(1, (console.width - max(map(len, lines)) - GAP) // (width + GAP))
     for start in range(0, len(runs), count):
         side_by_side = slice(start, start + count)
-        table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column("", overflow="fold")
-        for run in runs[side_by_side]:
-            table.add_column(run.name, overflow="fold", max_width=WIDTHS[1] - 2)
-        for line in lines:
-            table.add_row(line, *(each.get(line, "") for each in columns[side_by_side]))
+        table = rich.table.Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+        table.add_column("", no_wrap=True)
+        for name in names[side_by_side]:
+            table.add_column(name, overflow="fold", max_width=width)
+        for line, texts in lines.items():
+            table.add_row(line, *texts[side_by_side])
         console.print(table, soft_wrap=False)
 
 
-def _facts(run: Compared) -> dict[str, str]:
-    monitor, seconds = run.settings.get("monitor", ""), sum(row.get("seconds", 0.0) for row in run.rows)
-    best = curves.best_point(run.points(monitor), run.direction)
-    if {"best_epoch", f"best_{monitor}"} <= run.result.keys():
-        best = run.result["best_epoch"], run.result[f"best_{monitor}"]
-    tests = {name: f"{value:.4g}" for name, value in run.result.items() if name.startswith("test/") and _is_line(name)}
+def _facts(path: Path) -> dict[str, Any]:
+    """Returns the lines of a run's column: numbers as floats, and everything else as texts."""
+    settings = recorded_settings(path) if path.is_dir() else None
+    if settings is None:
+        raise BadInput(f"--compare {path} contains no run ({CONFIG} is missing): pass directories of runs")
+    config, result = read_json(path / CONFIG) or {}, read_json(path / "result.json") or {}
+    rows, monitor = read_rows(path / "metrics.csv"), settings.get("monitor", "")
+    seconds = sum(row.get("seconds", 0.0) for row in rows)
+    scores = [(row["epoch"], row[monitor]) for row in rows if monitor in row]
+    best = best_point(scores, config.get("monitor_direction", "min"))
+    if {"best_epoch", f"best_{monitor}"} <= result.keys():
+        best = result["best_epoch"], result[f"best_{monitor}"]
+    tests = {name: float(value) for name, value in result.items() if name.startswith("test/")}
     return {
-        "state": "finished" if run.result else "unfinished",
-        "epochs": f"{run.rows[-1]['epoch'] if run.rows else 0} of {run.settings.get('epochs', '?')}",
+        "state": "finished" if result else "unfinished",
+        "strategy": config.get("strategy", ""),
+        "replicas": str(config.get("replicas", "")),
+        "epochs": f"{rows[-1]['epoch'] if rows else 0} of {settings.get('epochs', '?')}",
         "time": f"{seconds / 60:,.1f} min" if seconds >= 60 else f"{seconds:.1f} s",
-        f"best {monitor}": f"{best[1]:.4g}" if best else "",
+        f"best {monitor}": float(best[1]) if best else "",
         "in epoch": f"{best[0]:g}" if best else "",
-        "goodput": f"{100 * run.result['goodput']['fraction']:.0f} %" if run.result.get("goodput") else "",
-        **tests,
+        "goodput": f"{result['goodput']['fraction']:.0%}".replace("%", " %") if result.get("goodput") else "",
+        # The name of an array's element ends in its index.
+        **{name: value for name, value in tests.items() if not name.rsplit("/", 1)[-1].isdigit()},
+        **{flag(name): str(value) for name, value in settings.items() if name not in NOT_COMPARED},
     }
 
 
-def figure_of_runs(runs: Sequence[Compared]) -> matplotlib.figure.Figure | None:
-    """Returns a panel for each metric, with a line for each run, and a dotted line for its training."""
-    monitored = {run.settings.get("monitor", "") for run in runs}
-    names = dict.fromkeys(name for run in runs for row in run.rows for name in row if is_metric(name))
-    bold = {_metric(name) for name in monitored}
-    panels, _ = curves.group_by_metric([name for name in names if _is_line(name) or name in monitored], _metric, bold)
-    if not panels:
-        return None
-    drawn = {
-        panel: [_curve(number, run, each, len(columns)) for number, run in enumerate(runs) for each in columns]
-        for panel, columns in panels.items()
-    }
-    figure, _, handles = curves.draw_panels(drawn, max(run.rows[-1]["epoch"] for run in runs if run.rows), bold)
-    if any(len(columns) > 1 for columns in panels.values()):
-        figure.suptitle("validation; dotted: train")
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, frameon=False)
-    return figure
-
-
-def _curve(number: int, run: Compared, column: str, columns_in_panel: int) -> Curve:
-    points, line = run.points(column), ("-", "--", "-.")[number // len(COLOURS) % 3]
-    style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "linestyle": line}
-    if column.startswith("train/") and columns_in_panel > 1 and len(points) > 1:
-        style |= {"linestyle": ":", "linewidth": 1.0, "marker": ""}
-    return Curve(run.name, points, run.name, style)
-
-
-def _metric(column: str) -> str:
-    return column.split("/", 1)[-1]
-
-
-def _is_line(column: str) -> bool:
-    """Returns whether a column is drawn: by its name, it is not an element of an array ("validation/f1/3")."""
-    return not column.rsplit("/", 1)[-1].isdigit()
+def _as_texts(cells: Sequence[Any]) -> list[str]:
+    """Returns the cells of a line; numbers have four digits, or as many as tell different ones apart."""
+    by_digits = ([f"{cell:.{digits}g}" if isinstance(cell, float) else cell for cell in cells] for digits in DIGITS)
+    return next(texts for texts in by_digits if len(set(texts)) == len(set(map(str, cells))))

@@ -9,8 +9,7 @@ The seconds by kind:
     saving      waiting for a checkpoint
     other       reports, hooks, and waiting for other processes between executions
 
-What killed processes took is known up to the last time that the file was written. The time between two starts does
-not count.
+The seconds of a killed process are known up to its last write of the file. The time between two starts does not count.
 """
 
 import contextlib
@@ -46,12 +45,12 @@ class Goodput:
         self._other = before.get("other", 0.0)
 
     def record(self, spent: Mapping[str, float]) -> dict[str, Any]:
-        """Returns {"fraction": of all seconds, those of `training`, "starts": ..., "seconds": {kind: ...}}."""
+        """Returns {"fraction": the part of all seconds that is `training`, "starts": ..., "seconds": {kind: ...}}."""
         own = time.monotonic() - self._began - (sum(spent.values()) - self._before)
         seconds = {kind: spent.get(kind, 0.0) + self._lost.get(kind, 0.0) for kind in (*STEPS, *STARTS)}
         seconds |= {"repeated": self._repeated, "other": self._other + max(0.0, own)}
         fraction = seconds["training"] / max(sum(seconds.values()), 1e-9)
-        rounded = {kind: round(each, 3) for kind, each in seconds.items()}
+        rounded = {kind: round(value, 3) for kind, value in seconds.items()}
         return {"fraction": round(fraction, 4), "starts": self._starts, "seconds": rounded}
 
     def write(self, spent: Mapping[str, float], *, is_due: bool = False) -> None:
@@ -70,9 +69,9 @@ def start_time() -> float:
 
 
 def _read(path: Path) -> tuple[dict[str, float], int]:
-    """Returns the seconds of earlier starts, and the number of this one; of a file that is damaged, none."""
+    """Returns the seconds of earlier starts, and the number of this one; a damaged file counts as none."""
     try:
         recorded = read_json(path) or {}
-        return {kind: float(each) for kind, each in recorded.get("seconds", {}).items()}, int(recorded["starts"]) + 1
+        return {kind: float(value) for kind, value in recorded.get("seconds", {}).items()}, int(recorded["starts"]) + 1
     except (BadInput, KeyError, TypeError, ValueError, AttributeError):
         return {}, 1

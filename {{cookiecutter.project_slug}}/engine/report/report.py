@@ -4,29 +4,30 @@ A resumed run keeps the rows up to the epoch and the step it continues from, and
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 from rich.text import Text
 
 from engine.console import console, digits
-from engine.exceptions import first_line
+from engine.messages import first_line, where_raised
 from engine.model.metrics import ResultNames
 from engine.report.curves import CURVES, figure_of_run, write_figure
 from engine.report.summaries import TENSORBOARD, Summaries
 from engine.report.tables import Row, append_row, cut_rows, is_metric, keep_rows
 from engine.settings import Settings
-from engine.user_errors import where_raised
 
 METRICS = "metrics.csv"
 VALIDATIONS = "validations.csv"
 STEPS = "steps.csv"
 SECONDS_BETWEEN_CURVES = 30.0  # curves.png is drawn at most this often, and at the end of a run.
 SECONDS_PER_ROW = 1.0  # A row of steps.csv covers at least this time; an execution may be far shorter.
-SECONDS_TO_TELL = 1.0  # How long task.on_report takes, if no one should wonder.
+SECONDS_TO_TELL = 1.0  # The time of task.on_report is reported above this.
 MUCH_WAITING = 0.1  # Waiting for batches is reported above this fraction of the training time, and above a second.
 SEPARATOR = " / "  # Between the values of a metric on several datasets.
+METRICS_WIDTH = 70  # Columns of a line that metrics may take; with the rest of an epoch's line they are about 120.
 
 
 class Report:
@@ -49,19 +50,18 @@ class Report:
         """
         self.settings, self.run_dir, self.names = settings, settings.run_dir, names
         path = self.run_dir / METRICS
-        self.rows, self._columns = keep_rows(path, epochs_done)
+        self.rows = keep_rows(path, epochs_done)
         if missing := epochs_done - len(self.rows):
             console.print(f"{path} lacks {missing} of {epochs_done} epochs")
-        self.validations, self._validation_columns = keep_rows(self.run_dir / VALIDATIONS, validated_step, key="step")
-        self._step_columns = cut_rows(self.run_dir / STEPS, step)
+        self.validations = keep_rows(self.run_dir / VALIDATIONS, validated_step, key="step")
+        cut_rows(self.run_dir / STEPS, step)
         self._summaries = Summaries(self.run_dir / TENSORBOARD, names)
         self._summaries.cut(step)
         self._summaries.settings(step, settings.as_json())
-        self._lines = Lines(names, settings.monitor, rest=str(path))
+        self._lines = Lines(names, settings.monitor, path)
         self.direction, self._resumed = direction, resumed
         self._curves_drawn = time.monotonic()
         self._sums = np.zeros(4)  # Since the last row of steps.csv: steps, their losses, full batches and seconds.
-        self._waiting = self._waiting_before = (np.zeros(1), 0.0)  # Now, and at the last row.
         self._on_report_failed, self._on_report_seconds = False, 0.0
         self._waiting_is_reported = True  # The first epoch, in which the pipeline fills, is not reported.
 
@@ -73,17 +73,13 @@ class Report:
         batches: float,
         seconds: float,
         rates: Callable[[], Row],
-        waiting: tuple[np.ndarray, float] | None = None,
     ) -> None:
         """Counts an execution of training steps; writes a row of steps.csv about once a second.
 
         `step`, the last one over all epochs, and `epoch` count from 1. `losses` are the steps' losses ([count]), whose
         mean is over `batches`, and `seconds` their time. `rates` returns the learning rates, for a row that is due.
-        `waiting` are the seconds that each worker has waited for the others in earlier executions of this start
-        ([workers]), and the seconds of these executions.
         """
         self._sums += len(losses), np.sum(losses, dtype=np.float64), batches, seconds
-        self._waiting = waiting or self._waiting
         self._last_steps = step, epoch
         if self._sums[-1] >= SECONDS_PER_ROW:
             self._end_row(rates())
@@ -92,12 +88,8 @@ class Report:
         step, epoch = self._last_steps
         count, loss, batches, seconds = self._sums.tolist()
         row = {"loss": loss / batches, "steps_per_second": count / max(seconds, 1e-9), **rates}
-        waited, of_seconds = self._waiting[0] - self._waiting_before[0], self._waiting[1] - self._waiting_before[1]
-        if waited.size > 1 and of_seconds > 0:  # Whoever waits least makes the others wait.
-            row |= {"slowest_worker": int(np.argmin(waited)), "slowest_delay": float(np.ptp(waited)) / of_seconds}
-        self._sums[:], self._waiting_before = 0.0, self._waiting
-        path = self.run_dir / STEPS
-        self._step_columns = append_row(path, {"step": step, "epoch": epoch, **row}, self._step_columns)
+        self._sums[:] = 0.0
+        append_row(self.run_dir / STEPS, {"step": step, "epoch": epoch, **row})
         self._summaries.add(step, {f"steps/{name}": value for name, value in row.items()})
 
     def end(self) -> None:
@@ -128,12 +120,14 @@ class Report:
         self._lines.print(start, metrics, *ends, is_best=is_best)
         is_much = waited > MUCH_WAITING and waited * row["seconds"] > 1.0
         if is_much and not self._waiting_is_reported:
-            remedy = "make task.prepare_example cheaper or cache its results, use larger files, or use more CPU cores"
-            console.print(f"{waiting} of the training time went into waiting for batches: {remedy}")
+            console.print(
+                f"{waiting} of the training time went into waiting for batches: make task.prepare_example cheaper or "
+                "cache its results, use larger files, or use more CPU cores"
+            )
         self._waiting_is_reported = is_much
         shown = self.names.scalars(metrics)
         self._summaries.add(row["step"], {"waited": waited, **self._rates, "examples_per_second": speed, **shown})
-        self._columns = append_row(self.run_dir / METRICS, row, self._columns, synced=True)
+        append_row(self.run_dir / METRICS, row, synced=True)
         if time.monotonic() - self._curves_drawn > SECONDS_BETWEEN_CURVES:
             self.draw_curves()
 
@@ -160,63 +154,59 @@ class Report:
         self.validations.append(row)
         self._lines.print(f"step {step}", metrics, is_best=is_best)
         self._summaries.add(step, self.names.scalars(metrics))
-        path, columns = self.run_dir / VALIDATIONS, self._validation_columns
-        self._validation_columns = append_row(path, row, columns, synced=True)
+        append_row(self.run_dir / VALIDATIONS, row, synced=True)
 
     def draw_curves(self) -> None:
         """Draws curves.png, if an epoch has ended."""
         if self.rows:
-            marks = self.validations, self._resumed, self.direction
-            figure = figure_of_run(self.settings, self.names, self.rows, *marks)
+            figure = figure_of_run(
+                self.settings, self.names, self.rows, self.validations, self._resumed, self.direction
+            )
             write_figure(self.run_dir / CURVES, figure)
             self._curves_drawn = time.monotonic()
 
 
 class Lines:
-    """Prints the lines of one run's epochs, all with the same choice of metrics.
+    """Prints the lines of epochs and validations, all with the same choice of metrics.
 
         Each metric as train / validation
         epoch  1/10  loss  1.985 / 0.9777  accuracy 0.2821 / 0.7318  1.8 s      791 examples/s  best
 
-    A metric that all datasets have is shown once; others have their full names. If the line would be too long, the
-    ends after the first are dropped, and then metrics; the monitored one and the losses take precedence.
+    A metric that not all datasets have is shown with its full name. The monitored metric and losses are shown first,
+    others as far as they fit.
     """
 
-    def __init__(self, names: ResultNames, monitor: str, rest: str) -> None:
-        """`monitor` is the result with precedence, `rest` the file that contains all results."""
-        self._names, self._monitor, self._rest = names, monitor, rest
+    def __init__(self, names: ResultNames, monitor: str, path: Path) -> None:
+        """`monitor` is the result that is always shown, `path` the file that contains all results."""
+        self._names, self._monitor, self._path = names, monitor, path
         self._explained = {""}
 
     def print(self, start: str, metrics: Mapping[str, float], *ends: str, is_best: bool) -> None:
         """Prints a line: its start, the metrics ("<dataset>/<metric>" -> value), and its ends."""
-        values = self._names.lines(metrics)
-        if self._monitor in metrics:  # It may be an element of an array.
-            values[self._monitor] = metrics[self._monitor]
-        measured = set(map(self._names.dataset, values))
-        datasets = [name for name in self._names.datasets if name in measured]
+        by_metric: dict[str, dict[str, str]] = {}
+        for name, value in metrics.items():
+            if name == self._monitor or name not in self._names.arrays:
+                by_metric.setdefault(self._names.metric(name), {})[name] = f"{digits(value):>6}"
+        datasets = dict.fromkeys(self._names.dataset(name) for values in by_metric.values() for name in values)
         texts: dict[str, str] = {}
-        for name, value in values.items():
-            metric = self._names.metric(name)
-            all_values = [values.get(f"{each}/{metric}") for each in datasets]
-            key, shared = (name, [value]) if len(datasets) < 2 or None in all_values else (metric, all_values)
-            texts[key] = f"{key} {SEPARATOR.join(f'{digits(each):>6}' for each in shared)}"
+        for metric, values in by_metric.items():
+            if len(values) == len(datasets) > 1:
+                texts[metric] = f"{metric} {SEPARATOR.join(values.values())}"
+            else:
+                texts[metric] = "  ".join(f"{name} {value}" for name, value in values.items())
+        chosen: list[str] = []
+        monitored = self._names.metric(self._monitor)
+        for metric in sorted(texts, key=lambda metric: (metric != monitored, not metric.endswith("loss"))):
+            if not chosen or len("  ".join([*chosen, texts[metric]])) <= METRICS_WIDTH:
+                chosen.append(texts[metric])
+        self._explain(datasets, chosen, more=len(texts) - len(chosen))
+        line = Text("  ".join([start, *(text for text in texts.values() if text in chosen), *ends]))
+        console.print(line.append("  best", "bold green") if is_best else line)
 
-        def fits(*groups: str) -> bool:  # Room for "best" is kept on all lines, so that all show the same metrics.
-            return len("  ".join([start, *(texts[each] for each in groups), *ends, "best"])) <= console.line_width
-
-        while ends[1:] and not fits(*texts):
-            ends = ends[:-1]
-        first = (self._monitor, self._names.metric(self._monitor))
-        shown: list[str] = []
-        for each in sorted(texts, key=lambda each: (each not in first, not each.endswith("loss"))):
-            shown += [each] * (not shown or fits(*shown, each))
-        chosen = [text for each, text in texts.items() if each in shown]  # In the order of task.create_metrics.
+    def _explain(self, datasets: Iterable[str], chosen: Sequence[str], more: int) -> None:
+        """Prints the legend of a line, unless it was printed before."""
         legends = [f"Each metric as {SEPARATOR.join(datasets)}"] * any(SEPARATOR in text for text in chosen)
-        legends += [f"{len(texts) - len(chosen)} more in {self._rest}"] * (len(texts) > len(chosen))
+        legends += [f"{more} more in {self._path}"] * (more > 0)
         if (legend := "; ".join(legends)) not in self._explained:
             self._explained.add(legend)
             console.print(legend, style="dim")
-        line = Text("  ".join([start, *chosen, *ends, *["best"] * is_best]))
-        if is_best:
-            line.stylize("bold green", -len("best"))
-        console.print(line)

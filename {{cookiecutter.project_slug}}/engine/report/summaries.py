@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import math
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -40,14 +38,14 @@ class Summaries:
         """Removes the summaries of later steps and of the result, so that a resumed run does not show them twice."""
         for name in ("", *self._names.datasets):
             last = -1 if split_of(name) == "test" else step
-            # Of two that begin at the same step, the later one has the later second in its name.
-            paths = sorted(sorted((self._folder / name).glob("events.out.tfevents.*.v2")), key=_first_step)
-            for path, end in zip(paths, [*map(_first_step, paths), math.inf][1:], strict=True):
-                if _first_step(path) > last:
-                    with writing(path):
-                        until_written(functools.partial(path.unlink, missing_ok=True), path)
-                elif end > last:
-                    _cut(path, last)
+            # If two files begin at the same step, the later one has the later second in its name.
+            paths = sorted((self._folder / name).glob("*.from*.v2"), key=lambda path: (_first_step(path), path.name))
+            kept = [path for path in paths if _first_step(path) <= last]
+            for path in paths[len(kept) :]:
+                with writing(path):
+                    until_written(functools.partial(path.unlink, missing_ok=True), path)
+            for path in kept[-1:]:  # An earlier file ends before this one begins.
+                _cut(path, last)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Writes scalars; "<dataset>/<metric>" goes to the dataset's folder as "<metric>"."""
@@ -68,7 +66,7 @@ class Summaries:
         """Writes the settings as a table, and as the hyperparameters of the run, which can be numbers and texts."""
         cells = {name: str(value).replace("|", "\\|").replace("\n", " ") for name, value in settings.items()}
         lines = ["| setting | value |", "|---|---|", *(f"| {name} | {cell} |" for name, cell in cells.items())]
-        simple = {name: each if isinstance(each, bool | int | float) else str(each) for name, each in settings.items()}
+        simple = {name: value if isinstance(value, int | float) else str(value) for name, value in settings.items()}
         with self.at(step):
             tf.summary.text("settings", "\n".join(lines))
         summary = hparams.hparams_pb(simple, trial_id=simple.get("run_dir"))
@@ -87,12 +85,12 @@ class Summaries:
             folder, suffix = self._folder / name, f".from{step}.v2"
             self._writers[name] = tf.summary.create_file_writer(str(folder), filename_suffix=suffix)
         try:
-            # TensorFlow keeps every number of Python that it has made a tensor of, for ever.
+            # TensorFlow never frees the tensor that it makes of a number of Python.
             with self._writers[name].as_default(step=np.int64(step)):
                 yield
             self._writers[name].flush()
         except tf.errors.OpError:
-            del self._writers[name]  # What is behind half an event in a file cannot be read.
+            del self._writers[name]  # Events behind half an event in a file cannot be read.
             raise
         self._calls[name] += 1
         if self._calls[name] % CALLS_PER_FILE == 0:
@@ -100,9 +98,8 @@ class Summaries:
 
 
 def _first_step(path: Path) -> int:
-    """Returns the first step in a file, by its name."""
-    found = re.search(r"\.from(\d+)\.v2$", path.name)
-    return int(found[1]) if found else 0
+    """Returns the first step in a file, by its name: "events.out.tfevents.<second>.<host>.from1200.v2"."""
+    return int(path.suffixes[-2].removeprefix(".from"))
 
 
 def _cut(path: Path, step: int) -> None:

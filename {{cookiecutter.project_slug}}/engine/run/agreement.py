@@ -12,7 +12,7 @@ from engine.cluster.workers import Workers
 from engine.data.batches import Batches
 from engine.data.examples import hook_of
 from engine.errors import BadInput
-from engine.model.build import TaskObjects
+from engine.model.objects import TaskObjects
 from engine.run.state import State
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from engine.errors import Damaged, Unavailable
-from engine.exceptions import first_line
 from engine.files import file_sha256
+from engine.messages import first_line
 from engine.retries import until_read
 from engine.run.state import as_array
 
@@ -45,20 +45,29 @@ def place(path: Path) -> tuple[int, int]:
 
 
 class StoredValues(Mapping[str, np.ndarray]):
-    """The values in a checkpoint, each read when it is asked for: together they may not fit into memory twice."""
+    """The values in a checkpoint, each read when it is asked for: together they may not fit into memory twice.
+
+    Attributes:
+        kinds: name -> dtype and shape.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Reads each value once, which compares its checksum. Raises Damaged or Unavailable as `read_record` does."""
+        """Reads the index. Raises Damaged or Unavailable as `read_record` does."""
         self.path = path
 
         def kinds() -> dict[str, tuple[tf.DType, tuple[int, ...]]]:
             with plain_name(path / "state") as prefix, _absence_checked(path):
                 reader = tf.train.load_checkpoint(prefix)
-                dtypes = reader.get_variable_to_dtype_map()
-                return {name: (dtype, np.shape(reader.get_tensor(name))) for name, dtype in dtypes.items()}
+                dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
+                return {name: (dtype, tuple(shapes[name])) for name, dtype in dtypes.items()}
 
         with _damage_named(path):
             self.kinds = until_read(kinds, path)
+
+    def check(self) -> None:
+        """Reads each value once, which compares its checksum. Raises as the constructor does."""
+        for name in self.kinds:
+            self.read([name])
 
     def read(self, names: Sequence[str]) -> dict[str, tf.Tensor]:
         """Returns some of the values, in host memory. Raises as the constructor does."""

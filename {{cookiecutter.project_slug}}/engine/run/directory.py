@@ -2,21 +2,25 @@
 
 import contextlib
 import errno
+import functools
+import os
 import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import filelock
 
+from engine.cluster.launcher import START_ID
 from engine.console import console
 from engine.errors import BadInput, Stopped, Unavailable
-from engine.exceptions import may_pass
 from engine.files import read_json
+from engine.machine import changes_since
+from engine.messages import may_pass
+from engine.run.checkpoint_files import checkpoint_paths
 from engine.run.signals import signals
 from engine.settings import CONFIG, Settings, recorded_settings
-from engine.versions import changes_since
 
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
@@ -24,14 +28,14 @@ BEST = "best"
 SECONDS_OF_LEASE = 120.0  # A server of NFS keeps the locks of a dead machine for about 90 s.
 
 
-class RunDirectory:
+class Directory:
     """The directory of a run. As a context manager it keeps other programs out, from `lock` or `open` to its end."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, settings: Settings) -> None:
         """Changes nothing; the directory need not exist."""
-        self.path = path
+        self.path, self.settings = settings.run_dir, settings
         # The fallback is a file that a killed run leaves behind, which another machine would respect for ever.
-        self._lock = filelock.FileLock(path / ".lock", fallback_to_soft=False)
+        self._lock = filelock.FileLock(self.path / ".lock", fallback_to_soft=False)
 
     def __enter__(self) -> Self:
         return self
@@ -40,20 +44,42 @@ class RunDirectory:
         with contextlib.suppress(OSError):  # The system releases it in any case.
             self._lock.release(force=True)
 
-    def check_same_run(self, settings: Settings) -> None:
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The contents of config.json as the program found it; {} without that file."""
+        return read_json(self.path / CONFIG) or {}
+
+    @functools.cached_property
+    def is_fresh(self) -> bool:
+        """Whether --fresh moves the run aside: not if a restart finds the run that this launch has made."""
+        if not self.settings.fresh or not os.environ.get(START_ID):
+            return self.settings.fresh
+        try:
+            return self.config.get("start_id") != os.environ[START_ID]
+        except Unavailable:  # It may be the run that this launch has made.
+            raise
+        except BadInput:
+            return True
+
+    def starts_new(self) -> bool:
+        """Returns whether a run starts without a checkpoint."""
+        return self.is_fresh or not checkpoint_paths(self.path / CHECKPOINTS)
+
+    def check_same_run(self) -> None:
         """Raises BadInput if the directory contains a run with other settings. Changes nothing.
 
         Prints a line if the code or versions have changed: only the author knows whether it is still the same task.
         """
         if not self._exists():
             return
+        settings = self.settings
         for path in (self.path / CHECKPOINTS, self.path / BEST):
             if not path.is_dir() and (path.is_symlink() or path.exists()):
                 raise BadInput(f"{path} is neither a directory nor a link to one: restore it, or start a new run")
         if differences := ", ".join(settings.differences(recorded_settings(self.path) or {})):
             remedy = "use the run's" if settings.evaluates else "use the same ones, another --run-dir, or --fresh"
             raise BadInput(f"--run-dir {self.path} contains a run with other settings ({differences}): {remedy}")
-        if changes := ", ".join(changes_since(read_json(self.path / CONFIG) or {})):
+        if changes := ", ".join(changes_since(self.config)):
             use = "the present ones are used" if settings.evaluates else "further steps use the present ones"
             console.print(f"Since the run in {self.path} started, {changes}; {use}")
 
@@ -62,10 +88,10 @@ class RunDirectory:
         if self._exists():
             self._acquire()
 
-    def open(self, *, fresh: bool) -> None:
-        """Makes the directory; with `fresh`, moves an existing run to the first free name of run.1, run.2, ..."""
+    def open(self) -> None:
+        """Makes the directory; with --fresh, moves an existing run to the first free name of run.1, run.2, ..."""
         with self._usable():
-            if fresh and self._exists():
+            if self.is_fresh and self._exists():
                 self._move_aside()
             self.path.mkdir(parents=True, exist_ok=True)
         self._acquire()
@@ -105,7 +131,7 @@ class RunDirectory:
     def _wait_for_lock(self) -> None:
         """Waits for the lock if the run was last started on another machine, which may be dead."""
         in_use = f"--run-dir {self.path} is in use by another run"
-        start = ((read_json(self.path / CONFIG) or {}).get("starts") or [{}])[-1]
+        start = (self.config.get("starts") or [{}])[-1]
         if start.get("machine", machine()) == machine():
             raise BadInput(f"{in_use}: wait, or use another one") from None
         in_use += f", last started on {start.get('host')}"

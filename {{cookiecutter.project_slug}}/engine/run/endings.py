@@ -3,9 +3,18 @@
 import contextlib
 from collections.abc import Iterator
 
-from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable
+from engine.cluster.workers import peers_named
+from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes
+from engine.messages import user_errors_named
 from engine.run.run import Run
 from engine.run.signals import signals
+
+
+@contextlib.contextmanager
+def documented_exits() -> Iterator[None]:
+    """Turns an exception inside into a line and an exit code of engine/errors.py, unless it is a bug of the engine."""
+    with exit_codes(), user_errors_named(), peers_named():
+        yield
 
 
 @contextlib.contextmanager
@@ -34,9 +43,9 @@ def saving_on_exit(run: Run) -> Iterator[None]:
         remedy = "and a smaller --learning-rate or --global-clipnorm, or find the cause with --check"
         raise Diverged(f"{problem}. {advice} {remedy}") from problem
     except BadInput as problem:
-        # A step that failed may be half done, and uncounted steps cannot be saved. Other workers may not know of
+        # A step that failed may be half done, and unrecorded steps cannot be saved. Other workers may not know of
         # the failure, and a save would wait for them.
-        is_partial = isinstance(problem, InterruptedStep) or any(each.uncounted for each in run.passes)
+        is_partial = isinstance(problem, InterruptedStep) or any(one_pass.unrecorded for one_pass in run.passes)
         may_save = run.workers.count == 1 and not is_partial
         if may_save and run.progress.position() != started:
             run.save()

@@ -19,11 +19,10 @@ from engine.model.metrics import split_of
 from engine.report.summaries import TENSORBOARD, Summaries
 from engine.report.tables import read_rows, write_rows
 from engine.run.checkpoint_files import step_of
-from engine.run.checkpoints import find_best
-from engine.run.directory import RESULT, RunDirectory
+from engine.run.checkpoints import restore_best
+from engine.run.directory import RESULT, Directory
 from engine.run.run import Run
 from engine.run.signals import signals
-from engine.run.start import initialize
 from engine.settings import CONFIG, Settings
 
 
@@ -42,56 +41,59 @@ class Program(Protocol):
     def test(self) -> dict[str, float]: ...
 
 
-def evaluate(program: Program, settings: Settings) -> dict[str, float]:
+def evaluate(program: Program, settings: Settings, read_settings: Callable[[], Settings]) -> dict[str, float] | None:
     """Prints and returns the validation and test metrics of --init-from, or else of the run's best weights.
 
-    Raises BadInput if there is no such run, or a setting contradicts it.
+    With --evaluate-continuously it validates each checkpoint instead, and returns None; `read_settings` reads the
+    settings again, once there is a run. Raises BadInput if there is no such run, or a setting contradicts it.
     """
+    if settings.evaluate_continuously:
+        _evaluate_continuously(program, settings, read_settings)
+        return None
     if not settings.init_from:
-        workers = Workers(create_strategy(settings))
-        workers.from_chief(lambda: RunDirectory(settings.run_dir).check_same_run(settings))
+        Workers(create_strategy(settings)).from_chief(lambda: Directory(settings).check_same_run())
     program.build(settings)
-    run, weights = program.run, ""
-    metrics: dict[str, float] = {}
+    run = program.run
     if run.objects.names.datasets == ("train",):
         raise BadInput("--evaluate-only: task.load_examples returned None for 'validation' and 'test': return one")
     with signals.listening(), run.steps_named():
-        for measure in (program.validate, program.test):
-            # They are restored for both, because a validation may change the state of a recurrent layer.
-            weights = initialize(run) if settings.init_from else str(_restore_best(run))
-            metrics |= measure()
+        weights = run.objects.source if settings.init_from else str(_restore_best(run))
+        run.trace(evaluation_steps(program))
+        metrics = {**program.validate(), **program.test()}
         print_facts(f"Evaluation of {weights}", run.objects.names.lines(metrics))  # All digits, as no file has them.
     return metrics
+
+
+def evaluation_steps(program: Program) -> dict[str, CompiledSteps]:
+    """Returns the steps of the splits that are evaluated."""
+    return {split: steps for split, steps in program.run_steps.items() if split != "train"}
 
 
 def _restore_best(run: Run) -> Path:
     """Restores the weights that the newest checkpoint names as the best; returns their path."""
     try:
-        weights = run.workers.from_chief(lambda: find_best(run.checkpoints, run.best))
-        run.best.restore(weights)
+        return restore_best(run.checkpoints, run.best)
     except Unavailable:
         raise
     except (BadInput, Damaged) as problem:
         raise BadInput(f"--evaluate-only: {problem}; pass --init-from to evaluate other weights") from problem
-    return weights
 
 
-def evaluate_continuously(program: Program, read_settings: Callable[[], Settings]) -> None:
-    """Validates each checkpoint of the run in --run-dir as it appears, until the run ends or --evaluation-timeout.
+def _evaluate_continuously(program: Program, settings: Settings, read_settings: Callable[[], Settings]) -> None:
+    """Validates each checkpoint of the run in --run-dir as it appears, until it ends, or for so long without one.
 
     The metrics go to the console, to evaluations.csv and to TensorBoard. Checkpoints that the run removes before their
-    turn are skipped. `read_settings` returns the settings; once there is a run, its settings are the defaults.
+    turn are skipped. Once there is a run, its settings are the defaults.
 
     Raises BadInput if a setting contradicts the run's, CannotWrite if a write fails.
     """
     leave_as_evaluator()
     reject_cluster("--evaluate-continuously")
-    settings = read_settings()
     console.print(f"Validating the checkpoints of {settings.run_dir} as they appear")
     if not _wait_for(lambda: exists(settings.run_dir / CONFIG), settings):
         return
     settings = read_settings()
-    RunDirectory(settings.run_dir).check_same_run(settings)
+    Directory(settings).check_same_run()
     program.build(settings)
     if not any(split_of(name) == "validation" for name in program.run.objects.names.datasets):
         problem = "task.load_examples('validation') returned None, so there is no validation"
@@ -113,13 +115,14 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
 
     while isinstance(path := _wait_for(new, settings), Path):
         try:
-            values, _ = run.checkpoints.read(path)
-            run.checkpoints.state.assign(values)
+            run.checkpoints.restore(path)
         except Damaged:  # It may also have been removed meanwhile.
             seen.add(path)
             continue
+        if not run.traced:
+            run.trace(evaluation_steps(program))
         run.objects.reset("validation")  # The checkpoint may be from the middle of a validation.
-        with run.evaluation_weights(), run.live.shown():
+        with run.evaluation_weights(), run.live.removed_at_end():
             metrics = program.validate()
         seen.add(step := step_of(path))
         texts = [f"{name} {digits(value)}" for name, value in names.lines(metrics).items()]
@@ -132,11 +135,12 @@ def _validate_as_they_appear(program: Program, settings: Settings) -> None:
 
 
 def _wait_for(find: Callable[[], Any], settings: Settings) -> Any:
-    """Returns the first true value that `find` returns; None, and prints a line, after --evaluation-timeout."""
-    deadline = time.monotonic() + settings.evaluation_timeout
+    """Returns the first true value that `find` returns; None, and prints a line, after --evaluate-continuously."""
+    seconds = settings.evaluate_continuously or 0.0
+    deadline = time.monotonic() + seconds
     while not (found := find()):
         if time.monotonic() > deadline:
-            console.print(f"Nothing new for {settings.evaluation_timeout:g} s (--evaluation-timeout)")
+            console.print(f"Nothing new for {seconds:g} s (--evaluate-continuously)")
             return None
         time.sleep(1.0)
     return found

@@ -15,26 +15,46 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from engine.cluster.workers import Workers
 from engine.errors import BadInput, Damaged, Unavailable
-from engine.exceptions import first_line, may_pass
-from engine.model.variables import by_name, is_seed, model_variables
-from engine.run.checkpoint_files import PROGRESS, checkpoint_paths, plain_name, read_checkpoint
-from engine.run.directory import BEST, CHECKPOINTS
-from engine.run.state import Variables, one_of_replicas, portions
+from engine.messages import first_line, may_pass
+from engine.model.objects import TaskObjects
+from engine.model.variables import Variables, by_name, is_seed, model_variables
+from engine.run.checkpoint_files import PROGRESS, StoredValues, checkpoint_paths, plain_name, read_record
+from engine.run.directory import BEST, CHECKPOINTS, Directory
+from engine.run.state import State, one_of_replicas, portions
+from engine.settings import Settings
 
 FORMS = "a run directory, a checkpoint in one, a .weights.h5 or .keras file, or the prefix of a tf.train.Checkpoint"
 NOT_WEIGHTS = {"optimizer", "_optimizer", "_seed_generators", "seed_generator"}  # Groups in a Keras file.
 
 
-def load_initial_weights(path: Path, model: Any, *, partial: bool) -> str:
+def initialize(settings: Settings, strategy: tf.distribute.Strategy, workers: Workers, objects: TaskObjects) -> None:
+    """Loads the weights of --init-from into the models, on all workers, if the run does not resume a checkpoint.
+
+    Call it before the optimizers are built, because some of them copy the weights. Raises BadInput if they do not fit.
+    """
+    path, (listed, unlisted) = settings.init_from, objects.end_weights()
+    if path is None or not workers.from_chief(lambda: settings.evaluates or Directory(settings).starts_new()):
+        return
+    state = State(strategy, workers, listed | unlisted, after_assign=objects.finalize_layers)
+    objects.source = workers.from_chief(
+        lambda: load_initial_weights(path, objects.model, unlisted, partial=settings.init_partial)
+    )
+    state.assign(state.mirrored_values())
+
+
+def load_initial_weights(path: Path, model: Any, unlisted: Variables | None = None, *, partial: bool) -> str:
     """Loads the weights in `path` into the built model, or dict of models; random seeds stay. Returns what matched.
 
     `path` is one of FORMS. Of a run directory the best weights are loaded, or else the newest checkpoint's. Several
-    models need a run or a tf.train.Checkpoint(**models). Raises BadInput if the path is none of FORMS, or (without
-    `partial`) weights are missing or unused.
+    models need a run or a tf.train.Checkpoint(**models). Variables that Keras does not list, `unlisted`, are in
+    checkpoints of runs alone. Raises BadInput if the path is none of FORMS, or (without `partial`) weights are missing
+    or unused.
     """
     models = by_name(model, "model")
     variables = {name: variable for name, variable in model_variables(model).items() if not is_seed(name)}
+    variables |= unlisted or {}
     initial = {name: variable.numpy() for name, variable in variables.items()}
     # No variable of weights is all infinite: one that still is after the loading was not in the file.
     floats = [name for name, variable in variables.items() if variable.dtype.is_floating]
@@ -49,8 +69,10 @@ def load_initial_weights(path: Path, model: Any, *, partial: bool) -> str:
     except (OSError, EOFError, IndexError, zlib.error, zipfile.BadZipFile, tf.errors.OpError) as problem:
         if may_pass(problem):
             raise Unavailable(f"--init-from {path} cannot be read now ({first_line(problem)}): try again") from problem
-        remedy = "restore it from a backup, or pass other weights"
-        raise BadInput(f"--init-from {path}: the file is damaged ({first_line(problem)}): {remedy}") from problem
+        raise BadInput(
+            f"--init-from {path}: the file is damaged ({first_line(problem)}): restore it from a backup, or pass other "
+            "weights"
+        ) from problem
     except Exception as problem:
         hint = "" if partial else "; --init-partial loads what matches"
         raise BadInput(f"--init-from {path} does not fit the model ({first_line(problem)}){hint}") from problem
@@ -66,9 +88,13 @@ def load_initial_weights(path: Path, model: Any, *, partial: bool) -> str:
     if unused:
         report += f"; {unused} in the file are unused"
     if len(missing) == len(floats):
-        remedy = "pass weights of this model, or load those of a part of it in task.create_model"
-        raise BadInput(f"--init-from {path} matches none of the model's variables: {remedy}")
-    if (missing or unused) and not partial:
+        raise BadInput(
+            f"--init-from {path} matches none of the model's variables: pass weights of this model, or load those of a "
+            "part of it in task.create_model"
+        )
+    # Variables that Keras does not list are in checkpoints of runs alone.
+    needed = [name for name in missing if _find_checkpoint(path) or name not in (unlisted or {})]
+    if (needed or unused) and not partial:
         raise BadInput(f"--init-from {path} gives {report}: --init-partial loads what matches")
     return report
 
@@ -79,8 +105,9 @@ def _load(path: Path, models: dict[str, keras.Model], variables: Variables, *, p
         return str(checkpoint), _load_checkpoint(checkpoint, variables)
     if path.is_file() and path.name.endswith((".weights.h5", ".keras")):
         if len(models) > 1:
-            names = ", ".join(models)
-            raise BadInput(f"--init-from {path} contains one model, and the task has {names}: pass a run directory")
+            raise BadInput(
+                f"--init-from {path} contains one model, and the task has {', '.join(models)}: pass a run directory"
+            )
         (model,) = models.values()
         count = _count_weights(path)  # Before anything is loaded, because Keras's reason would not be that of a damage.
         with warnings.catch_warnings(action="ignore"):  # The report names the missing variables.
@@ -104,9 +131,10 @@ def _find_checkpoint(path: Path) -> Path | None:
 
 
 def _load_checkpoint(checkpoint: Path, variables: Variables) -> int:
-    values, _ = read_checkpoint(checkpoint)
-    kinds = {name.split("/", 1)[0] for name in variables}
-    found = {name for name in values if name.split("/", 1)[0] in kinds and not is_seed(name)}
+    values = StoredValues(checkpoint)
+    read_record(checkpoint)  # It compares the checksum of the index.
+    kinds = {name.split("/", 1)[0] for name in variables} - {"hidden"}
+    found = {name for name in values if (name.split("/", 1)[0] in kinds or name in variables) and not is_seed(name)}
     used = 0
     for names in portions({name: variable for name, variable in variables.items() if name in found}):
         for name, value in values.read(names).items():

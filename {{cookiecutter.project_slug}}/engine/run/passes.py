@@ -30,25 +30,14 @@ SECONDS_WITHOUT_AN_END = 600.0  # The first steps are compiled, which takes minu
 class Executions:
     """How many steps each split's next call of a compiled function runs: with "auto", some seconds of steps."""
 
-    def __init__(
-        self, settings: Settings, workers: Workers, all_reduce: str = "", clock: tf.Variable | None = None
-    ) -> None:
-        """`all_reduce` names how the strategy sums over its devices; "" if it does not.
-
-        `clock` has the seconds that the steps have waited for other workers; None without any.
-        """
+    def __init__(self, settings: Settings, workers: Workers, all_reduce: str = "") -> None:
+        """`all_reduce` names how the strategy sums over its devices; "" if it does not."""
         self._settings, self._all_reduce, self.workers = settings, all_reduce, workers
         self._is_measured = settings.steps_per_execution == "auto" and not settings.eager
         self._every = [each for each in (settings.checkpoint_every_steps, settings.validate_every_steps) if each]
         self._lengths: dict[str, int] = {}
         self._trained = 0  # Executions of training steps so far.
         self._called: set[str] = set()  # The splits whose compiled function was called.
-        self._clock = clock
-        # How long this process has waited in executions of training, and how long these took. The first execution
-        # does not count, because it compiles.
-        self._own_waiting = self._seconds = self._clock_before = 0.0
-        # The waiting of all workers, and its seconds, when they exchanged it last.
-        self.waiting = np.zeros(workers.count), 0.0
 
     def length(self, split: str, *, left: int, step: int) -> int:
         """Returns how many steps to run now, when `left` steps of the pass remain, after training step `step`."""
@@ -59,15 +48,6 @@ class Executions:
             count = min([count, *(every - step % every for every in self._every)])
             count = min(count, PROFILED_STEPS) if self._profiles_next else count
         return count
-
-    def check_all_do(self, doing: str) -> None:
-        """Raises BadInput, on every worker, unless all are about to do the same."""
-        # Workers whose steps are in other stacks would wait for each other for ever.
-        self.waiting = self.workers.check_all_do(doing, self._own_waiting), self._seconds
-        self._clock_before = self._clock_now()
-
-    def _clock_now(self) -> float:
-        return 0.0 if self._clock is None else float(self._clock.numpy())
 
     @contextlib.contextmanager
     def watched(self, split: str, stacks: StackIterator) -> Iterator[None]:
@@ -114,9 +94,6 @@ class Executions:
         """
         is_first = split not in self._called
         self._called.add(split)
-        if split == "train" and not is_first and self._clock is not None:
-            self._own_waiting += self._clock_now() - self._clock_before
-            self._seconds += seconds
         if self._is_measured and count == self._lengths[split]:
             # The first call compiles and so looks slow; from its one step the length at most doubles each time.
             fitting = int(count / seconds * (SECONDS_ALONE if self.workers.count == 1 else SECONDS_TOGETHER))
@@ -129,15 +106,16 @@ class Executions:
 
 
 class Pass:
-    """The steps of one pass over a dataset: an epoch of training, or an evaluation.
+    """The steps of one pass over a dataset: an epoch of training, or an evaluation. Its position is in `Progress`.
 
     Attributes:
         name: the dataset's: "train", "validation" or "validation/<name>", ...
         epoch: counted from 0; None where there are no epochs.
-        done: how many of its `steps` are taken and counted; `uncounted` ones are taken, and not counted yet.
+        steps: the steps of the complete pass.
         has_ended: whether its metrics have been read.
-        watch: is open during an execution; close it if that fails.
-        waits: whether the next execution is empty, because a resumed run still owes a validation.
+        unrecorded: steps taken but not yet recorded.
+        watch: context held open while an execution runs; close it if the execution fails.
+        waits: the resumed run must validate before its next step, so the next execution is empty.
     """
 
     def __init__(
@@ -146,21 +124,29 @@ class Pass:
         epoch: int | None,
         progress: Progress,
         executions: Executions,
-        seeds: Sequence[tf.Variable] = (),
+        changed: Sequence[tf.Variable] = (),
     ) -> None:
-        """Continues at the position in `progress`. An evaluation gives back the `seeds`, one replica's each."""
+        """Continues at the position in `progress`.
+
+        `changed` are the variables, one replica's each, that an evaluation changes besides metrics: it gives them back.
+        """
         self.name, self.split, self.steps = batches.name, batches.split, batches.steps_per_epoch
-        self._batches, self.epoch = batches, epoch
+        self.epoch, self._batches, self._progress, self._executions = epoch, batches, progress, executions
         self._epoch_text = "" if epoch is None else f" of epoch {epoch + 1}"
         # A pass that ended before a stop keeps its metrics until the evaluation or the epoch ends.
         self.has_ended = self.name in progress.metrics and (self.split != "train" or epoch == progress.epoch)
-        self.done = self.steps if self.has_ended else progress.steps_of_pass.setdefault(self.name, 0)
-        self.uncounted, self.waits = 0, False
-        self._progress, self._executions = progress, executions
+        if not self.has_ended:
+            progress.steps_of_pass.setdefault(self.name, 0)
+        self.unrecorded, self.waits = 0, False
         self._iterator = batches.iterator(epoch or 0, first_step=self.done) if self.steps_left else None
         self._count = 0  # Steps of the current execution.
-        self._seeds = [] if self.split == "train" else [(each, each.numpy()) for each in seeds]
+        self._kept = [(variable, tf.identity(variable)) for variable in changed]
         self.watch = contextlib.ExitStack()
+
+    @property
+    def done(self) -> int:
+        """The steps that are taken and recorded."""
+        return self.steps if self.has_ended else self._progress.steps_of_pass[self.name]
 
     @property
     def steps_left(self) -> int:
@@ -170,33 +156,34 @@ class Pass:
         """Yields the batches of the next execution: a stack, the index of the first batch in it, and their number.
 
         Pass the losses of all of them to `Run.record_losses`. The first execution is empty if a resumed run still owes
-        a validation. Raises BadInput if examples cannot be read; in a single process earlier steps are counted first.
+        a validation. Raises BadInput if examples cannot be read; in a single process earlier steps are recorded first.
         """
         if self.waits or self._iterator is None:
             self.waits = False
             return
         self._count = self._executions.length(self.split, left=self.steps_left, step=self._progress.step)
         if self._executions.workers.count > 1:
-            self._executions.check_all_do(f"{self}, in stacks {self._iterator.plan(self._count)}")
+            # Workers that take other steps would wait for each other for ever.
+            self._executions.workers.check_all_do(str(self))
         self._started, self._waited = time.monotonic(), self._iterator.seconds_waited
         self.watch.enter_context(self._executions.watched(self.split, self._iterator))
         try:
             for stack, first, count in self._iterator.take(self._count):
                 yield stack, first, count
-                self.uncounted += count
+                self.unrecorded += count
         except BadInput:
             # With several processes the others wait in a step, so this one must end at once.
-            if not self.uncounted or self._executions.workers.count > 1:
+            if not self.unrecorded or self._executions.workers.count > 1:
                 raise
 
     def record(self, losses: Sequence[Any]) -> tuple[np.ndarray, float, float]:
-        """Counts the steps of an execution by their losses, one tensor ([count]) for each stack.
+        """Records the steps of an execution by their losses, one tensor ([count]) for each stack.
 
         Returns the losses ([steps]), how many full batches the steps' examples without padding would make, and the
         seconds that the steps took. Raises Diverged if a loss is not finite.
         """
         # They are read after all steps have been started, so that a GPU continues meanwhile.
-        values = np.concatenate([np.asarray(each) for each in losses])
+        values = np.concatenate([np.asarray(of_stack) for of_stack in losses])
         self.watch.close()
         infinite = np.flatnonzero(~np.isfinite(values))
         if len(infinite):
@@ -206,25 +193,25 @@ class Pass:
         # compute_loss divides by the global batch size, so the loss of a padded batch is smaller.
         examples = self._batches.examples_in(self.epoch or 0, self.done, len(values))
         is_first = self._executions.took(self.split, len(values), seconds)
-        self.done, self.uncounted, self._count = self.done + len(values), 0, 0
+        self.unrecorded = self._count = 0
         waited = self._iterator.seconds_waited - self._waited if self._iterator else 0.0
         self._progress.add(self.name, len(values), seconds, waited, is_first=is_first)
         return values, examples / self._batches.global_batch_size, seconds
 
-    @property
-    def has_drawn(self) -> bool:
-        """Whether an evaluation has drawn from one of the seeds."""
-        return any(not np.array_equal(seed.numpy(), before) for seed, before in self._seeds)
+    def give_back(self) -> None:
+        """Undoes what an evaluation has changed, or training would depend on how often a run validates."""
+        for variable, value in self._kept:
+            variable.assign(value)
 
-    def give_back_seeds(self) -> None:
-        """Undoes the draws of an evaluation, or what training draws would depend on how often a run validates."""
-        for seed, before in self._seeds:
-            seed.assign(before)
+    @property
+    def must_start_over(self) -> bool:
+        """Whether the pass cannot continue after a stop, because it gives back what its steps have changed."""
+        return bool(self._kept) and not self.has_ended
 
     def start_over(self) -> None:
         """Undoes the steps of an evaluation, but for its metrics."""
-        self.give_back_seeds()
-        self._progress.steps_of_pass[self.name] = self.uncounted = 0
+        self.give_back()
+        self._progress.steps_of_pass[self.name] = self.unrecorded = 0
 
     def __str__(self) -> str:
         """Returns the steps of the current execution for messages: "in train steps 3 to 5 of epoch 1"; "" without."""

@@ -12,12 +12,12 @@ from engine.cluster.strategy import strategy_info
 from engine.cluster.workers import Workers
 from engine.console import LiveLine, console, print_result
 from engine.data.batches import Batches
+from engine.data.stacks import CompiledSteps
 from engine.errors import BadInput, Damaged, InterruptedStep
 from engine.files import write_json
-from engine.model.build import TaskObjects
-from engine.model.hidden_state import HiddenState
+from engine.messages import user_errors_named
 from engine.model.metrics import split_of
-from engine.model.waiting import measure_waiting
+from engine.model.objects import TaskObjects
 from engine.report.goodput import Goodput, start_time
 from engine.report.report import Report
 from engine.run.checkpoints import Checkpoints
@@ -26,9 +26,10 @@ from engine.run.passes import Executions, Pass
 from engine.run.progress import Progress
 from engine.run.signals import signals
 from engine.run.state import State, weights_sha256
+from engine.run.traces import check_changes, graph_of
 from engine.run.writer import Writer
 from engine.settings import Settings
-from engine.user_errors import user_errors_named
+from engine.tracing import Traced, look_at
 
 
 class Run:
@@ -36,7 +37,7 @@ class Run:
 
     Attributes:
         objects: the task's objects, which the steps use and change.
-        hidden: the variables of the steps that Keras does not list.
+        traced: what the steps do, of "train" and of one of "validation" and "test"; empty until `trace`.
         checkpoints: the complete state, after each epoch and every --checkpoint-every-steps.
         best: the weights with the best --monitor.
         passes: those that have not ended: a validation may be inside an epoch.
@@ -44,37 +45,56 @@ class Run:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        strategy: tf.distribute.Strategy,
-        workers: Workers,
-        objects: TaskObjects,
-        hidden: HiddenState,
+        self, settings: Settings, strategy: tf.distribute.Strategy, workers: Workers, objects: TaskObjects
     ) -> None:
         """Writes nothing."""
-        self.settings, self.strategy, self.workers = settings, strategy, workers
-        self.objects, self.hidden, self.progress = objects, hidden, Progress()
+        self.settings, self.strategy, self.workers, self.objects = settings, strategy, workers, objects
+        self.progress = Progress()
+        self.traced: dict[str, Traced] = {}
         self.report: Report | None = None
         self.goodput: Goodput | None = None
         self.began = start_time()
-        state = State(strategy, workers, objects.mirrored(), objects.per_replica(), hidden.changed)
-        weights = State(strategy, workers, objects.weights, hidden=hidden.used_in_evaluation)
+        finalize = objects.finalize_layers
+        state = State(strategy, workers, objects.mirrored, objects.per_replica, finalize)
+        weights = State(strategy, workers, objects.mirrored_weights, objects.per_replica_weights, finalize)
         writer, keep = Writer(in_thread=settings.async_checkpoints), settings.keep_checkpoints
         self.checkpoints = Checkpoints(settings.run_dir / CHECKPOINTS, state, keep=keep, writer=writer)
         # One more than the checkpoints, because each of them may name other weights as the best.
         self.best = Checkpoints(settings.run_dir / BEST, weights, keep=keep + 1, writer=writer)
         self.live = LiveLine(settings.epochs, can_be_drawn=not settings.eager)
-        all_reduce = strategy_info(strategy).all_reduce
-        self._executions = Executions(settings, workers, all_reduce, measure_waiting(strategy))
+        self._executions = Executions(settings, workers, strategy_info(strategy).all_reduce)
         self.passes: list[Pass] = []
+        self._changed_by_evaluation: list[tf.Variable] = []
         self._examples = 0  # Examples in an epoch of training.
         self._saved_step: int | None = None
 
     def start(self, progress: Progress) -> None:
         """Continues from the progress whose state is in the variables."""
         self.progress, self._saved_step = progress, progress.step
+        for checkpoints in (self.checkpoints, self.best):
+            checkpoints.accept_infinite()
         if "train" not in progress.metrics:  # Otherwise the training of the epoch ended before the stop.
             progress.rates_of_epoch = self.objects.learning_rates()
+
+    def trace(self, steps: Mapping[str, CompiledSteps]) -> None:
+        """Traces the `steps` of splits, and looks at what they change.
+
+        Call it when the state is in the variables, because layers make constants of what they compute from them. Raises
+        BadInput if a step changes anything besides the variables of the state.
+        """
+        # Validation and test share the hook that may change anything but metrics, so one of them is enough.
+        evaluation = next((split for split in ("validation", "test") if split in steps), "")
+        graphs = {split: graph_of(steps[split]) for split in ("train", evaluation) if split in steps}
+        self.traced = {split: look_at(graph) for split, graph in graphs.items() if graph is not None}
+        local = self.strategy.experimental_local_results
+        saved = [part for variable in self.checkpoints.state.variables() for part in local(variable)]
+        check_changes(self.traced, {id(part.handle) for part in saved})
+        own = self.objects.per_replica_weights
+        kept = self.objects.mirrored | own if evaluation in self.traced else own  # With --eager there is no graph.
+        parts = [part for variable in kept.values() for part in local(variable)]
+        if evaluation in self.traced:
+            parts = [part for part in parts if id(part.handle) in self.traced[evaluation].changed]
+        self._changed_by_evaluation = parts
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -82,7 +102,8 @@ class Run:
         """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0; None outside epochs."""
         if batches.split == "train":
             self._examples = batches.examples_in(epoch or 0)
-        one_pass = Pass(batches, epoch, self.progress, self._executions, self.hidden.seeds(self.objects.weights))
+        changed = [] if batches.split == "train" else self._changed_by_evaluation
+        one_pass = Pass(batches, epoch, self.progress, self._executions, changed)
         one_pass.waits = self.validation_is_due(one_pass)  # The run was stopped before or in that validation.
         if not one_pass.has_ended:
             self.passes.append(one_pass)
@@ -101,8 +122,7 @@ class Run:
         taken = one_pass.record(losses)
         self.live.took(*taken[:2])
         if one_pass.split == "train" and self.report:
-            rates, waiting = self.objects.learning_rates, self._executions.waiting
-            self.report.steps(self.progress.step, self.epoch + 1, *taken, rates, waiting)
+            self.report.steps(self.progress.step, self.epoch + 1, *taken, self.objects.learning_rates)
         self.write_goodput()
         self.objects.check_loss_scales(self.progress.step)
 
@@ -131,8 +151,8 @@ class Run:
             results = self.objects.results(one_pass.name)
             # Machines of several kinds may round the last steps of a metric differently, and the results decide.
             self.progress.end_pass(one_pass.name, self.workers.from_chief(lambda: results))
-            one_pass.give_back_seeds()
             one_pass.has_ended = True
+            one_pass.give_back()
             self.passes.remove(one_pass)
             if one_pass.split == "train":  # Afterwards train.py may change them for the next epoch.
                 self.progress.rates_of_epoch = self.objects.learning_rates()
@@ -166,12 +186,14 @@ class Run:
 
     @contextlib.contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """Gives all replicas the mean of their statistics; with --ema-decay, the average replaces the weights."""
+        """Puts the weights to evaluate in the place of those that are trained; see `TaskObjects.evaluated`."""
         self.workers.check_all_do("a validation")
-        if not {*self.progress.steps_of_pass, *self.progress.metrics} - {"train"}:
-            self.objects.average_statistics()  # Otherwise the run was stopped in an evaluation, after the mean.
-        with self.objects.average.in_place():
-            yield
+        with self.objects.evaluated():
+            try:
+                yield
+            finally:
+                for evaluation in self.passes:  # One that was stopped gives back before the weights are restored.
+                    evaluation.give_back()
 
     def save_if_best(self, metrics: Mapping[str, float]) -> None:
         """Saves the weights if --monitor has never been better. Call it within `evaluation_weights`."""
@@ -202,7 +224,7 @@ class Run:
         self._report(lambda report: report.epoch(row, is_best=self.progress.is_best(), waited=waited / train_seconds))
         self.progress.report_changes(self.objects.learning_rates())
         if on_report := self.objects.on_report:
-            with self.objects.average.in_place():
+            with self.objects.evaluated():
                 self._report(lambda report: report.call_hook(on_report, row, self.strategy))
         if not self.should_continue():
             self._report(lambda report: report.end())
@@ -211,9 +233,9 @@ class Run:
         self.workers.from_chief(lambda: self.report and write(self.report))
 
     def save(self) -> Path:
-        """Saves the state as a checkpoint; returns where. An evaluation that has drawn numbers will start over."""
+        """Saves the state as a checkpoint; returns where. An evaluation that has changed weights will start over."""
         for one_pass in self.passes:
-            if one_pass.has_drawn:
+            if one_pass.must_start_over:
                 one_pass.start_over()
                 self.objects.reset(one_pass.name)
         self._saved_step = self.progress.step
@@ -270,7 +292,7 @@ class Run:
     def steps_named(self) -> Iterator[None]:
         """Turns an exception of the user's code into BadInput with its place and the steps."""
         try:
-            with user_errors_named(lambda: str(self.passes[-1] if self.passes else "")), self.live.shown():
+            with user_errors_named(lambda: str(self.passes[-1] if self.passes else "")), self.live.removed_at_end():
                 yield
         except InterruptedStep as problem:
             one_pass = self.passes[-1] if self.passes else None

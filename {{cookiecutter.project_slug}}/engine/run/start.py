@@ -1,260 +1,145 @@
-"""How a run starts: from its newest checkpoint, from other weights, or from new ones."""
+"""How a run starts: in its directory, from a checkpoint or as it was built, with its first files."""
 
+import contextlib
 import os
 import time
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Self
+
+import tensorflow as tf
 
 from engine.cluster.launcher import START_ID
 from engine.cluster.workers import Workers
 from engine.console import console, print_result
 from engine.data.batches import Batches
-from engine.data.examples import hook_of
-from engine.errors import BadInput, Damaged, Unavailable
-from engine.files import exists, read_json, write_json, writing
+from engine.files import read_json, write_json, writing
 from engine.model.rows import slow_reads
-from engine.model.variables import is_seed
 from engine.report.goodput import Goodput
 from engine.report.report import Report
 from engine.retries import until_written
 from engine.run.agreement import check_objects, same_data
-from engine.run.checkpoints import read_newest
-from engine.run.directory import RESULT, RunDirectory
-from engine.run.initial_weights import load_initial_weights
+from engine.run.directory import RESULT, Directory
+from engine.run.endings import saving_on_exit
 from engine.run.progress import Progress
+from engine.run.resume import created_rates, resume
 from engine.run.run import Run
-from engine.run.state import State
+from engine.run.signals import signals
 from engine.run.summary import describe_run, describe_start, print_summary
 from engine.settings import CONFIG, Settings
 from engine.tracing import unrepeatable_in_preparation, unrepeatable_in_step
 
 
-def lock_and_find_result(directory: RunDirectory, settings: Settings, workers: Workers) -> dict[str, Any] | None:
-    """Locks the directory; returns the result of the run in it if nothing is left to do.
+class RunDirectory(Directory):
+    """The directory of a run that trains. As a context manager it also listens to signals."""
 
-    Raises BadInput if the directory cannot be used, or contains a run with other settings.
-    """
+    def __init__(self, settings: Settings, strategy: tf.distribute.Strategy) -> None:
+        """Changes nothing; the directory need not exist."""
+        super().__init__(settings)
+        self.workers = Workers(strategy)
+        self._start = ""  # "resumed from ...", or which weights the run starts with.
 
-    def look() -> dict[str, Any] | None:
-        fresh = _is_fresh(settings)
-        if not fresh:
-            directory.check_same_run(settings)
-        directory.lock()
-        return None if fresh else read_json(settings.run_dir / RESULT)
+    def __enter__(self) -> Self:
+        self._listening = signals.listening()
+        self._listening.__enter__()
+        return self
 
-    result = workers.from_chief(look) or {}
-    epochs, without_improvement = result.get("epochs"), result.get("epochs_without_improvement")
-    is_complete = result.keys() >= {"step", "seconds", "weights_sha256"}
-    if not is_complete or not isinstance(epochs, int) or not isinstance(without_improvement, int):
-        return None  # There is no result yet; or it was edited by hand, and is made again.
-    if epochs >= settings.epochs:
-        more = "--epochs"
-    elif settings.patience is not None and without_improvement >= settings.patience:
-        more = "--patience"
-    else:
-        return None
-    console.print(f"Finished already after {epochs} epochs (more {more} would continue it; --fresh starts over)")
-    print_result(result, settings)
-    return result
+    def __exit__(self, *problem: object) -> None:
+        try:
+            super().__exit__(*problem)
+            if not any(problem) and self.settings.export:  # Which a signal would end at once.
+                signals.check(self.workers)
+        finally:
+            self._listening.__exit__(*problem)
+
+    def result(self) -> dict[str, Any] | None:
+        """Locks the directory; returns the result of the run in it if nothing is left to do.
+
+        Raises BadInput if the directory cannot be used, or contains a run with other settings.
+        """
+
+        def look() -> dict[str, Any] | None:
+            if not self.is_fresh:
+                self.check_same_run()
+            self.lock()
+            return None if self.is_fresh else read_json(self.path / RESULT)
+
+        result, settings = self.workers.from_chief(look) or {}, self.settings
+        epochs, without_improvement = result.get("epochs"), result.get("epochs_without_improvement")
+        is_complete = result.keys() >= {"step", "seconds", "weights_sha256"}
+        if not is_complete or not isinstance(epochs, int) or not isinstance(without_improvement, int):
+            return None  # There is no result yet; or it was edited by hand, and is made again.
+        if epochs >= settings.epochs:
+            more = "--epochs"
+        elif settings.patience is not None and without_improvement >= settings.patience:
+            more = "--patience"
+        else:
+            return None
+        console.print(f"Finished already after {epochs} epochs (more {more} would continue it; --fresh starts over)")
+        print_result(result, settings)
+        return result
+
+    def restore(self, run: Run, batches: dict[str, Batches]) -> None:
+        """Restores the newest checkpoint, if there is one; otherwise the run starts with the weights as they are.
+
+        Raises BadInput if the run cannot be resumed, or the processes do not fit together. Writes nothing.
+        """
+        for dataset in batches.values():
+            dataset.examples.cache()  # Examples that cannot be read are rejected before anything is written.
+        data = same_data(run.workers, batches)
+        is_fresh = run.workers.from_chief(lambda: self.is_fresh)
+        resumed = None if is_fresh else resume(run, batches, data)
+        progress, self._start = resumed or (Progress(learning_rates=created_rates(run)), run.objects.source)
+        check_objects(run.workers, run.checkpoints.state, run.objects)
+        run.checkpoints.state.check_workers({}, "something in task.create_model or create_optimizer")
+        progress.workers, progress.data = run.workers.count, data
+        run.start(progress)
+
+    @contextlib.contextmanager
+    def recording(self, run: Run, batches: dict[str, Batches]) -> Iterator[None]:
+        """Writes the first files and prints the run summary; saves the state if the code inside ends early.
+
+        Raises what `saving_on_exit` raises.
+        """
+        _warn(run, batches)
+        run.workers.from_chief(lambda: self._write_first_files(run, batches))
+        run.progress.spend("starting", time.monotonic() - run.began)
+        run.write_goodput(is_due=True)
+        print_summary(run, batches, self._start)
+        with saving_on_exit(run):
+            yield
+
+    def _write_first_files(self, run: Run, batches: dict[str, Batches]) -> None:
+        progress, direction = run.progress, run.objects.monitor_direction
+        earlier = {} if self.is_fresh else self.config
+        self.open()
+        for checkpoints in (run.checkpoints, run.best):
+            checkpoints.clear()
+        # Weights that were saved after the checkpoint will be saved again.
+        run.best.forget(progress.step, but=progress.best_step)
+        starts = [*earlier.get("starts", []), describe_start(progress.step, self.settings)][-100:]  # There may be many.
+        config = {
+            **describe_run(run, batches, earlier),
+            "start_id": earlier.get("start_id", os.environ.get(START_ID)),
+            "monitor_direction": direction,
+            "starts": starts,
+        }
+        # First of all, because a directory with other files and without it counts as foreign.
+        write_json(self.path / CONFIG, config)
+        resumed = [start["step"] for start in starts if 0 < start["step"] <= progress.step]
+        done = {"epochs_done": progress.epoch, "validated_step": progress.validated_step or 0, "step": progress.step}
+        run.report = Report(self.settings, run.objects.names, direction, resumed=resumed, **done)
+        run.goodput = Goodput(self.path, progress.spent, run.began)
+        with writing(self.path / RESULT):
+            until_written(lambda: (self.path / RESULT).unlink(missing_ok=True), self.path / RESULT)
 
 
-def start_run(run: Run, directory: RunDirectory, batches: dict[str, Batches]) -> None:
-    """Starts the run and its files. Raises BadInput, before anything is written, if it cannot."""
-    settings, from_chief = run.settings, run.workers.from_chief
-    for each in batches.values():
-        each.examples.cache()  # Examples that cannot be read are rejected before anything is written.
-    data = same_data(run.workers, batches)
-    _check_steps(run, batches)
-    fresh = from_chief(lambda: _is_fresh(settings))
-    start = None if fresh else _resume(run, batches, data)
-    if start is None:
-        message = initialize(run) if settings.init_from else "with new weights"
-        start = Progress(learning_rates=_created_rates(run)), message
-    state = run.checkpoints.state
-    check_objects(run.workers, run.checkpoints.state, run.objects)
-    state.check_workers({}, "something in task.create_model or create_optimizer")
-    progress, message = start
-    progress.workers, progress.data = run.workers.count, data
-    run.start(progress)
-    from_chief(lambda: _write_files(run, directory, batches, fresh))
-    progress.spend("starting", time.monotonic() - run.began)
-    run.write_goodput(is_due=True)
-    print_summary(run, batches, message)
-
-
-def _is_fresh(settings: Settings) -> bool:
-    """Returns whether --fresh moves the run aside: not if a restart finds the run that this launch has made."""
-    if not settings.fresh or not os.environ.get(START_ID):
-        return settings.fresh
-    try:
-        return (read_json(settings.run_dir / CONFIG) or {}).get("start_id") != os.environ[START_ID]
-    except Unavailable:  # It may be the run that this launch has made.
-        raise
-    except BadInput:
-        return True
-
-
-# --- Checks -----------------------------------------------------------------------------------------------------------
-
-
-def _check_steps(run: Run, batches: dict[str, Batches]) -> None:
-    """Warns of operations in the hooks that a resumed run may not repeat, and of slow reads of tables.
-
-    Raises BadInput if a step changes state that no checkpoint can contain.
-    """
-    run.hidden.check(run.checkpoints.state.variables())
-    found = []
-    if step := run.hidden.training:
-        found += [f"task.train_step: {text}" for texts in unrepeatable_in_step(step) for text in texts]
-        found += slow_reads(run.objects.model, step)
-    for traced in filter(None, (each.traced for each in batches.values())):  # It is None with --eager.
-        found += [f"task.prepare_example: {text}" for texts in unrepeatable_in_preparation(traced) for text in texts]
-    for text in dict.fromkeys(found):
+def _warn(run: Run, batches: dict[str, Batches]) -> None:
+    """Prints which operations in the hooks a resumed run may not repeat, and which reads of tables are slow."""
+    warnings = []
+    if step := run.traced.get("train"):
+        warnings += [f"task.train_step: {text}" for texts in unrepeatable_in_step(step) for text in texts]
+        warnings += slow_reads(run.objects.model, step)
+    for traced in filter(None, (dataset.traced for dataset in batches.values())):  # It is None with --eager.
+        warnings += [f"task.prepare_example: {text}" for texts in unrepeatable_in_preparation(traced) for text in texts]
+    for text in dict.fromkeys(warnings):
         console.print(text)
-
-
-def _changed_data(settings: Settings, before: dict[str, Any], data: dict[str, Any]) -> dict[str, str]:
-    """Returns how each dataset differs from what the run has used so far. Raises BadInput unless that is allowed."""
-    changed: dict[str, str] = {}
-    for name, now in data.items():
-        then = before.get(name, now)
-        shown = {"examples": "{} examples then, {} now", "element_spec": "{} then, {} now"}
-        texts = [text.format(then[key], now[key]) for key, text in shown.items() if then[key] != now[key]]
-        if texts or then["sha256"] != now["sha256"]:
-            changed[name] = ", ".join(texts) or f"{now['examples']} examples then and now, not the same ones"
-    if changed and not settings.allow_changed_data:
-        name, text = next(iter(changed.items()))
-        raise BadInput(
-            f"{hook_of(name)} returned other examples than the run has used so far ({text}): restore the data, use "
-            "another --run-dir or --fresh, or continue with these examples with --allow-changed-data"
-        )
-    return changed
-
-
-# --- The state --------------------------------------------------------------------------------------------------------
-
-
-def _resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tuple[Progress, str] | None:
-    """Restores the newest intact checkpoint; returns its progress and "resumed from ...", or None if there is none.
-
-    `data` has the fingerprints of the datasets. Raises BadInput if the run cannot be resumed.
-    """
-    settings, from_chief, workers = run.settings, run.workers.from_chief, run.workers.count
-    newest = from_chief(lambda: read_newest(run.checkpoints, run.best))
-    if newest is None:
-        if from_chief(lambda: exists(settings.run_dir / RESULT) or len(run.best.paths()) > 1):
-            raise BadInput(
-                f"{run.checkpoints.directory} is empty although the run has gone far: restore the checkpoints, start a "
-                "new --run-dir with --init-from this one, or use --fresh, which moves the run aside"
-            )
-        return None
-    path, values, progress = newest
-    if (reached := progress.epochs_started()) > settings.epochs:
-        raise BadInput(f"--epochs {settings.epochs}: the run already reached epoch {reached}; pass at least {reached}")
-    is_within_pass = any(progress.steps_of_pass.values()) or settings.steps_per_epoch
-    if progress.workers != workers and is_within_pass and batches["train"].shards_by_file:
-        later = "" if settings.steps_per_epoch else ", and change the number after an epoch"
-        raise BadInput(
-            f"{path} is from the middle of a pass on {progress.workers} worker(s), and there are {workers} (with "
-            f"input_context the batches depend on that number): resume with {progress.workers}{later}"
-        )
-    is_shared_alike = progress.workers == workers or not batches["train"].shards_by_file
-    changed = _changed_data(settings, progress.data, data) if is_shared_alike else {}
-    created = _created_rates(run)
-    try:
-        run.checkpoints.state.assign(values)
-    except Damaged as problem:  # It was intact a moment ago.
-        raise BadInput(f"{problem}: start the same command again") from problem
-    kept: Collection[str] = batches
-    if changed:  # An evaluation starts over anyway, but an epoch only if its own examples have changed.
-        kept = ["train"] if "train" not in changed or "train" in progress.metrics else []
-    for name in progress.forget_others(kept):
-        run.objects.reset(name)
-    if any(settings.monitor.startswith(f"{name}/") for name in changed) and progress.epoch < settings.epochs:
-        # The scores of other examples cannot be compared: the next one is the best, and --patience counts from here.
-        progress.best_score, progress.best_epoch = None, progress.epoch
-    message = f"resumed from {path.name}{_set_changed_rates(run, progress, created)}"
-    return progress, message + _describe_changes(settings, progress, changed, data)
-
-
-def initialize(run: Run) -> str:
-    """Loads the weights of --init-from; returns which they are. Raises BadInput if they do not fit."""
-    settings, objects = run.settings, run.objects
-    weights = {name: each for name, each in objects.weights.items() if not is_seed(name)}
-    state = State(run.strategy, run.workers, weights)
-
-    def load() -> str:
-        assert settings.init_from is not None  # The callers check that.
-        return load_initial_weights(settings.init_from, objects.model, partial=settings.init_partial)
-
-    report = run.workers.from_chief(load)
-    state.assign(state.mirrored_values())
-    objects.average.start_over()
-    return report
-
-
-def _created_rates(run: Run) -> dict[str, float]:
-    """Returns --learning-rate, and the constant rates that task.create_optimizer gave to the optimizers.
-
-    Call it before a checkpoint is restored, which may contain other rates. No checkpoint contains a schedule.
-    """
-    optimizers, rates = run.objects.optimizers, run.objects.learning_rates()
-    constant = {name: rate for name, rate in rates.items() if hasattr(optimizers[name].learning_rate, "assign")}
-    return {"--learning-rate": run.settings.learning_rate, **constant}
-
-
-def _set_changed_rates(run: Run, progress: Progress, created: dict[str, float]) -> str:
-    """Sets the learning rates that task.create_optimizer has changed since the last start; returns which.
-
-    Other rates stay as in the checkpoint, because the run may have changed them by itself.
-    """
-    before, progress.learning_rates = progress.learning_rates, created
-    texts: dict[str, str] = {}  # Change -> the first name with it: optimizers usually have --learning-rate.
-    for name, rate in created.items():
-        if before.get(name, rate) != rate:
-            texts.setdefault(f"{before[name]:g} -> {rate:g}", name)
-            if name in run.objects.optimizers:
-                run.objects.optimizers[name].learning_rate = rate
-    return "".join(f"; {where} {change}" for change, where in texts.items())
-
-
-def _describe_changes(settings: Settings, progress: Progress, changed: dict[str, str], data: dict[str, Any]) -> str:
-    """Returns which datasets have changed, and what that does to the schedule, to append to "resumed from ..."."""
-    text = "".join(f"; {name!r} has changed ({each})" for name, each in changed.items())
-    before, now = (each["train"]["steps_per_epoch"] if changed else 0 for each in (progress.data, data))
-    if before == now:
-        return text
-    epochs = settings.epochs
-    end = progress.step + (epochs - progress.epoch - ("train" in progress.metrics)) * now
-    return (
-        f"{text}; {before} steps per epoch then, {now} now: the learning-rate schedule spans {epochs * now} steps "
-        f"instead of {epochs * before}, and the training ends after step {end}"
-    )
-
-
-# --- The files --------------------------------------------------------------------------------------------------------
-
-
-def _write_files(run: Run, directory: RunDirectory, batches: dict[str, Batches], fresh: bool) -> None:
-    settings, progress, direction = run.settings, run.progress, run.objects.monitor_direction
-    directory.open(fresh=fresh)
-    for each in (run.checkpoints, run.best):
-        each.clear()
-    # Weights that were saved after the checkpoint will be saved again.
-    run.best.forget(progress.step, but=progress.best_step)
-    earlier = read_json(settings.run_dir / CONFIG) or {"start_id": os.environ.get(START_ID)}
-    starts = [*earlier.get("starts", []), describe_start(progress.step, settings)][-100:]  # There may be many.
-    resumed = [start["step"] for start in starts if 0 < start["step"] <= progress.step]
-    done = {"epochs_done": progress.epoch, "validated_step": progress.validated_step or 0, "step": progress.step}
-    config = {
-        **describe_run(run, batches, earlier),
-        "start_id": earlier.get("start_id"),
-        "monitor_direction": direction,
-        "starts": starts,
-    }
-    # First of all, because a directory with other files and without it counts as foreign.
-    write_json(settings.run_dir / CONFIG, config)
-    run.report = Report(settings, run.objects.names, direction, resumed=resumed, **done)
-    run.goodput = Goodput(settings.run_dir, progress.spent, run.began)
-    with writing(settings.run_dir / RESULT):
-        until_written(lambda: (settings.run_dir / RESULT).unlink(missing_ok=True), settings.run_dir / RESULT)

@@ -18,16 +18,21 @@ import tensorflow as tf
 from engine.cluster.workers import Workers
 from engine.console import console
 from engine.errors import BadInput
-from engine.model.variables import is_seed, spread_seeds
+from engine.model.variables import Variables, is_seed, spread_seeds
 
-Variables = dict[str, tf.Variable]
 Values = dict[str, np.ndarray | tf.Tensor]
 PORTION = 2**26  # Bytes of variables that are restored together.
+LARGE = 2**18  # Numbers in a variable from which on it is looked at on its device.
 ROUNDING = 1e-3  # Of a variable's largest value. Machines of several kinds may differ by this much between two saves.
 
 
 class State:
-    """Some variables by name."""
+    """Some variables by name.
+
+    Attributes:
+        mirrored: those that have one value on all replicas.
+        per_replica: those of which each replica has its own value.
+    """
 
     def __init__(
         self,
@@ -35,23 +40,20 @@ class State:
         workers: Workers,
         mirrored: Variables,
         per_replica: Variables | None = None,
-        hidden: Callable[[], Variables] = dict,
+        after_assign: Callable[[], object] = lambda: None,
     ) -> None:
-        """No name may be both in `mirrored` and in `per_replica`.
-
-        `hidden` returns more per-replica variables; it is called when they are needed for the first time.
-        """
+        """No name may be both in `mirrored` and in `per_replica`. `after_assign` is called when all were assigned."""
         self.strategy, self.workers = strategy, workers
-        self.mirrored = mirrored
-        self._per_replica = per_replica or {}
-        self._hidden = hidden
-
-    @functools.cached_property
-    def per_replica(self) -> Variables:
-        return {**self._per_replica, **self._hidden()}
+        self.mirrored, self.per_replica, self._after_assign = mirrored, per_replica or {}, after_assign
 
     def variables(self) -> list[tf.Variable]:
         return [*self.mirrored.values(), *self.per_replica.values()]
+
+    def parts(self, name: str) -> list[tf.Variable]:
+        """Returns the variable of each replica of this process; of a mirrored one the first replica's alone."""
+        if name in self.mirrored:
+            return list(self.strategy.experimental_local_results(self.mirrored[name])[:1])
+        return list(self.strategy.experimental_local_results(self.per_replica[name]))
 
     def values(self) -> Values:
         """Returns, on the chief, the values as they are now; on other workers {}. All of them must call it.
@@ -60,10 +62,9 @@ class State:
         value may share the memory of its variable until that is changed, so that large models need no memory for a
         second copy while they are saved.
         """
-        local_results = self.strategy.experimental_local_results
         per_replica = {
-            name: np.stack([as_array(_read(each).numpy()) for each in local_results(variable)])
-            for name, variable in self.per_replica.items()
+            name: np.stack([as_array(read_variable(part).numpy()) for part in self.parts(name)])
+            for name in self.per_replica
         }
         gathered = self.workers.gather(per_replica, to_chief=True)  # [workers, replicas of each, ...]
         if not self.workers.is_chief:
@@ -72,20 +73,12 @@ class State:
 
     def mirrored_values(self, *names: str) -> Values:
         """Returns the values of these mirrored variables, or of all of them."""
-        values = {name: self.read(name) for name in names or self.mirrored}
+        # The first replica's variable is read, because reading the mirrored one takes five times as long.
+        values = {name: read_variable(*self.parts(name)) for name in names or self.mirrored}
         with tf.device("CPU:0"):
             # Copies values of GPUs and parameter servers to the host; the others are there already.
             host = tf.constant(0).device
             return {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
-
-    def read(self, name: str) -> tf.Tensor:
-        """Returns the value of a mirrored variable, on the device of this process's first replica."""
-        # The first replica's variable is read, because reading the mirrored one takes five times as long.
-        return _read(self.strategy.experimental_local_results(self.mirrored[name])[0])
-
-    def device(self, name: str) -> str:
-        """Returns where the value of a mirrored variable is."""
-        return self.strategy.experimental_local_results(self.mirrored[name])[0].device
 
     def check_workers(self, read: Values, cause: str = "something in the hooks or train.py") -> None:
         """Raises BadInput, on every worker, if the mirrored values of one differ from the chief's.
@@ -134,6 +127,7 @@ class State:
                 elif self._assign_rows(self.per_replica[name], as_array(portion.pop(name))) and is_seed(name):
                     seeds.append(self.per_replica[name])
         spread_seeds(self.strategy, seeds)
+        self._after_assign()
 
     def _some_of(self, values: Mapping[str, np.ndarray | tf.Tensor], names: list[str]) -> Values:
         read = getattr(values, "read", None)  # Stored values are read together.
@@ -142,13 +136,13 @@ class State:
 
     def _assign_rows(self, variable: tf.Variable, rows: np.ndarray) -> bool:
         """Sets a per-replica variable; returns whether the rows are of another number of replicas."""
-        local = self.strategy.experimental_local_results(variable)
-        replicas = len(local) * self.workers.count
+        parts = self.strategy.experimental_local_results(variable)
+        replicas = len(parts) * self.workers.count
         if is_other := len(rows) != replicas:
             rows = _for_replicas(rows, variable, replicas)
-        first = len(local) * self.workers.index
-        for each, row in zip(local, rows[first : first + len(local)], strict=True):
-            each.assign(row)
+        first = len(parts) * self.workers.index
+        for part, row in zip(parts, rows[first : first + len(parts)], strict=True):
+            part.assign(row)
         return is_other
 
     def differences(self, kinds: Mapping[str, tuple[Any, tuple[int, ...]]]) -> list[str]:
@@ -238,9 +232,22 @@ def _for_replicas(rows: np.ndarray, variable: tf.Variable, replicas: int) -> np.
     return np.stack([one_of_replicas(rows)] * replicas)
 
 
-def _read(variable: tf.Variable) -> tf.Tensor:
+def read_variable(variable: tf.Variable) -> tf.Tensor:
+    """Returns the value of a variable of one replica, on its device."""
     # Does the same as variable.read_value() in less time, of which a save of many small variables mostly consists.
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+
+def is_finite(value: np.ndarray | tf.Tensor) -> bool:
+    """Returns whether no number is infinite or NaN; integers and texts are neither."""
+    dtype = tf.as_dtype(value.dtype)
+    if not dtype.is_floating:
+        return True
+    # TensorFlow cannot do this for numbers of one byte. For small values its calls take longer than a copy.
+    if isinstance(value, np.ndarray) or math.prod(value.shape) < LARGE or dtype.size == 1:
+        return bool(np.isfinite(value).all())
+    with tf.device(value.device):
+        return bool(tf.reduce_all(tf.math.is_finite(value)))
 
 
 def _kind(dtype: Any, shape: tuple[int, ...]) -> str:

@@ -8,20 +8,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine import PROJECT
 from engine.cluster.devices import describe_arithmetic
 from engine.cluster.strategy import strategy_info
 from engine.console import print_facts
 from engine.data import element_spec
 from engine.data.batches import BYTES_KEPT, Batches
 from engine.data.element_spec import megabytes
-from engine.memory import memory_of_machine
+from engine.machine import code_sha256, memory_of_machine, versions
 from engine.model.metrics import drifting
 from engine.model.rows import describe_tables
 from engine.model.variables import by_name
 from engine.run.directory import machine
 from engine.run.run import Run
 from engine.settings import Settings
-from engine.versions import PROJECT, code_sha256, versions
 
 SECONDS_FOR_GIT = 5.0  # A repository may be large, or its disk slow.
 

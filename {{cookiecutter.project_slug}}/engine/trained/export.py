@@ -5,13 +5,11 @@
     export/saved_model/        two endpoints, which return the outputs of task.predict_step: serve takes prepared
                                features, serve_examples the features of examples as task.load_examples returns them
 
-Every file but the one of --export-format is loaded again and compared with the model before the export replaces an
-earlier one.
+Every file is loaded again and compared with the model before the export replaces an earlier one.
 """
 
 import contextlib
 import gc
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,8 @@ from engine.console import print_facts
 from engine.data.records import Records
 from engine.data.splits import named
 from engine.errors import BadInput, ProgramExit
-from engine.exceptions import first_line
 from engine.files import writing
+from engine.messages import first_line, user_errors_named
 from engine.model.build import set_up
 from engine.model.variables import by_name, is_seed, model_variables
 from engine.protocols import Task
@@ -41,14 +39,12 @@ from engine.trained.loading import (
     without_init_only,
 )
 from engine.trained.saved_model import Endpoint, write_saved_model
-from engine.user_errors import user_errors_named
 
 TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
 TIES = 1e-3  # Allowed fraction of differing integers, such as the classes of pixels: rounding decides a tie.
 EXAMPLES, UNKNOWN_SIZE = 3, 8  # The number of made-up examples, and the sizes that their element spec leaves open.
-SUFFIXES = {"litert": ".tflite", "onnx": ".onnx"}
 
-Facts = dict[str, Any]  # The text to print for each file.
+Facts = dict[str, Any]  # File or endpoint -> the text to print.
 
 
 @user_errors_named()  # Placed here, because `from_chief` passes on no exception of the user's code.
@@ -68,11 +64,7 @@ def export(task: Task, settings: Settings) -> None:
                 facts |= write(folder, task, trained)
                 gc.collect()  # Frees the copies that were compared.
         facts |= _write_saved_model(folder / SAVED_MODEL, task, trained)
-        kind = settings.export_format
-        failure = _write_format(folder, kind, trained, facts) if kind else None
     print_facts(f"Exported to {path}", facts)
-    if failure:
-        raise failure
 
 
 @contextlib.contextmanager
@@ -95,15 +87,18 @@ def _write_models(folder: Path, task: Task, trained: Trained) -> Facts:
     for name, model in trained.models.items():
         file = folder / f"{name}.keras"
         try:
-            with _failing_as("skipped: Keras cannot save and load this model"):
-                with writing(file):
-                    model.save(file)
-                loaded[name], options = _load(file)
+            with writing(file):
+                model.save(file)
+            loaded[name], options = _load(file)
             facts[file.name] = f"for keras.models.load_model{options}"
-        except BadInput as problem:
+        except ProgramExit:
+            raise
+        except Exception as problem:  # noqa: BLE001 - A user's layer may raise any.
             file.unlink(missing_ok=True)
-            remedy = "layers of your own need @keras.saving.register_keras_serializable() and get_config"
-            facts[file.name] = f"{problem}: {remedy}"
+            facts[file.name] = (
+                f"skipped: Keras cannot save and load this model ({first_line(problem)}): layers of your own need "
+                "@keras.saving.register_keras_serializable() and get_config"
+            )
     note = _compare_models(".keras", loaded, task, trained)
     return {name: text + note for name, text in facts.items()}
 
@@ -128,42 +123,6 @@ def _write_weights(folder: Path, task: Task, trained: Trained) -> Facts:
     return {f"{name}.weights.h5": f"for load_weights and --init-from{note}" for name in loaded}
 
 
-def _compare_models(kind: str, loaded: dict[str, keras.Model], task: Task, trained: Trained) -> str:
-    """Returns a note as `_compare` does. Raises BadInput unless loaded models have the same weights and outputs."""
-    remedy = "create the weights of your own layers with add_weight, and return every argument in get_config"
-    for name, model in trained.models.items():
-        values, found = (
-            [value.numpy() for path, value in model_variables(each).items() if not is_seed(path)]
-            for each in (model, loaded[name])
-        )
-        if len(values) != len(found) or not all(map(np.array_equal, values, found)):
-            raise BadInput(f"--export: {name}{kind}, once loaded, has other weights than the model: {remedy}")
-    task.model = loaded if isinstance(trained.model, dict) else loaded["model"]
-    try:
-        serve = Endpoint(compiled_predict_step(task, trained.serve.spec), trained.serve.spec)
-        return _compare(", ".join(f"{name}{kind}" for name in loaded), trained.serve, serve, task, trained)
-    finally:
-        task.model = trained.model
-
-
-def _write_format(folder: Path, kind: str, trained: Trained, facts: Facts) -> BadInput | None:
-    """Has Keras write another format, and adds it to `facts`; returns its failure, as the other files are good."""
-    # Only Keras may know the inputs of each of several models.
-    signature = [trained.serve.spec] if len(trained.models) == 1 else None
-    for name, model in trained.models.items():
-        file = folder / f"{name}{SUFFIXES[kind]}"
-        try:
-            model.export(file, format=kind, input_signature=signature, verbose=False)
-            if kind == "onnx":  # tf2onnx writes operations that ONNX does not have, and only logs them.
-                importlib.import_module("onnx").checker.check_model(str(file))
-        except Exception as problem:  # noqa: BLE001 - Converters raise anything.
-            file.unlink(missing_ok=True)
-            facts[file.name] = "skipped"
-            return BadInput(f"--export-format {kind} failed ({first_line(problem)}); the other files are written")
-        facts[file.name] = "the model alone, written by Keras; not compared"
-    return None
-
-
 # --- Files for TensorFlow ---------------------------------------------------------------------------------------------
 
 
@@ -186,6 +145,27 @@ def _write_saved_model(folder: Path, task: Task, trained: Trained) -> Facts:
 # --- Comparison -------------------------------------------------------------------------------------------------------
 
 
+def _compare_models(kind: str, loaded: dict[str, keras.Model], task: Task, trained: Trained) -> str:
+    """Returns a note as `_compare` does. Raises BadInput unless the models have the same weights and outputs."""
+    for name, model in trained.models.items():
+        weights, loaded_weights = _weights(model), _weights(loaded[name])
+        if len(weights) != len(loaded_weights) or not all(map(np.array_equal, weights, loaded_weights)):
+            raise BadInput(
+                f"--export: {name}{kind}, once loaded, has other weights than the model: create the weights of your "
+                "own layers with add_weight, and return every argument in get_config"
+            )
+    task.model = loaded if isinstance(trained.model, dict) else loaded["model"]
+    try:
+        serve = Endpoint(compiled_predict_step(task, trained.serve.spec), trained.serve.spec)
+        return _compare(", ".join(f"{name}{kind}" for name in loaded), trained.serve, serve, task, trained)
+    finally:
+        task.model = trained.model
+
+
+def _weights(model: keras.Model) -> list[np.ndarray]:
+    return [variable.numpy() for path, variable in model_variables(model).items() if not is_seed(path)]
+
+
 def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Task, trained: Trained) -> str:
     """Returns "", or why the endpoints cannot be compared. Raises BadInput if they return different outputs."""
     reason = ""
@@ -197,11 +177,13 @@ def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Task, traine
             reason = first_line(problem)
             continue
         check_outputs(outputs, len(tf.nest.flatten(features)[0]))
-        found = loaded.function(features)
+        loaded_outputs = loaded.function(features)
         for output, values in outputs.items():
-            if not _are_close(values, found[output], tolerance):
-                fact = f"{name}, once loaded, returns another {output!r} than the model"
-                raise BadInput(f"--export: {fact}: keep the state of your own layers with add_weight and get_config")
+            if not _are_close(values, loaded_outputs[output], tolerance):
+                raise BadInput(
+                    f"--export: {name}, once loaded, returns another {output!r} than the model: keep the state of your "
+                    "own layers with add_weight and get_config"
+                )
         return ""
     return f"; not compared, because examples of the data, if there are any, and made-up ones fail ({reason})"
 
@@ -215,8 +197,8 @@ def _few_features(endpoint: Endpoint, task: Task, trained: Trained) -> Iterator[
     if endpoint is trained.serve_examples:
         count = EXAMPLES if all(leaf.shape[1:].is_fully_defined() for leaf in leaves) else 1
         with contextlib.suppress(Exception):  # The data need not be on this machine.
-            found = (named(split, task.load_examples(split)) for split in ("test", "validation", "train"))
-            examples = next(each for datasets in found for each in datasets.values())
+            splits = (named(split, task.load_examples(split)) for split in ("test", "validation", "train"))
+            examples = next(dataset for datasets in splits for dataset in datasets.values())
             examples = examples.dataset() if isinstance(examples, Records) else examples
             # Labels, if there are any, follow the features in a tuple.
             yield next(iter(examples.map(lambda *example: example[0]).batch(count)))
@@ -233,11 +215,11 @@ def _made_up(leaf: tf.TensorSpec) -> tf.Tensor:
     return tf.cast(tf.constant(values if leaf.dtype.is_floating else values.round()), leaf.dtype)
 
 
-def _are_close(expected: tf.Tensor, found: tf.Tensor, tolerance: float) -> bool:
-    if expected.shape != found.shape or expected.dtype != found.dtype:
+def _are_close(expected: tf.Tensor, loaded: tf.Tensor, tolerance: float) -> bool:
+    if expected.shape != loaded.shape or expected.dtype != loaded.dtype:
         return False
     if not expected.dtype.is_floating:
-        return np.count_nonzero(expected.numpy() != found.numpy()) <= TIES * expected.numpy().size
-    expected, found = (tf.cast(each, tf.float64).numpy() for each in (expected, found))
+        return np.count_nonzero(expected.numpy() != loaded.numpy()) <= TIES * expected.numpy().size
+    expected, loaded = (tf.cast(values, tf.float64).numpy() for values in (expected, loaded))
     largest = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
-    return np.allclose(found, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True)
+    return np.allclose(loaded, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True)

@@ -52,8 +52,8 @@ def _foreign(path: Path, models: Collection[str]) -> Path | None:
     if path.is_file():
         return path
     names = "|".join(map(re.escape, models))
-    own = re.compile(rf"({names})\.(keras|weights\.h5|tflite|onnx)|{SAVED_MODEL}(/({'|'.join(OF_SAVED_MODEL)}))?")
-    return next((each for each in path.rglob("*") if not own.fullmatch(each.relative_to(path).as_posix())), None)
+    own = re.compile(rf"({names})\.(keras|weights\.h5)|{SAVED_MODEL}(/({'|'.join(OF_SAVED_MODEL)}))?")
+    return next((file for file in path.rglob("*") if not own.fullmatch(file.relative_to(path).as_posix())), None)
 
 
 def _remove(path: Path) -> None:

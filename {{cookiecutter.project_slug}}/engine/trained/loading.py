@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,15 @@ from engine.data.padding import of_largest_length
 from engine.data.preparation import Preparation, evaluation_seed
 from engine.errors import BadInput, Damaged
 from engine.files import read_json
-from engine.model.build import build_models, set_up
-from engine.model.hidden_state import HiddenState, recorded_variables
-from engine.model.variables import by_name, model_variables
+from engine.model.build import build_models
+from engine.model.objects import TaskObjects
+from engine.model.variables import by_name
 from engine.protocols import Task
-from engine.run.checkpoint_files import read_checkpoint
-from engine.run.checkpoints import Checkpoints, find_best
+from engine.run.checkpoints import Checkpoints, restore_best
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
 from engine.settings import CONFIG, ON_EVALUATION, ON_RESUME, UNLESS_GIVEN, Settings, marked
-from engine.tracing import converted
+from engine.tracing import converted, look_at
 from engine.trained.saved_model import Endpoint, Outputs
 
 NO_TENSORS = "task.load_examples returns something other than plain tensors (ragged or sparse)"
@@ -65,24 +63,30 @@ def load_trained(task: Task, settings: Settings) -> Trained:
     """
     example_spec, features_spec = _recorded_specs(settings.run_dir)
     task.config = settings
-    set_up(task, settings)
-    with recorded_variables() as made:
-        task.model = new_model(task, settings, features_spec)
+    objects = TaskObjects(task, settings)
+    with objects.recording():
+        task.model = objects.build_models(task.create_model(), _two_of(features_spec, settings))
+        task.loss_objects = task.create_loss_objects()
+    objects.name_weights()
+    weights = _restore_best(settings.run_dir, objects)
     serve = Endpoint(compiled_predict_step(task, features_spec), features_spec)
     traced = serve.function.get_concrete_function()
-    outputs, listed = traced.structured_outputs, model_variables(task.model).values()
-    check_outputs(outputs)
-    hidden = HiddenState(tf.distribute.get_strategy(), made, listed, lambda _: traced.graph)
-    weights = _restore_best(settings.run_dir, task.model, hidden)
-    unlisted = [name.removeprefix("hidden/") for name in hidden.used_in_evaluation()]
+    check_outputs(outputs := traced.structured_outputs)
+    used, made = look_at(traced.graph).used, objects.per_replica_weights.items()
+    unlisted = [name.removeprefix("hidden/") for name, each in made if id(each.handle) in used and "hidden/" in name]
     serve_examples = None if example_spec is None else _with_preparation(task, settings, serve, example_spec)
     return Trained(settings, task.model, weights, unlisted, outputs, serve, serve_examples)
 
 
 def new_model(task: Task, settings: Settings, features_spec: Any) -> Any:
     """Returns the model, or the dict of models, that task.create_model makes for prepared features, built."""
+    return build_models(task.create_model(), _two_of(features_spec, settings))
+
+
+def _two_of(features_spec: Any, settings: Settings) -> Any:
+    """Returns the element spec of two examples, of the largest length."""
     two = tf.nest.map_structure(lambda leaf: tf.TensorSpec([2, *leaf.shape[1:]], leaf.dtype), features_spec)
-    return build_models(task.create_model(), of_largest_length(two, settings.pad_to or ()))
+    return of_largest_length(two, settings.pad_to or ())
 
 
 def compiled_predict_step(task: Task, features_spec: Any) -> tf.types.experimental.PolymorphicFunction:
@@ -140,34 +144,17 @@ def check_outputs(outputs: Any, count: int | None = None) -> None:
             raise BadInput(f"task.predict_step returned {name!r} {problem} [n, ...], a row per example")
 
 
-def _restore_best(run_dir: Path, model: Any, hidden: HiddenState) -> Path:
-    """Sets the model, and the unlisted variables of its predictions, to a run's best weights; returns their path."""
+def _restore_best(run_dir: Path, objects: TaskObjects) -> Path:
+    """Sets the weights to the best ones of a run; returns their path."""
     strategy = tf.distribute.get_strategy()
     workers = Workers(strategy)
-    none = State(strategy, workers, {})
-    checkpoints, best = (Checkpoints(run_dir / each, none, keep=1) for each in (CHECKPOINTS, BEST))
-    with _damage_rejected():
-        path = find_best(checkpoints, best)
-        values, _ = read_checkpoint(path)
-    if missing := hidden.used_in_evaluation().keys() - values.keys():
-        remedy = "use it in the evaluation too, or make it with add_weight"
-        raise BadInput(f"{path} does not contain {min(missing)}, a variable of task.predict_step: {remedy}")
-    # Other unlisted variables in the checkpoint are of metrics and optimizers.
-    unlisted = {name: each for name, each in hidden.unlisted.items() if name in values}
-    kinds = {name: kind for name, kind in values.kinds.items() if name in unlisted or not name.startswith("hidden/")}
-    state = State(strategy, workers, model_variables(model), unlisted)
-    if differences := state.differences(kinds):
-        listed = f"{len(differences)} variables differ: {', '.join(differences[:3])}"
-        raise BadInput(f"{path} is of another model ({listed}): restore the hooks it was made with")
-    with _damage_rejected():
-        state.assign(values)
-    return path
-
-
-@contextlib.contextmanager
-def _damage_rejected() -> Iterator[None]:
+    weights = State(strategy, workers, objects.mirrored_weights, objects.per_replica_weights, objects.finalize_layers)
+    checkpoints, best = (
+        Checkpoints(run_dir / folder, state, keep=1)
+        for folder, state in ((CHECKPOINTS, State(strategy, workers, {})), (BEST, weights))
+    )
     try:
-        yield
+        return restore_best(checkpoints, best)
     except Damaged as problem:
         raise BadInput(f"{problem}: restore it from a backup, or try again if the run is still training") from problem
 

@@ -13,10 +13,9 @@ import tensorflow as tf
 from engine.console import console
 from engine.data.element_spec import leaf_text, leaves
 from engine.errors import BadInput
-from engine.exceptions import first_line
 from engine.files import write_atomically
+from engine.messages import first_line, where_raised
 from engine.trained.loading import NO_TENSORS, Trained, check_outputs
-from engine.user_errors import where_raised
 
 Arrays = dict[str, np.ndarray]  # Features or outputs, by name.
 Name = int | str  # The name of an example: its number, for instance, or its file.
@@ -47,7 +46,7 @@ class Predictor:
 
         Raises BadInput if these are not examples of the run, or one cannot be prepared.
         """
-        arrays = {name: _as_array(each) for name, each in leaves(examples).items()}
+        arrays = {name: _as_array(values) for name, values in leaves(examples).items()}
         lengths = {array.shape[:1] for array in arrays.values()}
         if len(lengths) != 1 or lengths == {()}:
             raise BadInput(f"{', '.join(arrays)} must be arrays [n, ...] of the same number n of examples")
@@ -102,12 +101,12 @@ class Predictor:
             outputs = self._serve.function(features, first)
         except FAILURES:
             for number, name in enumerate(names):
-                one = tf.nest.map_structure(lambda part, number=number: part[number : number + 1], features)
+                example = tf.nest.map_structure(lambda part, number=number: part[number : number + 1], features)
                 try:
-                    self._serve.function(one, first + number)
+                    self._serve.function(example, first + number)
                 except FAILURES as problem:
-                    reason = f"{where_raised(problem)}: {first_line(problem)}"
-                    raise BadInput(f"example {name}: {reason} (its labels are placeholders)") from problem
+                    place, reason = where_raised(problem), first_line(problem)
+                    raise BadInput(f"example {name}: {place}: {reason} (its labels are placeholders)") from problem
             raise
         check_outputs(outputs, len(names))
         return {name: _from_tensor(output) for name, output in outputs.items()}
@@ -119,13 +118,13 @@ def _batches(examples: Iterable[tuple[Name, Any]], size: int) -> Iterator[tuple[
     def row(example: tuple[Name, Any]) -> tuple[Name, Arrays]:
         if not isinstance(example, tuple) or len(example) != 2:
             raise BadInput(f"task.read_inputs yields {type(example).__name__}: {PAIRS}")
-        return example[0], {name: _as_array(each) for name, each in leaves(example[1]).items()}
+        return example[0], {name: _as_array(values) for name, values in leaves(example[1]).items()}
 
     rows = map(row, examples)
     for _, group in itertools.groupby(rows, lambda row: {name: array.shape for name, array in row[1].items()}):
         while batch := list(itertools.islice(group, size)):
             names, features = zip(*batch, strict=True)
-            yield names, {name: np.stack([each[name] for each in features]) for name in features[0]}
+            yield names, {name: np.stack([arrays[name] for arrays in features]) for name in features[0]}
 
 
 def _as_array(values: Any) -> np.ndarray:
@@ -133,9 +132,9 @@ def _as_array(values: Any) -> np.ndarray:
 
     Raises BadInput if they are lists of several lengths.
     """
-    some = values if isinstance(values, list | tuple) else [values]
+    elements = values if isinstance(values, list | tuple) else [values]
     try:
-        return np.asarray(values, dtype=object if any(isinstance(each, bytes) for each in some) else None)
+        return np.asarray(values, dtype=object if any(isinstance(element, bytes) for element in elements) else None)
     except ValueError as problem:
         raise BadInput(f"features must be arrays: {first_line(problem)}") from problem
 
@@ -147,25 +146,24 @@ def _as_tensors(names: Sequence[Name], arrays: Arrays, spec: Any) -> Any:
         raise BadInput(f"example {names[0]} has the features {', '.join(arrays)} and must have {', '.join(specs)}")
     for name, leaf in specs.items():
         array, dtype = arrays[name], leaf.dtype
-        is_text = dtype == tf.string
-        # Of a date, or of a complex number, a cast would drop a part. "V" is the kind of bfloat16.
-        kinds = "OSU" if is_text else "biufVc" if dtype.is_complex else "biufV"
+        # A cast would drop a part of a date, or of a complex number. "V" is the kind of bfloat16.
+        kinds = "OSU" if dtype == tf.string else "biufVc" if dtype.is_complex else "biufV"
         if array.dtype.kind not in kinds or not leaf.shape.is_compatible_with(array.shape):
             given, wanted = f"{array.dtype}{list(array.shape[1:])}", leaf_text(tf.TensorSpec(leaf.shape[1:], dtype))
             raise BadInput(f"example {names[0]}: {name} is {given} and must be {wanted}, as in task.load_examples")
         with np.errstate(all="ignore"):
-            found = array if is_text else array.astype(dtype.as_numpy_dtype)
-        if not is_text and not dtype.is_floating and (changed := found != array).any():
+            values = array if dtype == tf.string else array.astype(dtype.as_numpy_dtype)
+        if not dtype.is_floating and (changed := values != array).any():
             row = np.flatnonzero(changed.reshape(len(array), -1).any(axis=1))[0]
             raise BadInput(f"example {names[row]}: {name} has a value that does not fit into {dtype.name}")
-        tensors.append(tf.constant(found))
+        tensors.append(tf.constant(values))
     return tf.nest.pack_sequence_as(spec, tensors)
 
 
 def _from_tensor(output: tf.Tensor) -> np.ndarray:
     """Returns an output as an array that NumPy's files can contain: text instead of bytes, float32 for bfloat16."""
     if output.dtype == tf.string:
-        return np.vectorize(lambda each: each.decode(errors="replace"), otypes=[str])(output.numpy())
+        return np.vectorize(lambda text: text.decode(errors="replace"), otypes=[str])(output.numpy())
     return tf.cast(output, tf.float32).numpy() if output.dtype == tf.bfloat16 else output.numpy()
 
 
@@ -183,8 +181,8 @@ def write_predictions(path: Path, names: Sequence[Name], predictions: Arrays) ->
             return
         columns: dict[str, Iterable[Any]] = {"example": names}
         for name, values in predictions.items():
-            several = {f"{name}/{number}": column for number, column in enumerate(values.T)}
-            columns |= several if values.ndim == 2 else {name: values}
+            numbered = {f"{name}/{number}": column for number, column in enumerate(values.T)}
+            columns |= numbered if values.ndim == 2 else {name: values}
         with temporary.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(columns)

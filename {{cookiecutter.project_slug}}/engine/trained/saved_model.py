@@ -20,14 +20,14 @@ Outputs = dict[str, tf.Tensor]
 class Endpoint:
     """A function of features [n, ...] in the structure of an element spec; a SavedModel takes them by name."""
 
-    function: Any  # Returns outputs by name, [n, ...] each.
+    function: Any  # Returns outputs by name, all [n, ...].
     spec: Any
 
     @property
     def inputs(self) -> dict[str, tf.TensorSpec]:
         """The element specs of the features, under names of letters, digits and underscores, as servers need."""
-        found = {re.sub(r"\W", "_", name): leaf for name, leaf in leaves(self.spec).items()}
-        return {name if name[0].isalpha() else f"arg_{name}": leaf for name, leaf in found.items()}
+        by_name = {re.sub(r"\W", "_", name): leaf for name, leaf in leaves(self.spec).items()}
+        return {name if name[0].isalpha() else f"arg_{name}": leaf for name, leaf in by_name.items()}
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {leaf_text(leaf)}" for name, leaf in self.inputs.items())
@@ -71,15 +71,14 @@ def write_saved_model(folder: Path, endpoints: dict[str, Endpoint]) -> tuple[dic
 
 def _resources(signatures: Iterable[Any]) -> tf.Module:
     """Returns a module of the variables and lookup tables that the signatures use, so that the file contains them."""
-    graphs = [each.graph for each in signatures]
+    graphs = [signature.graph for signature in signatures]
     handles = {id(handle) for graph in graphs for handle, _ in graph.captures}
-    gc.unfreeze()  # Otherwise gc.get_objects() does not return objects that the imports have made.
     module = tf.Module()
     module.weights = [variable for graph in graphs for variable in graph.variables]
     module.tables = [
-        each
-        for each in gc.get_objects()
-        if issubclass(type(each), tf.saved_model.experimental.TrackableResource)
-        and id(vars(each).get("_resource_handle_value")) in handles
+        resource
+        for resource in gc.get_objects()
+        if issubclass(type(resource), tf.saved_model.experimental.TrackableResource)
+        and id(vars(resource).get("_resource_handle_value")) in handles
     ]
     return module

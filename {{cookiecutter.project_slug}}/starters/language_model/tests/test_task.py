@@ -15,7 +15,7 @@ import tensorflow as tf
 import task
 import train
 from engine.errors import BadInput
-from engine.model.global_batch import step_on
+from engine.model.step import step_on
 from prepare_data import (
     END,
     NO_LABEL,

@@ -11,10 +11,9 @@ import keras
 import pytest
 import tensorflow as tf
 
-from engine import exceptions, user_errors
+from engine import messages
 from engine.errors import BadInput
-from engine.exceptions import first_line
-from engine.user_errors import where_raised
+from engine.messages import first_line, where_raised
 
 
 def fails_in_a_graph() -> tf.Tensor:
@@ -70,32 +69,32 @@ SAID = {
 
 @pytest.mark.parametrize("fails", SAID, ids=lambda fails: fails.__name__)
 def test_one_line_says_what_failed_and_where(fails: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_errors, "PROJECT", Path(__file__).parent)
+    monkeypatch.setattr(messages, "PROJECT", Path(__file__).parent)
     said, function = SAID[fails]
     with pytest.raises(BaseException) as raised:
         fails()
     assert re.match(said, first_line(raised.value)), first_line(raised.value)
-    place = re.fullmatch(r"test_exceptions\.py:(\d+) (\S+)", where_raised(raised.value))
+    place = re.fullmatch(r"test_messages\.py:(\d+) (\S+)", where_raised(raised.value))
     assert place, where_raised(raised.value)
     assert place[2].endswith(function)
-    assert user_errors.is_users(raised.value)
+    assert messages.is_users(raised.value)
 
 
 def test_cancelled_coroutine_in_a_hook_ends_with_a_line() -> None:
     """In a graph, where AutoGraph does not say in which line."""
-    with pytest.raises(BadInput) as rejected, user_errors.user_errors_named():
+    with pytest.raises(BadInput) as rejected, messages.user_errors_named():
         tf.function(is_cancelled_by_asyncio)()
     assert str(rejected.value) == "task.py is_cancelled_by_asyncio: CancelledError: gave up"
 
 
 def test_connection_that_breaks_in_a_step_is_not_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then an operation raises, and TensorFlow's text names the line of the user's that made the operation."""
-    monkeypatch.setattr(user_errors, "PROJECT", Path(__file__).parent)
+    monkeypatch.setattr(messages, "PROJECT", Path(__file__).parent)
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
         fails_in_a_graph()
-    assert user_errors.is_users(raised.value)
+    assert messages.is_users(raised.value)
     lost = tf.errors.UnavailableError(None, None, str(raised.value))
-    assert not user_errors.is_users(lost.with_traceback(raised.value.__traceback__))
+    assert not messages.is_users(lost.with_traceback(raised.value.__traceback__))
 
 
 def out_of_memory() -> Exception:
@@ -120,12 +119,12 @@ def test_whose_mistake_an_exception_is(files: str, make: Callable[[], Exception]
     call: dict[str, Any] = {"problem": problem}
     body = "raise problem"
     for number, file in enumerate(reversed(files.split())):
-        code = compile(f"def step_{number}():\n    {body}", str(user_errors.PROJECT / file), "exec")
+        code = compile(f"def step_{number}():\n    {body}", str(messages.PROJECT / file), "exec")
         exec(code, call)  # noqa: S102
         body = f"step_{number}()"
     with pytest.raises(type(problem)) as raised:
         eval(body, call)
-    assert user_errors.is_users(raised.value) is is_users
+    assert messages.is_users(raised.value) is is_users
 
 
 MAY_PASS = [
@@ -142,4 +141,4 @@ MAY_PASS = [
 
 def test_faults_that_may_pass_are_those_of_networks_and_disks() -> None:
     for problem, passes in MAY_PASS:
-        assert exceptions.may_pass(problem) is passes, problem
+        assert messages.may_pass(problem) is passes, problem

@@ -1,4 +1,4 @@
-"""The code and the versions of packages, on which the results of a run may depend."""
+"""What a program runs on: the code of the project, the versions of packages, and the memory of the machine."""
 
 import contextlib
 import inspect
@@ -13,14 +13,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from engine import PROJECT
 from engine.files import file_sha256
-
-PROJECT = Path(__file__).resolve().parents[1]
 
 
 def versions() -> dict[str, str]:
     """Returns the versions by name; "template" is the one that the project was rendered from, or last updated to."""
-    found = {
+    versions_by_name = {
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
         "python": platform.python_version(),
@@ -28,28 +27,28 @@ def versions() -> dict[str, str]:
     }
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # The user may change the file.
         project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
-        found["template"] = project["tool"]["tf-dist-template"]["version"]
-    return found
+        versions_by_name["template"] = project["tool"]["tf-dist-template"]["version"]
+    return versions_by_name
 
 
 def shared_facts() -> dict[str, Any]:
     """Returns the versions and the code, which must be the same in all processes of a cluster."""
     # Patch releases of Python may differ. The template's version adds nothing to the code.
-    found = {name: version for name, version in versions().items() if name != "template"}
-    return {"code": code_sha256(), **found, "python": ".".join(platform.python_version_tuple()[:2])}
+    packages = {name: version for name, version in versions().items() if name != "template"}
+    return {"code": code_sha256(), **packages, "python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def code_sha256() -> dict[str, str]:
     """Returns the SHA-256 of each imported file of the project, by its path; not of files that a hook imports later."""
-    found = {}
+    sha256_by_path = {}
     for module in list(sys.modules.values()):
         # getattr would load a module that is loaded lazily.
         file = inspect.getattr_static(module, "__file__", None)
         if isinstance(file, str) and "site-packages" not in file and "dist-packages" not in file:
             path = Path(os.path.realpath(os.path.dirname(file)), os.path.basename(file))
             if _is_of_project(path) and (sha256 := _sha256(path)):
-                found[path.relative_to(PROJECT).as_posix()] = sha256
-    return dict(sorted(found.items()))
+                sha256_by_path[path.relative_to(PROJECT).as_posix()] = sha256
+    return dict(sorted(sha256_by_path.items()))
 
 
 def changes_since(recorded: dict[str, Any]) -> list[str]:
@@ -65,10 +64,20 @@ def changes_since(recorded: dict[str, Any]) -> list[str]:
     return changes
 
 
+def memory_of_machine() -> int | None:
+    """Returns the bytes of memory that this machine has, or the container if it has less; None on Windows."""
+    if not hasattr(os, "sysconf"):
+        return None
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return memory
+
+
 def _is_of_project(path: Path) -> bool:
     """Returns whether a file is in the project's folder, and not in an environment inside it."""
-    environments = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
-    inside = [each for each in environments if each.is_relative_to(PROJECT)]
+    environments = (Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix))
+    inside = [environment for environment in environments if environment.is_relative_to(PROJECT)]
     return path.is_relative_to(PROJECT) and not any(map(path.is_relative_to, inside))
 
 

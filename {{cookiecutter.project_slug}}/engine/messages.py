@@ -1,34 +1,85 @@
-"""User errors: exceptions of the hooks, their data and the packages they call, as one line with the place.
+"""What an exception says, as one line: its text and place, whether it may pass, and whether it is the user's.
 
-An exception of the engine itself is a bug, and keeps its traceback.
+An exception of the engine itself is a bug, and keeps its traceback. TensorFlow is imported only where an exception is
+judged, because programs without it use the rest.
 """
 
 import contextlib
+import errno
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import tensorflow as tf
-
+from engine import PROJECT
 from engine.errors import BadInput, Damaged, InterruptedStep, ProgramExit, Unavailable
-from engine.exceptions import first_line, may_pass, text_of
-from engine.versions import PROJECT
 
-# TensorFlow raises these when a connection breaks.
-CONNECTION_ERRORS = (
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.DeadlineExceededError,
-    tf.errors.InternalError,
-    tf.errors.UnavailableError,
+# Errors of a network or a file system that may pass.
+PASSING = [
+    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, errno.ENOTCONN, errno.ESHUTDOWN),
+    *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH),
+]
+# TensorFlow keeps only the text of an exception in a generator or py_function, and of most errors of a file system.
+_PASSING_TEXT = re.compile(
+    rf"\[Errno ({'|'.join(map(str, PASSING))})\]|{'|'.join(map(re.escape, map(os.strerror, PASSING)))}"
+    r"|\b\w*(Connection|Timeout|BrokenPipe|Unavailable|DeadlineExceeded)\w*Error\b"
 )
+
+LONGEST_SENTENCE = 300
+# Parts of a message that say nothing, or that `where_raised` says in fewer words.
+_NOISE = re.compile(
+    r'\x1b\[[\d;]*m|^( *)File ".*\n(?:\1 +\S.*\n)*|^ *\(\d+\) [A-Z_]+: +'
+    r"|\[\[.*?\]\](?=\s|$)|\{\{.*?\}\}|\[Op:\w+\](?: name: *)?|, node name: \S+"
+    r"|\w+\.<locals>\.|\btf__(?=\w+\()"  # AutoGraph's names of functions.
+    r"|Error in user-defined function passed to \S+ transformation with iterator: \S+: ",
+    re.MULTILINE,
+)
+_SAYS_LITTLE = re.compile(
+    r"Graph execution error:|Detected at node |in user code:|Traceback |Stack trace for op|\^+$|• "
+    r"|\d+ (root error|successful operations|derived errors)"
+    # Keras puts these lines around an exception of a layer.
+    r"|(\w+: )?Exception encountered when calling |.*Error encountered:$|Arguments received by "
+)
+
 # TensorFlow's text if workers that sum together call different operations.
 DIFFERENT_CALLS = re.compile(
     "in the collective instance|Collective instance .* expected|Collective ops is aborted by: .*mismatch"
 )
 # The steps check the ids of embedding tables; see engine/model/rows.py.
 OUTSIDE_TABLE = "an id is outside of the table"
+
+
+def text_of(problem: BaseException) -> str:
+    """Returns an exception's text, or "" if that cannot be made."""
+    try:
+        return str(problem)
+    except Exception:  # noqa: BLE001 - Its class may be the user's.
+        return ""
+
+
+def may_pass(problem: BaseException) -> bool:
+    """Returns whether another attempt may help: it is a fault of a network, a server or a disk, and not of the data."""
+    if isinstance(problem, ProgramExit):  # It was judged, and its text may quote such a fault.
+        return False
+    if isinstance(problem, OSError) and problem.errno in PASSING:
+        return True
+    if isinstance(problem, ConnectionError | TimeoutError):
+        return True
+    return bool(_PASSING_TEXT.search(f"{type(problem).__name__}: {text_of(problem)}"))
+
+
+def first_line(problem: BaseException) -> str:
+    """Returns an exception's kind and the most telling line of its text, without TensorFlow's names of nodes."""
+    lines = [line.strip() for line in _NOISE.sub("", text_of(problem)).splitlines()]
+    lines = [line for line in lines if line and not _SAYS_LITTLE.match(line)]
+    kind = type(problem).__name__
+    with_kind = [line for line in lines if re.match(rf"({kind}|\w*(Error|Exception))(:|$)", line)]
+    sentence = (with_kind or [f"{kind}: {line}" for line in lines] or [kind])[0].rstrip(" .:")
+    if isinstance(problem, ModuleNotFoundError):
+        sentence += ": install the package that has it, and add it to pyproject.toml"
+    return sentence if len(sentence) <= LONGEST_SENTENCE else f"{sentence[:LONGEST_SENTENCE]} ..."
 
 
 @contextlib.contextmanager
@@ -38,6 +89,8 @@ def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
     If a part of a step may have run, and not only traced a hook, it raises InterruptedStep; for a fault of a network or
     a file system, which may pass, Unavailable.
     """
+    import tensorflow as tf
+
     try:
         yield
     except BaseException as problem:  # asyncio.CancelledError is not an Exception.
@@ -52,6 +105,8 @@ def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
 
 def is_users(problem: BaseException) -> bool:
     """Returns whether an exception comes from the user's code or a package that it calls, and not from the engine."""
+    import tensorflow as tf
+
     # When a step fails on one worker, the others get an exception that says only this.
     text = text_of(problem)
     if isinstance(problem, (ProgramExit, Damaged)) or "Collective ops is aborted" in text:
@@ -60,7 +115,7 @@ def is_users(problem: BaseException) -> bool:
         return False
     if OUTSIDE_TABLE in text:
         return True
-    if isinstance(problem, CONNECTION_ERRORS) and not text_of(problem).startswith("in user code:"):
+    if is_broken_connection(problem) and not text.startswith("in user code:"):
         # An operation raises it, or else the last line that ran is the user's.
         return _owner(Path(traceback.extract_tb(problem.__traceback__)[-1].filename)) == "user"
     owners = [_owner(file) for file, *_ in _places(problem)]
@@ -69,6 +124,15 @@ def is_users(problem: BaseException) -> bool:
     if callers[-1:] == ["train.py"]:  # Its epochs are the user's to change; memory may run out in its steps.
         return not isinstance(problem, tf.errors.OpError)
     return callers[-1:] == ["user"] and owners[-1] != "engine/model"
+
+
+def is_broken_connection(problem: BaseException) -> bool:
+    """Returns whether TensorFlow raised it, and also raises it when a connection to another process breaks."""
+    import tensorflow as tf
+
+    errors = tf.errors
+    kinds = (errors.AbortedError, errors.CancelledError, errors.DeadlineExceededError, errors.InternalError)
+    return isinstance(problem, (*kinds, errors.UnavailableError))
 
 
 def where_raised(problem: BaseException) -> str:

@@ -1,0 +1,236 @@
+"""The objects that the hooks of task.py return, in the order in which train.build() makes them, and their state."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from engine.errors import Diverged
+from engine.model import rejections, variables
+from engine.model.averages import MovingAverage
+from engine.model.build import build_models, build_optimizers, set_up
+from engine.model.metrics import ResultNames, build_metrics, in_float64, metric_results, split_of
+from engine.model.optimizers import inner_optimizers
+from engine.model.rows import choose_lazy_rows
+from engine.model.variables import Recorder, Variables, by_name, is_random_state, is_seed
+from engine.protocols import Metrics, Task
+from engine.settings import Settings
+
+LOWEST_LOSS_SCALE = 2.0**-10  # Gradients that still overflow float16 here are too large for any scale.
+
+
+class TaskObjects:
+    """The objects that the steps use and change. train.build() makes them one after the other.
+
+    Attributes:
+        model: a keras.Model, or a dict of them by name.
+        optimizer: an optimizer, or a dict of them under the models' names.
+        metrics: split -> name -> metric.
+        names: the names of the metrics' results.
+        weights: every variable of the models that Keras lists, by name.
+        average: averages the weights and statistics, with --ema-decay.
+        monitor_direction: "min" or "max".
+        on_report: task.on_report, or None.
+        source: which weights the models start with.
+    """
+
+    names: ResultNames
+    average: MovingAverage
+    monitor_direction: str
+
+    def __init__(self, task: Task, settings: Settings) -> None:
+        """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
+        set_up(task, settings)
+        self._task, self._settings, self._recorder = task, settings, Recorder()
+        self.model = self.optimizer = None
+        self.metrics: Metrics = {}
+        self.weights: Variables = {}
+        self.on_report = getattr(task, "on_report", None)
+        self.source = "with new weights"  # Or which weights were loaded.
+
+    # --- How they are made: inside `recording`, in this order, in the strategy's scope --------------------------------
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records the variables that the hooks make inside: all of them belong to the state."""
+        with self._recorder.recording():
+            yield
+
+    def build_models(self, model: Any, features_spec: Any) -> Any:
+        """Returns the model, or the dict of models, with all variables made. Raises BadInput as `build_models` does."""
+        self.model = build_models(model, features_spec)
+        self.weights = variables.model_variables(model)
+        return model
+
+    def end_weights(self) -> tuple[Variables, Variables]:
+        """Returns the variables made so far, without random states: those that Keras lists, and others.
+
+        They are the weights. What is made from now on belongs to optimizers.
+        """
+        self._recorder.kind = "optimizer"
+        unlisted = self._recorder.unlisted(self.weights.values(), "weights")
+        listed, others = (
+            {name: variable for name, variable in found.items() if not is_random_state(name)}
+            for found in (self.weights, unlisted)
+        )
+        return listed, others
+
+    def build_optimizers(self, optimizer: Any) -> Any:
+        """Returns the optimizer or optimizers with all variables made; some of them copy the weights.
+
+        Raises BadInput as `build_optimizers` does, or if models or optimizers were made outside the strategy's scope.
+        """
+        for objects, hook in ((self.model, "task.create_model"), (optimizer, "task.create_optimizer")):
+            rejections.check_scope(tf.distribute.get_strategy(), objects, hook)
+        self.optimizer = build_optimizers(optimizer, self.model, self._settings.precision)
+        self._recorder.kind = "weights"
+        return self.optimizer
+
+    @contextlib.contextmanager
+    def counting_in_float64(self) -> Iterator[None]:
+        """Lets the metrics that are made inside count in float64, in which sums of millions of examples are right."""
+        self._recorder.kind = "metrics"
+        with in_float64():
+            yield
+
+    def finish(self, batch_specs: Mapping[str, Any]) -> None:
+        """Checks the objects, makes the variables that are missing, and spreads random states over the replicas.
+
+        `batch_specs` are the element specs of per-replica batches by dataset ("train", "validation" or
+        "validation/<name>", ...). Raises BadInput if the results would depend on the number of replicas.
+        """
+        task, settings = self._task, self._settings
+        self._strategy = strategy = tf.distribute.get_strategy()
+        self.metrics = task.metrics
+        for metrics in self.metrics.values():
+            rejections.check_scope(strategy, metrics, "task.create_metrics")
+        rejections.check_metrics(self.metrics)
+        rejections.check_loss_objects(task.loss_objects)
+        if not settings.evaluates:
+            rejections.check_trainable(self.optimizer, self.model)
+        choose_lazy_rows(self.model, settings.lazy_rows or ())
+        rejections.check_weight_decay(self.optimizer, self.model)
+        build_metrics(task, strategy, batch_specs, self._recorder.variables())
+        self.names = ResultNames(self.metrics, batch_specs)
+        self.monitor_direction = rejections.monitor_direction(self.names, settings.monitor, settings.monitor_direction)
+        self._name_others()
+        own = self.per_replica_weights
+        variables.spread_seeds(strategy, [variable for name, variable in own.items() if is_seed(name)])
+        self._floats_of_replicas = {name: variable for name, variable in own.items() if variable.dtype.is_floating}
+        self._average_over_replicas = variables.compile_averaging(strategy, list(self._floats_of_replicas.values()))
+        averaged = variables.trainable_variables(self.model) | variables.statistics(self.model)
+        self.average = MovingAverage(averaged, settings.ema_decay)
+
+    def name_weights(self, *listed: Variables) -> None:
+        """Names every variable of the weights, and says which may differ between replicas.
+
+        Optimizers change trainable weights equally on all replicas. Other weights a layer or a step may change on its
+        replica. `listed` are the variables of other objects that Keras lists.
+        """
+        self.mirrored_weights = {name: variable for name, variable in self.weights.items() if variable.trainable}
+        others = {name: variable for name, variable in self.weights.items() if name not in self.mirrored_weights}
+        known = [variable for variables in (self.weights, *listed) for variable in variables.values()]
+        self.per_replica_weights = others | self._recorder.unlisted(known, "weights")
+
+    def _name_others(self) -> None:
+        metrics = {
+            f"metrics/{split}/{name}": metric
+            for split, by_metric in self.metrics.items()
+            for name, metric in by_metric.items()
+        }
+        self._of_optimizers = variables.named(by_name(self.optimizer, "optimizer"))
+        self._of_steps = variables.named(metrics)
+        self.name_weights(self._of_optimizers, self._of_steps)
+        known = [*self._of_optimizers.values(), *self._of_steps.values()]
+        for kind in ("optimizer", "metrics"):
+            self._of_steps |= self._recorder.unlisted(known, kind)
+
+    @property
+    def mirrored(self) -> Variables:
+        """The variables that have one value on all replicas."""
+        return self.mirrored_weights | self._of_optimizers | self._averages(of_mirrored=True)
+
+    @property
+    def per_replica(self) -> Variables:
+        """The variables that may differ between replicas."""
+        return self.per_replica_weights | self._of_steps | self._averages(of_mirrored=False)
+
+    def _averages(self, *, of_mirrored: bool) -> Variables:
+        state = self.average.state.items()
+        return {f"average/{name}": each for name, each in state if (name in self.per_replica_weights) != of_mirrored}
+
+    def finalize_layers(self) -> None:
+        """Makes again what layers compute from their variables, such as the mean of a Normalization.
+
+        Call it after the variables were assigned, and before a step is traced, which makes constants of such values.
+        """
+        for model in by_name(self.model, "model").values():
+            for layer in variables.layers_of(model):
+                if callable(finalize := getattr(layer, "finalize_state", None)):
+                    finalize()
+                elif "load_own_variables" in vars(type(layer)) and not type(layer).__module__.startswith("keras."):
+                    store: dict[str, Any] = {}
+                    layer.save_own_variables(store)
+                    layer.load_own_variables(store)
+
+    # --- How they are used --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Gives all replicas the mean of their own weights; with --ema-decay, averages take the weights' place before.
+
+        At the end all weights are as they were.
+        """
+        local, averages = self._strategy.experimental_local_results, self.average.averages
+        own = self._floats_of_replicas if self._strategy.num_replicas_in_sync > 1 else {}
+        changed = {id(variable): variable for variable in (*self.average.variables.values(), *own.values())}
+        kept = [(part, tf.identity(part)) for variable in changed.values() for part in local(variable)]
+        for name, variable in self.average.variables.items():
+            for part, average in zip(local(variable), local(averages[name]), strict=True):
+                part.assign(tf.cast(average, part.dtype))
+        self._average_over_replicas()
+        try:
+            yield
+        finally:
+            for part, value in kept:
+                part.assign(value)
+
+    @property
+    def optimizers(self) -> dict[str, Any]:
+        """The optimizers, also inside a MultiOptimizer, as "learning_rate", or "learning_rate/<name>" if several."""
+        optimizers = {}
+        for name, outer in by_name(self.optimizer, "").items():
+            for inner_name, inner in ({each.name: each for each in inner_optimizers(outer)} or {"": outer}).items():
+                optimizers["/".join(filter(None, ["learning_rate", name, inner_name]))] = inner
+        return optimizers
+
+    def results(self, name: str) -> dict[str, float]:
+        """Returns the metrics of a dataset as "<name>/<metric>", and resets them: datasets of a split share them."""
+        results = metric_results(self.metrics, name)
+        self.reset(name)
+        return results
+
+    def reset(self, name: str) -> None:
+        """Resets the metrics of a dataset's split."""
+        for metric in self.metrics[split_of(name)].values():
+            metric.reset_state()
+
+    def learning_rates(self) -> dict[str, float]:
+        """Returns the learning rates of the next update, as columns of metrics.csv."""
+        rates = {}
+        for column, optimizer in self.optimizers.items():
+            with contextlib.suppress(Exception):  # A task's own optimizer may raise anything.
+                rates[column] = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        return rates
+
+    def check_loss_scales(self, step: int) -> None:
+        """Raises Diverged if a loss scale of mixed_float16 is so low that every step was skipped for long."""
+        for optimizer in by_name(self.optimizer, "").values():
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                scale = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
+                if scale < LOWEST_LOSS_SCALE:
+                    raise Diverged(
+                        f"the loss scale at step {step} is down to {scale:g}: no scale makes the gradients finite"
+                    )

@@ -1,0 +1,110 @@
+"""How a run resumes from its newest checkpoint: with other data, other learning rates, another number of workers."""
+
+from collections.abc import Collection
+from typing import Any
+
+from engine.data.batches import Batches
+from engine.data.examples import hook_of
+from engine.errors import BadInput
+from engine.files import exists
+from engine.run.checkpoints import restore_newest
+from engine.run.directory import RESULT
+from engine.run.progress import Progress
+from engine.run.run import Run
+from engine.settings import Settings
+
+
+def _changed_data(settings: Settings, before: dict[str, Any], data: dict[str, Any]) -> dict[str, str]:
+    """Returns how each dataset differs from what the run has used so far. Raises BadInput unless that is allowed."""
+    changed: dict[str, str] = {}
+    for name, now in data.items():
+        then = before.get(name, now)
+        shown = {"examples": "{} examples then, {} now", "element_spec": "{} then, {} now"}
+        texts = [text.format(then[key], now[key]) for key, text in shown.items() if then[key] != now[key]]
+        if texts or then["sha256"] != now["sha256"]:
+            changed[name] = ", ".join(texts) or f"{now['examples']} examples then and now, not the same ones"
+    if changed and not settings.allow_changed_data:
+        name, text = next(iter(changed.items()))
+        raise BadInput(
+            f"{hook_of(name)} returned other examples than the run has used so far ({text}): restore the data, use "
+            "another --run-dir or --fresh, or continue with these examples with --allow-changed-data"
+        )
+    return changed
+
+
+def resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tuple[Progress, str] | None:
+    """Restores the newest intact checkpoint; returns its progress and "resumed from ...", or None if there is none.
+
+    `data` has the fingerprints of the datasets. Raises BadInput if the run cannot be resumed.
+    """
+    settings, from_chief, workers = run.settings, run.workers.from_chief, run.workers.count
+    created = created_rates(run)
+    newest = restore_newest(run.checkpoints, run.best)
+    if newest is None:
+        if from_chief(lambda: exists(settings.run_dir / RESULT) or len(run.best.paths()) > 1):
+            raise BadInput(
+                f"{run.checkpoints.directory} is empty although the run has gone far: restore the checkpoints, start a "
+                "new --run-dir with --init-from this one, or use --fresh, which moves the run aside"
+            )
+        return None
+    path, progress = newest
+    if (reached := progress.epochs_started()) > settings.epochs:
+        raise BadInput(f"--epochs {settings.epochs}: the run already reached epoch {reached}; pass at least {reached}")
+    is_within_pass = any(progress.steps_of_pass.values()) or settings.steps_per_epoch
+    if progress.workers != workers and is_within_pass and batches["train"].shards_by_file:
+        later = "" if settings.steps_per_epoch else ", and change the number after an epoch"
+        raise BadInput(
+            f"{path} is from the middle of a pass on {progress.workers} worker(s), and there are {workers} (with "
+            f"input_context the batches depend on that number): resume with {progress.workers}{later}"
+        )
+    is_shared_alike = progress.workers == workers or not batches["train"].shards_by_file
+    changed = _changed_data(settings, progress.data, data) if is_shared_alike else {}
+    kept: Collection[str] = batches
+    if changed:  # An evaluation starts over anyway, but an epoch only if its own examples have changed.
+        kept = ["train"] if "train" not in changed or "train" in progress.metrics else []
+    for name in progress.forget_others(kept):
+        run.objects.reset(name)
+    if any(settings.monitor.startswith(f"{name}/") for name in changed) and progress.epoch < settings.epochs:
+        # The scores of other examples cannot be compared: the next one is the best, and --patience counts from here.
+        progress.best_score, progress.best_epoch = None, progress.epoch
+    message = f"resumed from {path.name}{_set_changed_rates(run, progress, created)}"
+    return progress, message + _describe_changes(settings, progress, changed, data)
+
+
+def created_rates(run: Run) -> dict[str, float]:
+    """Returns --learning-rate, and the constant rates that task.create_optimizer gave to the optimizers.
+
+    Call it before a checkpoint is restored, which may contain other rates. No checkpoint contains a schedule.
+    """
+    optimizers, rates = run.objects.optimizers, run.objects.learning_rates()
+    constant = {name: rate for name, rate in rates.items() if hasattr(optimizers[name].learning_rate, "assign")}
+    return {"--learning-rate": run.settings.learning_rate, **constant}
+
+
+def _set_changed_rates(run: Run, progress: Progress, created: dict[str, float]) -> str:
+    """Sets the learning rates that task.create_optimizer has changed since the last start; returns which.
+
+    Other rates stay as in the checkpoint, because the run may have changed them by itself.
+    """
+    before, progress.learning_rates = progress.learning_rates, created
+    texts: dict[str, str] = {}  # Change -> the first name with it: optimizers usually have --learning-rate.
+    for name, rate in created.items():
+        if before.get(name, rate) != rate:
+            texts.setdefault(f"{before[name]:g} -> {rate:g}", name)
+            if name in run.objects.optimizers:
+                run.objects.optimizers[name].learning_rate = rate
+    return "".join(f"; {where} {change}" for change, where in texts.items())
+
+
+def _describe_changes(settings: Settings, progress: Progress, changed: dict[str, str], data: dict[str, Any]) -> str:
+    """Returns which datasets have changed, and what that does to the schedule, to append to "resumed from ..."."""
+    text = "".join(f"; {name!r} has changed ({each})" for name, each in changed.items())
+    before, now = (each["train"]["steps_per_epoch"] if changed else 0 for each in (progress.data, data))
+    if before == now:
+        return text
+    epochs = settings.epochs
+    end = progress.step + (epochs - progress.epoch - ("train" in progress.metrics)) * now
+    return (
+        f"{text}; {before} steps per epoch then, {now} now: the learning-rate schedule spans {epochs * now} steps "
+        f"instead of {epochs * before}, and the training ends after step {end}"
+    )
