@@ -332,7 +332,7 @@ def test_run_that_is_stopped_while_it_waits_for_data_ends_with_its_state_saved(
 ) -> None:
     monkeypatch.setattr(task, "create_model", linear_model)
     stream(monkeypatch, buffer_size=100)
-    monkeypatch.setattr(stacks, "STEPS_OF_STACK", 1)  # Two stacks of 16 and 3 batches for an epoch.
+    monkeypatch.setattr(stacks, "STEPS_OF_STACK", (1, 1))  # Two stacks of 16 and 3 batches for an epoch.
     next_stack, fails = StackIterator._next_stack, Faults(*range(5, 100))
 
     def failing(iterator: StackIterator) -> Any:
