@@ -21,8 +21,8 @@ from engine.report.tables import read_rows, write_rows
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoints import restore_best
 from engine.run.directory import RESULT, Directory
-from engine.run.run import Run
 from engine.run.signals import signals
+from engine.run.training import Run
 from engine.settings import CONFIG, Settings
 
 

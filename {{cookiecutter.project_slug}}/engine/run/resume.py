@@ -10,7 +10,7 @@ from engine.files import exists
 from engine.run.checkpoints import restore_newest
 from engine.run.directory import RESULT
 from engine.run.progress import Progress
-from engine.run.run import Run
+from engine.run.training import Run
 from engine.settings import Settings
 
 

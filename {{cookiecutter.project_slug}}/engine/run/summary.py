@@ -20,7 +20,7 @@ from engine.model.metrics import drifting
 from engine.model.rows import describe_tables
 from engine.model.variables import by_name
 from engine.run.directory import machine
-from engine.run.run import Run
+from engine.run.training import Run
 from engine.settings import Settings
 
 SECONDS_FOR_GIT = 5.0  # A repository may be large, or its disk slow.
