@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster import rendezvous
+from engine.run import training
 from engine.run.checkpoints import Checkpoints
 
 STEPS = {"first step": 1, "mid-epoch": 18}  # An epoch has 12.

@@ -32,12 +32,12 @@ def check_hooks(task: Task, *, export: bool) -> None:
 
 def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> None:
     """Raises BadInput unless models, optimizers or metrics were made inside the strategy's scope."""
-    for each in by_name(objects, hook).values():
-        if not hasattr(each, "variables"):
-            raise BadInput(f"{hook} returned {each!r}: return the objects that its docstring names")
+    for made in by_name(objects, hook).values():
+        if not hasattr(made, "variables"):
+            raise BadInput(f"{hook} returned {made!r}: return the objects that its docstring names")
         if strategy.num_replicas_in_sync == 1:
             continue
-        for variable in each.variables:
+        for variable in made.variables:
             if not strategy.extended.variable_created_in_scope(inner_variable(variable)):
                 problem = f"the variable {variable_path(variable)}, which was made outside the strategy's scope"
                 raise BadInput(f"{hook} returned {problem}: make it inside the hook, not when the file is imported")
@@ -68,12 +68,12 @@ def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
 def check_trainable(optimizer: Any, model: Any) -> None:
     """Raises BadInput if an optimizer has nothing to train, or a variable takes its gradient as its value."""
     models = by_name(model, "model")
-    for variable in (each for one in models.values() for each in one.trainable_variables):
+    for variable in (trained for network in models.values() for trained in network.trainable_variables):
         if getattr(variable, "overwrite_with_gradient", False):  # Such gradients are maxima, which nothing may sum.
             problem = f"{variable.path}, which training in float8 makes, and which is wrong on several replicas"
             raise BadInput(f"task.create_model returned {problem}: train in 16 or 32 bits, and quantize afterwards")
     for trained in [{name: models[name]} for name in optimizer] if isinstance(optimizer, Mapping) else [models]:
-        if not any(each.trainable_variables for each in trained.values()):
+        if not any(network.trainable_variables for network in trained.values()):
             problem = f"{', '.join(map(repr, trained))} without trainable variables, so there is nothing to train"
             remedy = "unfreeze a layer by layer.trainable = True, or create no optimizer for it"
             raise BadInput(f"task.create_model returned {problem}: {remedy}")
@@ -82,9 +82,9 @@ def check_trainable(optimizer: Any, model: Any) -> None:
 def check_weight_decay(optimizer: Any, model: Any) -> None:
     """Raises BadInput if an optimizer excludes variables from weight decay by names that match no variable."""
     names = [variable.name for variable in trainable_variables(model).values()]
-    for each in by_name(optimizer, "optimizer").values():
-        for one in inner_optimizers(each) or [getattr(each, "inner_optimizer", each)]:
-            pattern = getattr(getattr(one, "_exclude_from_weight_decay_pattern", None), "pattern", "")
+    for outer in by_name(optimizer, "optimizer").values():
+        for inner in inner_optimizers(outer) or [getattr(outer, "inner_optimizer", outer)]:
+            pattern = getattr(getattr(inner, "_exclude_from_weight_decay_pattern", None), "pattern", "")
             # A list of names for many models may match only in part; a name with "$" is meant for this model.
             parts = [] if "(" in pattern else [part for part in pattern.split("|") if part.endswith("$")]
             for part in parts or [pattern]:
@@ -104,7 +104,9 @@ def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
             remedy = "return a dict of them by name, such as {'loss': keras.metrics.Mean()}"
             raise BadInput(f"--monitor {monitor} is not measured, because task.create_metrics returned none: {remedy}")
         problem = "is not the name of a metric"
-        if split_of(monitor) == "validation" and not any(split_of(each) == "validation" for each in names.datasets):
+        if split_of(monitor) == "validation" and not any(
+            split_of(dataset) == "validation" for dataset in names.datasets
+        ):
             problem = "is not measured, because task.load_examples('validation') returned None"
         raise BadInput(f"--monitor {monitor} {problem}: use one of {', '.join(names.to_monitor())}")
     if setting != "auto":
