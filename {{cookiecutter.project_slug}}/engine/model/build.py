@@ -64,10 +64,11 @@ def build_models(model: Any, features_spec: Any) -> Any:
             if is_complete:
                 continue
             shapes = tf.nest.map_structure(lambda spec: spec.shape.as_list(), features_spec)
-            fact = f"which does not accept features of the shapes {shapes} ({first_line(problem)})"
-            remedy = "make its first layer accept the features of task.prepare_example, or call the model once on what "
-            remedy += "the steps give it"
-            raise BadInput(f"task.create_model returned {name!r}, {fact}: {remedy}") from problem
+            raise BadInput(
+                f"task.create_model returned {name!r}, which does not accept features of the shapes {shapes} "
+                f"({first_line(problem)}): make its first layer accept the features of task.prepare_example, or call the "
+                "model once on what the steps give it"
+            ) from problem
     return model
 
 
@@ -81,8 +82,10 @@ def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
     built = {}
     for name, made in by_name(optimizer, "optimizer").items():
         if isinstance(optimizer, Mapping) and name not in models:
-            problem = f"an optimizer {name!r}, and task.create_model the models {sorted(models)}"
-            raise BadInput(f"task.create_optimizer returned {problem}: name each optimizer after the model it trains")
+            raise BadInput(
+                f"task.create_optimizer returned an optimizer {name!r}, and task.create_model the models "
+                f"{sorted(models)}: name each optimizer after the model it trains"
+            )
         trained = [models[name]] if isinstance(optimizer, Mapping) else models.values()
         built[name] = prepare_optimizer(made, precision)
         built[name].build([variable for network in trained for variable in network.trainable_variables])

@@ -98,8 +98,10 @@ def _numbers(metrics: Metrics, split: str) -> Iterator[tuple[str, str, str, floa
         subject = f"task.create_metrics({split!r}) returned {metric_name!r}, whose"
         arrays = list(_arrays(metric_name, metric.result(), subject))
         if (size := sum(array.size for _, array in arrays)) > LARGEST_RESULT:
-            rule = f"at most {LARGEST_RESULT:,} can be columns of metrics.csv; average it, or draw it in task.on_report"
-            raise BadInput(f"{subject} result has {size:,} numbers: {rule}")
+            raise BadInput(
+                f"{subject} result has {size:,} numbers: at most {LARGEST_RESULT:,} can be columns of metrics.csv; "
+                "average it, or draw it in task.on_report"
+            )
         for name, array in arrays:
             for index in np.ndindex(array.shape):
                 yield metric_name, "/".join([name, *map(str, index)]), name, float(array[index])
@@ -119,14 +121,17 @@ def _arrays(name: str, result: Any, subject: str) -> Iterator[tuple[str, np.ndar
             raise ValueError(f"of type {type(result).__name__}")
         yield name, array.astype(np.float64)
     except (TypeError, ValueError) as problem:
-        rule = "it must be a number, an array of numbers, or a dict of these"
-        raise BadInput(f"{subject} result cannot be read ({problem}): {rule}") from problem
+        raise BadInput(
+            f"{subject} result cannot be read ({problem}): it must be a number, an array of numbers, or a dict of these"
+        ) from problem
 
 
 def _over_replicas(variable: tf.Variable, subject: str) -> tf.Tensor:
     if isinstance(variable, tf.distribute.DistributedValues) and variable.aggregation == tf.VariableAggregation.NONE:
-        problem = f"variable {variable.name} does not say how to combine the replicas' values"
-        raise BadInput(f"{subject} {problem}: make it with self.add_variable(shape=..., initializer=...), which sums")
+        raise BadInput(
+            f"{subject} variable {variable.name} does not say how to combine the replicas' values: make it with "
+            "self.add_variable(shape=..., initializer=...), which sums"
+        )
     return tf.convert_to_tensor(variable)
 
 

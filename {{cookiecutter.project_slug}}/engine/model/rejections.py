@@ -39,8 +39,10 @@ def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> No
             continue
         for variable in made.variables:
             if not strategy.extended.variable_created_in_scope(inner_variable(variable)):
-                problem = f"the variable {variable_path(variable)}, which was made outside the strategy's scope"
-                raise BadInput(f"{hook} returned {problem}: make it inside the hook, not when the file is imported")
+                raise BadInput(
+                    f"{hook} returned the variable {variable_path(variable)}, which was made outside the strategy's "
+                    "scope: make it inside the hook, not when the file is imported"
+                )
 
 
 def check_metrics(metrics: Metrics) -> None:
@@ -49,8 +51,10 @@ def check_metrics(metrics: Metrics) -> None:
     for split, by_metric in metrics.items():
         for name, metric in by_metric.items():
             if (other := splits.setdefault(id(metric), split)) != split:
-                problem = f"{name!r}, which it also returned for {other!r}"
-                raise BadInput(f"task.create_metrics({split!r}) returned {problem}: make new metrics in each call")
+                raise BadInput(
+                    f"task.create_metrics({split!r}) returned {name!r}, which it also returned for {other!r}: make new "
+                    "metrics in each call"
+                )
 
 
 def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
@@ -60,9 +64,10 @@ def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
     for name, loss in loss_objects.items():
         reduction = getattr(loss, "reduction", None)
         if reduction not in (None, "none"):
-            problem = f"{name!r} with reduction={reduction!r}, which is one value for all examples of a replica"
-            remedy = "use reduction='none'; task.compute_loss averages"
-            raise BadInput(f"task.create_loss_objects returned {problem}: {remedy}")
+            raise BadInput(
+                f"task.create_loss_objects returned {name!r} with reduction={reduction!r}, which is one value for all "
+                "examples of a replica: use reduction='none'; task.compute_loss averages"
+            )
 
 
 def check_trainable(optimizer: Any, model: Any) -> None:
@@ -70,13 +75,16 @@ def check_trainable(optimizer: Any, model: Any) -> None:
     models = by_name(model, "model")
     for variable in (trained for network in models.values() for trained in network.trainable_variables):
         if getattr(variable, "overwrite_with_gradient", False):  # Such gradients are maxima, which nothing may sum.
-            problem = f"{variable.path}, which training in float8 makes, and which is wrong on several replicas"
-            raise BadInput(f"task.create_model returned {problem}: train in 16 or 32 bits, and quantize afterwards")
+            raise BadInput(
+                f"task.create_model returned {variable.path}, which training in float8 makes, and which is wrong on "
+                "several replicas: train in 16 or 32 bits, and quantize afterwards"
+            )
     for trained in [{name: models[name]} for name in optimizer] if isinstance(optimizer, Mapping) else [models]:
         if not any(network.trainable_variables for network in trained.values()):
-            problem = f"{', '.join(map(repr, trained))} without trainable variables, so there is nothing to train"
-            remedy = "unfreeze a layer by layer.trainable = True, or create no optimizer for it"
-            raise BadInput(f"task.create_model returned {problem}: {remedy}")
+            raise BadInput(
+                f"task.create_model returned {', '.join(map(repr, trained))} without trainable variables, so there is "
+                "nothing to train: unfreeze a layer by layer.trainable = True, or create no optimizer for it"
+            )
 
 
 def check_weight_decay(optimizer: Any, model: Any) -> None:
@@ -89,9 +97,11 @@ def check_weight_decay(optimizer: Any, model: Any) -> None:
             parts = [] if "(" in pattern else [part for part in pattern.split("|") if part.endswith("$")]
             for part in parts or [pattern]:
                 if part and not any(re.search(part, name) for name in names):
-                    call = f"task.create_optimizer: exclude_from_weight_decay(var_names=[{part!r}])"
-                    reason = f"because Keras compares it with TensorFlow's names, such as {names[0]!r}"
-                    raise BadInput(f"{call} excludes nothing, {reason}: pass the variables themselves, as var_list")
+                    raise BadInput(
+                        f"task.create_optimizer: exclude_from_weight_decay(var_names=[{part!r}]) excludes nothing, "
+                        f"because Keras compares it with TensorFlow's names, such as {names[0]!r}: pass the variables "
+                        "themselves, as var_list"
+                    )
 
 
 def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
@@ -101,8 +111,10 @@ def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
     """
     if monitor not in names.metrics or split_of(monitor) not in ("train", "validation"):
         if not names.to_monitor():
-            remedy = "return a dict of them by name, such as {'loss': keras.metrics.Mean()}"
-            raise BadInput(f"--monitor {monitor} is not measured, because task.create_metrics returned none: {remedy}")
+            raise BadInput(
+                f"--monitor {monitor} is not measured, because task.create_metrics returned none: return a dict of them "
+                "by name, such as {'loss': keras.metrics.Mean()}"
+            )
         problem = "is not the name of a metric"
         if split_of(monitor) == "validation" and not any(
             split_of(dataset) == "validation" for dataset in names.datasets
@@ -114,8 +126,9 @@ def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
     metric, name = names.metrics[monitor]
     known = {"up": "max", "down": "min"}.get(getattr(metric, "_direction", ""))
     if known is None and not name.endswith("loss"):
-        remedy = "pass --monitor-direction min or max"
-        raise BadInput(f"--monitor {monitor}: whether lower or higher is better is unknown: {remedy}")
+        raise BadInput(
+            f"--monitor {monitor}: whether lower or higher is better is unknown: pass --monitor-direction min or max"
+        )
     return known or "min"
 
 

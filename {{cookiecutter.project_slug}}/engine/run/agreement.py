@@ -43,8 +43,10 @@ def _hash_of_all(workers: Workers, name: str, sha256: str) -> str:
     rows = workers.gather({"sha256": np.frombuffer(sha256.encode(), np.uint8)}, f"the check of {name!r}")["sha256"]
     hashes = [row.tobytes().decode() for row in rows]
     if same := [worker for worker, found in zip(workers.names, hashes, strict=True) if hashes.count(found) > 1]:
-        remedy = "with input_context, load the files of that worker only"
-        raise BadInput(f"{hook_of(name)} returned the same examples for {', '.join(same)}: {remedy}")
+        raise BadInput(
+            f"{hook_of(name)} returned the same examples for {', '.join(same)}: with input_context, load the files of "
+            "that worker only"
+        )
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
