@@ -1,6 +1,7 @@
 """One run: which steps come next, what is due between them, which weights are best, and when it ends."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -174,11 +175,11 @@ class Run:
 
     def should_continue(self) -> bool:
         """Returns whether another epoch is due: neither --epochs nor --patience is used up."""
-        return self.epoch < self.settings.epochs and not self._is_out_of_patience()
+        return self.epoch < self.settings.epochs and not self._is_out_of_patience
 
+    @property
     def _is_out_of_patience(self) -> bool:
-        patience = self.settings.patience
-        return patience is not None and self.progress.epochs_without_improvement() >= patience
+        return self.progress.epochs_without_improvement() >= (self.settings.patience or math.inf)
 
     @contextlib.contextmanager
     def evaluation_weights(self) -> Iterator[None]:
@@ -255,7 +256,7 @@ class Run:
         """Tests the best weights; writes and returns the contents of result.json."""
         settings, progress = self.settings, self.progress
         without_improvement = progress.epochs_without_improvement()
-        if self._is_out_of_patience():
+        if self._is_out_of_patience:
             console.print(f"No better {settings.monitor} for {without_improvement} epochs: stopped.")
         self._executions.report_missing_profile()
         fingerprint = weights_sha256(self.objects.weights)
