@@ -97,8 +97,8 @@ def _evaluate_continuously(program: Program, settings: Settings, read_settings: 
     program.build(settings)
     if not any(split_of(name) == "validation" for name in program.run.objects.names.datasets):
         raise BadInput(
-            "--evaluate-continuously: task.load_examples('validation') returned None, so there is no validation: return "
-            "one, or use --evaluate-only for the test"
+            "--evaluate-continuously: task.load_examples('validation') returned None, so there is no validation: "
+            "return one, or use --evaluate-only for the test"
         )
     _validate_as_they_appear(program, settings)
 
