@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from engine.check.comparison import Check, check_repeats
 from engine.data.batches import Batches
+from engine.data.element_spec import sha256_of
 from engine.data.examples import hook_of
-from engine.data.hashes import sha256_of
 from engine.data.records import Records
 from engine.data.splits import each_dataset
 from engine.errors import BadInput

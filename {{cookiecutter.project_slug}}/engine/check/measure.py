@@ -170,13 +170,12 @@ def changed_unlisted(program: Program) -> list[str]:
 def drawing(program: Program, task: Task, split: str) -> dict[str, keras.layers.Layer | None]:
     """Returns by name the layers from whose random generators the steps of a split draw, and generators of no layer."""
     owners = {id(seed.state.value): layer for layer in layers_of_task(task) for seed in layer._seed_generators}
-    states = {
-        name: owners.get(id(state)) for name, state in changed_by(program, split).items() if is_random_state(name)
-    }
-    return {
-        layer.name if layer else f"the generator {name.removeprefix('hidden/')}": layer
-        for name, layer in states.items()
-    }
+    drawing: dict[str, keras.layers.Layer | None] = {}
+    for name, state in changed_by(program, split).items():
+        if is_random_state(name):
+            layer = owners.get(id(state))
+            drawing[layer.name if layer else f"the generator {name.removeprefix('hidden/')}"] = layer
+    return drawing
 
 
 def depends_on_seeds(program: Program, evaluate: Callable[[], dict[str, float]]) -> bool:

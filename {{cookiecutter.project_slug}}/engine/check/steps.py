@@ -39,8 +39,8 @@ def check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]
         text = f"random in training, so not the same on one replica and two: {', '.join(layers.random)}"
         yield Check(True, "task.py create_model", text + _draws(program, "train"))
     if unused := one.without_gradient:
-        text = f"no gradient for {', '.join(unused)}: pass it to apply_gradients and use it in the loss, or freeze its layer"
-        yield Check(False, "task.py train_step", text)
+        text = f"no gradient for {', '.join(unused[:3])}: pass it to apply_gradients and use it in the loss, or freeze "
+        yield Check(False, "task.py train_step", text + "its layer")
     draws, python = unrepeatable_in_step(program.run.traced["train"])
     again = [arrays[LOSS] for arrays in measure.losses_and_gradients(program, task, one.stacks)]
     yield from comparison.check_repeats("train_step", "losses", draws, python, repeats=close(one.losses, again))

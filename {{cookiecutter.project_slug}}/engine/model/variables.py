@@ -63,7 +63,7 @@ class Recorder:
         if any(reference() is not None and id(reference()) not in known for _, reference in made):
             gc.collect()  # Otherwise a network that a hook has deleted would still be among them.
         existing = ((name, reference()) for name, reference in made)
-        return {f"hidden/{name}": each for name, each in existing if each is not None and id(each) not in known}
+        return {f"hidden/{name}": made for name, made in existing if made is not None and id(made) not in known}
 
 
 # --- What Keras lists -------------------------------------------------------------------------------------------------
@@ -81,16 +81,20 @@ def model_variables(model: Any) -> Variables:
 
 def trainable_variables(model: Any) -> Variables:
     """Returns the `model_variables` that training changes."""
-    trainable = {id(each.value) for one in by_name(model, "model").values() for each in one.trainable_variables}
+    networks = by_name(model, "model").values()
+    trainable = {id(variable.value) for network in networks for variable in network.trainable_variables}
     return {name: variable for name, variable in model_variables(model).items() if id(variable) in trainable}
 
 
 def statistics(model: Any) -> Variables:
     """Returns the floating `model_variables` that trainable layers change themselves, such as moving means."""
-    layers = (layer for one in by_name(model, "model").values() for layer in layers_of(one) if layer.trainable)
-    changed = {id(each.value) for layer in layers for each in layer._non_trainable_variables}
-    found = model_variables(model).items()
-    return {name: variable for name, variable in found if id(variable) in changed and variable.dtype.is_floating}
+    layers = [layer for network in by_name(model, "model").values() for layer in layers_of(network)]
+    frozen = {id(variable.value) for layer in layers if not layer.trainable for variable in layer.variables}
+    return {
+        name: variable
+        for name, variable in model_variables(model).items()
+        if variable.dtype.is_floating and not variable.trainable and id(variable) not in frozen
+    }
 
 
 def named(objects: dict[str, Any]) -> Variables:

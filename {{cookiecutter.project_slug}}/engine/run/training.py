@@ -1,6 +1,7 @@
 """One run: which steps come next, what is due between them, which weights are best, and when it ends."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,18 +19,18 @@ from engine.files import write_json
 from engine.messages import user_errors_named
 from engine.model.metrics import split_of
 from engine.model.objects import TaskObjects
+from engine.model.rejections import check_changes, traced
+from engine.model.variables import Variables
 from engine.report.goodput import Goodput, start_time
 from engine.report.report import Report
-from engine.run.checkpoints import Checkpoints
+from engine.run.checkpoints import Checkpoints, Writer
 from engine.run.directory import BEST, CHECKPOINTS, RESULT
 from engine.run.passes import Executions, Pass
 from engine.run.progress import Progress
 from engine.run.signals import signals
 from engine.run.state import State, weights_sha256
-from engine.run.traces import check_changes, graph_of
-from engine.run.writer import Writer
 from engine.settings import Settings
-from engine.tracing import Traced, look_at
+from engine.tracing import Traced
 
 
 class Run:
@@ -54,13 +55,15 @@ class Run:
         self.report: Report | None = None
         self.goodput: Goodput | None = None
         self.began = start_time()
-        finalize = objects.finalize_layers
-        state = State(strategy, workers, objects.mirrored, objects.per_replica, finalize)
-        weights = State(strategy, workers, objects.mirrored_weights, objects.per_replica_weights, finalize)
-        writer, keep = Writer(in_thread=settings.async_checkpoints), settings.keep_checkpoints
-        self.checkpoints = Checkpoints(settings.run_dir / CHECKPOINTS, state, keep=keep, writer=writer)
+        writer, keep = Writer(), settings.keep_checkpoints
+
+        def checkpoints(folder: str, keep: int, mirrored: Variables, per_replica: Variables) -> Checkpoints:
+            state = State(strategy, workers, mirrored, per_replica, objects.finalize_layers)
+            return Checkpoints(settings.run_dir / folder, state, keep=keep, writer=writer)
+
+        self.checkpoints = checkpoints(CHECKPOINTS, keep, objects.mirrored, objects.per_replica)
         # One more than the checkpoints, because each of them may name other weights as the best.
-        self.best = Checkpoints(settings.run_dir / BEST, weights, keep=keep + 1, writer=writer)
+        self.best = checkpoints(BEST, keep + 1, objects.mirrored_weights, objects.per_replica_weights)
         self.live = LiveLine(settings.epochs, can_be_drawn=not settings.eager)
         self._executions = Executions(settings, workers, strategy_info(strategy).all_reduce)
         self.passes: list[Pass] = []
@@ -84,19 +87,14 @@ class Run:
         """
         # Validation and test share the hook that may change anything but metrics, so one of them is enough.
         evaluation = next((split for split in ("validation", "test") if split in steps), "")
-        graphs = {split: graph_of(steps[split]) for split in ("train", evaluation) if split in steps}
-        self.traced = {split: look_at(graph) for split, graph in graphs.items() if graph is not None}
-        local = self.strategy.experimental_local_results
-        saved = [part for variable in self.checkpoints.state.variables() for part in local(variable)]
-        check_changes(self.traced, {id(part.handle) for part in saved})
-        own = self.objects.per_replica_weights
-        kept = self.objects.mirrored | own if evaluation in self.traced else own  # With --eager there is no graph.
-        parts = [part for variable in kept.values() for part in local(variable)]
-        if evaluation in self.traced:
-            parts = [part for part in parts if id(part.handle) in self.traced[evaluation].changed]
-        self._changed_by_evaluation = parts
-
-    # --- Steps --------------------------------------------------------------------------------------------------------
+        found = {split: traced(steps[split]) for split in ("train", evaluation) if split in steps}
+        self.traced = {split: step for split, step in found.items() if step}
+        check_changes(self.traced, self.strategy, self.checkpoints.state.variables())
+        # Without a graph, as with --eager, everything that an evaluation may change is given back.
+        step, objects = self.traced.get(evaluation), self.objects
+        kept = [*objects.per_replica_weights.values(), *(objects.mirrored.values() if step else ())]
+        parts = [part for variable in kept for part in self.strategy.experimental_local_results(variable)]
+        self._changed_by_evaluation = [part for part in parts if not step or id(part.handle) in step.changed]
 
     def start_pass(self, batches: Batches, epoch: int | None) -> Pass:
         """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0; None outside epochs."""
@@ -160,11 +158,8 @@ class Run:
 
     def results(self, split: str) -> dict[str, float]:
         """Returns the metrics of an evaluation's datasets, and forgets them, so that the next one starts over."""
-        metrics = self.progress.metrics
-        names = [name for name in metrics if split_of(name) == split]
-        return {metric: value for name in names for metric, value in metrics.pop(name).items()}
-
-    # --- Epochs -------------------------------------------------------------------------------------------------------
+        names = [name for name in self.progress.metrics if split_of(name) == split]
+        return {metric: value for name in names for metric, value in self.progress.metrics.pop(name).items()}
 
     @property
     def user_state(self) -> dict[str, Any]:
@@ -178,11 +173,11 @@ class Run:
 
     def should_continue(self) -> bool:
         """Returns whether another epoch is due: neither --epochs nor --patience is used up."""
-        return self.epoch < self.settings.epochs and not self._is_out_of_patience()
+        return self.epoch < self.settings.epochs and not self._is_out_of_patience
 
+    @property
     def _is_out_of_patience(self) -> bool:
-        patience = self.settings.patience
-        return patience is not None and self.progress.epochs_without_improvement() >= patience
+        return self.progress.epochs_without_improvement() >= (self.settings.patience or math.inf)
 
     @contextlib.contextmanager
     def evaluation_weights(self) -> Iterator[None]:
@@ -253,13 +248,11 @@ class Run:
         if self.goodput:
             self.goodput.write(self.progress.spent, is_due=is_due)
 
-    # --- The end ------------------------------------------------------------------------------------------------------
-
     def finish(self, test: Callable[[], dict[str, float]]) -> dict[str, Any]:
         """Tests the best weights; writes and returns the contents of result.json."""
         settings, progress = self.settings, self.progress
         without_improvement = progress.epochs_without_improvement()
-        if self._is_out_of_patience():
+        if self._is_out_of_patience:
             console.print(f"No better {settings.monitor} for {without_improvement} epochs: stopped.")
         self._executions.report_missing_profile()
         fingerprint = weights_sha256(self.objects.weights)
@@ -303,5 +296,5 @@ class Run:
             self.objects.reset(one_pass.name)
             raise BadInput(str(problem)) from problem
         finally:
-            for each in self.passes:
-                each.watch.close()
+            for one_pass in self.passes:
+                one_pass.watch.close()
