@@ -131,10 +131,8 @@ def _run_checks(
             if one and two and alone != settings and differing_loss(one, two):
                 complete = measure.measure(program, task, alone, 2)
                 one = measure.measure(program, task, alone, 1)
-                if differing_loss(one, complete):
-                    two = complete
-                else:
-                    micro_batches = settings.micro_batches
+                micro_batches = 0 if differing_loss(one, complete) else settings.micro_batches
+                two = two if micro_batches else complete
         read_examples(program, load_examples, hashes)
         if one and two:
             yield from steps.check_layers(program, task, one)
