@@ -44,8 +44,10 @@ def read_examples(program: Program, load_examples: Callable[[str], Any], hashes:
         for _ in range(2):
             read = each_dataset(loaded, hash_of)
             if hashes.setdefault(split, read) != read:
-                problem = "returned other examples the second time"
-                raise BadInput(f"task.load_examples({split!r}) {problem}: keep their order; the engine shuffles them")
+                raise BadInput(
+                    f"task.load_examples({split!r}) returned other examples the second time: keep their order; the "
+                    "engine shuffles them"
+                )
 
 
 def check_examples(program: Program, task: Task, settings: Settings, global_batch_size: int) -> Iterator[Check]:
@@ -77,8 +79,8 @@ def _check_batches(task: Task, name: str, batches: Batches, predict: Callable[[A
             raise BadInput(f"task.prepare_example: features of {name!r} are not finite: fix or drop them")
         for weight in sample_weights.numpy():
             if not 0.0 <= weight < math.inf:
-                problem = f"or task.prepare_example returned a sample weight of {weight:g}"
-                raise BadInput(f"{hook_of(name)} {problem}: it must be finite, and not below 0")
+                text = f"or task.prepare_example returned a sample weight of {weight:g}: it must be finite, not below 0"
+                raise BadInput(f"{hook_of(name)} {text}")
         _check_labels(task, name, (features, labels, sample_weights), predict)
 
 
