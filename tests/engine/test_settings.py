@@ -36,7 +36,7 @@ REJECTED = {
     "--init-from=s3:/b/r": "--init-from s3://b/r is a bucket URL, not a local path: mount the bucket",
     "--init-partial": "--init-partial needs --init-from",
     "--fresh --evaluate-only": "--fresh leaves no run to evaluate",
-    "--settings-from=runs/none": "--settings-from runs/none is not a JSON object (it does not exist): pass",
+    "--settings-from=runs/none": "--settings-from runs/none contains no settings: restore it, or pass another",
     # What tyro prints as a box.
     "--epochz 3": "Unrecognized options: --epochz, 3: use --epochs INT",
     "--epochs=two": "--epochs: invalid literal for int() with base 10: 'two': use --epochs INT",

@@ -159,7 +159,7 @@ def _settings_from(kind: type[Settings], path: Path, per_launch: set[str]) -> tu
     """Returns how messages name --settings-from, and its settings. Raises BadInput if they cannot be used."""
     check_is_local("--settings-from", path)
     file = path / CONFIG if path.is_dir() else path
-    content = read_json(file, "--settings-from") or {}
+    content = read_json(file) or {}
     settings = content.get("settings", {} if path.is_dir() else content)
     if not isinstance(settings, dict) or not settings:
         raise BadInput(f"--settings-from {file} contains no settings: restore it, or pass another run or file")

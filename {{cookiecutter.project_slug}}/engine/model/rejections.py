@@ -8,16 +8,15 @@ import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.metrics import ResultNames, split_of
+from engine.model.metrics import Metrics, ResultNames, split_of
 from engine.model.optimizers import inner_optimizers
 from engine.model.variables import by_name, inner_variable, trainable_variables, variable_path
-from engine.protocols import Metrics, Task
 
 CREATE_HOOKS = ("create_model", "create_optimizer", "create_loss_objects", "create_metrics")
 HOOKS = ("load_examples", "prepare_example", *CREATE_HOOKS, "train_step", "evaluation_step")
 
 
-def check_hooks(task: Task, *, export: bool) -> None:
+def check_hooks(task: Any, *, export: bool) -> None:
     """Raises BadInput if task.py lacks a hook; an export needs predict_step."""
     needed = (*HOOKS, "predict_step") if export else HOOKS
     if missing := [name for name in needed if not callable(getattr(task, name, None))]:

@@ -14,9 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from engine.errors import Damaged, Unavailable
-from engine.files import file_sha256
+from engine.files import file_sha256, until_read
 from engine.messages import first_line
-from engine.retries import until_read
 from engine.run.state import as_array
 
 PROGRESS = "progress.json"

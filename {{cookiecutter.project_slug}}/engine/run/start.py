@@ -12,11 +12,10 @@ from engine.cluster.launcher import START_ID
 from engine.cluster.workers import Workers
 from engine.console import console, print_result
 from engine.data.batches import Batches
-from engine.files import read_json, write_json, writing
+from engine.files import read_json, until_written, write_json, writing
 from engine.model.rows import slow_reads
 from engine.report.goodput import Goodput
 from engine.report.report import Report
-from engine.retries import until_written
 from engine.run.agreement import check_objects, same_data
 from engine.run.directory import RESULT, Directory
 from engine.run.endings import saving_on_exit

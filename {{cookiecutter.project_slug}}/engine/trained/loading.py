@@ -19,7 +19,6 @@ from engine.files import read_json
 from engine.model.build import build_models
 from engine.model.objects import TaskObjects
 from engine.model.variables import by_name
-from engine.protocols import Task
 from engine.run.checkpoints import Checkpoints, restore_best
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
@@ -56,7 +55,7 @@ def without_init_only(settings: Settings) -> Settings:
     return dataclasses.replace(settings, **{name: getattr(kind, name) for name in names if hasattr(kind, name)})
 
 
-def load_trained(task: Task, settings: Settings) -> Trained:
+def load_trained(task: Any, settings: Settings) -> Trained:
     """Builds the task's model with the best weights of the run in --run-dir; sets task.config and task.model.
 
     Raises BadInput if no such run has best weights yet, its files are damaged, or task.py does not fit it.
@@ -78,7 +77,7 @@ def load_trained(task: Task, settings: Settings) -> Trained:
     return Trained(settings, task.model, weights, unlisted, outputs, serve, serve_examples)
 
 
-def new_model(task: Task, settings: Settings, features_spec: Any) -> Any:
+def new_model(task: Any, settings: Settings, features_spec: Any) -> Any:
     """Returns the model, or the dict of models, that task.create_model makes for prepared features, built."""
     return build_models(task.create_model(), _two_of(features_spec, settings))
 
@@ -89,7 +88,7 @@ def _two_of(features_spec: Any, settings: Settings) -> Any:
     return of_largest_length(two, settings.pad_to or ())
 
 
-def compiled_predict_step(task: Task, features_spec: Any) -> tf.types.experimental.PolymorphicFunction:
+def compiled_predict_step(task: Any, features_spec: Any) -> tf.types.experimental.PolymorphicFunction:
     """Returns task.predict_step compiled for the model that is in task.model at the first call."""
     predict_step = getattr(task, "predict_step", None)
     if not callable(predict_step):
@@ -97,7 +96,7 @@ def compiled_predict_step(task: Task, features_spec: Any) -> tf.types.experiment
     return tf.function(converted(predict_step), input_signature=[features_spec], autograph=False)
 
 
-def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_spec: Any) -> Endpoint:
+def _with_preparation(task: Any, settings: Settings, serve: Endpoint, example_spec: Any) -> Endpoint:
     lengths = settings.pad_to or ()
     preparation = Preparation(task.prepare_example, training=False, pad_to=lengths)
     prepared, seed = preparation.trace(example_spec), tf.stack([evaluation_seed(settings.seed, "test"), 0])
