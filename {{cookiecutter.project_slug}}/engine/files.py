@@ -85,10 +85,9 @@ def writing(path: Path, then: str = RESUME) -> Iterator[None]:
         yield
     except (OSError, tf.errors.OpError) as problem:
         reason = getattr(problem, "strerror", None) or re.sub(r"\{\{.*?\}\}|\[Op:\w+\]", "", str(problem)).strip()
-        raise CannotWrite(
-            f"{path} cannot be written ({reason}): free disk space, or restore the directory and its permissions, "
-            f"then {then}"
-        ) from problem
+        is_full = re.search("No space left|quota exceeded|too large", reason)
+        remedy = "free disk space" if is_full else "restore the directory and its permissions"
+        raise CannotWrite(f"{path} cannot be written ({reason}): {remedy}, then {then}") from problem
 
 
 def write_atomically(path: Path, write: Callable[[Path], object], then: str = RESUME) -> None:

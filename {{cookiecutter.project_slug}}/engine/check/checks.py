@@ -33,7 +33,7 @@ from engine.cluster.strategy import create_strategy
 from engine.model.rows import slow_reads
 from engine.model.variables import by_name, model_variables
 from engine.settings import Settings
-from engine.tracing import unrepeatable_in_step
+from engine.tracing import unrepeatable
 
 PARTS = ("examples", "results", "evaluation", "updates")
 REPEATED_STEPS = 40
@@ -130,10 +130,10 @@ def _check_layers(program: Any, task: Any, one: Measured) -> Iterator[Check]:
         more = f" and {len(unused) - 1} more get" if len(unused) > 1 else " gets"
         text = f"{unused[0]}{more} no gradient: pass it to apply_gradients and use it in the loss, or freeze its layer"
         yield Check(False, "task.py train_step", text)
-    unrepeatable, python = unrepeatable_in_step(step)
+    drawn, python = unrepeatable(step, "train_step")
     again = measure.losses_and_gradients(program, task, one.stacks)
     yield from check_repeats(
-        "train_step", "losses", unrepeatable, python, repeats=close(one.losses, [each[LOSS] for each in again])
+        "train_step", "losses", drawn, python, repeats=close(one.losses, [each[LOSS] for each in again])
     )
     if places := jumps(graph):
         text = f"its gradient jumps{places}, so results on one replica and on two drift apart: see "

@@ -19,7 +19,7 @@ from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.step import step_on
 from engine.settings import Settings
-from engine.tracing import unrepeatable_in_preparation
+from engine.tracing import unrepeatable
 
 EXAMPLES_READ_TWICE = 200
 BATCHES_LOOKED_AT = 20
@@ -69,7 +69,7 @@ def check_batches(program: Any, task: Any) -> Iterator[Check]:
     predict = tf.function(lambda features: task.model(features, training=False), autograph=False)
     for name, batches in program.batches.items():
         assert batches.traced is not None  # --check excludes --eager.
-        draws, python = unrepeatable_in_preparation(batches.traced)
+        draws, python = unrepeatable(batches.traced, "prepare_example")
         looked_at = itertools.islice(batches.one_by_one(), BATCHES_LOOKED_AT)
         first_batch = next(looked_at)
         pairs = zip(tf.nest.flatten(first_batch), tf.nest.flatten(next(batches.one_by_one())), strict=True)

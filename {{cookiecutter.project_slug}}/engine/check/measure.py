@@ -16,7 +16,7 @@ from engine.errors import BadInput
 from engine.model.variables import by_name, is_random_state, layers_of, trainable_variables
 from engine.run.state import Values
 from engine.settings import Settings
-from engine.tracing import look_at
+from engine.tracing import Traced
 
 Arrays = dict[str, np.ndarray]  # Variable -> its value, gradient or change.
 
@@ -184,7 +184,7 @@ def random_states(program: Any) -> list[tf.Variable]:
 def drawing_layers(program: Any, task: Any, split: str) -> list[keras.layers.Layer]:
     """Returns the layers from whose random generators the steps of a split draw."""
     graph, local_results = program.run_steps[split].graph(), program.strategy.experimental_local_results
-    changed = look_at(graph).changed if graph else ()
+    changed = Traced(graph).changed if graph else ()
 
     def draws(generator: keras.random.SeedGenerator) -> bool:
         return any(id(each.handle) in changed for each in local_results(generator.state.value))
@@ -195,7 +195,7 @@ def drawing_layers(program: Any, task: Any, split: str) -> list[keras.layers.Lay
 def draws_from_generators(program: Any, split: str) -> bool:
     """Returns whether the steps of a split draw from a random generator, which gives each replica its own numbers."""
     graph = program.run_steps[split].graph()
-    changed = look_at(graph).changed if graph else ()
+    changed = Traced(graph).changed if graph else ()
     return any(id(each.handle) in changed for each in random_states(program))
 
 

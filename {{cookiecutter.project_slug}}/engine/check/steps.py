@@ -18,7 +18,7 @@ from engine.check.results import PROMISE, TOLERANCE, Check, close, differing_met
 from engine.data.batches import Batches
 from engine.model.global_batch import adds_losses
 from engine.model.variables import by_name, inner_variable, layers_of, trainable_variables
-from engine.tracing import look_at, operations_of, place
+from engine.tracing import Traced, operations_of, place
 
 FEATURES, LABELS, _, LENGTHS = range(4)  # The parts of a stack; only padded examples have lengths.
 KERAS = Path(keras.__file__).parent
@@ -144,7 +144,7 @@ def check_updated_metrics(program: Any, task: Any) -> Iterator[Check]:
     for split, steps in program.run_steps.items():
         graph, where = steps.graph(), hook_of_step(task, "update_metrics", split)
         assert graph is not None  # It is None only in other processes.
-        updated = {owners[handle] for handle in look_at(graph).changed if handle in owners}
+        updated = {owners[handle] for handle in Traced(graph).changed if handle in owners}
         if others := [each for each in owners.values() if each in updated and each[0] != split]:
             other, name = others[0]
             text = f"the {split} steps update metrics[{other!r}][{name!r}]: update metrics[{split!r}] there"

@@ -11,7 +11,7 @@ from engine.errors import BadInput
 from engine.model.metrics import Metrics, ResultNames, split_of
 from engine.model.optimizers import inner_optimizers
 from engine.model.variables import by_name, inner_variable, is_seed, trainable_variables, variable_path
-from engine.tracing import Traced, look_at
+from engine.tracing import Traced
 
 CREATE_HOOKS = ("create_model", "create_optimizer", "create_loss_objects", "create_metrics")
 HOOKS = ("load_examples", "prepare_example", *CREATE_HOOKS, "train_step", "evaluation_step")
@@ -124,7 +124,7 @@ def traced(steps: Any) -> Traced | None:
         if "seed_generator_state" in str(problem):
             raise BadInput(UNSEEDED) from problem
         raise
-    return None if graph is None else look_at(graph)
+    return None if graph is None else Traced(graph)
 
 
 def check_changes(

@@ -26,7 +26,7 @@ from engine.run.run import Run
 from engine.run.signals import signals
 from engine.run.summary import describe_run, describe_start, print_summary
 from engine.settings import CONFIG, Settings
-from engine.tracing import unrepeatable_in_preparation, unrepeatable_in_step
+from engine.tracing import unrepeatable
 
 
 class RunDirectory(Directory):
@@ -135,10 +135,12 @@ def _warn(run: Run, batches: dict[str, Batches]) -> None:
     """Prints which operations in the hooks a resumed run may not repeat, and which reads of tables are slow."""
     warnings = []
     if step := run.traced.get("train"):
-        warnings += [f"task.train_step: {text}" for texts in unrepeatable_in_step(step) for text in texts]
+        warnings += [f"task.train_step: {text}" for texts in unrepeatable(step, "train_step") for text in texts]
         warnings += slow_reads(run.objects.model, step)
     for traced in filter(None, (dataset.traced for dataset in batches.values())):  # It is None with --eager.
-        warnings += [f"task.prepare_example: {text}" for texts in unrepeatable_in_preparation(traced) for text in texts]
+        warnings += [
+            f"task.prepare_example: {text}" for texts in unrepeatable(traced, "prepare_example") for text in texts
+        ]
     for text in dict.fromkeys(warnings):
         console.print(text)
 

@@ -23,7 +23,7 @@ from engine.run.checkpoints import Checkpoints, restore_best
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
 from engine.settings import CONFIG, ON_EVALUATION, ON_RESUME, UNLESS_GIVEN, Settings, marked
-from engine.tracing import converted, look_at
+from engine.tracing import Traced, converted
 from engine.trained.saved_model import Endpoint, Outputs
 
 NO_TENSORS = "task.load_examples returns something other than plain tensors (ragged or sparse)"
@@ -71,7 +71,7 @@ def load_trained(task: Any, settings: Settings) -> Trained:
     serve = Endpoint(compiled_predict_step(task, features_spec), features_spec)
     traced = serve.function.get_concrete_function()
     check_outputs(outputs := traced.structured_outputs)
-    used, made = look_at(traced.graph).used, objects.per_replica_weights.items()
+    used, made = Traced(traced.graph).used, objects.per_replica_weights.items()
     unlisted = [name.removeprefix("hidden/") for name, each in made if id(each.handle) in used and "hidden/" in name]
     serve_examples = None if example_spec is None else _with_preparation(task, settings, serve, example_spec)
     return Trained(settings, task.model, weights, unlisted, outputs, serve, serve_examples)
