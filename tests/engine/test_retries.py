@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import task
 import train
 from config import Config
-from engine import files, messages
+from engine import errors, files
 from engine.data import record_index, records, stacks
 from engine.data.records import Records
 from engine.data.stacks import StackIterator
@@ -248,7 +248,7 @@ def test_summaries_of_which_a_part_was_written_go_to_another_file(
     tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit on the size of files cuts an event in two."""
-    monkeypatch.setattr(messages, "_PASSING_TEXT", re.compile("File too large"))
+    monkeypatch.setattr(errors, "_PASSING_TEXT", re.compile("File too large"))
     summaries = Summaries(tmp_path, ResultNames({"train": {}}, ["train"]))
     summaries.add(1, {"train/loss": 0.5})
     (file,) = tmp_path.glob("train/*")

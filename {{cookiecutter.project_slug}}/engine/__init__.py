@@ -10,8 +10,7 @@ model/        what a step uses and changes
 
 settings      the engine's settings and their rules
 command_line  from flags, and the settings of a recorded run, to settings
-errors        how a program ends that does not finish: its line and its exit code
-messages      what an exception says, as one line
+errors        how a program ends that does not finish, and what an exception says, as one line
 files         files that are written completely or not at all, JSON, and attempts again after faults that pass
 machine       the code, the packages and the memory that a run depends on
 console       output

@@ -50,7 +50,7 @@ def check_command_line(kind: type[Settings]) -> None:
 def _end_with_a_line(kind: type[BaseException], problem: BaseException, trace: types.TracebackType | None) -> None:
     """Ends the program with an error in the user's code as one line, with any other as Python does."""
     with contextlib.suppress(ImportError):  # TensorFlow itself may be what cannot be imported.
-        from engine.messages import first_line, is_users, where_raised
+        from engine.errors import first_line, is_users, where_raised
 
         if isinstance(problem, Exception) and is_users(problem):
             with exit_codes():

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.errors import BadInput, CannotWrite, Unavailable, asked_to_stop
-from engine.messages import first_line, may_pass
+from engine.errors import BadInput, CannotWrite, Unavailable, asked_to_stop, first_line, may_pass
 
 RESUME = "run the same command again, without --fresh; everything saved before is intact"
 SECONDS_TO_WAIT = (1, 2, 4, 8, 16, 32, 60, 60, 60)  # Before each further attempt: about four minutes.

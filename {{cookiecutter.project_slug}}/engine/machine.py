@@ -5,7 +5,6 @@ import inspect
 import os
 import platform
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,15 @@ from engine.files import file_sha256
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions by name; "template" is the one that the project was rendered from, or last updated to."""
-    versions_by_name = {package.__name__: package.__version__ for package in (tf, keras, np)}
-    versions_by_name["python"] = platform.python_version()
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # The user may change the file.
-        project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
-        versions_by_name["template"] = project["tool"]["tf-dist-template"]["version"]
-    return versions_by_name
+    """Returns the versions by name."""
+    packages = {package.__name__: package.__version__ for package in (tf, keras, np)}
+    return {**packages, "python": platform.python_version()}
 
 
 def shared_facts() -> dict[str, Any]:
     """Returns the versions and the code, which must be the same in all processes of a cluster."""
-    # Patch releases of Python may differ. The template's version adds nothing to the code.
-    packages = {name: version for name, version in versions().items() if name != "template"}
-    return {"code": code_sha256(), **packages, "python": ".".join(platform.python_version_tuple()[:2])}
+    # Patch releases of Python may differ.
+    return {"code": code_sha256(), **versions(), "python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def code_sha256() -> dict[str, str]:

@@ -14,8 +14,7 @@ from engine.check.checks import PARTS, Check, run_checks
 from engine.check.measure import BATCHES
 from engine.cluster.environment import reject_cluster
 from engine.console import columns, console
-from engine.errors import BadInput, Diverged
-from engine.messages import first_line, where_raised
+from engine.errors import BadInput, Diverged, first_line, where_raised
 from engine.settings import Settings
 
 

@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from engine.data.element_spec import as_text, is_static, unbatched
 from engine.data.padding import Padding, are_sequences
-from engine.errors import BadInput
-from engine.messages import first_line, where_raised
+from engine.errors import BadInput, first_line, where_raised
 from engine.tracing import Traced, converted, differing_value
 
 # What the hook may raise because it expects other examples.

@@ -7,8 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from engine.errors import BadInput
-from engine.messages import first_line
+from engine.errors import BadInput, first_line
 from engine.model import rejections
 from engine.model.metrics import zeros
 from engine.model.moments import replace_moments

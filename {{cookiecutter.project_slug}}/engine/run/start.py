@@ -12,9 +12,8 @@ from engine.cluster.launcher import START_ID
 from engine.cluster.workers import Workers, peers_named
 from engine.console import console, print_result
 from engine.data.batches import Batches
-from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes
+from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes, user_errors_named
 from engine.files import read_json, until_written, write_json, writing
-from engine.messages import user_errors_named
 from engine.model.rows import slow_reads
 from engine.report.goodput import Goodput
 from engine.report.report import Report

@@ -21,9 +21,8 @@ import tensorflow as tf
 from engine.console import print_facts
 from engine.data.records import Records
 from engine.data.splits import named
-from engine.errors import BadInput, ProgramExit
+from engine.errors import BadInput, ProgramExit, first_line, user_errors_named
 from engine.files import writing
-from engine.messages import first_line, user_errors_named
 from engine.model.build import set_up
 from engine.model.variables import by_name, is_seed, model_variables
 from engine.settings import Settings
