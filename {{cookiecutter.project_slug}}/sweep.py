@@ -92,15 +92,13 @@ def run_trials(trials: "Trials", options: argparse.Namespace, monitor: str) -> b
 
 
 def summarize(trials: "Trials", options: argparse.Namespace) -> None:
-    """Prints all trials and the command of the best one; compares the best five, and draws Optuna's plots."""
+    """Prints all trials and the command of the best one; compares the best five."""
     print("", trials.table(), sep="\n", flush=True)
     if best := trials.ranked()[:5]:
         words = [*best[0].user_attrs["arguments"], *best[0].user_attrs["flags"], "--run-dir=runs/best"]
         print(f"\nThe best one again: python train.py {shlex.join(words)}\n", flush=True)
         names = [f"trial_{trial.number:03}" for trial in best]
         subprocess.run([sys.executable, PROGRAM, "--compare", *names], cwd=options.sweep_dir, check=False)
-        for path in trials.draw():
-            print(f"Drawn: {path}")
 
 
 def main() -> None:

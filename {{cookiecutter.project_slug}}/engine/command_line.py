@@ -15,7 +15,7 @@ import tyro
 from tyro import constructors
 from tyro.constructors import MISSING_NONPROP, ConstructorRegistry, StructFieldSpec
 
-from engine.errors import BadInput, end_at_signals, exit_codes
+from engine.errors import BadInput, end_at_signals, exit_codes, first_line, is_users, where_raised
 from engine.files import read_json
 from engine.settings import (
     CONFIG,
@@ -49,12 +49,9 @@ def check_command_line(kind: type[Settings]) -> None:
 
 def _end_with_a_line(kind: type[BaseException], problem: BaseException, trace: types.TracebackType | None) -> None:
     """Ends the program with an error in the user's code as one line, with any other as Python does."""
-    with contextlib.suppress(ImportError):  # TensorFlow itself may be what cannot be imported.
-        from engine.errors import first_line, is_users, where_raised
-
-        if isinstance(problem, Exception) and is_users(problem):
-            with exit_codes():
-                raise BadInput(f"{where_raised(problem)}: {first_line(problem)}") from problem
+    with contextlib.suppress(ImportError), exit_codes():  # TensorFlow itself may be what cannot be imported.
+        if is_users(problem):
+            raise BadInput(f"{where_raised(problem)}: {first_line(problem)}") from problem
     sys.__excepthook__(kind, problem, trace)
 
 
@@ -163,13 +160,11 @@ def _settings_from(kind: type[Settings], path: Path, per_launch: set[str]) -> tu
     settings = content.get("settings", {} if path.is_dir() else content)
     if not isinstance(settings, dict) or not settings:
         raise BadInput(f"--settings-from {file} contains no settings: restore it, or pass another run or file")
-    if unknown := ", ".join(sorted(settings.keys() - {field.name for field in dataclasses.fields(kind)})):
+    known = {field.name for field in dataclasses.fields(kind)} - (per_launch if settings is content else set())
+    if unknown := ", ".join(sorted(settings.keys() - known)):
         raise BadInput(
-            f"--settings-from {path}: this project has no setting {unknown}: remove it from a copy of {file.name}"
-        )
-    if settings is content and (own := sorted(settings.keys() & per_launch)):
-        raise BadInput(
-            f"--settings-from {path}: {flag(own[0])} belongs to a single launch: pass it on the command line"
+            f"--settings-from {file}: this project has no setting {unknown}, or it belongs to a single launch: remove "
+            "it from a copy of the file"
         )
     return f"--settings-from {file}", settings
 

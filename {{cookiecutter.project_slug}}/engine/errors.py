@@ -194,15 +194,14 @@ def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
         raise kind(f"{where_raised(problem)}: {first_line(problem)}{steps}") from problem
 
 
-def is_users(problem: Exception) -> bool:
+def is_users(problem: BaseException) -> bool:
     """Returns whether an exception comes from the user's code or a package that it calls, and not from the engine."""
     import tensorflow as tf
 
     text = str(problem)
     # When a step fails on one worker, the others get an exception that says only that the sums are aborted.
-    if isinstance(problem, (ProgramExit, Damaged)) or "Collective ops is aborted" in text:
-        return False
-    if isinstance(problem, tf.errors.OpError) and DIFFERENT_CALLS.search(text):
+    is_of_cluster = "Collective ops is aborted" in text or DIFFERENT_CALLS.search(text)
+    if is_of_cluster or isinstance(problem, (ProgramExit, Damaged)):
         return False
     if OUTSIDE_TABLE in text:
         return True
@@ -217,7 +216,7 @@ def is_users(problem: Exception) -> bool:
     return callers[-1:] == ["user"] and owners[-1] != "engine/model"
 
 
-def is_broken_connection(problem: Exception) -> bool:
+def is_broken_connection(problem: BaseException) -> bool:
     """Returns whether TensorFlow raised it, and also raises it when a connection to another process breaks."""
     import tensorflow as tf
 

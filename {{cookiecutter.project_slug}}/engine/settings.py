@@ -165,8 +165,6 @@ class Settings:
                 yield from self._rules_of_value(name, part)
         lengths = self.pad_to or ()
         yield "pad_to", [*lengths] == sorted({*lengths}), "must be positive integers in increasing order"
-        # Python's timers take no more.
-        yield "cluster_timeout", not self.cluster_timeout > 1e9, "must be at most 1e9"
         yield "ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "must be between 0 and 1"
         yield "init_partial", not self.init_partial or self.init_from is not None, "needs --init-from"
         yield "fresh", not (self.fresh and (self.evaluates or self.compare)), "leaves no run to evaluate: remove it"
@@ -191,11 +189,8 @@ class Settings:
             yield name, not is_engines or 1.2e-38 <= value <= 3.4e38, rule
             # NaN != NaN: a resumed run would never match its own settings.
             yield name, not math.isnan(value), "must be a number"
-        elif isinstance(value, str | Path):
-            if isinstance(value, Path):
-                check_is_local(flag(name), value)
-            # TensorFlow and JSON accept no other text.
-            yield name, str(value).encode(errors="ignore").decode() == str(value), "must be text in UTF-8"
+        elif isinstance(value, Path):
+            check_is_local(flag(name), value)
 
     @property
     def evaluates(self) -> bool:

@@ -5,7 +5,7 @@ Optuna is an extra of the project, so a program imports this file only if it is 
 
 import contextlib
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,10 @@ import optuna
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
-from optuna.visualization import matplotlib
 
 from engine.errors import BadInput
 
 FAILURES_IN_A_ROW = 3
-TRIALS_TO_DRAW = 5  # An importance that is estimated from fewer scores would be noise.
 
 
 class Trials:
@@ -110,7 +108,7 @@ class Trials:
             trial.set_user_attr("error", error)
         self._study.tell(trial.number, score, TrialState.FAIL if error else None)
         self.release(trial)
-        errors = [_error(ended) for ended in self._trials() if ended.state.is_finished()]
+        errors = [ended.user_attrs.get("error") for ended in self._trials() if ended.state.is_finished()]
         if error and errors[-FAILURES_IN_A_ROW:] == [error] * FAILURES_IN_A_ROW:
             raise BadInput(f"{FAILURES_IN_A_ROW} trials in a row ended with: {error}")
 
@@ -133,7 +131,7 @@ class Trials:
         """Returns a line about a trial: its state, its score, and its error or its flags."""
         trial = self._trials()[number]
         score = "" if trial.value is None else f"{trial.value:.4g}"
-        text = _error(trial) or shlex.join(trial.user_attrs["flags"])
+        text = trial.user_attrs.get("error") or shlex.join(trial.user_attrs["flags"])
         return f"trial {number:<4} {trial.state.name.lower():<9} {score:<9} {text}"
 
     def table(self) -> str:
@@ -142,21 +140,8 @@ class Trials:
         others = [trial.number for trial in self._trials() if trial.number not in best]
         return "\n".join(map(self.describe, [*best, *others]))
 
-    def draw(self) -> Iterator[Path]:
-        """Draws the importance of each value, and the values of all trials, if there are enough; yields the files."""
-        if len(self.ranked()) >= TRIALS_TO_DRAW:
-            for name in ("param_importances", "parallel_coordinate"):
-                path = self._folder / f"{name}.png"
-                getattr(matplotlib, f"plot_{name}")(self._study).figure.savefig(path, bbox_inches="tight")
-                yield path
-
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
 
     def _lock(self, name: object) -> filelock.BaseFileLock:
         return filelock.FileLock(self._folder / f".{name}.lock", fallback_to_soft=False)
-
-
-def _error(trial: FrozenTrial) -> str:
-    """Returns the error of a failed trial, "" of others: a killed program may leave one in a trial that is resumed."""
-    return trial.user_attrs.get("error", "") if trial.state == TrialState.FAIL else ""

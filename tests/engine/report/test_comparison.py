@@ -102,7 +102,7 @@ def test_what_is_no_run_and_other_work_are_refused(capsys: pytest.CaptureFixture
         (["a", "file"], "--compare file contains no run"),
         (["a", "--fresh"], "--fresh leaves no run to evaluate"),
         (["a", "--check"], "--compare"),
-        ([], "--compare  needs at least one value"),
+        ([], "--compare needs at least one value"),
     ):
         with pytest.raises(SystemExit) as ended:
             train.main(["--compare", *arguments])
