@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -19,12 +18,11 @@ LARGEST = 2**31 - 1  # Integers become tensors of 32 bits.
 
 # A run that is resumed or evaluated needs the settings it started with, except those with one of these marks.
 Value = TypeVar("Value")
-ON_RESUME, ON_EVALUATION = "may differ on resume", "may differ in an evaluation"
-UNLESS_GIVEN = "an evaluation takes the run's value, unless the command line gives another"
+ON_RESUME, PER_LAUNCH, INIT_ONLY, IN_EVALUATION = "on resume", "per launch", "init only", "in evaluation"
 ChangeableOnResume = Annotated[Value, ON_RESUME]
-PerLaunch = Annotated[Value, ON_RESUME, ON_EVALUATION]  # Describes how this program runs, not what the run is.
-InitOnly = Annotated[Value, ON_EVALUATION]  # Describes how the run started.
-ChangeableInEvaluation = Annotated[Value, ON_EVALUATION, UNLESS_GIVEN]
+PerLaunch = Annotated[Value, PER_LAUNCH]  # Describes how this program runs, not what the run is.
+InitOnly = Annotated[Value, INIT_ONLY]  # Describes how the run started.
+ChangeableInEvaluation = Annotated[Value, IN_EVALUATION]  # The run's value, unless the command line gives another.
 
 INSTEAD_OF_TRAINING = tyro.conf.create_mutex_group(required=False, title="Instead of training")
 # The sections of --help, each by its first setting.
@@ -162,7 +160,17 @@ class Settings:
             yield name, is_engines or not hasattr(Settings, name), "needs another name in config.py"
             yield name, not is_engines or value != (), "needs at least one value"
             for part in value if isinstance(value, tuple) else (value,):
-                yield from self._rules_of_value(name, part)
+                # A resumed run would never match its own settings.
+                yield name, part == part, "must not be NaN"  # noqa: PLR0124 - NaN != NaN.
+                if isinstance(part, Path):
+                    check_is_local(flag(name), part)
+                # The engine's numbers are counts and amounts.
+                if is_engines and type(part) is int:
+                    least, most = {"seed": (0, LARGEST), "simulated_devices": (0, 1024)}.get(name, (1, LARGEST))
+                    yield name, least <= part <= most, f"must be from {least} to {most}"
+                if is_engines and isinstance(part, float):
+                    rule = "must be a positive number of float32, from 1.2e-38 to 3.4e+38"
+                    yield name, 1.2e-38 <= part <= 3.4e38, rule
         lengths = self.pad_to or ()
         yield "pad_to", [*lengths] == sorted({*lengths}), "must be positive integers in increasing order"
         yield "ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "must be between 0 and 1"
@@ -178,20 +186,6 @@ class Settings:
         several = self.strategy in ("multi_worker", "tpu", "parameter_server")
         yield "strategy", not (self.eager and several), "cannot be combined with --eager, which is for one process"
 
-    def _rules_of_value(self, name: str, value: Any) -> Iterator[tuple[str, bool, str]]:
-        """Yields the rules that follow from the type of a value; the engine's numbers are counts and amounts."""
-        is_engines = name in Settings.__dataclass_fields__
-        if isinstance(value, int) and not isinstance(value, bool):
-            least, most = {"seed": (0, LARGEST), "simulated_devices": (0, 1024)}.get(name, (1, LARGEST))
-            yield name, not is_engines or least <= value <= most, f"must be from {least} to {most}"
-        elif isinstance(value, float):
-            rule = "must be a positive number of float32, from 1.2e-38 to 3.4e+38"
-            yield name, not is_engines or 1.2e-38 <= value <= 3.4e38, rule
-            # NaN != NaN: a resumed run would never match its own settings.
-            yield name, not math.isnan(value), "must be a number"
-        elif isinstance(value, Path):
-            check_is_local(flag(name), value)
-
     @property
     def evaluates(self) -> bool:
         """Whether a run is evaluated, not trained."""
@@ -204,7 +198,7 @@ class Settings:
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
         """Returns a text for each setting that must equal the recorded one of a run, and does not."""
         settings = self.as_json()
-        free = marked(type(self), ON_RESUME) | (marked(type(self), ON_EVALUATION) if self.evaluates else set())
+        free = marked(type(self), ON_RESUME, PER_LAUNCH, *((INIT_ONLY, IN_EVALUATION) if self.evaluates else ()))
         return [
             f"{flag(name)} {recorded.get(name, 'not recorded')} there and {settings.get(name, 'no setting')} now"
             for name in {**recorded, **settings}
@@ -217,10 +211,10 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def marked(kind: type[Settings], mark: str) -> set[str]:
-    """Returns the settings with a mark; the engine's keep theirs when config.py declares them again."""
+def marked(kind: type[Settings], *marks: str) -> set[str]:
+    """Returns the settings with one of the marks; the engine's keep theirs when config.py declares them again."""
     hints = get_type_hints(kind, include_extras=True) | get_type_hints(Settings, include_extras=True)
-    return {name for name, hint in hints.items() if mark in getattr(hint, "__metadata__", ())}
+    return {name for name, hint in hints.items() if {*marks} & {*getattr(hint, "__metadata__", ())}}
 
 
 def check_is_local(name: str, path: Path) -> None:

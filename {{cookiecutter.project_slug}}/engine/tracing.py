@@ -64,10 +64,8 @@ def returning_loss(step: Callable[..., Any]) -> Callable[..., tf.Tensor]:
     def checked(*arguments: Any) -> tf.Tensor:
         loss = call(*arguments)
         if not (tf.is_tensor(loss) and loss.dtype.is_floating and loss.shape.is_compatible_with([])):
-            raise BadInput(
-                f"task.{name} returned {loss!r:.200}: return this replica's part of the batch's loss, a scalar float32 "
-                "tensor"
-            )
+            remedy = "return this replica's part of the batch's loss, a scalar float32 tensor"
+            raise BadInput(f"task.{name} returned {loss!r:.200}: {remedy}")
         return tf.cast(loss, tf.float32)
 
     return checked

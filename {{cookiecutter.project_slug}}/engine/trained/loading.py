@@ -22,7 +22,7 @@ from engine.model.variables import by_name
 from engine.run.checkpoints import Checkpoints, restore_best
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
-from engine.settings import CONFIG, ON_EVALUATION, ON_RESUME, UNLESS_GIVEN, Settings, marked
+from engine.settings import CONFIG, INIT_ONLY, Settings, marked
 from engine.tracing import Traced, converted
 from engine.trained.saved_model import Endpoint, Outputs
 
@@ -51,7 +51,7 @@ class Trained:
 def without_init_only(settings: Settings) -> Settings:
     """Returns the settings with the defaults of those that describe how the run started: their files may be gone."""
     kind = type(settings)
-    names = marked(kind, ON_EVALUATION) - marked(kind, ON_RESUME) - marked(kind, UNLESS_GIVEN)
+    names = marked(kind, INIT_ONLY)
     return dataclasses.replace(settings, **{name: getattr(kind, name) for name in names if hasattr(kind, name)})
 
 
