@@ -298,5 +298,5 @@ class Run:
             self.objects.reset(one_pass.name)
             raise BadInput(str(problem)) from problem
         finally:
-            for each in self.passes:
-                each.watch.close()
+            for one_pass in self.passes:
+                one_pass.watch.close()
