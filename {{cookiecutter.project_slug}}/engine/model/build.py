@@ -64,8 +64,8 @@ def build_models(model: Any, features_spec: Any) -> Any:
             shapes = tf.nest.map_structure(lambda spec: spec.shape.as_list(), features_spec)
             raise BadInput(
                 f"task.create_model returned {name!r}, which does not accept features of the shapes {shapes} "
-                f"({first_line(problem)}): make its first layer accept the features of task.prepare_example, or call the "
-                "model once on what the steps give it"
+                f"({first_line(problem)}): make its first layer accept the features of task.prepare_example, or call "
+                "the model once on what the steps give it"
             ) from problem
     return model
 

@@ -111,8 +111,8 @@ def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
     if monitor not in names.metrics or split_of(monitor) not in ("train", "validation"):
         if not names.to_monitor():
             raise BadInput(
-                f"--monitor {monitor} is not measured, because task.create_metrics returned none: return a dict of them "
-                "by name, such as {'loss': keras.metrics.Mean()}"
+                f"--monitor {monitor} is not measured, because task.create_metrics returned none: return a dict of "
+                "them by name, such as {'loss': keras.metrics.Mean()}"
             )
         problem = "is not the name of a metric"
         if split_of(monitor) == "validation" and not any(

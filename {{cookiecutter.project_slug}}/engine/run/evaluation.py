@@ -79,8 +79,8 @@ def _evaluate_continuously(program: Any, settings: Settings, read_settings: Call
     program.build(settings)
     if not any(split_of(name) == "validation" for name in program.run.objects.names.datasets):
         raise BadInput(
-            "--evaluate-continuously: task.load_examples('validation') returned None, so there is no validation: return "
-            "one, or use --evaluate-only for the test"
+            "--evaluate-continuously: task.load_examples('validation') returned None, so there is no validation: "
+            "return one, or use --evaluate-only for the test"
         )
     _validate_as_they_appear(program, settings)
 
