@@ -28,6 +28,9 @@ REJECTED = {
     "--pad-to 8 8": "--pad-to 8 8 must be positive integers in increasing order",
     "--pad-to": "--pad-to  needs at least one value",
     "--learning-rate=1e400": "--learning-rate inf must be a positive number of float32, from 1.2e-38 to 3.4e+38",
+    "--cluster-timeout=1e10": "--cluster-timeout 10000000000.0 must be at most 1e9",
+    "--monitor=\udcff": "--monitor \udcff must be text in UTF-8",
+    "--run-dir=a\0b": "--run-dir a\0b must be text in UTF-8 without null characters",
     "--ema-decay=1": "--ema-decay 1.0 must be between 0 and 1",
     "--compare ~/r": f"--compare ~/r starts with ~, which only a shell expands: pass {os.path.expanduser('~')}/r",
     "--init-from=s3:/b/r": "--init-from s3://b/r is a bucket URL, not a local path: mount the bucket",
@@ -58,8 +61,9 @@ def test_setting_of_your_own_that_no_run_can_have_is_rejected() -> None:
         temperature: object = 1.0
 
     assert Mine(temperature=float("inf")).as_json()["temperature"] == float("inf")
-    with pytest.raises(BadInput, match=r"--temperature .*must not be NaN"):
-        Mine(temperature=float("nan"))
+    for value, rule in ((2**63, "must fit into 64 bits"), (float("nan"), "must not be NaN")):
+        with pytest.raises(BadInput, match=f"--temperature .*{rule}"):
+            Mine(temperature=value)
 
 
 def test_address_of_a_bucket_is_rejected_where_pathlib_would_change_it() -> None:
@@ -79,13 +83,23 @@ def test_address_of_a_bucket_is_rejected_where_pathlib_would_change_it() -> None
         Options(run_dir=Path(), input=Path(), output=Path("gs://b/p.csv"))
 
 
-def test_setting_with_a_name_of_the_engine_is_rejected() -> None:
+def test_setting_with_a_wrong_default_or_a_name_of_the_engine_is_rejected() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Wrong(Config):
+        depth: int = "three"
+        rate: float = 1
+
     @dataclasses.dataclass(frozen=True)
     class Reserved(Config):
         as_json: bool = False
 
     with pytest.raises(BadInput, match=r"--as-json False needs another name in config.py"):
         Reserved()
+    assert Wrong(depth=3).rate == 1
+    with pytest.raises(BadInput, match=r"--depth three must be of the type that it has in config.py, int"):
+        Wrong()
+    with pytest.raises(BadInput, match="--epochs 3 must be of the type"):
+        Config(epochs="3")
 
 
 # --- The command line -------------------------------------------------------------------------------------------------
@@ -264,7 +278,7 @@ def test_settings_that_cannot_be_used_are_rejected(tmp_path: Path) -> None:
         with pytest.raises(BadInput) as rejected:
             read_settings(Config, [f"--settings-from={tmp_path / 'mine.json'}"])
         assert reason in str(rejected.value)
-    for text in ('{"settings"', "[]", "{}", "[" * 100_000 + "]" * 100_000):
+    for text in ('{"settings"', "[]", "{}", '{"settings": {"seed": 1}, "starts": {}}', "[" * 100_000 + "]" * 100_000):
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
         with pytest.raises(BadInput, match=r"config.json .*: restore (it|the file), or start a new run"):
             read_settings(Config, ["--evaluate-only", f"--run-dir={tmp_path}"])

@@ -155,11 +155,19 @@ class Settings:
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yields a setting, whether its value keeps a rule, and the rule."""
+        hints = get_type_hints(type(self))
         for name, value in vars(self).items():
             is_engines = name in Settings.__dataclass_fields__
             yield name, is_engines or not hasattr(Settings, name), "needs another name in config.py"
             yield name, not is_engines or value != (), "needs at least one value"
+            if isinstance(hint := hints[name], type):  # Unions and generic types are left to tyro.
+                fits = isinstance(value, int | float if hint is float else hint)
+                yield name, fits, f"must be of the type that it has in config.py, {hint.__name__}"
             for part in value if isinstance(value, tuple) else (value,):
+                # TensorFlow, JSON and file systems accept no other text.
+                is_text = str(part).encode(errors="ignore").decode() == str(part) and "\0" not in str(part)
+                yield name, is_text, "must be text in UTF-8 without null characters"
+                yield name, type(part) is not int or -(2**63) <= part < 2**63, "must fit into 64 bits"
                 # A resumed run would never match its own settings.
                 yield name, part == part, "must not be NaN"  # noqa: PLR0124 - NaN != NaN.
                 if isinstance(part, Path):
@@ -173,6 +181,7 @@ class Settings:
                     yield name, 1.2e-38 <= part <= 3.4e38, rule
         lengths = self.pad_to or ()
         yield "pad_to", [*lengths] == sorted({*lengths}), "must be positive integers in increasing order"
+        yield "cluster_timeout", self.cluster_timeout <= 1e9, "must be at most 1e9"  # Python's timers take no more.
         yield "ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "must be between 0 and 1"
         yield "init_partial", not self.init_partial or self.init_from is not None, "needs --init-from"
         yield "fresh", not (self.fresh and (self.evaluates or self.compare)), "leaves no run to evaluate: remove it"
@@ -232,6 +241,7 @@ def check_is_local(name: str, path: Path) -> None:
 def recorded_settings(run_dir: Path) -> dict[str, Any] | None:
     """Returns the settings in a run's config.json; None without that file. Raises BadInput if they are damaged."""
     recorded = read_json(run_dir / CONFIG)
-    if recorded is not None and not isinstance(recorded.get("settings"), dict):
-        raise BadInput(f"{run_dir / CONFIG} contains no settings: restore the file, or start a new run")
+    for name, kind in {"settings": dict, "versions": dict, "code_sha256": dict, "starts": list}.items():
+        if recorded is not None and not isinstance(recorded.get(name, None if name == "settings" else kind()), kind):
+            raise BadInput(f"{run_dir / CONFIG} has no usable {name}: restore the file, or start a new run")
     return recorded and recorded["settings"]
