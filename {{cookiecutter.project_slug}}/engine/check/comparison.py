@@ -7,7 +7,6 @@ import numpy as np
 
 from engine.errors import BadInput
 from engine.model.metrics import ResultNames
-from engine.protocols import Task
 
 TOLERANCE = 1e-4  # Of gradients and updates, whose rounding is larger than that of the results made of them.
 PROMISE = 1e-5  # Of losses and metrics.
@@ -63,7 +62,7 @@ def check_repeats(hook: str, results: str, draws: list[str], python: list[str], 
         yield Check(True, f"task.py {hook}", f"the same {results} twice, though {text}")
 
 
-def hook_of_step(task: Task, hook: str, split: str = "train") -> str:
+def hook_of_step(task: Any, hook: str, split: str = "train") -> str:
     """Returns "task.py <hook>" if the task has this hook, otherwise the step of the split."""
     step = "train_step" if split == "train" else "evaluation_step"
     return f"task.py {hook if hasattr(task, hook) else step}"

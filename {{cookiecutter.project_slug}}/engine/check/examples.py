@@ -19,16 +19,14 @@ from engine.data.records import Records
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.step import step_on
-from engine.protocols import Task
-from engine.run.evaluation import Program
 from engine.settings import Settings
-from engine.tracing import unrepeatable_in_preparation
+from engine.tracing import unrepeatable
 
 EXAMPLES_READ_TWICE = 200
 BATCHES_LOOKED_AT = 20
 
 
-def read_examples(program: Program, load_examples: Callable[[str], Any], hashes: dict[str, Any]) -> None:
+def read_examples(program: Any, load_examples: Callable[[str], Any], hashes: dict[str, Any]) -> None:
     """Reads the first examples of each split twice, and adds their hashes to `hashes`.
 
     Raises BadInput if they differ from each other, or from those of an earlier call.
@@ -50,7 +48,7 @@ def read_examples(program: Program, load_examples: Callable[[str], Any], hashes:
                 )
 
 
-def check_examples(program: Program, task: Task, settings: Settings, global_batch_size: int) -> Iterator[Check]:
+def check_examples(program: Any, task: Any, settings: Settings, global_batch_size: int) -> Iterator[Check]:
     """Builds the program on one replica and checks its batches; `global_batch_size` is the user's."""
     program.build(dataclasses.replace(settings, simulated_devices=1))
     sizes = ", ".join(f"{name} {batches.number_of_examples}" for name, batches in program.batches.items())
@@ -66,9 +64,9 @@ def check_examples(program: Program, task: Task, settings: Settings, global_batc
         yield from _check_predictions(program, hook)
 
 
-def _check_batches(task: Task, name: str, batches: Batches, predict: Callable[[Any], Any]) -> Iterator[Check]:
+def _check_batches(task: Any, name: str, batches: Batches, predict: Callable[[Any], Any]) -> Iterator[Check]:
     assert batches.traced is not None  # --check excludes --eager.
-    draws, python = unrepeatable_in_preparation(batches.traced)
+    draws, python = unrepeatable(batches.traced, "prepare_example")
     looked_at = list(itertools.islice(batches.one_by_one(), BATCHES_LOOKED_AT))
     pairs = zip(tf.nest.flatten(looked_at[0]), tf.nest.flatten(next(batches.one_by_one())), strict=True)
     repeats = all(np.array_equal(first, second, equal_nan=first.dtype.is_floating) for first, second in pairs)
@@ -105,7 +103,7 @@ def _check_labels(task: Any, name: str, batch: Any, predict: Callable[[Any], Any
     raise BadInput(f"{hook_of(name)} {text}: fix the labels or the model's last layer")
 
 
-def _check_predictions(program: Program, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
+def _check_predictions(program: Any, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
     """Checks the predictions, whose faults would otherwise show after the training, in --export or predict.py."""
     *_, last = program.batches.values()  # The test dataset, if there is one.
     features, _, sample_weights = next(last.one_by_one())

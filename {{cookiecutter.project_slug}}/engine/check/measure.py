@@ -14,11 +14,9 @@ from engine.check.comparison import LOSS, Arrays, BatchStacks, Layers, Measured,
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.variables import Variables, by_name, is_random_state, layers_of, trainable_variables
-from engine.protocols import Task
-from engine.run.evaluation import Program
 from engine.run.state import Values
 from engine.settings import Settings
-from engine.tracing import look_at
+from engine.tracing import Traced
 
 BATCHES = 3
 RANDOMNESS = ("rate", "stddev", "dropout", "recurrent_dropout")  # Attributes of Keras layers: how much they draw.
@@ -27,13 +25,13 @@ NEARBY = 2.0**-7  # Changes every weight enough that another ReLU, or maximum, i
 SAMPLE_WEIGHTS = 2  # The part of a stack.
 
 
-def measure(program: Program, task: Task, settings: Settings, replicas: int) -> Measured:
+def measure(program: Any, task: Any, settings: Settings, replicas: int) -> Measured:
     """Builds the program for `replicas` and returns their `results`."""
     program.build(dataclasses.replace(settings, simulated_devices=replicas))
     return results(program, task)
 
 
-def results(program: Program, task: Task) -> Measured:
+def results(program: Any, task: Any) -> Measured:
     """Returns the results of a new program for a few batches, without randomness.
 
     Build it under `few_examples` and `recording_optimizers`. Raises BadInput if the loss or a gradient is not finite,
@@ -71,7 +69,7 @@ def results(program: Program, task: Task) -> Measured:
 # --- What makes replicas comparable -----------------------------------------------------------------------------------
 
 
-def few_examples(task: Task, global_batch_size: int) -> contextlib.AbstractContextManager[object]:
+def few_examples(task: Any, global_batch_size: int) -> contextlib.AbstractContextManager[object]:
     """Shortens every split to a few batches, the last of them incomplete."""
     load_examples = task.load_examples
     count = BATCHES * global_batch_size + global_batch_size // 2
@@ -98,7 +96,7 @@ class Recorder(keras.optimizers.SGD):
         self.assign_add(self.gradients[self._get_variable_index(variable)], gradient)
 
 
-def recording_optimizers(task: Task) -> contextlib.AbstractContextManager[object]:
+def recording_optimizers(task: Any) -> contextlib.AbstractContextManager[object]:
     """Replaces the task's optimizers with recorders."""
     create_optimizer = task.create_optimizer
 
@@ -110,7 +108,7 @@ def recording_optimizers(task: Task) -> contextlib.AbstractContextManager[object
     return mock.patch.object(task, "create_optimizer", create_recorders)
 
 
-def recorded_gradients(task: Task) -> Variables:
+def recorded_gradients(task: Any) -> Variables:
     """Returns the variables that hold the recorded gradients, under the names of the trainable variables."""
     names = {id(variable): name for name, variable in trainable_variables(task.model).items()}
     return {
@@ -120,7 +118,7 @@ def recorded_gradients(task: Task) -> Variables:
     }
 
 
-def make_comparable(program: Program, task: Task, *splits: str) -> Layers:
+def make_comparable(program: Any, task: Any, *splits: str) -> Layers:
     """Switches randomness off where a number gives its strength, and synchronizes every BatchNormalization.
 
     Then it traces the steps of some splits, or of all.
@@ -143,7 +141,7 @@ def make_comparable(program: Program, task: Task, *splits: str) -> Layers:
     return Layers(list(dict.fromkeys([*random, *still_random])), still_random, synchronized, unsynchronized)
 
 
-def layers_of_task(task: Task) -> list[keras.layers.Layer]:
+def layers_of_task(task: Any) -> list[keras.layers.Layer]:
     """Returns all layers of the task's models, however deeply nested."""
     return [layer for model in by_name(task.model, "model").values() for layer in layers_of(model)]
 
@@ -151,10 +149,10 @@ def layers_of_task(task: Task) -> list[keras.layers.Layer]:
 # --- What the steps change and draw -----------------------------------------------------------------------------------
 
 
-def changed_by(program: Program, split: str) -> Variables:
+def changed_by(program: Any, split: str) -> Variables:
     """Returns the variables of the state, by name, that the steps of a split change."""
     state, graph = program.run.checkpoints.state, program.run_steps[split].graph()
-    changed = (program.run.traced.get(split) or look_at(graph)).changed
+    changed = (program.run.traced.get(split) or Traced(graph)).changed
     return {
         name: variable
         for name, variable in (state.mirrored | state.per_replica).items()
@@ -162,12 +160,12 @@ def changed_by(program: Program, split: str) -> Variables:
     }
 
 
-def changed_unlisted(program: Program) -> list[str]:
+def changed_unlisted(program: Any) -> list[str]:
     """Returns the names of the variables that the training steps change and Keras does not list."""
     return [name.removeprefix("hidden/") for name in changed_by(program, "train") if name.startswith("hidden/")]
 
 
-def drawing(program: Program, task: Task, split: str) -> dict[str, keras.layers.Layer | None]:
+def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer | None]:
     """Returns by name the layers from whose random generators the steps of a split draw, and generators of no layer."""
     owners = {id(seed.state.value): layer for layer in layers_of_task(task) for seed in layer._seed_generators}
     drawing: dict[str, keras.layers.Layer | None] = {}
@@ -178,7 +176,7 @@ def drawing(program: Program, task: Task, split: str) -> dict[str, keras.layers.
     return drawing
 
 
-def depends_on_seeds(program: Program, evaluate: Callable[[], dict[str, float]]) -> bool:
+def depends_on_seeds(program: Any, evaluate: Callable[[], dict[str, float]]) -> bool:
     """Returns whether other states of the random generators give an evaluation other results; changes none of them."""
     with state_restored(program) as initial:
         results = evaluate()
@@ -191,7 +189,7 @@ def depends_on_seeds(program: Program, evaluate: Callable[[], dict[str, float]])
 
 
 @contextlib.contextmanager
-def state_restored(program: Program) -> Iterator[Values]:
+def state_restored(program: Any) -> Iterator[Values]:
     """Yields the values of the program's state, and gives them back to it at the end."""
     state = program.run.checkpoints.state
     initial = state.values()
@@ -199,13 +197,13 @@ def state_restored(program: Program) -> Iterator[Values]:
     state.assign(initial)
 
 
-def first_stacks(program: Program, name: str = "train") -> BatchStacks:
+def first_stacks(program: Any, name: str = "train") -> BatchStacks:
     """Returns the batches of the first pass over a dataset."""
     batches = program.batches[name]
     return list(batches.iterator().take(batches.steps_per_pass))
 
 
-def changed_stacks(program: Program, stacks: BatchStacks, factors: Any, *replaced: int) -> BatchStacks:
+def changed_stacks(program: Any, stacks: BatchStacks, factors: Any, *replaced: int) -> BatchStacks:
     """Returns stacks with the sample weights multiplied by factors ([] or [global_batch_size]).
 
     In the `replaced` parts, the first half of a replica's batch stands in the place of the second half too.
@@ -223,7 +221,7 @@ def changed_stacks(program: Program, stacks: BatchStacks, factors: Any, *replace
     return [(program.strategy.run(change, args=tuple(stack)), first, count) for stack, first, count in stacks]
 
 
-def losses_and_gradients(program: Program, task: Task, stacks: BatchStacks) -> list[Arrays]:
+def losses_and_gradients(program: Any, task: Any, stacks: BatchStacks) -> list[Arrays]:
     """Returns `Measured.batches` of some stacks, all from the program's present state."""
     state, read, results = program.run.checkpoints.state, recorded_gradients(task), []
     known = {id(variable) for variable in (*read.values(), *trainable_variables(task.model).values())}
@@ -243,7 +241,7 @@ def losses_and_gradients(program: Program, task: Task, stacks: BatchStacks) -> l
     return results
 
 
-def measure_updates(program: Program, task: Task, stacks: BatchStacks) -> Arrays:
+def measure_updates(program: Any, task: Any, stacks: BatchStacks) -> Arrays:
     """Returns how an epoch of these batches, with the real optimizers, changes each weight. The state is restored."""
     weights = trainable_variables(task.model)
     before = {name: weight.numpy() for name, weight in weights.items()}
@@ -253,9 +251,7 @@ def measure_updates(program: Program, task: Task, stacks: BatchStacks) -> Arrays
         return {name: weight.numpy() - before[name] for name, weight in weights.items()}
 
 
-def rounding_of(
-    exact: list[Arrays], program: Program, task: Task, compute: Callable[[], list[Arrays]]
-) -> dict[str, float]:
+def rounding_of(exact: list[Arrays], program: Any, task: Any, compute: Callable[[], list[Arrays]]) -> dict[str, float]:
     """Returns how much the arrays `exact`, which `compute` returns, change at most when all weights change a little."""
     with _moved_weights(program, task, ROUNDED_BY):
         pairs = list(zip(exact, compute(), strict=True))
@@ -263,7 +259,7 @@ def rounding_of(
 
 
 @contextlib.contextmanager
-def _moved_weights(program: Program, task: Task, by: float) -> Iterator[None]:
+def _moved_weights(program: Any, task: Any, by: float) -> Iterator[None]:
     """Multiplies each trainable weight by 1 + `by` or 1 - `by`, at random; restores the program's state."""
     random = np.random.default_rng(0)
     with state_restored(program):

@@ -20,15 +20,13 @@ from engine.model.global_batch import adds_losses
 from engine.model.metrics import split_of
 from engine.model.step import step_on
 from engine.model.variables import by_name, trainable_variables
-from engine.protocols import Task
-from engine.run.evaluation import Program
-from engine.tracing import operations_of, place, unrepeatable_in_step
+from engine.tracing import operations_of, place, unrepeatable
 
 FEATURES, LABELS, _, LENGTHS = range(4)  # The parts of a stack; only padded examples have lengths.
 DRAWN = "random numbers depend on the replica{}: draw them from a seed of each example, see docs/steps.md"
 
 
-def check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]:
+def check_layers(program: Any, task: Any, one: Measured) -> Iterator[Check]:
     """Names the layers whose results depend on the replica, and variables without a gradient."""
     layers = one.layers
     if layers.unsynchronized:
@@ -41,14 +39,12 @@ def check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]
     if unused := one.without_gradient:
         text = f"no gradient for {', '.join(unused[:3])}: pass it to apply_gradients and use it in the loss, or freeze "
         yield Check(False, "task.py train_step", text + "its layer")
-    draws, python = unrepeatable_in_step(program.run.traced["train"])
+    draws, python = unrepeatable(program.run.traced["train"], "train_step")
     again = [arrays[LOSS] for arrays in measure.losses_and_gradients(program, task, one.stacks)]
     yield from comparison.check_repeats("train_step", "losses", draws, python, repeats=close(one.losses, again))
 
 
-def check_same_results(
-    program: Program, task: Task, one: Measured, two: Measured, micro_batches: int
-) -> Iterator[Check]:
+def check_same_results(program: Any, task: Any, one: Measured, two: Measured, micro_batches: int) -> Iterator[Check]:
     """Checks that losses, gradients and metrics agree; `micro_batches` is not 0 if only they make losses differ."""
     if random := ", ".join(one.layers.still_random):
         text = f"not compared, because {random} cannot be switched off: augment in task.prepare_example instead"
@@ -92,7 +88,7 @@ def check_same_results(
         yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(one.metrics), *arrays])}")
 
 
-def _why_losses_differ(program: Program, task: Any, padded: str, one: float, two: float) -> tuple[str, str]:
+def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: float) -> tuple[str, str]:
     """Returns the hook to look at, and likely causes, from the losses of one replica and of two.
 
     `padded` says of which batch they are, if it is padded. Raises BadInput if a loss is not one of each example.
@@ -125,7 +121,7 @@ def _why_losses_differ(program: Program, task: Any, padded: str, one: float, two
     )
 
 
-def _draws(program: Program, split: str) -> str:
+def _draws(program: Any, split: str) -> str:
     """Returns the places in hooks of the random operations of a split's steps; "" without any."""
     operations = operations_of(program.run_steps[split].graph())
     return "".join(dict.fromkeys(place(each) for each in operations if each.type.startswith("StatelessRandom")))
@@ -134,7 +130,7 @@ def _draws(program: Program, split: str) -> str:
 # --- Sample weights, regularizers and metrics -------------------------------------------------------------------------
 
 
-def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
+def check_loss(program: Any, task: Any, one: Measured) -> Iterator[Check]:
     """Checks that the loss of training uses sample weights and regularizers. `one` was measured on this program."""
 
     def results(factors: Any, *replaced: int) -> Arrays:
@@ -181,7 +177,7 @@ def _are_same(results: Arrays, others: Arrays, tolerance: float) -> bool:
     return all(close(results[name], others[name], tolerance=tolerance) for name in results)
 
 
-def _not_added(task: Task, results: Arrays) -> list[str]:
+def _not_added(task: Any, results: Arrays) -> list[str]:
     """Returns weights and layers whose regularization is not in the results of examples that all have weight 0."""
     names = {id(variable): name for name, variable in trainable_variables(task.model).items()}
     regularized = [
@@ -194,12 +190,12 @@ def _not_added(task: Task, results: Arrays) -> list[str]:
     return missing if missing or results[LOSS].any() else _loss_layers(task)
 
 
-def _loss_layers(task: Task) -> list[str]:
+def _loss_layers(task: Any) -> list[str]:
     """Returns the layers that add losses of their own, such as regularizers of activities."""
     return [layer.name for layer in measure.layers_of_task(task) if adds_losses(layer)]
 
 
-def check_metrics(program: Program, task: Task, batches: Batches, stacks: BatchStacks) -> Iterator[Check]:
+def check_metrics(program: Any, task: Any, batches: Batches, stacks: BatchStacks) -> Iterator[Check]:
     """Checks that no metric of a dataset depends on examples of weight 0; `stacks` has a pass over its batches."""
     size, is_training = batches.global_batch_size, batches.split == "train"
     first_half = np.arange(size) < size // 2
@@ -220,7 +216,7 @@ def check_metrics(program: Program, task: Task, batches: Batches, stacks: BatchS
         yield Check(False, hook_of_step(task, "update_metrics", batches.split), text)
 
 
-def check_updated_metrics(program: Program, task: Task) -> Iterator[Check]:
+def check_updated_metrics(program: Any, task: Any) -> Iterator[Check]:
     """Checks that the steps of each split update all metrics of the split, and no others."""
     metrics = {f"{split}/{name}": metric for split in task.metrics for name, metric in task.metrics[split].items()}
     for split in program.run_steps:
