@@ -1,11 +1,14 @@
-"""The cluster that this process belongs to, as TF_CONFIG, Slurm or a Kubernetes Indexed Job describes it."""
+"""The cluster of this process, as TF_CONFIG, Slurm or Kubernetes describes it, and its GPUs. Imports no TensorFlow."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from engine.errors import BadInput
 
@@ -59,8 +62,6 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
 
     Raises BadInput if the description is malformed or contradicts itself.
     """
-    if _is_evaluator(environment):
-        raise BadInput("TF_CONFIG describes this process as an evaluator: start it with --evaluate-continuously")
     if environment.get("TF_CONFIG"):
         cluster = _from_tf_config(environment["TF_CONFIG"])
     elif _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
@@ -82,19 +83,13 @@ def reject_cluster(flag: str) -> None:
 
 def leave_as_evaluator() -> None:
     """Forgets TF_CONFIG if this process is an evaluator in it, which takes no part in the training."""
-    if _is_evaluator(os.environ):
-        del os.environ["TF_CONFIG"]
-
-
-def _is_evaluator(environment: Mapping[str, str]) -> bool:
-    try:
-        return json.loads(environment["TF_CONFIG"])["task"]["type"] == "evaluator"
-    except (ValueError, LookupError, TypeError):
-        return False
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "evaluator":
+            del os.environ["TF_CONFIG"]
 
 
 def _from_tf_config(text: str) -> Cluster:
-    try:
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
         described = json.loads(text)
         jobs, job, index = described["cluster"], described["task"]["type"], described["task"]["index"]
         has_lists = bool(jobs) and all(isinstance(addresses, list) for addresses in jobs.values())
@@ -102,16 +97,14 @@ def _from_tf_config(text: str) -> Cluster:
             # TensorFlow crashes at a job without processes. An evaluator takes no part in the training.
             used = {name: addresses for name, addresses in jobs.items() if addresses and name != "evaluator"}
             return Cluster("TF_CONFIG", used, job, index)
-    except (ValueError, LookupError, TypeError, AttributeError):
-        pass
     example = '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}'
     raise BadInput(f"TF_CONFIG {text} must be JSON like {example}: fix it, or unset it to train on one machine")
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Cluster:
     """Reads the variables that srun sets for each process of a step (man srun, OUTPUT ENVIRONMENT VARIABLES)."""
-    names = ("SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS")
-    given = {name: environment.get(name, "") for name in names}
+    names = ("PROCID", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "STEP_NUM_TASKS")
+    given = {f"SLURM_{name}": environment.get(f"SLURM_{name}", "") for name in names}
     nodes = given["SLURM_STEP_NODELIST"]
     try:
         hosts = subprocess.check_output(["scontrol", "show", "hostnames", nodes], text=True, stderr=subprocess.DEVNULL)
@@ -121,13 +114,13 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
     for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", given["SLURM_STEP_TASKS_PER_NODE"]):
         tasks_per_node += [int(number)] * int(times or 1)  # "2(x3),1" is 2, 2, 2, 1.
     host_by_rank = [host for host, number in zip(hosts.split(), tasks_per_node, strict=False) for _ in range(number)]
-    rank = _number(environment, "SLURM_PROCID", 0)
-    if len(host_by_rank) != _number(environment, "SLURM_STEP_NUM_TASKS", 0) or rank >= len(host_by_rank):
+    rank, host = _number(environment, "SLURM_PROCID", 0), environment.get("SLURMD_NODENAME")
+    is_complete = len(host_by_rank) == _number(environment, "SLURM_STEP_NUM_TASKS", 0) > rank
+    if not is_complete or host not in (None, host_by_rank[rank]):
         listed = ", ".join(map("=".join, given.items()))
-        raise BadInput(f"Slurm's variables contradict each other ({listed}): start the program with srun")
-    if (host := environment.get("SLURMD_NODENAME", host_by_rank[rank])) != host_by_rank[rank]:
         raise BadInput(
-            f"SLURM_PROCID {rank} runs on {host}, not on {host_by_rank[rank]}: use srun --distribution=block"
+            f"Slurm's variables contradict each other ({listed}, on the node {host}): start the program with srun "
+            "--distribution=block"
         )
     # Each job gets its own ports, so that jobs can share a node, below those that systems use for outgoing connections.
     first = 12000 + _number(environment, "SLURM_JOB_ID", 0) * 37 % (20000 - len(host_by_rank))
@@ -165,6 +158,8 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 def _contradictions(cluster: Cluster) -> Iterator[str]:
     """Yields contradictions at which TensorFlow would wait or fail without an explanation."""
+    if cluster.job == "evaluator":
+        yield "this process as an evaluator: start it with --evaluate-continuously"
     if unknown := sorted(set(cluster.addresses) - set(JOBS)):
         yield f"the job {', '.join(unknown)}: use only {', '.join(JOBS)}"
     if len(chiefs := cluster.addresses.get("chief", [])) > 1:
@@ -179,11 +174,45 @@ def _contradictions(cluster: Cluster) -> Iterator[str]:
     addresses = list(processes.values())
     if shared := [address for address in addresses if addresses.count(address) > 1]:
         yield f"two processes at {shared[0]}: give each process its own address"
-    local = [address for address in addresses if is_loopback(address.rpartition(":")[0])]
+    local = [address for address in addresses if is_loopback(host_and_port(address)[0])]
     if local and len(local) < len(addresses):
         yield f"a process at {local[0]}, which is a different machine on each host: use the name that the others know"
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def is_loopback(host: str) -> bool:
     """Returns whether a host name or address means this machine on every machine."""
-    return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+# TensorFlow lists only those that it can use. The launcher, and the warning that it uses none, need all of them.
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # Has a folder for each GPU of the container.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Returns the GPUs that a process with this environment can use, as CUDA_VISIBLE_DEVICES names them."""
+    if VISIBLE not in environment:
+        return [str(index) for index, _ in enumerate(NVIDIA_GPUS.glob("*"))]
+    names = [name.strip() for name in environment[VISIBLE].split(",")]
+    # CUDA uses the GPUs before the first invalid name, such as -1.
+    return list(itertools.takewhile(lambda name: name.isdecimal() or name.startswith(("GPU-", "MIG-")), names))
+
+
+def why_no_gpu(environment: Mapping[str, str]) -> str:
+    """Returns why TensorFlow may list no GPU although this machine has some, with a remedy; "" if it has none."""
+    number = len([*NVIDIA_GPUS.glob("*")])
+    if not number:
+        return ""
+    is_hidden = VISIBLE in environment and not visible_gpus(environment)
+    hidden = f"{VISIBLE} is {environment[VISIBLE]!r}: unset it, and if that is not enough: " if is_hidden else ""
+    return (
+        f"this machine has {number} NVIDIA GPU{'s' * (number > 1)}, and TensorFlow can use none ({hidden}pip install "
+        "'tensorflow[and-cuda]', with a driver that is new enough)"
+    )

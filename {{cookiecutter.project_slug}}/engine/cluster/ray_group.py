@@ -48,11 +48,11 @@ class Restarts(ray_train.UserCallback):
         Raises ControllerError, after which Ray does not restart, and PreemptionError, which it does not count.
         """
         codes = {worker: getattr(problem, "code", None) for worker, problem in worker_exceptions.items()}
-        ends = {
-            worker: f"exit code {code}" if code else first_line(worker_exceptions[worker])
-            for worker, code in codes.items()
-        }
-        print(f"ended: {', '.join(f'worker {worker} ({end})' for worker, end in ends.items())}", flush=True)
+        ends = [
+            f"exit code {code}" if code else first_line(worker_exceptions[worker]) for worker, code in codes.items()
+        ]
+        named = ", ".join(f"worker {worker} ({end})" for worker, end in zip(codes, ends, strict=True))
+        print(f"ended: {named}", flush=True)
         if final := [code for code in codes.values() if code in FINAL_CODES]:
             raise ray_train.ControllerError(WorkerExit(final[0]))
         if set(codes.values()) == {Stopped.exit_code}:
@@ -91,12 +91,6 @@ def report_to_ray(task: Any) -> None:
         threading.Thread(target=join_reports, daemon=True).start()
 
 
-def room_for_workers(nodes: list[dict[str, Any]], needs: dict[str, float]) -> int:
-    """Returns how many workers fit on the nodes, as ray.nodes() lists them; `needs` are the resources of a worker."""
-    resources = [node["Resources"] for node in nodes if node["Alive"]]
-    return int(sum(min(of_node.get(name, 0) // need for name, need in needs.items()) for of_node in resources))
-
-
 def start_ray(least: int, needs: dict[str, float]) -> None:
     """Joins the Ray cluster, or starts one here; from then on a line says when it has room for too few workers.
 
@@ -111,12 +105,12 @@ def _report_missing_nodes(least: int, needs: dict[str, float]) -> None:
     before = least
     with contextlib.suppress(ray.exceptions.RayError):  # Ray does not answer when the program ends.
         while True:
-            room = room_for_workers(ray.nodes(), needs)
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            room = int(sum(min(node.get(name, 0) // need for name, need in needs.items()) for node in nodes))
             if room < least <= before:
-                size = " and ".join(f"{need:g} {name}" for name, need in needs.items())
                 print(
-                    f"waiting: the nodes have room for {room} worker(s) of {size}, and at least {least} are needed: "
-                    "add nodes, or start again with fewer --workers, or with --min-workers",
+                    f"waiting: the nodes have room for {room} worker(s) that need {needs}, and at least {least} are "
+                    "needed: add nodes, or start again with fewer --workers, or with --min-workers",
                     flush=True,
                 )
             before = room

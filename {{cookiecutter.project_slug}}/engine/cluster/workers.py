@@ -4,30 +4,21 @@ A process that leaves a loop earlier than the others, or saves where they do not
 that only one process knows (a signal, a file, how long a step took) is shared before anything depends on it.
 """
 
-import contextlib
-import os
 import pickle
-import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from engine.cluster.environment import Cluster, find_cluster, process_name
+from engine.cluster.environment import Cluster
 from engine.cluster.parameter_servers import worker_pool
-from engine.cluster.rendezvous import FROZEN, kind_of_loss, lost, wait_for
+from engine.cluster.peers import NOT_TOGETHER
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
-from engine.messages import DIFFERENT_CALLS, is_broken_connection
 
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
 HEAD = 256  # Bytes of a result in the first operation of `from_chief`; most results fit.
-NOT_TOGETHER = (
-    "the workers no longer do the same{}: a condition in train.py or a hook (a clock, a file, the environment) differs "
-    "between them; decide it together, by `if run.on_any_worker(condition):`"
-)
-SECONDS_UNTIL_GONE = 5.0  # A process that is ending may keep its port for a moment.
 
 
 class Workers:
@@ -147,53 +138,3 @@ class Workers:
 
 def _as_integers(packed: bytes) -> np.ndarray:
     return np.frombuffer(packed + bytes(-len(packed) % 4), np.int32)
-
-
-@contextlib.contextmanager
-def peers_named() -> Iterator[None]:
-    """Turns TensorFlow's errors about other processes into one line.
-
-    A broken connection becomes PeerLost, which names the process that is gone; different calls become BadInput.
-    """
-    try:
-        yield
-    except tf.errors.OpError as problem:
-        if DIFFERENT_CALLS.search(str(problem)):
-            raise BadInput(NOT_TOGETHER.format("")) from problem
-        cluster = find_cluster(os.environ)
-        # What the others get when a step fails on one worker may have the class of that failure.
-        if cluster is None or not (is_broken_connection(problem) or "Collective ops is abort" in str(problem)):
-            raise
-        missing = ", ".join(_lost_for_good(cluster))
-        if not missing and (accused := _accused(str(problem), cluster)):
-            missing = f"{accused} does not answer, or failed"
-        if not missing:
-            raise
-        frozen = "; or this process was frozen for 10 s or more" if "is gone" in missing else ""
-        raise kind_of_loss(cluster, missing)(
-            f"{missing}{frozen}: check its log, then start the same command, without --fresh, on all; everything saved "
-            "is intact"
-        ) from problem
-
-
-def _lost_for_good(cluster: Cluster) -> list[str]:
-    """Returns what `lost` returns, once all processes in it have ended or some seconds have passed."""
-    missing: list[str] = []
-
-    def have_ended() -> bool:
-        missing[:] = lost(cluster)
-        # A process that is ending may be silent before it is gone.
-        return bool(missing) and not any(text.endswith(FROZEN) for text in missing)
-
-    wait_for(have_ended, SECONDS_UNTIL_GONE)
-    return missing
-
-
-def _accused(message: str, cluster: Cluster) -> str:
-    """Returns the other processes that TensorFlow's message says failed; "" if it is about something else."""
-    tasks, others = re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", message), cluster.others()
-    names = [process_name(job, int(index)) for job, index in tasks]
-    if "CoordinationService" in message:  # The first worker runs it.
-        names.append(next(iter(cluster.processes())))
-    accused = ", ".join(f"{name} ({others[name]})" for name in dict.fromkeys(names) if name in others)
-    return accused or ("another worker" if "Collective ops is aborted" in message else "")

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from engine.cluster.workers import peers_named
+from engine.cluster.peers import peers_named
 from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes
 from engine.messages import user_errors_named
 from engine.run.run import Run
