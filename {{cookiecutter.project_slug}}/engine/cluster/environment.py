@@ -14,6 +14,8 @@ from engine.errors import BadInput
 
 # "host0:12345", "10.0.0.1:12345", "[fe80::1%eth0]:12345": no scheme and no space.
 ADDRESS = re.compile(r"([\w.-]+|\[[\w:.%-]+\]):(?P<port>[0-9]{1,5})")
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # Has a folder for each GPU of the container.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 JOBS = ("chief", "worker", "ps")  # In the order in which processes are counted. A chief is the first worker.
 
 
@@ -62,17 +64,16 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
 
     Raises BadInput if the description is malformed or contradicts itself.
     """
+    cluster: Cluster | None = None
     if environment.get("TF_CONFIG"):
         cluster = _from_tf_config(environment["TF_CONFIG"])
-    elif _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
+    elif _number(environment, "SLURM_STEP_NUM_TASKS") > 1:
         cluster = _from_slurm(environment)
-    elif "JOB_COMPLETION_INDEX" in environment and _pods(environment) > 1:
+    elif "JOB_COMPLETION_INDEX" in environment:
         cluster = _from_kubernetes(environment)
-    else:
-        return None
-    if contradiction := next(_contradictions(cluster), ""):
+    if cluster and (contradiction := next(_contradictions(cluster), "")):
         raise BadInput(f"{cluster.source} describes {contradiction}")
-    return cluster if len(cluster.processes()) > 1 else None
+    return cluster if cluster and len(cluster.processes()) > 1 else None
 
 
 def reject_cluster(flag: str) -> None:
@@ -114,8 +115,8 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
     for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", given["SLURM_STEP_TASKS_PER_NODE"]):
         tasks_per_node += [int(number)] * int(times or 1)  # "2(x3),1" is 2, 2, 2, 1.
     host_by_rank = [host for host, number in zip(hosts.split(), tasks_per_node, strict=False) for _ in range(number)]
-    rank, host = _number(environment, "SLURM_PROCID", 0), environment.get("SLURMD_NODENAME")
-    is_complete = len(host_by_rank) == _number(environment, "SLURM_STEP_NUM_TASKS", 0) > rank
+    rank, host = _number(environment, "SLURM_PROCID"), environment.get("SLURMD_NODENAME")
+    is_complete = len(host_by_rank) == _number(environment, "SLURM_STEP_NUM_TASKS") > rank
     if not is_complete or host not in (None, host_by_rank[rank]):
         listed = ", ".join(map("=".join, given.items()))
         raise BadInput(
@@ -123,34 +124,31 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
             "--distribution=block"
         )
     # Each job gets its own ports, so that jobs can share a node, below those that systems use for outgoing connections.
-    first = 12000 + _number(environment, "SLURM_JOB_ID", 0) * 37 % (20000 - len(host_by_rank))
+    first = 12000 + _number(environment, "SLURM_JOB_ID") * 37 % (20000 - len(host_by_rank))
     addresses = [f"{host}:{first + number}" for number, host in enumerate(host_by_rank)]
     return Cluster("Slurm", {"worker": addresses}, "worker", rank)
 
 
-def _from_kubernetes(environment: Mapping[str, str]) -> Cluster:
+def _from_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
     """Reads the variables of the manifests in deploy/: an Indexed Job's pods are called <job>-<index>.<service>."""
-    if missing := [name for name in ("JOB_NAME", "SERVICE_NAME") if not environment.get(name)]:
-        raise BadInput(f"{', '.join(missing)} is not set beside JOB_COMPLETION_INDEX: see deploy/kubernetes.yaml")
-    job, service = environment["JOB_NAME"], environment["SERVICE_NAME"]
-    port = _number(environment, "PORT", 12345)
-    addresses = [f"{job}-{index}.{service}:{port}" for index in range(_pods(environment))]
-    return Cluster("Kubernetes", {"worker": addresses}, "worker", _number(environment, "JOB_COMPLETION_INDEX", 0))
-
-
-def _pods(environment: Mapping[str, str]) -> int:
-    """Returns the number of pods that train together: WORKERS, or PET_NNODES, which Kubeflow Trainer sets."""
-    given = [name for name in ("WORKERS", "PET_NNODES") if environment.get(name)]
-    if not given and environment.get("JOB_NAME") and environment.get("SERVICE_NAME"):
+    job, service = environment.get("JOB_NAME"), environment.get("SERVICE_NAME")
+    # Kubeflow Trainer has another name for the number of pods.
+    pods = _number(environment, "WORKERS") or _number(environment, "PET_NNODES")
+    if job and service and not pods:
         raise BadInput(
-            f"JOB_NAME={environment['JOB_NAME']} names a cluster, but neither WORKERS nor PET_NNODES is set: set "
-            "WORKERS to the number of pods that train together, as deploy/jobset.yaml does"
+            f"JOB_NAME={job} names a cluster, but neither WORKERS nor PET_NNODES is set: set WORKERS to the number of "
+            "pods that train together, as deploy/jobset.yaml does"
         )
-    return _number(environment, given[0], 1) if given else 1
+    if pods < 2:
+        return None
+    if not (job and service):
+        raise BadInput("SERVICE_NAME or JOB_NAME is not set beside JOB_COMPLETION_INDEX: see deploy/kubernetes.yaml")
+    addresses = [f"{job}-{pod}.{service}:12345" for pod in range(pods)]
+    return Cluster("Kubernetes", {"worker": addresses}, "worker", _number(environment, "JOB_COMPLETION_INDEX"))
 
 
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    value = environment.get(name) or str(default)
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name) or "0"
     if not value.isdecimal():
         raise BadInput(f"{name}={value} in the environment must be a whole number")
     return int(value)
@@ -162,8 +160,6 @@ def _contradictions(cluster: Cluster) -> Iterator[str]:
         yield "this process as an evaluator: start it with --evaluate-continuously"
     if unknown := sorted(set(cluster.addresses) - set(JOBS)):
         yield f"the job {', '.join(unknown)}: use only {', '.join(JOBS)}"
-    if len(chiefs := cluster.addresses.get("chief", [])) > 1:
-        yield f"{len(chiefs)} chiefs: keep one, and make the others workers"
     processes = cluster.processes()
     if cluster.name not in processes:
         yield f"this process as {cluster.name}, but only {', '.join(processes)}: fix its type or index"
@@ -189,13 +185,6 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-# --- GPUs -------------------------------------------------------------------------------------------------------------
-
-# TensorFlow lists only those that it can use. The launcher, and the warning that it uses none, need all of them.
-NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # Has a folder for each GPU of the container.
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """Returns the GPUs that a process with this environment can use, as CUDA_VISIBLE_DEVICES names them."""
     if VISIBLE not in environment:
@@ -210,8 +199,7 @@ def why_no_gpu(environment: Mapping[str, str]) -> str:
     number = len([*NVIDIA_GPUS.glob("*")])
     if not number:
         return ""
-    is_hidden = VISIBLE in environment and not visible_gpus(environment)
-    hidden = f"{VISIBLE} is {environment[VISIBLE]!r}: unset it, and if that is not enough: " if is_hidden else ""
+    hidden = f"{VISIBLE} is {environment[VISIBLE]!r}: unset it, or " if VISIBLE in environment else ""
     return (
         f"this machine has {number} NVIDIA GPU{'s' * (number > 1)}, and TensorFlow can use none ({hidden}pip install "
         "'tensorflow[and-cuda]', with a driver that is new enough)"

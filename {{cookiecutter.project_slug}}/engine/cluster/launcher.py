@@ -4,8 +4,8 @@ import argparse
 import contextlib
 import csv
 import ctypes
+import functools
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -29,6 +29,7 @@ FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)  # Exit codes of train.py
 SECONDS_TO_FOLLOW = 300.0
 SECONDS_OF_THE_CAUSE = 20.0  # After a process has lost another one, that one ends within this time, or is frozen.
 SECONDS_BETWEEN_CHECKS = 0.2
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # Loaded before any fork.
 
 
 def start_program(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
@@ -41,20 +42,9 @@ def start_program(arguments: Sequence[str], environment: Mapping[str, str], outp
         stderr=subprocess.STDOUT,
         # Ctrl-C in a terminal goes to this process only, which passes it on.
         start_new_session=True,
-        preexec_fn=_end_with_starter,  # noqa: PLW1509 - There is one thread.
+        # PR_SET_PDEATHSIG. There is one thread.
+        preexec_fn=_prctl and functools.partial(_prctl, 1, signal.SIGKILL),  # noqa: PLW1509
     )
-
-
-def _end_with_starter() -> None:
-    """Has Linux end this process when its starter is gone for any reason; elsewhere the user must end it."""
-    if _prctl:
-        _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != _STARTER:
-            os._exit(1)
-
-
-_STARTER = os.getpid()
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # Loaded before any fork.
 
 
 class TrainProcess:
@@ -138,12 +128,10 @@ def print_line(name: str, text: str) -> None:
 class Launcher:
     """Runs the cluster, restarts it if necessary, and passes on the signals that the launcher gets."""
 
-    def __init__(
-        self, jobs: dict[str, int], arguments: list[str], visible: list[str], max_restarts: int, min_workers: int
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, jobs: dict[str, int], visible: list[str]) -> None:
         """`visible` is each worker's CUDA_VISIBLE_DEVICES; it is empty on a machine without GPUs."""
-        self._jobs, self._arguments, self._visible = jobs, arguments, visible
-        self._restarts_left, self._min_workers = max_restarts, min_workers
+        self._jobs, self._arguments, self._visible = jobs, options.arguments, visible
+        self._restarts_left, self._min_workers = options.max_restarts, options.min_workers
         self._lost: Process | None = None  # The process because of which a start failed.
         os.environ.setdefault(START_ID, uuid.uuid4().hex)  # So --fresh moves only an older run aside.
         self._signal: int | None = None
@@ -186,11 +174,11 @@ class Launcher:
             process.popen.send_signal(number)
 
     def _run_once(self) -> int:
-        with contextlib.ExitStack() as opened:  # Finds free ports.
-            number = sum(self._jobs.values())
-            sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-            free = iter([f"127.0.0.1:{server.getsockname()[1]}" for server in sockets])
-        addresses = {job: [next(free) for _ in range(number)] for job, number in self._jobs.items()}
+        free = [socket.create_server(("127.0.0.1", 0)) for _ in range(sum(self._jobs.values()))]
+        ports = iter([server.getsockname()[1] for server in free])
+        addresses = {job: [f"127.0.0.1:{next(ports)}" for _ in range(number)] for job, number in self._jobs.items()}
+        for server in free:
+            server.close()
         self._processes, self._lost = [], None
         try:
             for job, number in self._jobs.items():
@@ -273,25 +261,16 @@ def main(description: str) -> int:
     for name, least in (("workers", 1), ("parameter_servers", 0), ("max_restarts", 0)):
         if (value := getattr(options, name)) < least:
             parser.error(f"--{name.replace('_', '-')} {value} must be {least} or more")
-    workers, gpus = options.workers, visible_gpus(os.environ)
-    min_workers = workers if options.min_workers is None else options.min_workers
-    if not 1 <= min_workers <= workers or (options.min_workers and options.parameter_servers):
+    workers, gpus, jobs = options.workers, visible_gpus(os.environ), {"worker": options.workers}
+    if not 1 <= (options.min_workers or 1) <= workers or (options.min_workers and options.parameter_servers):
         parser.error(
-            f"--min-workers {min_workers} must be from 1 to the number of --workers, without --parameter-servers"
+            f"--min-workers {options.min_workers} must be from 1 to the number of --workers, without "
+            "--parameter-servers"
         )
-    # Simulated devices need no GPU. Then all GPUs are hidden, so that no process takes their memory.
-    is_simulated = re.search(r"--simulated[-_]devices[ =](?!0\b)", " ".join(options.arguments))
-    used = [] if is_simulated else gpus
-    count, left_over = divmod(len(used), workers)
-    if left_over:
-        fitting = " or ".join(str(number) for number in range(1, len(used) + 1) if len(used) % number == 0)
-        parser.error(
-            f"--workers {workers} cannot share {len(used)} GPU(s) ({', '.join(used)}) equally: use {fitting} "
-            f"worker(s), or choose the GPUs with {VISIBLE} (-1 excludes all)"
-        )
-    visible = [",".join(used[index * count : (index + 1) * count]) or "-1" for index in range(workers)] if gpus else []
-    jobs, arguments = {"worker": workers}, options.arguments
+    options.min_workers = options.min_workers or workers
     if options.parameter_servers:
         jobs = {"chief": 1, **jobs, "ps": options.parameter_servers}
-        arguments = ["--strategy=parameter_server", *arguments]
-    return Launcher(jobs, arguments, visible, options.max_restarts, min_workers).run()
+        options.arguments.insert(0, "--strategy=parameter_server")
+    shares = [gpus[len(gpus) * index // workers : len(gpus) * (index + 1) // workers] for index in range(workers)]
+    visible = [",".join(share) or "-1" for share in shares] if gpus else []
+    return Launcher(options, jobs, visible).run()

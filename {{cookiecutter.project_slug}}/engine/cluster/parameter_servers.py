@@ -136,8 +136,3 @@ class WorkerPool:
         losses = [self._coordinator.schedule(steps, args=piece) for piece in arguments]
         self._coordinator.join()  # Raises what a worker has raised.
         return np.concatenate([loss.fetch() for loss in losses])
-
-
-def worker_pool(strategy: tf.distribute.Strategy) -> WorkerPool | None:
-    """Returns the workers that take training steps by themselves; None without parameter servers."""
-    return WorkerPool(strategy) if isinstance(strategy, tf.distribute.ParameterServerStrategy) else None

@@ -53,8 +53,7 @@ def lost(cluster: Cluster) -> dict[str, str]:
             states[name] = FROZEN
         except OSError:
             states[name] = GONE
-    # The frozen ones come first, because others end when one is frozen.
-    return dict(sorted(states.items(), key=lambda item: item[1] == GONE))
+    return states
 
 
 def describe(cluster: Cluster, states: dict[str, str]) -> str:
@@ -78,12 +77,8 @@ def loss(cluster: Cluster, states: dict[str, str], text: str) -> PeerLost:
 def did_not_join(cluster: Cluster, names: list[str], timeout: float) -> PeerLost:
     """Returns the error with which this process ends, because others have not joined within `timeout` seconds."""
     states = dict.fromkeys(names, "did not join")
-    return loss(
-        cluster,
-        states,
-        f"{describe(cluster, states)} within {timeout:g} s (--cluster-timeout): check its log, and that {cluster.name} "
-        "can reach that address",
-    )
+    late = f"{describe(cluster, states)} within {timeout:g} s (--cluster-timeout)"
+    return loss(cluster, states, f"{late}: check its log, and that {cluster.name} can reach that address")
 
 
 @contextlib.contextmanager
@@ -128,9 +123,6 @@ def _accused(message: str, cluster: Cluster) -> list[str]:
     return [name for name in dict.fromkeys(names) if name in cluster.others()]
 
 
-# --- TensorFlow's start -----------------------------------------------------------------------------------------------
-
-
 def start_tensorflow(cluster: Cluster, timeout: float, start: Callable[[], Started]) -> Started:
     """Sets TF_CONFIG, and returns what `start` returns; signals that come meanwhile are obeyed then.
 
@@ -145,9 +137,8 @@ def start_tensorflow(cluster: Cluster, timeout: float, start: Callable[[], Start
     for kind in (PeerLost, CountedLoss):
         c.signal(kind.exit_code, ctypes.cast(c._exit, ctypes.c_void_p))
     code = f"from {__name__} import end_late; end_late({os.getpid()}, {min(timeout, MOST_SECONDS_TO_START)})"
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}  # Nothing filters its output.
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, env=environment, cwd=PROJECT, stdin=subprocess.PIPE, start_new_session=True):
+    with subprocess.Popen(command, cwd=PROJECT, stdin=subprocess.PIPE, start_new_session=True):
         return _keeping_signals(start)  # Then stdin is closed, which ends the other process.
 
 

@@ -23,7 +23,6 @@ from engine.cluster.peers import connect, did_not_join
 from engine.errors import BadInput, CountedLoss
 
 Hello = dict[str, Any]
-KINDS = {"name": str, "cluster": dict, "facts": dict, "own": dict, "verdict": dict}  # The keys of a hello.
 
 SECONDS_BETWEEN_QUESTIONS = 0.2
 SECONDS_PER_CONNECTION = 3.0
@@ -145,20 +144,17 @@ async def _ask(address: str) -> Hello | None:
                 # If TensorFlow has started there, its first byte differs, and it does not end.
                 if (first := await received.read(1)) != b"{":
                     return None
-                hello = json.loads(first + await received.readline())
-    except (OSError, ValueError, RecursionError):
+                return json.loads(first + await received.readline())
+    except (OSError, ValueError):
         return None
-    return hello if all(isinstance(hello.get(key), kind) for key, kind in KINDS.items()) else None
 
 
 def _difference(name: str, answer: Hello, own: Hello) -> str:
     """Returns why the process at the address of `name` cannot train with this one; "" if it can."""
-    if answer["name"] == own["name"]:
-        return f"two processes are {own['name']} of the cluster: give each its own index"
+    if answer["name"] != name:
+        return f"{answer['name']} answers at the address of {name}: give each process its own index"
     if answer["cluster"] != own["cluster"]:
         return f"{name} describes the cluster as {answer['cluster']}, but {own['name']} as {own['cluster']}"
-    if answer["name"] != name:
-        return f"{answer['name']} answers at the address of {name}: check the index of both"
     differing: list[str] = []
     for fact in {**own["facts"], **answer["facts"]}:
         here, there = own["facts"].get(fact), answer["facts"].get(fact)

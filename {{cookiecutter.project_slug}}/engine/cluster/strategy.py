@@ -119,9 +119,6 @@ def _problems(name: str, settings: Settings, gpus: int, cluster: Cluster | None)
         yield f"--all-reduce {settings.all_reduce} does not work with {where}: use {' or '.join(possible)}"
 
 
-# --- The strategies ---------------------------------------------------------------------------------------------------
-
-
 def _create(
     name: str, settings: Settings, gpus: int, cluster: Cluster | None
 ) -> tuple[tf.distribute.Strategy, StrategyInfo]:
@@ -180,7 +177,6 @@ def _mirrored(simulated: int, gpus: int, all_reduce: str) -> tf.distribute.Strat
 
 
 def _multi_worker(cluster: Cluster, gpus: int, devices: str, settings: Settings) -> tuple[tf.distribute.Strategy, str]:
-    """Returns the strategy and the devices of the workers, after the rendezvous with them."""
     console.print(f"{cluster.name} of {', '.join(map(' '.join, cluster.processes().items()))}")
     # Only the chief uses --run-dir.
     facts = {flag(name): value for name, value in settings.as_json().items() if name != "run_dir"}
@@ -209,9 +205,6 @@ def _tpu() -> tf.distribute.Strategy:
             "2.20 instead of tensorflow (docs/clusters.md), for another one set TPU_NAME"
         ) from problem
     return tf.distribute.TPUStrategy(resolver)
-
-
-# --- Devices ----------------------------------------------------------------------------------------------------------
 
 
 def let_gpu_memory_grow() -> None:

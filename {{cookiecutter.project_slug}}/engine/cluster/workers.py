@@ -4,6 +4,7 @@ A process that leaves a loop earlier than the others, or saves where they do not
 that only one process knows (a signal, a file, how long a step took) is shared before anything depends on it.
 """
 
+import os
 import pickle
 import zlib
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from engine.cluster.environment import Cluster
-from engine.cluster.parameter_servers import worker_pool
+from engine.cluster.environment import Cluster, find_cluster
+from engine.cluster.parameter_servers import WorkerPool
 from engine.cluster.peers import NOT_TOGETHER
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
 
@@ -26,17 +27,17 @@ class Workers:
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy
-        cluster = Cluster("", {"worker": [""]}, "worker", 0)
-        if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-            resolver = strategy.cluster_resolver
-            cluster = Cluster("", resolver.cluster_spec().as_dict(), resolver.task_type, resolver.task_id)
+        are_several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        cluster = (are_several and find_cluster(os.environ)) or Cluster("", {"worker": [""]}, "worker", 0)
         self.names = list(cluster.processes())
         self.count = len(self.names)
         self.index = self.names.index(cluster.name)
         self.is_chief = cluster.is_chief  # Only the chief writes.
         hosts = [address.rpartition(":")[0] for address in cluster.processes().values()]
         self.most_on_one_machine = max(map(hosts.count, hosts))  # Judged by addresses.
-        self.pool = worker_pool(strategy)  # With parameter servers, the workers that take training steps.
+        # With parameter servers, the workers that take training steps by themselves.
+        is_asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+        self.pool = WorkerPool(strategy) if is_asynchronous else None
 
     def _sum(self, integers: np.ndarray) -> np.ndarray:
         """Returns the sum of all workers' `integers` ([n], int32)."""
