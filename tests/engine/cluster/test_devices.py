@@ -67,12 +67,12 @@ def create(**settings: Any) -> tf.distribute.Strategy:
     return strategies.create_strategy(Config(**settings))
 
 
-def cluster_that_says(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> None:
-    """Puts this process in a cluster, whose workers say this of themselves besides what this one says."""
+def cluster_with(monkeypatch: pytest.MonkeyPatch, devices: str) -> None:
+    """Puts this process in a cluster, whose other worker has these devices."""
     monkeypatch.setenv("TF_CONFIG", TF_CONFIG)
 
-    def rendezvous(_: Cluster, facts: dict[str, Any], own: dict[str, Any], *, timeout: float) -> dict[str, Any]:
-        return {"worker 0": own, **{f"worker {index}": {**own, **each} for index, each in enumerate(workers, start=1)}}
+    def rendezvous(_: Cluster, facts: dict[str, Any], own: str, *, timeout: float) -> dict[str, Any]:
+        return {"worker 0": own, "worker 1": devices}
 
     monkeypatch.setattr(strategies, "rendezvous", rendezvous)
     monkeypatch.setattr(strategies.console, "quiet", False)
@@ -111,7 +111,7 @@ def test_memory_of_all_gpus_grows_before_anything_starts(machine: Machine, monke
     assert [call[2] for call in calls[:2]] == [True, True]
 
     calls.clear()
-    cluster_that_says(monkeypatch, {})
+    cluster_with(monkeypatch, "")
     create()
     assert [call[0] for call in calls] == ["growth", "growth", "multi_worker"]
 
@@ -218,13 +218,13 @@ def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machin
     monkeypatch.setattr(strategies.os, "sched_getaffinity", lambda _: range(8))
     by_worker = {"nccl": "1 x NVIDIA A100 for each worker", "ring": "worker 0: CPU, 8 cores; worker 1: CPU, 4 cores"}
     for gpus, others, implementation, name in (
-        ([A100], {}, implementations.NCCL, "nccl"),
-        ([], {"devices": "CPU, 4 cores"}, implementations.RING, "ring"),
+        ([A100], "1 x NVIDIA A100", implementations.NCCL, "nccl"),
+        ([], "CPU, 4 cores", implementations.RING, "ring"),
     ):
         calls = machine(*gpus)
         calls.clear()
         strategies._made.clear()
-        cluster_that_says(monkeypatch, others)
+        cluster_with(monkeypatch, others)
         strategy = create()
         (options,) = [call[1] for call in calls if call[0] == "multi_worker"]
         assert options.implementation == implementation
@@ -236,7 +236,7 @@ def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machin
 def test_workers_compare_their_settings_and_code(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(A100)
     said: list[dict[str, Any]] = []
-    cluster_that_says(monkeypatch)
+    cluster_with(monkeypatch, "")
     monkeypatch.setattr(strategies, "rendezvous", lambda _, *given, **__: said.extend(given) or {"worker 0": given[1]})
     create(simulated_devices=1, epochs=7)
     facts, _ = said

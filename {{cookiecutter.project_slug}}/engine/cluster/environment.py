@@ -104,28 +104,25 @@ def _from_tf_config(text: str) -> Cluster:
 
 def _from_slurm(environment: Mapping[str, str]) -> Cluster:
     """Reads the variables that srun sets for each process of a step (man srun, OUTPUT ENVIRONMENT VARIABLES)."""
-    names = ("PROCID", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "STEP_NUM_TASKS")
-    given = {f"SLURM_{name}": environment.get(f"SLURM_{name}", "") for name in names}
-    nodes = given["SLURM_STEP_NODELIST"]
+    nodes, tasks = environment.get("SLURM_STEP_NODELIST", ""), environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    rank, number = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
     try:
         hosts = subprocess.check_output(["scontrol", "show", "hostnames", nodes], text=True, stderr=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError) as problem:
         raise BadInput(f"scontrol cannot read SLURM_STEP_NODELIST={nodes} ({problem}): set TF_CONFIG") from None
     tasks_per_node: list[int] = []
-    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", given["SLURM_STEP_TASKS_PER_NODE"]):
-        tasks_per_node += [int(number)] * int(times or 1)  # "2(x3),1" is 2, 2, 2, 1.
-    host_by_rank = [host for host, number in zip(hosts.split(), tasks_per_node, strict=False) for _ in range(number)]
-    rank, host = _number(environment, "SLURM_PROCID"), environment.get("SLURMD_NODENAME")
-    is_complete = len(host_by_rank) == _number(environment, "SLURM_STEP_NUM_TASKS") > rank
-    if not is_complete or host not in (None, host_by_rank[rank]):
-        listed = ", ".join(map("=".join, given.items()))
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        tasks_per_node += [int(count)] * int(times or 1)  # "2(x3),1" is 2, 2, 2, 1.
+    host_by_rank = [host for host, count in zip(hosts.split(), tasks_per_node, strict=False) for _ in range(count)]
+    host = environment.get("SLURMD_NODENAME")
+    if not len(host_by_rank) == number > rank or host not in (None, host_by_rank[rank]):
         raise BadInput(
-            f"Slurm's variables contradict each other ({listed}, on the node {host}): start the program with srun "
-            "--distribution=block"
+            f"Slurm's variables contradict each other (SLURM_STEP_NODELIST={nodes}, SLURM_STEP_TASKS_PER_NODE={tasks}, "
+            f"SLURM_STEP_NUM_TASKS={number}, SLURM_PROCID={rank} on {host}): start it with srun --distribution=block"
         )
     # Each job gets its own ports, so that jobs can share a node, below those that systems use for outgoing connections.
-    first = 12000 + _number(environment, "SLURM_JOB_ID") * 37 % (20000 - len(host_by_rank))
-    addresses = [f"{host}:{first + number}" for number, host in enumerate(host_by_rank)]
+    first = 12000 + _number(environment, "SLURM_JOB_ID") * 37 % (20000 - number)
+    addresses = [f"{host}:{first + index}" for index, host in enumerate(host_by_rank)]
     return Cluster("Slurm", {"worker": addresses}, "worker", rank)
 
 
@@ -167,12 +164,6 @@ def _contradictions(cluster: Cluster) -> Iterator[str]:
         parts = ADDRESS.fullmatch(address) if isinstance(address, str) else None
         if parts is None or not 0 < int(parts["port"]) < 2**16:
             yield f"{name} at {address!r}: an address must be a host and a port, as host0:12345"
-    addresses = list(processes.values())
-    if shared := [address for address in addresses if addresses.count(address) > 1]:
-        yield f"two processes at {shared[0]}: give each process its own address"
-    local = [address for address in addresses if is_loopback(host_and_port(address)[0])]
-    if local and len(local) < len(addresses):
-        yield f"a process at {local[0]}, which is a different machine on each host: use the name that the others know"
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -6,6 +6,7 @@ on the chief, which sends training steps to the workers and evaluates by itself.
 """
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -16,9 +17,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.cluster.environment import Cluster
+from engine.cluster.environment import Cluster, host_and_port
 from engine.cluster.peers import FROZEN, describe, did_not_join, lost, start_tensorflow
-from engine.cluster.rendezvous import is_listening, wait_for, wait_until_free
+from engine.cluster.rendezvous import check_port
 from engine.console import console
 from engine.errors import CountedLoss, PeerLost
 from engine.settings import Settings
@@ -52,7 +53,7 @@ def start(cluster: Cluster, *, timeout: float) -> tuple[tf.distribute.Strategy, 
     Any other process serves the chief until that has ended, and then ends here. Raises PeerLost if a process does not
     join within `timeout` seconds.
     """
-    wait_until_free(cluster, timeout)
+    check_port(cluster)
     if cluster.job != "chief":
         _serve(cluster, timeout)
     _wait_until_listening(cluster, [*cluster.others()], timeout)
@@ -76,10 +77,21 @@ def _serve(cluster: Cluster, timeout: float) -> NoReturn:
     chief = cluster.processes()["chief"]
     console.print(f"{cluster.name} serves the chief ({chief})")
     _wait_until_listening(cluster, ["chief"], timeout)
-    while wait_for(lambda: is_listening(chief), SECONDS_WITHOUT_CHIEF):
-        time.sleep(0.5)
+    answered = time.monotonic()
+    while time.monotonic() < answered + SECONDS_WITHOUT_CHIEF:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+        if is_listening(chief):
+            answered = time.monotonic()
     sys.stdout.flush()
     os._exit(0)  # TensorFlow's server cannot be stopped.
+
+
+def is_listening(address: str) -> bool:
+    try:
+        socket.create_connection(host_and_port(address), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _wait_until_listening(cluster: Cluster, names: list[str], timeout: float) -> None:

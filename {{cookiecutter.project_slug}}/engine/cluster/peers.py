@@ -27,7 +27,6 @@ NOT_TOGETHER = (
 )
 SECONDS_UNTIL_GONE = 5.0  # A process that is ending may be silent, or keep its port, for a moment.
 SECONDS_BETWEEN_LOOKS = 0.2
-SECONDS_UNTIL_MAIN_WAITS = 0.05  # After this time the main thread waits for signals.
 # The processes start together: calculated, 1,000 of them leave the rendezvous within about 10 s. TensorFlow needs a
 # second, on a busy machine or with many GPUs perhaps 20.
 MOST_SECONDS_TO_START = 60.0
@@ -35,16 +34,12 @@ MOST_SECONDS_TO_START = 60.0
 Started = TypeVar("Started")
 
 
-def connect(address: str) -> socket.socket:
-    return socket.create_connection(host_and_port(address), timeout=2.0)
-
-
 def lost(cluster: Cluster) -> dict[str, str]:
     """Returns the other processes that are lost, by their names: GONE or FROZEN."""
     states = {}
     for name, address in cluster.others().items():
         try:
-            with connect(address) as connection:
+            with socket.create_connection(host_and_port(address), timeout=2.0) as connection:
                 # A gRPC server speaks first. The system also accepts connections for a stopped process. A process that
                 # was started again waits in the rendezvous, where it sends JSON.
                 if connection.recv(1) in (b"", b"{"):
@@ -167,7 +162,7 @@ def _keeping_signals(start: Callable[[], Started]) -> Started:
 
     def started() -> Started:
         try:
-            time.sleep(SECONDS_UNTIL_MAIN_WAITS)
+            time.sleep(0.05)  # Until the main thread waits.
             return start()
         finally:
             signal.pthread_kill(main_thread, over)

@@ -10,30 +10,25 @@ TensorFlow's own ports, which open next, trust everybody: the network must be pr
 
 import asyncio
 import contextlib
-import errno
 import json
 import socket
 import textwrap
 import time
-from collections.abc import Callable
 from typing import Any
 
 from engine.cluster.environment import Cluster, host_and_port, is_loopback
-from engine.cluster.peers import connect, did_not_join
+from engine.cluster.peers import did_not_join
 from engine.errors import BadInput, CountedLoss
 
 Hello = dict[str, Any]
 
 SECONDS_BETWEEN_QUESTIONS = 0.2
 SECONDS_PER_CONNECTION = 3.0
-SECONDS_UNTIL_FREE = 90.0  # A process that an earlier start left behind ends within this time.
 SECONDS_FOR_REJECTION = 10.0  # The others usually ask for it within a moment.
 LONGEST_HELLO = 2**24  # Limits a reply, because another program may own the port. A hello has a few thousand bytes.
 
 
-def rendezvous(
-    cluster: Cluster, facts: dict[str, Any], own: dict[str, Any] | None = None, *, timeout: float
-) -> dict[str, dict[str, Any]]:
+def rendezvous(cluster: Cluster, facts: dict[str, Any], own: Any = None, *, timeout: float) -> dict[str, Any]:
     """Waits until every process answers; returns the `own` of all, by their names.
 
     The `facts` must be equal in all processes. Both are JSON values; of dictionaries, messages name only the keys that
@@ -43,9 +38,9 @@ def rendezvous(
     is missing, and CountedLoss if this one's port is not free.
     """
     # The verdict is {} until there is one; then its only key is "rejection", "missing" or "everyone".
-    hello: Hello = {"name": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}, "verdict": {}}
+    hello: Hello = {"name": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own, "verdict": {}}
     hello = json.loads(json.dumps(hello))  # JSON turns a tuple into a list: compare what the others receive.
-    wait_until_free(cluster, timeout)
+    check_port(cluster)
     verdict = asyncio.run(_meet(cluster, hello, timeout))
     if text := verdict.get("rejection"):
         raise BadInput(text)
@@ -54,36 +49,22 @@ def rendezvous(
     return verdict["everyone"]
 
 
-def wait_for(function: Callable[[], Any], seconds: float) -> Any:
-    """Calls a function until its result is true, or `seconds` have passed; returns its last result."""
-    deadline = time.monotonic() + seconds
-    while not (result := function()) and time.monotonic() < deadline:
-        time.sleep(SECONDS_BETWEEN_QUESTIONS)
-    return result
+def check_port(cluster: Cluster) -> None:
+    """Raises CountedLoss if this process cannot listen at its address.
 
-
-def wait_until_free(cluster: Cluster, timeout: float) -> None:
-    """Waits while another program uses this process's port, which may be about to end.
-
-    Raises CountedLoss if it does not end in time, and BadInput if this process may not use the port.
+    Listens nowhere, because other processes would take that for the start of TensorFlow.
     """
     address = cluster.processes()[cluster.name]
-    place = f"{cluster.source} puts {cluster.name} at {address}"
-    try:
-        is_free = wait_for(lambda: _is_free(address), min(timeout, SECONDS_UNTIL_FREE))
-    except OSError as problem:
-        raise BadInput(f"{place}, where it cannot listen ({problem.strerror}): choose another port") from None
-    if not is_free:
-        raise CountedLoss(f"{place}, which another program uses: end that program, or choose another port")
-
-
-def is_listening(address: str) -> bool:
-    """Returns whether anything answers at "host:port"."""
-    try:
-        connect(address).close()
-    except OSError:
-        return False
-    return True
+    host, port = host_and_port(address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # An ended process may have left connections.
+        try:
+            bound.bind((host if is_loopback(host) else "", port))
+        except OSError as problem:
+            raise CountedLoss(
+                f"{cluster.source} puts {cluster.name} at {address}, where it cannot listen ({problem.strerror}): end "
+                "the program that uses the port, or choose another one"
+            ) from None
 
 
 async def _meet(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any]:
@@ -96,11 +77,8 @@ async def _meet(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any
 
     host, port = host_and_port(cluster.processes()[cluster.name])
     # None: at all addresses of this machine, as TensorFlow listens afterwards.
-    server = await asyncio.start_server(answer, host if is_loopback(host) else None, port)
-    try:
+    with contextlib.closing(await asyncio.start_server(answer, host if is_loopback(host) else None, port)):
         return await _agree(cluster, hello, timeout)
-    finally:
-        server.close()
 
 
 async def _agree(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any]:
@@ -164,20 +142,3 @@ def _difference(name: str, answer: Hello, own: Hello) -> str:
             differing.append(f"{fact} {there} there and {here} here")
     listed = textwrap.shorten(", ".join(differing), 500, placeholder=" ...")
     return f"{name} was started with other settings or code ({listed}): start all with the same" if listed else ""
-
-
-def _is_free(address: str) -> bool:
-    """Returns whether no other program uses the port. Raises OSError if this one may not use it.
-
-    Listens nowhere, because other processes would take that for the start of TensorFlow.
-    """
-    host, port = host_and_port(address)
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # An ended process may have left connections.
-        try:
-            bound.bind((host if is_loopback(host) else "", port))
-        except OSError as problem:
-            if problem.errno != errno.EADDRINUSE:
-                raise
-            return False
-    return True

@@ -34,8 +34,9 @@ class StrategyInfo:
     all_reduce: str = ""  # How values are summed over devices: "nccl"; "" where they are not.
 
 
+Made = tuple[tf.distribute.Strategy, StrategyInfo]
 # Two strategies over one set of GPUs share collective keys and abort each other (tensorflow#61314). The newest is last.
-_made: dict[tuple[Any, ...], tuple[tf.distribute.Strategy, StrategyInfo]] = {}
+_made: dict[tuple[Any, ...], Made] = {}
 
 
 def create_strategy(settings: Settings) -> tf.distribute.Strategy:
@@ -119,9 +120,7 @@ def _problems(name: str, settings: Settings, gpus: int, cluster: Cluster | None)
         yield f"--all-reduce {settings.all_reduce} does not work with {where}: use {' or '.join(possible)}"
 
 
-def _create(
-    name: str, settings: Settings, gpus: int, cluster: Cluster | None
-) -> tuple[tf.distribute.Strategy, StrategyInfo]:
+def _create(name: str, settings: Settings, gpus: int, cluster: Cluster | None) -> Made:
     devices = _describe_devices(settings.simulated_devices, only_one=name == "one_device")
     if cluster and name == "parameter_server":
         strategy, size = parameter_servers.start(cluster, timeout=settings.cluster_timeout)
@@ -134,7 +133,16 @@ def _create(
     elif name == "mirrored":
         # Collectives between simulated devices cost more than a sum on one of them.
         asked = settings.all_reduce if gpus else "one_device"
-        strategy = _mirrored(settings.simulated_devices, gpus, asked)
+        # One by one, because the order in which tf.add_n takes three or more depends on the timing.
+        sum_in_order = functools.partial(functools.reduce, tf.add)
+        reductions = {
+            "auto": lambda: None,  # TensorFlow's own choice: collective operations by NCCL.
+            "nccl": tf.distribute.NcclAllReduce,
+            "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
+            "one_device": functools.partial(tf.distribute.ReductionToOneDevice, accumulation_fn=sum_in_order),
+        }
+        places = [f"{'GPU' if gpus else 'CPU'}:{index}" for index in range(gpus or settings.simulated_devices)]
+        strategy = tf.distribute.MirroredStrategy(places, cross_device_ops=reductions[asked]())
         all_reduce = "nccl" if asked == "auto" else asked
     elif name == "tpu":
         strategy = _tpu()
@@ -163,37 +171,23 @@ def _simulate(count: int) -> None:
         ) from None
 
 
-def _mirrored(simulated: int, gpus: int, all_reduce: str) -> tf.distribute.Strategy:
-    devices = [f"CPU:{index}" for index in range(simulated)] or [f"GPU:{index}" for index in range(gpus)]
-    # One by one, because the order in which tf.add_n takes three or more depends on the timing.
-    sum_in_order = functools.partial(functools.reduce, tf.add)
-    reductions = {
-        "auto": lambda: None,  # TensorFlow's own choice: collective operations by NCCL.
-        "nccl": tf.distribute.NcclAllReduce,
-        "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
-        "one_device": functools.partial(tf.distribute.ReductionToOneDevice, accumulation_fn=sum_in_order),
-    }
-    return tf.distribute.MirroredStrategy(devices, cross_device_ops=reductions[all_reduce]())
-
-
 def _multi_worker(cluster: Cluster, gpus: int, devices: str, settings: Settings) -> tuple[tf.distribute.Strategy, str]:
     console.print(f"{cluster.name} of {', '.join(map(' '.join, cluster.processes().items()))}")
     # Only the chief uses --run-dir.
     facts = {flag(name): value for name, value in settings.as_json().items() if name != "run_dir"}
     facts |= {**shared_facts(), "GPUs": gpus}
-    workers = rendezvous(cluster, facts, {"devices": devices}, timeout=settings.cluster_timeout)
+    workers = rendezvous(cluster, facts, devices, timeout=settings.cluster_timeout)
     console.quiet = not cluster.is_chief
     # Without timeout_seconds, which keeps two threads per sum for that time: `peers_named` finds who is gone.
     options = tf.distribute.experimental.CommunicationOptions(implementation="NCCL" if gpus else "RING")
     start = functools.partial(tf.distribute.MultiWorkerMirroredStrategy, communication_options=options)
     strategy = start_tensorflow(cluster, settings.cluster_timeout, start)
-    if all(own["devices"] == devices for own in workers.values()):
+    if set(workers.values()) == {devices}:
         return strategy, f"{devices} for each worker"
-    return strategy, "; ".join(f"{worker}: {own['devices']}" for worker, own in workers.items())
+    return strategy, "; ".join(map(": ".join, workers.items()))
 
 
 def _tpu() -> tf.distribute.Strategy:
-    """Connects as TensorFlow's guide "Use TPUs" does. Untested."""
     try:
         # "local" is the TPU of this virtual machine.
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=os.environ.get("TPU_NAME", "local"))

@@ -36,8 +36,7 @@ class Workers:
         hosts = [address.rpartition(":")[0] for address in cluster.processes().values()]
         self.most_on_one_machine = max(map(hosts.count, hosts))  # Judged by addresses.
         # With parameter servers, the workers that take training steps by themselves.
-        is_asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-        self.pool = WorkerPool(strategy) if is_asynchronous else None
+        self.pool = WorkerPool(strategy) if isinstance(strategy, tf.distribute.ParameterServerStrategy) else None
 
     def _sum(self, integers: np.ndarray) -> np.ndarray:
         """Returns the sum of all workers' `integers` ([n], int32)."""
@@ -105,33 +104,33 @@ class Workers:
         """
         if self.count == 1:
             return function()
-        outcome: tuple[Any, Exception | None] = (None, None)
-        message: Any = b""
+        value, error = None, None
         if self.is_chief:
             try:
-                outcome = (function(), None)
+                value = function()
             except (BadInput, CannotWrite, Damaged) as problem:
-                outcome = (None, problem)
-            message = pickle.dumps(outcome, protocol=5)
+                error = problem
+        message: Any = pickle.dumps((value, error), protocol=5) if self.is_chief else b""
         # The size of the message in 64 bits, and its first bytes.
         head = np.frombuffer((len(message).to_bytes(8, "little") + message[:HEAD]).ljust(8 + HEAD, b"\0"), np.uint8)
         name = getattr(getattr(function, "func", function), "__qualname__", "a decision of the chief")
         chiefs = self.gather({"head": head}, name)["head"][0].tobytes()
         size = int.from_bytes(chiefs[:8], "little")
         message = chiefs[8:] if size <= HEAD else self._send(message, size)
-        value, error = outcome if self.is_chief else pickle.loads(message)
-        if isinstance(error, CannotWrite | Unavailable) and not self.is_chief:
-            raise PeerLost(str(error))  # The chief's end is counted, once.
+        if not self.is_chief:
+            value, error = pickle.loads(message)
+            if isinstance(error, CannotWrite | Unavailable):
+                raise PeerLost(str(error))  # The chief's end is counted, once.
         if error is not None:
             raise error
         return value
 
     def _send(self, message: bytes, size: int) -> np.ndarray:
         """Returns the chief's message of `size` bytes ([size], uint8) on all workers."""
-        received = np.frombuffer(message, np.uint8) if self.is_chief else np.empty(size, np.uint8)
+        received = np.frombuffer(message, np.uint8) if self.is_chief else np.zeros(size, np.uint8)
         for first in range(0, size, 4 * CHUNK):
             piece = received[first : first + 4 * CHUNK]
-            summed = self._sum(_as_integers(piece.tobytes() if self.is_chief else bytes(piece.size)))
+            summed = self._sum(_as_integers(piece.tobytes()))
             if not self.is_chief:
                 piece[:] = summed.view(np.uint8)[: piece.size]
         return received
