@@ -38,7 +38,7 @@ def test_first_process_is_the_chief() -> None:
     assert workers.processes() == {"worker 0": "host0:12345", "worker 1": "host1:12345"}
     assert (workers.name, workers.is_chief) == ("worker 1", False)
     with_chief = find_cluster(tf_config({"worker": TWO, "chief": ["host2:1"]}, "chief"))
-    assert list(with_chief.processes()) == ["chief", "worker 0", "worker 1"]
+    assert list(with_chief.processes()) == ["chief 0", "worker 0", "worker 1"]
     assert with_chief.is_chief
     # A job without processes is not passed on, because TensorFlow crashes at it.
     without = find_cluster(tf_config({"chief": [], "worker": TWO, "ps": []}))
@@ -120,6 +120,8 @@ MALFORMED = [
     (tf_config({"worker": ["http://host0:1", "host1:1"]}), "worker 0 at 'http://host0:1': an address must"),
     (tf_config({"worker": ["host0:1", "host 1:1"]}), "worker 1 at 'host 1:1'"),
     (tf_config({"worker": ["host0:1", 7]}), "worker 1 at 7"),
+    (tf_config({"worker": ["host0:1", "host0:1"]}), "two processes at host0:1"),
+    (tf_config({"worker": ["host0:1", "127.0.0.1:1"]}), "127.0.0.1:1, which is a different"),
 ]
 
 

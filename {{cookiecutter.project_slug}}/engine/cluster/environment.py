@@ -30,11 +30,8 @@ class Cluster:
 
     def processes(self) -> dict[str, str]:
         """Returns the address of every process by its name, the chief first: "worker 1" -> "host1:12345"."""
-        return {
-            process_name(job, index): address
-            for job in JOBS
-            for index, address in enumerate(self.addresses.get(job, []))
-        }
+        jobs = {job: self.addresses.get(job, []) for job in JOBS}
+        return {f"{job} {index}": address for job in jobs for index, address in enumerate(jobs[job])}
 
     def others(self) -> dict[str, str]:
         """Returns `processes` without this one."""
@@ -42,7 +39,7 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        return process_name(self.job, self.index)
+        return f"{self.job} {self.index}"
 
     @property
     def is_chief(self) -> bool:
@@ -52,11 +49,6 @@ class Cluster:
     def tf_config(self) -> str:
         """Returns the value of TF_CONFIG, from which TensorFlow takes the cluster."""
         return json.dumps({"cluster": self.addresses, "task": {"type": self.job, "index": self.index}})
-
-
-def process_name(job: str, index: int) -> str:
-    """Returns the name of a process in messages: "chief", "worker 1"."""
-    return "chief" if (job, index) == ("chief", 0) else f"{job} {index}"
 
 
 def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
@@ -164,6 +156,12 @@ def _contradictions(cluster: Cluster) -> Iterator[str]:
         parts = ADDRESS.fullmatch(address) if isinstance(address, str) else None
         if parts is None or not 0 < int(parts["port"]) < 2**16:
             yield f"{name} at {address!r}: an address must be a host and a port, as host0:12345"
+    addresses = list(processes.values())
+    if shared := [address for address in addresses if addresses.count(address) > 1]:
+        yield f"two processes at {shared[0]}: give each process its own address"
+    local = [address for address in addresses if is_loopback(host_and_port(address)[0])]
+    if local and len(local) < len(addresses):
+        yield f"a process at {local[0]}, which is a different machine on each host: use the name that the others know"
 
 
 def host_and_port(address: str) -> tuple[str, int]:

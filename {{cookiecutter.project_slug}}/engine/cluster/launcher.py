@@ -262,12 +262,11 @@ def main(description: str) -> int:
         if (value := getattr(options, name)) < least:
             parser.error(f"--{name.replace('_', '-')} {value} must be {least} or more")
     workers, gpus, jobs = options.workers, visible_gpus(os.environ), {"worker": options.workers}
-    if not 1 <= (options.min_workers or 1) <= workers or (options.min_workers and options.parameter_servers):
-        parser.error(
-            f"--min-workers {options.min_workers} must be from 1 to the number of --workers, without "
-            "--parameter-servers"
-        )
+    if options.min_workers and options.parameter_servers:
+        parser.error("--min-workers cannot be combined with --parameter-servers, whose chief continues by itself")
     options.min_workers = options.min_workers or workers
+    if not 1 <= options.min_workers <= workers:
+        parser.error(f"--min-workers {options.min_workers} must be from 1 to the number of --workers")
     if options.parameter_servers:
         jobs = {"chief": 1, **jobs, "ps": options.parameter_servers}
         options.arguments.insert(0, "--strategy=parameter_server")

@@ -74,9 +74,9 @@ def _serve(cluster: Cluster, timeout: float) -> NoReturn:
     config = tf.compat.v1.ConfigProto(gpu_options=tf.compat.v1.GPUOptions(allow_growth=True))
     spec = tf.train.ClusterSpec(cluster.addresses)
     tf.distribute.Server(spec, cluster.job, cluster.index, protocol="grpc", config=config)
-    chief = cluster.processes()["chief"]
+    chief = cluster.processes()["chief 0"]
     console.print(f"{cluster.name} serves the chief ({chief})")
-    _wait_until_listening(cluster, ["chief"], timeout)
+    _wait_until_listening(cluster, ["chief 0"], timeout)
     answered = time.monotonic()
     while time.monotonic() < answered + SECONDS_WITHOUT_CHIEF:
         time.sleep(SECONDS_BETWEEN_LOOKS)

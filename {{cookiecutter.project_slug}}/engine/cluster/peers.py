@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from engine import PROJECT
-from engine.cluster.environment import Cluster, find_cluster, host_and_port, process_name
+from engine.cluster.environment import Cluster, find_cluster, host_and_port
 from engine.errors import SIGNALS, BadInput, CountedLoss, PeerLost
 from engine.messages import DIFFERENT_CALLS, is_broken_connection
 
@@ -111,8 +111,7 @@ def peers_named() -> Iterator[None]:
 
 def _accused(message: str, cluster: Cluster) -> list[str]:
     """Returns the other processes that TensorFlow's message names."""
-    tasks = re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", message)
-    names = [process_name(job, int(index)) for job, index in tasks]
+    names = [f"{job} {index}" for job, index in re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", message)]
     if "CoordinationService" in message:  # The first worker runs it.
         names.append(next(iter(cluster.processes())))
     return [name for name in dict.fromkeys(names) if name in cluster.others()]

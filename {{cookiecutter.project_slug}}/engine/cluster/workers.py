@@ -18,6 +18,7 @@ from engine.cluster.parameter_servers import WorkerPool
 from engine.cluster.peers import NOT_TOGETHER
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
 
+Arrays = dict[str, np.ndarray]
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
 HEAD = 256  # Bytes of a result in the first operation of `from_chief`; most results fit.
 
@@ -47,9 +48,7 @@ class Workers:
         )
         return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None).numpy()
 
-    def gather(
-        self, values: dict[str, np.ndarray], doing: str = "", *, to_chief: bool = False
-    ) -> dict[str, np.ndarray]:
+    def gather(self, values: Arrays, doing: str = "", *, to_chief: bool = False) -> Arrays:
         """Returns the `values` [...] as [workers, ...], of all workers in their order, bit for bit.
 
         Every worker gets all values, so they should be small: 1,000 workers with 100 kB each need 100 MB in each. With
