@@ -1,8 +1,8 @@
-"""What saving and reporting cost: the default run with a checkpoint at every epoch, written at once and in a thread.
+"""What saving and reporting cost: the default run with a checkpoint at every epoch.
 
     python benchmarks/checkpoint_cost.py [--rounds 3] [-- <arguments of train.py>]
 
-Each run is a process of its own, in turns. Counted are the seconds that the loop spends in saves (of the whole state
+Each run is a process of its own. Counted are the seconds that the loop spends in saves (of the whole state
 and of the best weights), in reports, and in steps, the first epoch left out, because it compiles.
 """
 
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).parent.parent / "{{cookiecutter.project_slug}}"
-WAYS = {"at once": [], "in a thread": ["--async-checkpoints"]}
 
 
 def measure(arguments: list[str]) -> dict[str, float]:
@@ -63,23 +62,21 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(options.arguments)))
         return
-    shares: dict[str, list[float]] = {way: [] for way in WAYS}
+    shares: list[float] = []
     for _ in range(options.rounds):
-        for way, flags in WAYS.items():
-            with tempfile.TemporaryDirectory() as folder:
-                arguments = [f"--run-dir={folder}", *flags, *options.arguments]
-                command = [sys.executable, __file__, "--measure", "--", *arguments]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
-            shares[way].append((found["saving"] + found["reporting"]) / found["steps"])
-            each = 1000 * found["saving"] / found["saves"]
-            reports = 100 * found["reporting"] / found["steps"]
-            print(
-                f"{way}: {found['saves']} saves of {each:.1f} ms; with the reports, {reports:.1f} %, "
-                f"{100 * shares[way][-1]:.1f} % of the steps' time"
-            )
-    for way in WAYS:
-        print(f"median {way}: {100 * statistics.median(shares[way]):.1f} %")
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = [f"--run-dir={folder}", *options.arguments]
+            command = [sys.executable, __file__, "--measure", "--", *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        shares.append((found["saving"] + found["reporting"]) / found["steps"])
+        each = 1000 * found["saving"] / found["saves"]
+        reports = 100 * found["reporting"] / found["steps"]
+        print(
+            f"{found['saves']} saves of {each:.1f} ms; with the reports, {reports:.1f} %, "
+            f"{100 * shares[-1]:.1f} % of the steps' time"
+        )
+    print(f"median: {100 * statistics.median(shares):.1f} %")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from engine.run.checkpoint_files import read_checkpoint
 
 LIVES = Path(__file__).parent / "helpers/lives.py"
 # Small chunks and frequent saves, so that a life can end in many kinds of moments.
-FLAGS = ("--steps-per-execution=3", "--checkpoint-every-steps=5", "--async-checkpoints", "--keep-checkpoints=1")
+FLAGS = ("--steps-per-execution=3", "--checkpoint-every-steps=5", "--keep-checkpoints=1")
 
 ENDLESS = """
 import os, sys

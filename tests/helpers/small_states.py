@@ -1,12 +1,13 @@
 """Checkpoints of a few variables."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from engine.cluster.workers import Workers
-from engine.run.checkpoints import Checkpoints
+from engine.run.checkpoints import Checkpoints, Writer
 from engine.run.state import State
 
 
@@ -19,5 +20,12 @@ def state_of(named: dict[str, tf.Variable]) -> State:
     return State(strategy, Workers(strategy), named)
 
 
+class WrittenAtOnce(Writer):
+    """Returns when a file is written, so that tests need not wait."""
+
+    def submit(self, write: Callable[[], None]) -> None:
+        write()
+
+
 def make_checkpoints(directory: Path, named: dict[str, tf.Variable], **options: Any) -> Checkpoints:
-    return Checkpoints(directory, state_of(named), **{"keep": 1, **options})
+    return Checkpoints(directory, state_of(named), **{"keep": 1, "writer": WrittenAtOnce(), **options})

@@ -106,8 +106,6 @@ class Settings:
     """Save at every multiple of this many steps, in addition to the end of each epoch."""
     keep_checkpoints: ChangeableOnResume[int] = 3
     """Number of newest checkpoints to keep. The best weights are kept beside them."""
-    async_checkpoints: ChangeableOnResume[bool] = False
-    """Write checkpoints in a background thread. Needs memory for one more copy of the state."""
 
     keep_last_batch: bool = False
     """Train on the short last batch of a pass too, padded with examples of weight 0. By default it is dropped."""

@@ -77,7 +77,7 @@ def test_stacks_fit_their_size_and_have_complete_calls() -> None:
         size = stack_size(steps, bytes_of_batch, at_once)
         assert size % at_once == 0
         assert size == 1 or 1 < size <= BYTES_OF_STACK // bytes_of_batch
-        assert size < min(steps, STEPS_OF_STACK) + at_once  # A step waits for its stack only so long.
+        assert size < min(steps, max(STEPS_OF_STACK)) + at_once  # A step waits for its stack only so long.
 
 
 def test_stacks_hold_more_steps_the_smaller_the_share_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ print("taken", flush=True)
 
 @pytest.mark.long
 def test_program_ends_while_a_generator_of_examples_runs() -> None:
-    """TensorFlow's threads would wait for Python, and Python's end for them."""
+    """TensorFlow's threads wait for Python, and Python's end must not wait for them."""
     started = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-c", ENDLESS_GENERATOR], cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False

@@ -16,9 +16,8 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, CannotWrite, Diverged
-from engine.run.checkpoints import Checkpoints
+from engine.run.checkpoints import Checkpoints, Writer
 from engine.run.state import LARGE, State, one_of_replicas, weights_sha256
-from engine.run.writer import Writer
 
 
 def test_restored_variables_and_record_are_those_saved(tmp_path: Path) -> None:
@@ -121,7 +120,9 @@ def test_every_replica_gets_back_its_own_and_another_number_of_them_what_it_mean
         "total": np.arange(1, first + 1, dtype="float32"),
     }
     state.assign(values)
-    path = Checkpoints(tmp_path, state, keep=1).save(1, {})
+    checkpoints = Checkpoints(tmp_path, state, keep=1)
+    path = checkpoints.save(1, {})
+    checkpoints.writer.wait()
     Checkpoints(tmp_path, other, keep=1).restore(path)
     found = other.values()
     if first == second:
@@ -165,7 +166,7 @@ def test_newest_are_kept_in_the_order_of_their_steps_and_other_files_beside_are_
 
 
 def test_what_is_written_in_a_thread_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, state, begun = Writer(in_thread=True), {"a": tf.Variable([1.0, 2.0])}, concurrent.futures.Future()
+    writer, state, begun = Writer(), {"a": tf.Variable([1.0, 2.0])}, concurrent.futures.Future()
     checkpoints = make_checkpoints(tmp_path / "run", state, keep=2, writer=writer)
     write = Checkpoints._write
     with monkeypatch.context() as slowly:
@@ -180,7 +181,7 @@ def test_what_is_written_in_a_thread_is_the_state_at_the_call(tmp_path: Path, mo
 
 
 def test_nothing_is_written_that_names_what_was_not(tmp_path: Path) -> None:
-    writer, state = Writer(in_thread=True), variables(a=(2,))
+    writer, state = Writer(), variables(a=(2,))
     best, checkpoints = (make_checkpoints(tmp_path / name / "it", state, writer=writer) for name in ("best", "states"))
     (tmp_path / "states").mkdir()
     best.save(1, {})

@@ -33,6 +33,7 @@ def test_deleted_directory_ends_the_run_with_one_line(
     validate = train.validate
 
     def move_and_validate(epoch: int = 0) -> dict[str, float]:
+        train.run.checkpoints.writer.wait()
         (tmp_path / "run").rename(tmp_path / "elsewhere")
         return validate(epoch)
 

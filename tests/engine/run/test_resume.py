@@ -40,7 +40,7 @@ def test_killed_run_ends_bit_equal_and_is_traced_once(
         return {split: steps.trace_count() for split, steps in train.run_steps.items()}
 
     # The lengths of executions and the saves do not affect the results.
-    flags = (*FLAGS, "--steps-per-execution=6", "--checkpoint-every-steps=7", "--async-checkpoints")
+    flags = (*FLAGS, "--steps-per-execution=6", "--checkpoint-every-steps=7")
     before, after = tmp_path / "before", tmp_path / "elsewhere" / "after"
     kill(9, before, *flags)
     assert traces() == {"train": 1, "validation": 1, "test": 0}

@@ -16,8 +16,8 @@ from config import Config
 from engine.errors import Stopped
 from engine.run import RunDirectory
 from engine.run.checkpoint_files import read_checkpoint
-from engine.run.endings import saving_on_exit
 from engine.run.progress import Progress
+from engine.run.start import saving_on_exit
 from engine.run.state import State
 
 

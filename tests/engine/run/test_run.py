@@ -11,9 +11,9 @@ from short_runs import interrupted
 
 import train
 from engine.errors import BadInput, Diverged, Stopped
-from engine.run.endings import saving_on_exit
 from engine.run.progress import Progress
 from engine.run.run import Run
+from engine.run.start import saving_on_exit
 
 
 def run_epochs(run: Run, scores: list[float], *, names: tuple[str, ...] = ("validation",)) -> None:
@@ -24,6 +24,7 @@ def run_epochs(run: Run, scores: list[float], *, names: tuple[str, ...] = ("vali
 
 
 def saved(run: Run) -> list[str]:
+    run.checkpoints.writer.wait()
     return [path.name for path in run.checkpoints.paths()]
 
 

@@ -79,7 +79,6 @@ def _comparable_settings(settings: Settings, folder: Path) -> Settings:
         limit_steps=None,
         checkpoint_every_steps=None,
         validate_every_steps=None,
-        async_checkpoints=False,
         steps_per_execution=BATCHES - 1,  # Executions of unequal length show whether they share a trace.
     )
 

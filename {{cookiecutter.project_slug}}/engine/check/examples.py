@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from engine.check.results import Check, check_repeats
+from engine.data.element_spec import sha256_of
 from engine.data.examples import hook_of
-from engine.data.hashes import sha256_of
 from engine.data.records import Records
 from engine.data.splits import each_dataset
 from engine.errors import BadInput

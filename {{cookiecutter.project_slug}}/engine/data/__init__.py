@@ -11,8 +11,7 @@ record_index     where records of a file are, cached beside it
 preparation      calls task.prepare_example, for complete batches where possible
 padding          pads sequences of different lengths, and cuts each batch to the length that it needs
 pipelines        options and parallel calls of every pipeline
-hashes           hashes of examples
-element_spec     element specs as text and JSON, tensors by name, the memory of an example
+element_spec     element specs as text and JSON; tensors by name; memory and hashes of examples
 """
 
 from engine.data.batches import Batches

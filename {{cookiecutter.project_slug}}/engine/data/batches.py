@@ -186,10 +186,8 @@ class Batches:
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
         """Returns an iterator over the global batches from a step of an epoch on. Evaluations have the same batches."""
-        step, period = (
-            epoch * self.steps_per_epoch + first_step,
-            sys.maxsize if self._is_training else self.steps_per_pass,
-        )
+        step = epoch * self.steps_per_epoch + first_step
+        period = sys.maxsize if self._is_training else self.steps_per_pass
         if self._iterator is None or (self._iterator.next_step - step) % period:
             # To make one takes a few tenths of a second, so it serves one epoch after the other.
             self._iterator = self.new_iterator(epoch, first_step)

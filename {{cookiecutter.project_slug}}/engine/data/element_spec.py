@@ -1,11 +1,13 @@
-"""Element specs of examples: as text and JSON, their tensors by name, and the memory that an example takes.
+"""Element specs of examples, as text and JSON; the tensors of an example by name; its memory and its hash.
 
 An element spec is nested tuples and dictionaries of tf.TensorSpec. In JSON a tensor is text such as "float32[8, 8, 1]",
 where None is a size in which examples differ, and "..." any shape.
 """
 
+import hashlib
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,15 +26,15 @@ def encode(spec: Any) -> Any:
 def decode(value: Any) -> Any:
     """Returns the element spec that `encode` was given. Raises ValueError unless all its leaves are tensors."""
     if isinstance(value, dict):
-        return {name: decode(each) for name, each in value.items()}
+        return {name: decode(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return tuple(decode(each) for each in value)
-    found = re.fullmatch(r"(\w+)\[(.*)\]", str(value))
-    if not found:
+        return tuple(decode(part) for part in value)
+    match = re.fullmatch(r"(\w+)\[(.*)\]", str(value))
+    if not match:
         raise ValueError(f"{value} is not the element spec of a tensor")
-    sizes = re.findall(r"\d+|None", found[2])
-    shape = None if found[2] == "..." else [None if each == "None" else int(each) for each in sizes]
-    return tf.TensorSpec(shape, tf.as_dtype(found[1]))
+    sizes = re.findall(r"\d+|None", match[2])
+    shape = None if match[2] == "..." else [None if size == "None" else int(size) for size in sizes]
+    return tf.TensorSpec(shape, tf.as_dtype(match[1]))
 
 
 def leaf_text(leaf: Any) -> str:
@@ -72,8 +74,8 @@ def leaves(spec: Any) -> dict[str, Any]:
             for key in sorted(part):
                 yield from walk(part[key], (*path, str(key)))
         elif isinstance(part, tuple):  # A list is an array of numbers, as for TensorFlow's datasets.
-            for number, each in enumerate(part):
-                yield from walk(each, (*(path or ("features",)), str(number)))
+            for number, item in enumerate(part):
+                yield from walk(item, (*(path or ("features",)), str(number)))
         else:
             yield "/".join(path or ("features",)), part
 
@@ -126,3 +128,25 @@ def _bytes_of_tensor(tensor: tf.Tensor) -> int:
     if tensor.dtype == tf.string:
         return int(tf.reduce_sum(tf.cast(tf.strings.length(tensor), tf.int64))) + BYTES_OF_STRING * int(tf.size(tensor))
     return int(tf.size(tensor)) * tensor.dtype.size
+
+
+# --- Hashes, by which a resumed run or another process notices other examples -----------------------------------------
+
+
+def sha256_of(examples: Iterable[Any]) -> str:
+    """Returns a hash of the values, dtypes and shapes of all tensors of some examples, in hex."""
+    sha256 = hashlib.sha256()
+    for example in examples:
+        for part in tf.nest.flatten(example, expand_composites=True):
+            sha256.update(tf.io.serialize_tensor(part).numpy())
+    return sha256.hexdigest()
+
+
+def without_folder(parts: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+    """Returns texts without the folder that all have in common: the same files may lie elsewhere on each machine."""
+    if parts[0].dtype != tf.string:
+        return parts
+    # Not commonpath, because texts may be no paths.
+    texts = [text for part in parts for text in tf.reshape(part, [-1]).numpy().tolist()]
+    folder, separator, _ = os.path.commonprefix(texts).rpartition(b"/")  # noqa: RUF071
+    return [tf.strings.substr(part, len(folder + separator), tf.int32.max) for part in parts]

@@ -22,8 +22,9 @@ from engine.data.element_spec import (
     is_static,
     measured_bytes,
     megabytes,
+    sha256_of,
+    without_folder,
 )
-from engine.data.hashes import sha256_of, without_folder
 from engine.data.pipelines import CORES, input_options, parallel_calls, shuffled
 from engine.errors import BadInput
 from engine.messages import first_line, is_users, where_raised
@@ -107,8 +108,8 @@ class Examples(abc.ABC):
         """
         if "was expected to contain" in str(problem):
             return BadInput(f"{self._hook}: {first_line(problem)}: give assert_cardinality the real number of examples")
-        if found := _first_that_fails(one_by_one):
-            number, problem = found
+        if failure := _first_that_fails(one_by_one):
+            number, problem = failure
             during = f"on {self._name(number)}"
         failed = f"{self._hook} failed {during}"
         if "_prepare_" in str(problem):  # TensorFlow names the function whose operation failed, here of preparation.py.
@@ -197,7 +198,7 @@ class DatasetExamples(Examples):
             if self._shuffle_bytes is not None:
                 _ = self.buffer_size  # If the first examples cannot be read, this is noticed now.
             first = self._dataset.take(HASHED_OF_STREAM).with_options(input_options())
-            hashed = zip(*(tf.nest.flatten(each, expand_composites=True) for each in first), strict=True)
+            hashed = zip(*(tf.nest.flatten(example, expand_composites=True) for example in first), strict=True)
         return sha256_of(map(without_folder, hashed))
 
     def batches(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int) -> Elements:
@@ -215,7 +216,7 @@ class DatasetExamples(Examples):
             return tf.reshape(places, [-1]), tf.nest.map_structure(lambda part: tf.gather(part, numbers), cached)
 
         rows = [-1, shard.examples_per_batch]
-        by_batch = (tf.reshape(each, rows)[:, shard.places] for each in (tf.range(first, shard.end), order))
+        by_batch = (tf.reshape(part, rows)[:, shard.places] for part in (tf.range(first, shard.end), order))
         return tf.data.Dataset.from_tensor_slices(tuple(by_batch)).batch(at_once), pick
 
     def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
@@ -280,6 +281,8 @@ def _checked_length(hook: str, dataset: Any) -> int:
     if length == tf.data.INFINITE_CARDINALITY:
         raise BadInput(f"{hook} returned endless examples: remove repeat(); the epochs are counted for you")
     if length == tf.data.UNKNOWN_CARDINALITY:
-        counted = ".apply(tf.data.experimental.assert_cardinality(<number of examples>))"
-        raise BadInput(f"{hook} returned examples of unknown number: end it with {counted}")
+        raise BadInput(
+            f"{hook} returned examples of unknown number: end it with "
+            ".apply(tf.data.experimental.assert_cardinality(<number of examples>))"
+        )
     return length

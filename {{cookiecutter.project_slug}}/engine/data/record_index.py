@@ -97,13 +97,13 @@ def index_files(paths: list[str], second_folder: Path | None = None) -> list[Fil
 def _wait_for(pending: list[concurrent.futures.Future]) -> None:
     """Returns when all indexes are made; prints how many are. Raises the exception of the first one that fails."""
     while True:
-        done, others = concurrent.futures.wait(pending, SECONDS_BETWEEN_LINES, concurrent.futures.FIRST_EXCEPTION)
-        made = sum(each.exception() is None for each in done)
+        done, not_done = concurrent.futures.wait(pending, SECONDS_BETWEEN_LINES, concurrent.futures.FIRST_EXCEPTION)
+        made = sum(future.exception() is None for future in done)
         if asked_to_stop.is_set() and made < len(pending):
             raise Unavailable(f"stopped by a signal when {made} of {len(pending)} record files had an index")
-        for each in done:
-            each.result()
-        if not others:
+        for future in done:
+            future.result()
+        if not not_done:
             return
         console.print(f"{made} of {len(pending)} record files have an index, which is made once")
 
@@ -114,7 +114,7 @@ def _index(path: str, second_folder: Path | None) -> tuple[FileIndex, bool]:
 
     def read() -> tuple[dict[str, Any], FileIndex, bool]:
         key = _key(path)
-        cached = next((found for cache in caches if (found := _read_cache(cache, path, key))), None)
+        cached = next(filter(None, (_read_cache(cache, path, key) for cache in caches)), None)
         return key, cached or _make(path, key["size"]), cached is not None
 
     try:
@@ -192,8 +192,10 @@ def _first_after_multiples(offsets: np.ndarray, step: int) -> np.ndarray:
 
 def damaged(path: str, number: int, offset: int, reason: str) -> BadInput:
     """Returns the error for a record that cannot be read."""
-    what_to_do = "restore the file from a backup, or write it again without that record"
-    return BadInput(f"{path}: record {number}, counted from 0, at byte {offset} is damaged ({reason}): {what_to_do}")
+    return BadInput(
+        f"{path}: record {number}, counted from 0, at byte {offset} is damaged ({reason}): restore the file "
+        "from a backup, or write it again without that record"
+    )
 
 
 def is_remote(path: str) -> bool:
@@ -202,10 +204,10 @@ def is_remote(path: str) -> bool:
 
 
 def is_cache(path: str) -> bool:
-    """Returns whether a file is the index of another one beside it, complete or being written."""
+    """Returns whether a file is the index of a file beside it, complete or being written."""
     folder, name = os.path.split(path)
-    found = re.fullmatch(r"\.(.+)\.index(\..*)?", name)
-    return found is not None and tf.io.gfile.exists(os.path.join(folder, found[1]))
+    match = re.fullmatch(r"\.(.+)\.index(\..*)?", name)
+    return match is not None and tf.io.gfile.exists(os.path.join(folder, match[1]))
 
 
 def _are_headers(headers: np.ndarray) -> np.ndarray:
@@ -224,8 +226,8 @@ def _are_headers(headers: np.ndarray) -> np.ndarray:
 def _key(path: str) -> dict[str, Any]:
     """Returns the key (version, name, size, time of change) that a cached index must match."""
     if is_remote(path):
-        found = tf.io.gfile.stat(path)
-        size, changed = found.length, found.mtime_nsec
+        status = tf.io.gfile.stat(path)
+        size, changed = status.length, status.mtime_nsec
     else:  # TensorFlow would round the time to seconds.
         size, changed = os.stat(path).st_size, os.stat(path).st_mtime_ns
     return {"version": VERSION, "name": os.path.basename(path), "size": size, "changed": changed}

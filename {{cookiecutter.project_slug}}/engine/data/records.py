@@ -35,10 +35,12 @@ class Records:
     def __init__(self, *patterns: str | Path | list[str | Path]) -> None:
         """Raises BadInput unless each is a path or a pattern, or a list of them."""
         given = tf.nest.flatten(patterns)
-        wrong = [repr(each) for each in given if not isinstance(each, str | os.PathLike)]
+        wrong = [repr(pattern) for pattern in given if not isinstance(pattern, str | os.PathLike)]
         if wrong or not given:
-            rule = "pass paths or patterns of TFRecord files; task.prepare_example gets each record, and parses it"
-            raise BadInput(f"Records got {wrong[0] if wrong else 'no path'}: {rule}")
+            raise BadInput(
+                f"Records got {wrong[0] if wrong else 'no path'}: pass paths or patterns of TFRecord files; "
+                "task.prepare_example gets each record, and parses it"
+            )
         self.patterns = list(map(os.fspath, given))
         self._count: int | None = None
 
@@ -53,7 +55,7 @@ class Records:
     def dataset(self) -> tf.data.Dataset:
         """Returns the records in the order of the files, to look at."""
         files = index_files(self.paths("task.load_examples"))
-        return tf.data.TFRecordDataset([each.path for each in files]).take(-1 if self._count is None else self._count)
+        return tf.data.TFRecordDataset([file.path for file in files]).take(-1 if self._count is None else self._count)
 
     def as_numpy_iterator(self) -> Iterator[bytes]:
         """Yields the records in the order of the files, to look at."""
@@ -61,7 +63,7 @@ class Records:
 
     def paths(self, hook: str) -> list[str]:
         """Returns the files, in the same order on every machine. Raises BadInput if a pattern matches none."""
-        found: list[str] = []
+        paths: list[str] = []
         for pattern in self.patterns:
             if is_cache(pattern):  # A glob that finds hidden files returns the caches, too.
                 continue
@@ -72,9 +74,9 @@ class Records:
             matches = [path for path in matches if not is_cache(path)]
             if not matches:
                 raise BadInput(f"{hook} returned Records({pattern!r}), which matches no file: give the path of some")
-            found += matches
+            paths += matches
         # One file may have several names: its first one is used.
-        names = {path if is_remote(path) else os.path.realpath(path): path for path in sorted(found, reverse=True)}
+        names = {path if is_remote(path) else os.path.realpath(path): path for path in sorted(paths, reverse=True)}
         return sorted(names.values())
 
     def examples(self, hook: str, shuffle_bytes: int | None, index_folder: Path | None = None) -> "RecordExamples":
@@ -85,9 +87,8 @@ class Records:
         """
         files = index_files(self.paths(hook), index_folder)
         if self._count is not None:
-            firsts = itertools.accumulate((each.length for each in files), initial=0)
-            left = [(each, self._count - first) for each, first in zip(files, firsts, strict=False)]
-            files = [each.take(count) for each, count in left if count > 0]
+            left = [(file, self._count - first) for file, first in zip(files, _first_records(files), strict=False)]
+            files = [file.take(count) for file, count in left if count > 0]
         return RecordExamples(files, hook, shuffle_bytes)
 
 
@@ -107,8 +108,8 @@ def _files(pattern: str) -> list[str]:
     folder, name = os.path.split(pattern)
     if re.search(r"[*?[]", folder) or "**" in name or not os.path.isdir(folder or "."):
         return glob.glob(pattern, recursive=True)
-    names = (each for each in os.listdir(folder or ".") if not each.startswith(".") or name.startswith("."))
-    return [os.path.join(folder, each) for each in fnmatch.filter(names, name)]
+    names = [file for file in os.listdir(folder or ".") if not file.startswith(".") or name.startswith(".")]
+    return [os.path.join(folder, file) for file in fnmatch.filter(names, name)]
 
 
 class RecordExamples(Examples):
@@ -116,8 +117,8 @@ class RecordExamples(Examples):
 
     def __init__(self, files: list[FileIndex], hook: str, shuffle_bytes: int | None) -> None:
         """`shuffle_bytes` is for the windows of all processes that share a batch; None: no shuffling."""
-        super().__init__(hook, sum(each.length for each in files), tf.TensorSpec([], tf.string))
-        self.sha256 = hashlib.sha256("".join(each.sha256 for each in files).encode()).hexdigest()
+        super().__init__(hook, sum(file.length for file in files), tf.TensorSpec([], tf.string))
+        self.sha256 = hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
         self._blocks = Blocks(files)
         self._window_bytes = shuffle_bytes or BYTES_WITHOUT_SHUFFLE
         self.records_in_memory = int(self._window_bytes / (self._blocks.bytes_of_record + BYTES_BESIDES))
@@ -145,18 +146,23 @@ class RecordExamples(Examples):
         return together.batch(taken).map(lambda places, records: (places[own], records[own])).unbatch()
 
     def unshuffled(self) -> tf.data.Dataset:
-        return tf.data.TFRecordDataset([each.path for each in self._blocks.files]).take(self.length).enumerate()
+        return tf.data.TFRecordDataset([file.path for file in self._blocks.files]).take(self.length).enumerate()
 
     def rejection(self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str) -> BadInput:
-        found = re.search(r"corrupted record at (\d+)", str(problem))
-        if found and (damage := _first_damaged(self._blocks.files, int(found[1]))):
+        match = re.search(r"corrupted record at (\d+)", str(problem))
+        if match and (damage := _first_damaged(self._blocks.files, int(match[1]))):
             return damaged(*damage, "the checksum of its data is wrong")
         return super().rejection(problem, one_by_one, during)
 
     def _name(self, number: int) -> str:
-        firsts = list(itertools.accumulate((each.length for each in self._blocks.files), initial=0))
+        firsts = _first_records(self._blocks.files)
         file = bisect.bisect_right(firsts, number) - 1
         return f"record {number - firsts[file]}, counted from 0, of {self._blocks.files[file].path}"
+
+
+def _first_records(files: list[FileIndex]) -> list[int]:
+    """Returns the number of the first record of each file, and at last the number of all records."""
+    return list(itertools.accumulate((file.length for file in files), initial=0))
 
 
 def _first_damaged(files: list[FileIndex], offset: int) -> tuple[str, int, int] | None:
@@ -176,11 +182,11 @@ def _first_damaged(files: list[FileIndex], offset: int) -> tuple[str, int, int] 
     # One graph for all files, because a function for each of thousands would take minutes to make.
     blocks = tf.data.Dataset.from_tensor_slices((np.arange(len(files)), [file.path for file in files], begins, ends))
     records = blocks.interleave(lengths, FILES_AT_ONCE, num_parallel_calls=FILES_AT_ONCE)
-    found = np.zeros_like(begins)
+    counted = np.zeros_like(begins)  # Intact records, and their bytes, of each block.
     for indexes, sizes in records.batch(4096).as_numpy_iterator():
-        np.add.at(found, indexes, np.stack([np.ones_like(sizes), HEADER + sizes + FOOTER], axis=1))
-    for file, begin, read, end in zip(files, begins, found, ends, strict=True):
-        number, place = (begin + read).tolist()
+        np.add.at(counted, indexes, np.stack([np.ones_like(sizes), HEADER + sizes + FOOTER], axis=1))
+    for file, begin, intact, end in zip(files, begins, counted, ends, strict=True):
+        number, place = (begin + intact).tolist()
         if number < end[0]:
             return file.path, number, place
     return None

@@ -37,25 +37,25 @@ class Blocks:
     """The blocks of record files, which begin at points of the files' indexes."""
 
     def __init__(self, files: list[FileIndex]) -> None:
-        self.length, self.bytes_of_files = sum(each.length for each in files), sum(each.size for each in files)
+        self.length, self.bytes_of_files = sum(file.length for file in files), sum(file.size for file in files)
         self.bytes_of_record = self.bytes_of_files / self.length
         at_least = max(1, self.bytes_of_files // POINTS_IN_MEMORY)
         bytes_of_block = max(at_least, min(BYTES_OF_BLOCK, self.bytes_of_files // BLOCKS_OF_SMALL_DATASET))
         # The points of small files are too many if there are many such files.
-        self.files = [each.thinned(max(at_least, min(BYTES_OF_POINT, bytes_of_block))) for each in files]
-        firsts = np.cumsum([0, *(each.length for each in files)])
-        blocks = [each.thinned(bytes_of_block).points[:, 0] for each in self.files]
-        block_files = np.repeat(np.arange(len(files)), [len(each) - 1 for each in blocks])
-        block_firsts = np.concatenate([each[:-1] for each in blocks]) + firsts[block_files]
+        self.files = [file.thinned(max(at_least, min(BYTES_OF_POINT, bytes_of_block))) for file in files]
+        firsts = np.cumsum([0, *(file.length for file in files)])
+        blocks = [file.thinned(bytes_of_block).points[:, 0] for file in self.files]
+        block_files = np.repeat(np.arange(len(files)), [len(begins) - 1 for begins in blocks])
+        block_firsts = np.concatenate([begins[:-1] for begins in blocks]) + firsts[block_files]
         block_sizes = np.concatenate(list(map(np.diff, blocks)))
         # The points of all files, one file after the other, with the numbers of the records over all files.
         points = np.concatenate(
-            [each.points + np.array([first, 0]) for each, first in zip(self.files, firsts, strict=False)]
+            [file.points + np.array([first, 0]) for file, first in zip(self.files, firsts, strict=False)]
         )
         self._most_in_block = int(block_sizes.max())
         with tf.init_scope(), tf.device("CPU:0"):  # Made once. As constants they would be in every graph.
-            self._paths = tf.constant([each.path for each in files])
-            self._blocks = [tf.constant(each, tf.int64) for each in (block_files, block_firsts, block_sizes)]
+            self._paths = tf.constant([file.path for file in files])
+            self._blocks = [tf.constant(column, tf.int64) for column in (block_files, block_firsts, block_sizes)]
             self._numbers, self._offsets = (tf.constant(column, tf.int64) for column in points.T)
 
     def in_order(self, seed: tf.Tensor | None) -> Callable[..., tf.data.Dataset]:
@@ -64,23 +64,23 @@ class Blocks:
         order = tf.range(tf.size(sizes, tf.int64))
         if seed is not None:
             order = tf.random.experimental.stateless_shuffle(order, tf.stack([seed, 0]))
-        files, firsts, sizes = (tf.gather(each, order) for each in (files, firsts, sizes))
+        files, firsts, sizes = (tf.gather(column, order) for column in (files, firsts, sizes))
         ends = tf.cumsum(sizes)
 
         def records(begin: tf.Tensor, end: tf.Tensor, at_once: int = 1) -> tf.data.Dataset:
             first_block = tf.searchsorted(ends, [begin], side="right", out_type=tf.int64)[0]
             end_block = tf.searchsorted(ends, [end], side="left", out_type=tf.int64)[0] + 1
-            read = slice(first_block, end_block)
-            begins = ends[read] - sizes[read]
+            needed = slice(first_block, end_block)
+            begins = ends[needed] - sizes[needed]
             skipped = tf.maximum(begin - begins, 0)
-            counts = tf.minimum(end, ends[read]) - begins - skipped
-            first = firsts[read] + skipped
+            counts = tf.minimum(end, ends[needed]) - begins - skipped
+            first = firsts[needed] + skipped
             # The last point at or before the first record, and the first one at or after the end.
             starts = tf.searchsorted(self._numbers, first, side="right") - 1
             ends_at = tf.searchsorted(self._numbers, first + counts, side="left")
             skips, offsets = first - tf.gather(self._numbers, starts), tf.gather(self._offsets, starts)
             sizes_read = tf.gather(self._offsets, ends_at) - offsets
-            paths = tf.gather(self._paths, files[read])
+            paths = tf.gather(self._paths, files[needed])
             blocks = tf.data.Dataset.from_tensor_slices((paths, offsets, sizes_read, skips, counts))
             if at_once == 1:
                 return blocks.flat_map(read_block)
@@ -96,7 +96,7 @@ def read_block(
     path: tf.Tensor, start: tf.Tensor, size: tf.Tensor, skipped: tf.Tensor, count: tf.Tensor
 ) -> tf.data.Dataset:
     """Returns `count` consecutive records of a file behind some that are skipped, and reads `size` bytes at `start`."""
-    # tf.data.TFRecordDataset always starts at a file's first record.
+    # tf.data.TFRecordDataset always starts at a file's first record. Its operation works only within other datasets.
     variant = tf.raw_ops.TFRecordDatasetV2(
         filenames=[path], byte_offsets=[start], compression_type="", buffer_size=size
     )
@@ -155,8 +155,8 @@ class Segments:
         examples = self._records(first, first_place + end_of_records, at_once).enumerate(first)
         if self._seed is not None:
             seed = tf.stack([self._seed, 1])
-            for each in (segment, number):
-                seed = tf.random.experimental.stateless_fold_in(seed, each)
+            for part in (segment, number):
+                seed = tf.random.experimental.stateless_fold_in(seed, part)
             # Use both seed words: the first does not depend on the last fold_in.
             seed_of_order = tf.random.stateless_uniform([], seed, maxval=2**31 - 1, dtype=tf.int64)
             # This moves the records; tf.gather would copy them.

@@ -70,9 +70,11 @@ def load_splits(
             else:
                 batches[name] = Batches(*arguments, shards_by_file=by_file)
     check_same_structure(batches)
-    if settings.validate_every_steps and not any(each.split == "validation" for each in batches.values()):
-        problem = "task.load_examples('validation') returned None, so there is no validation: remove the flag"
-        raise BadInput(f"--validate-every-steps {settings.validate_every_steps}: {problem}")
+    if settings.validate_every_steps and not any(dataset.split == "validation" for dataset in batches.values()):
+        raise BadInput(
+            f"--validate-every-steps {settings.validate_every_steps}: task.load_examples('validation') returned None, "
+            "so there is no validation: remove the flag"
+        )
     return batches
 
 
@@ -87,18 +89,20 @@ def load_datasets(
     is_own = _takes_context(load_examples) and context.num_input_pipelines > 1
     load = functools.partial(load_examples, split, **({"input_context": context} if is_own else {}))
     datasets: dict[str, Examples] = {}
-    for name, found in named(split, until_read(load, hook_of(split), obeys_signals=True)).items():
+    for name, dataset in named(split, until_read(load, hook_of(split), obeys_signals=True)).items():
         hook = hook_of(name)
-        if is_own and isinstance(found, Records):
-            problem = f"{hook} takes an input_context and returned Records"
-            raise BadInput(f"{problem}: remove it from load_examples; each worker reads its own shard anyway")
+        if is_own and isinstance(dataset, Records):
+            raise BadInput(
+                f"{hook} takes an input_context and returned Records: remove it from load_examples; each worker reads "
+                "its own shard anyway"
+            )
         hook += f" for worker {context.input_pipeline_id} of {context.num_input_pipelines}" if is_own else ""
-        read: Callable[..., Examples]
-        if isinstance(found, Records):  # Beside the run, so that all of its processes and starts share the folder.
-            read = functools.partial(found.examples, index_folder=settings.run_dir.parent / INDEXES)
+        read: Callable[[], Examples]
+        if isinstance(dataset, Records):  # Beside the run, so that all of its processes and starts share the folder.
+            read = functools.partial(dataset.examples, hook, shuffle_bytes, settings.run_dir.parent / INDEXES)
         else:
-            read = functools.partial(DatasetExamples, found)
-        datasets[name] = until_read(functools.partial(read, hook, shuffle_bytes), hook, obeys_signals=True)
+            read = functools.partial(DatasetExamples, dataset, hook, shuffle_bytes)
+        datasets[name] = until_read(read, hook, obeys_signals=True)
     return datasets
 
 
@@ -107,7 +111,7 @@ def _takes_context(load_examples: Callable[..., Any]) -> bool:
 
 
 def named(split: str, loaded: Any) -> dict[str, Any]:
-    """Returns the datasets that task.load_examples returned, as "validation", or each as "validation/<dataset>".
+    """Returns the datasets that task.load_examples returned, as "validation" or "validation/<dataset>".
 
     Raises BadInput for an empty dictionary, and for a name of other characters than letters, digits, "_", "-" and ".".
     """
@@ -121,23 +125,23 @@ def named(split: str, loaded: Any) -> dict[str, Any]:
     for name in loaded:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
             raise BadInput(f"{hook} returned a dataset called {name!r}: use letters, digits, '_', '-' and '.'")
-    return {f"{split}/{name}": each for name, each in loaded.items()}
+    return {f"{split}/{name}": dataset for name, dataset in loaded.items()}
 
 
 def each_dataset(loaded: Any, change: Callable[[Any], Any]) -> Any:
     """Returns what task.load_examples returned, with every dataset of it changed."""
     if isinstance(loaded, Mapping):
-        return {name: change(each) for name, each in loaded.items()}
+        return {name: change(dataset) for name, dataset in loaded.items()}
     return None if loaded is None else change(loaded)
 
 
 def check_same_structure(batches: Mapping[str, Batches]) -> None:
-    """Raises BadInput if an example of one dataset has another structure, shape or dtype than one of "train"."""
+    """Raises BadInput if the examples of a dataset differ from those of "train" in structure, shape or dtype."""
     # The third part is the sample weights.
-    examples = {name: unbatched(each.element_spec[:2]) for name, each in batches.items()}
-    for name, found in examples.items():
-        if found != examples["train"]:
+    specs = {name: unbatched(dataset.element_spec[:2]) for name, dataset in batches.items()}
+    for name, spec in specs.items():
+        if spec != specs["train"]:
             raise BadInput(
-                f"{hook_of(name)} and task.prepare_example gave {as_text(found)}, but 'train' gave "
-                f"{as_text(examples['train'])}: every dataset needs the same structure, shapes and dtypes"
+                f"{hook_of(name)} and task.prepare_example gave {as_text(spec)}, but 'train' gave "
+                f"{as_text(specs['train'])}: every dataset needs the same structure, shapes and dtypes"
             )

@@ -4,14 +4,10 @@ A stack is several batches in one tensor, [batches, per-replica batch, ...] on e
 several replicas takes longer than a small step does, and so does every return to Python.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import functools
-import gc
-import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,9 +18,8 @@ from engine.data.padding import Padding
 from engine.errors import BadInput, Unavailable
 
 BYTES_OF_STACK = 2**22  # The size of a stack at most, for all replicas of a process together.
-STEPS_OF_STACK = 128  # Batches in a stack at most, because a step can be taken only when its complete stack is ready.
-
-_iterators: weakref.WeakSet = weakref.WeakSet()
+# The steps of a stack: a quarter of an epoch within these limits. A step can be taken when its complete stack is ready.
+STEPS_OF_STACK = 64, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +106,6 @@ class StackIterator:
         self._stack: Any = None  # The stack that contains the next step; None if it has not been read.
         self._rejected: BadInput | None = None
         self.is_waiting, self.seconds_waited = False, 0.0  # Whether the program waits for batches; how long so far.
-        _iterators.add(self)
 
     def plan(self, count: int) -> list[tuple[int, int]]:
         """Returns for the next `count` batches what `take` yields, without the stacks."""
@@ -165,29 +159,14 @@ class StackIterator:
             self._stacks = None  # The next attempt starts at the same stack.
             raise
 
-    def close(self) -> None:
-        """Ends the threads that prepare batches."""
-        self._stacks = iter(())
-        self._stack = self._rejected = None
-
-
-@atexit.register
-def _close_all() -> None:
-    # A thread that runs the user's Python code, such as a generator of examples, can end only while Python runs.
-    for iterator in list(_iterators):
-        iterator.close()
-    for name in ("last_exc", "last_value", "last_traceback"):  # Their frames hold the iterator that failed.
-        if hasattr(sys, name):
-            delattr(sys, name)
-    gc.collect()
-
 
 def stack_size(steps_per_epoch: int, bytes_of_share: int, batches_at_once: int) -> int:
     """Returns how many batches a stack has: a multiple of those that are prepared at once.
 
     `bytes_of_share` is the size of a batch on all replicas of a process together.
     """
-    wanted = min(STEPS_OF_STACK, steps_per_epoch)
+    at_least, at_most = STEPS_OF_STACK
+    wanted = min(steps_per_epoch, max(at_least, min(at_most, steps_per_epoch // 4)))
     calls = min(BYTES_OF_STACK // bytes_of_share // batches_at_once, -(-wanted // batches_at_once))
     return max(1, calls) * batches_at_once
 
@@ -208,16 +187,16 @@ def stacked(
         if is_padded:
             first = sum(of_replicas[:replica])
             rows = [first + min(row, of_replicas[replica] - 1) for row in range(size)]
-            of_each = tf.reshape(part, [-1, sum(of_replicas), part.shape[1:].num_elements()])
-            return tf.reshape(tf.gather(of_each, rows, axis=1), [-1, size, *part.shape[1:]])
+            batches = tf.reshape(part, [-1, sum(of_replicas), part.shape[1:].num_elements()])
+            return tf.reshape(tf.gather(batches, rows, axis=1), [-1, size, *part.shape[1:]])
         if replicas == 1:
             return tf.reshape(part, [-1, size, *part.shape[1:]])
         # Complete per-replica batches side by side, so that each is copied in one piece.
-        of_each = tf.reshape(part, [-1, replicas, size * part.shape[1:].num_elements()])
-        return tf.reshape(tf.gather(of_each, replica, axis=1), [-1, size, *part.shape[1:]])
+        batches = tf.reshape(part, [-1, replicas, size * part.shape[1:].num_elements()])
+        return tf.reshape(tf.gather(batches, replica, axis=1), [-1, size, *part.shape[1:]])
 
     def split(*stack: Any) -> tuple[Any, ...]:
-        parts = [tf.nest.map_structure(functools.partial(for_replica, each), stack) for each in range(replicas)]
+        parts = [tf.nest.map_structure(functools.partial(for_replica, replica), stack) for replica in range(replicas)]
         if not is_padded:
             return tuple(parts)
         factors = [tf.constant([float(row < count) for row in range(size)]) for count in of_replicas]

@@ -1,7 +1,7 @@
 """Rejects hooks whose objects would train wrongly without an error."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import keras
@@ -10,11 +10,17 @@ import tensorflow as tf
 from engine.errors import BadInput
 from engine.model.metrics import ResultNames, split_of
 from engine.model.optimizers import inner_optimizers
-from engine.model.variables import by_name, inner_variable, trainable_variables, variable_path
+from engine.model.variables import by_name, inner_variable, is_seed, trainable_variables, variable_path
 from engine.protocols import Metrics, Task
+from engine.tracing import Traced, look_at
 
 CREATE_HOOKS = ("create_model", "create_optimizer", "create_loss_objects", "create_metrics")
 HOOKS = ("load_examples", "prepare_example", *CREATE_HOOKS, "train_step", "evaluation_step")
+# On several replicas an unseeded generator fails, because Keras makes one in each replica's thread.
+UNSEEDED = (
+    "task.train_step draws from keras.random without a seed, which fails on several replicas: draw from a seed of each "
+    "example, see docs/steps.md, or give a layer a keras.random.SeedGenerator and pass it as seed"
+)
 
 
 def check_hooks(task: Task, *, export: bool) -> None:
@@ -109,3 +115,36 @@ def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
         remedy = "pass --monitor-direction min or max"
         raise BadInput(f"--monitor {monitor}: whether lower or higher is better is unknown: {remedy}")
     return known or "min"
+
+
+def traced(steps: Any) -> Traced | None:
+    """Returns what compiled steps do, traced now if they were not before; None if no graph runs in this process."""
+    try:
+        graph = steps.graph()
+    except Exception as problem:
+        if "seed_generator_state" in str(problem):
+            raise BadInput(UNSEEDED) from problem
+        raise
+    return None if graph is None else look_at(graph)
+
+
+def check_changes(
+    steps: Mapping[str, Traced], strategy: tf.distribute.Strategy, saved: Collection[tf.Variable]
+) -> None:
+    """Raises BadInput if steps change anything besides the `saved` variables."""
+    handles = {id(part.handle) for variable in saved for part in strategy.experimental_local_results(variable)}
+    for split, step in steps.items():
+        hook = "train_step" if split == "train" else "evaluation_step"
+        lost = [name for handle, name in step.changed.items() if name and handle not in handles]
+        if lost and is_seed(lost[0]):
+            raise BadInput(UNSEEDED)
+        if lost:
+            raise BadInput(
+                f"task.{hook} changes the variable {lost[0]}, which no checkpoint contains: make it in a create_* "
+                "hook, not elsewhere"
+            )
+        if step.table_changes:
+            raise BadInput(
+                f"task.{hook} changes a lookup table, which no checkpoint contains: {step.table_changes[0]}: fill it "
+                "in a create_* hook, or use a tf.Variable instead"
+            )

@@ -87,10 +87,13 @@ def trainable_variables(model: Any) -> Variables:
 
 def statistics(model: Any) -> Variables:
     """Returns the floating `model_variables` that trainable layers change themselves, such as moving means."""
-    layers = (layer for one in by_name(model, "model").values() for layer in layers_of(one) if layer.trainable)
-    changed = {id(each.value) for layer in layers for each in layer._non_trainable_variables}
-    found = model_variables(model).items()
-    return {name: variable for name, variable in found if id(variable) in changed and variable.dtype.is_floating}
+    layers = [layer for network in by_name(model, "model").values() for layer in layers_of(network)]
+    frozen = {id(variable.value) for layer in layers if not layer.trainable for variable in layer.variables}
+    return {
+        name: variable
+        for name, variable in model_variables(model).items()
+        if variable.dtype.is_floating and not variable.trainable and id(variable) not in frozen
+    }
 
 
 def named(objects: dict[str, Any]) -> Variables:

@@ -125,9 +125,9 @@ class Report:
                 "cache its results, use larger files, or use more CPU cores"
             )
         self._waiting_is_reported = is_much
+        append_row(self.run_dir / METRICS, row, synced=True)
         shown = self.names.scalars(metrics)
         self._summaries.add(row["step"], {"waited": waited, **self._rates, "examples_per_second": speed, **shown})
-        append_row(self.run_dir / METRICS, row, synced=True)
         if time.monotonic() - self._curves_drawn > SECONDS_BETWEEN_CURVES:
             self.draw_curves()
 

@@ -7,10 +7,12 @@ under a temporary name, synced to disk and renamed, and never overwritten: the s
 variable is changed.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +35,38 @@ from engine.run.checkpoint_files import (
 )
 from engine.run.progress import Progress
 from engine.run.state import State, Values, is_finite, read_variable
-from engine.run.writer import Writer
+
+
+class Writer:
+    """Writes files in order, in a thread, while the training continues."""
+
+    def __init__(self) -> None:
+        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+        self._pending: list[concurrent.futures.Future] = []
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Calls `write`, unless one before it failed: a checkpoint may name weights that were not written."""
+
+        def write_after(before: list[concurrent.futures.Future]) -> None:
+            for earlier in before:
+                earlier.result()
+            write()
+
+        self._pending.append(self._thread.submit(write_after, list(self._pending)))
+
+    def wait(self, *, at_most: int = 0) -> None:
+        """Returns when at most `at_most` writes are pending. Raises CannotWrite, once, if a write failed."""
+        if len(self._pending) > at_most:
+            pending, self._pending = self._pending, []
+            for write in pending:
+                write.result()
 
 
 class Checkpoints:
     """The newest `keep` checkpoints of a state, in one directory."""
 
     def __init__(self, directory: Path, state: State, *, keep: int, writer: Writer | None = None) -> None:
-        """A `writer` may be shared, where one checkpoint names another."""
+        """The `writer` is shared where one checkpoint names another."""
         self.directory, self.state, self.keep = directory, state, keep
         self.writer = writer or Writer()
         self._newest: Path | None = None  # The last one that was saved. It may still be pending.
@@ -70,7 +96,7 @@ class Checkpoints:
         before the run resumed from an earlier one.
 
         Raises BadInput if workers have other values, Diverged if a variable is no longer finite, and writes nothing
-        then. Raises CannotWrite if a write failed; with a thread, a later call raises that.
+        then. Raises CannotWrite if an earlier write failed.
         """
         from_chief = self.state.workers.from_chief
         from_chief(lambda: self.writer.wait(at_most=1))  # Memory is needed for each pending one.

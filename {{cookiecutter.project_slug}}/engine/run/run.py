@@ -18,18 +18,17 @@ from engine.files import write_json
 from engine.messages import user_errors_named
 from engine.model.metrics import split_of
 from engine.model.objects import TaskObjects
+from engine.model.rejections import check_changes, traced
 from engine.report.goodput import Goodput, start_time
 from engine.report.report import Report
-from engine.run.checkpoints import Checkpoints
+from engine.run.checkpoints import Checkpoints, Writer
 from engine.run.directory import BEST, CHECKPOINTS, RESULT
 from engine.run.passes import Executions, Pass
 from engine.run.progress import Progress
 from engine.run.signals import signals
 from engine.run.state import State, weights_sha256
-from engine.run.traces import check_changes, graph_of
-from engine.run.writer import Writer
 from engine.settings import Settings
-from engine.tracing import Traced, look_at
+from engine.tracing import Traced
 
 
 class Run:
@@ -57,7 +56,7 @@ class Run:
         finalize = objects.finalize_layers
         state = State(strategy, workers, objects.mirrored, objects.per_replica, finalize)
         weights = State(strategy, workers, objects.mirrored_weights, objects.per_replica_weights, finalize)
-        writer, keep = Writer(in_thread=settings.async_checkpoints), settings.keep_checkpoints
+        writer, keep = Writer(), settings.keep_checkpoints
         self.checkpoints = Checkpoints(settings.run_dir / CHECKPOINTS, state, keep=keep, writer=writer)
         # One more than the checkpoints, because each of them may name other weights as the best.
         self.best = Checkpoints(settings.run_dir / BEST, weights, keep=keep + 1, writer=writer)
@@ -84,17 +83,14 @@ class Run:
         """
         # Validation and test share the hook that may change anything but metrics, so one of them is enough.
         evaluation = next((split for split in ("validation", "test") if split in steps), "")
-        graphs = {split: graph_of(steps[split]) for split in ("train", evaluation) if split in steps}
-        self.traced = {split: look_at(graph) for split, graph in graphs.items() if graph is not None}
-        local = self.strategy.experimental_local_results
-        saved = [part for variable in self.checkpoints.state.variables() for part in local(variable)]
-        check_changes(self.traced, {id(part.handle) for part in saved})
-        own = self.objects.per_replica_weights
-        kept = self.objects.mirrored | own if evaluation in self.traced else own  # With --eager there is no graph.
-        parts = [part for variable in kept.values() for part in local(variable)]
-        if evaluation in self.traced:
-            parts = [part for part in parts if id(part.handle) in self.traced[evaluation].changed]
-        self._changed_by_evaluation = parts
+        found = {split: traced(steps[split]) for split in ("train", evaluation) if split in steps}
+        self.traced = {split: step for split, step in found.items() if step}
+        check_changes(self.traced, self.strategy, self.checkpoints.state.variables())
+        # Without a graph, as with --eager, everything that an evaluation may change is given back.
+        step, objects = self.traced.get(evaluation), self.objects
+        kept = [*objects.per_replica_weights.values(), *(objects.mirrored.values() if step else ())]
+        parts = [part for variable in kept for part in self.strategy.experimental_local_results(variable)]
+        self._changed_by_evaluation = [part for part in parts if not step or id(part.handle) in step.changed]
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 

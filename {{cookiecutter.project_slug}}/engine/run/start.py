@@ -1,4 +1,4 @@
-"""How a run starts: in its directory, from a checkpoint or as it was built, with its first files."""
+"""How a run starts, with which files, and how it ends: what is saved then, and which line says how to continue."""
 
 import contextlib
 import os
@@ -9,17 +9,19 @@ from typing import Any, Self
 import tensorflow as tf
 
 from engine.cluster.launcher import START_ID
+from engine.cluster.peers import peers_named
 from engine.cluster.workers import Workers
 from engine.console import console, print_result
 from engine.data.batches import Batches
+from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes
 from engine.files import read_json, write_json, writing
+from engine.messages import user_errors_named
 from engine.model.rows import slow_reads
 from engine.report.goodput import Goodput
 from engine.report.report import Report
 from engine.retries import until_written
 from engine.run.agreement import check_objects, same_data
 from engine.run.directory import RESULT, Directory
-from engine.run.endings import saving_on_exit
 from engine.run.progress import Progress
 from engine.run.resume import created_rates, resume
 from engine.run.run import Run
@@ -37,19 +39,17 @@ class RunDirectory(Directory):
         super().__init__(settings)
         self.workers = Workers(strategy)
         self._start = ""  # "resumed from ...", or which weights the run starts with.
+        self._listening = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._listening = signals.listening()
-        self._listening.__enter__()
+        self._listening.enter_context(signals.listening())
         return self
 
     def __exit__(self, *problem: object) -> None:
-        try:
+        with self._listening:
             super().__exit__(*problem)
             if not any(problem) and self.settings.export:  # Which a signal would end at once.
                 signals.check(self.workers)
-        finally:
-            self._listening.__exit__(*problem)
 
     def result(self) -> dict[str, Any] | None:
         """Locks the directory; returns the result of the run in it if nothing is left to do.
@@ -143,3 +143,58 @@ def _warn(run: Run, batches: dict[str, Batches]) -> None:
         warnings += [f"task.prepare_example: {text}" for texts in unrepeatable_in_preparation(traced) for text in texts]
     for text in dict.fromkeys(warnings):
         console.print(text)
+
+
+# --- The end ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def documented_exits() -> Iterator[None]:
+    """Turns an exception inside into a line and an exit code of engine/errors.py, unless it is a bug of the engine."""
+    with exit_codes(), user_errors_named(), peers_named():
+        yield
+
+
+@contextlib.contextmanager
+def saving_on_exit(run: Run) -> Iterator[None]:
+    """Saves the state if a signal or bad input ends the epochs inside; returns when all files are written.
+
+    The messages of BadInput, Diverged and Stopped name the newest checkpoint, if there is one.
+    """
+    from_chief, checkpoints = run.workers.from_chief, run.checkpoints
+    started = run.progress.position()
+    try:
+        with run.steps_named():
+            run.stop_if_asked()  # Before the first steps are compiled.
+            yield
+            from_chief(checkpoints.writer.wait)
+    except Stopped as problem:
+        saved = run.save()
+        from_chief(checkpoints.writer.wait)
+        raise Stopped(f"{problem}, the state is in {saved}") from problem
+    except Diverged as problem:
+        from_chief(checkpoints.writer.wait)
+        advice = "Nothing was saved. Start over with --fresh"
+        if paths := checkpoints.paths():
+            advice = (
+                f"The last good checkpoint is {paths[-1]}; nothing later was saved. Start a new --run-dir with "
+                f"--init-from {paths[-1]}"
+            )
+        raise Diverged(
+            f"{problem}. {advice} and a smaller --learning-rate or --global-clipnorm, or find the cause with --check"
+        ) from problem
+    except BadInput as problem:
+        # A step that failed may be half done, and unrecorded steps cannot be saved. Other workers may not know of
+        # the failure, and a save would wait for them.
+        is_partial = isinstance(problem, InterruptedStep) or any(one_pass.unrecorded for one_pass in run.passes)
+        may_save = run.workers.count == 1 and not is_partial
+        if may_save and run.progress.position() != started:
+            run.save()
+        checkpoints.writer.wait()
+        paths = checkpoints.paths()
+        kept = f"the same command, without --fresh, resumes from {paths[-1]}" if paths else "nothing was saved yet"
+        stopped = may_save and isinstance(problem, Unavailable) and signals.signal
+        raise (Stopped if stopped else type(problem))(f"{problem}; {kept}") from problem
+    except BaseException:
+        checkpoints.writer.wait()  # The other workers may not know of it.
+        raise

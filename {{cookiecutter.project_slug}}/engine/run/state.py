@@ -49,6 +49,12 @@ class State:
     def variables(self) -> list[tf.Variable]:
         return [*self.mirrored.values(), *self.per_replica.values()]
 
+    @property
+    def bytes(self) -> int:
+        """The size of the values, without texts."""
+        own = sum(map(_bytes_of, self.per_replica.values()))
+        return sum(map(_bytes_of, self.mirrored.values())) + self.strategy.num_replicas_in_sync * own
+
     def parts(self, name: str) -> list[tf.Variable]:
         """Returns the variable of each replica of this process; of a mirrored one the first replica's alone."""
         if name in self.mirrored:
@@ -146,19 +152,23 @@ class State:
         return is_other
 
     def differences(self, kinds: Mapping[str, tuple[Any, tuple[int, ...]]]) -> list[str]:
-        """Returns a text for each variable whose name, dtype or shape differs from those of stored values."""
+        """Returns a text for each variable whose name, dtype or shape differs from those of stored values.
+
+        Values of a network that only the training needs, such as a teacher that no hook returns, may be left over.
+        """
         expected = {
             name: _kind(variable.dtype, variable.shape)
             for name, variable in {**self.mirrored, **self.per_replica}.items()
         }
-        found = {
+        stored = {
             name: _kind(dtype, shape[1:] if name in self.per_replica else shape)
             for name, (dtype, shape) in kinds.items()
+            if name in expected or not name.startswith("hidden/")
         }
         return [
-            f"{name} {found.get(name, 'absent')} there and {expected.get(name, 'absent')} now"
-            for name in sorted({**expected, **found})
-            if expected.get(name) != found.get(name)
+            f"{name} {stored.get(name, 'absent')} there and {expected.get(name, 'absent')} now"
+            for name in sorted({**expected, **stored})
+            if expected.get(name) != stored.get(name)
         ]
 
 
@@ -167,12 +177,16 @@ def portions(variables: Variables) -> Iterator[list[str]]:
     names, size = [], 0
     for name, variable in variables.items():
         names.append(name)
-        size += math.prod(variable.shape) * variable.dtype.size
+        size += _bytes_of(variable)
         if size >= PORTION:
             yield names
             names, size = [], 0
     if names:
         yield names
+
+
+def _bytes_of(variable: tf.Variable) -> int:
+    return math.prod(variable.shape) * variable.dtype.size
 
 
 def as_array(value: Any) -> np.ndarray:

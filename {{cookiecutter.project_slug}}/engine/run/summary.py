@@ -97,6 +97,7 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
         "examples": ", ".join(examples),
         "shuffled": f"train {shuffled}",
         "prepared": f"up to {megabytes(ahead)} ahead, in each process" if ahead > BYTES_KEPT else "",
+        "checkpoints": f"{megabytes(run.checkpoints.state.bytes)} each; while one is written, as much memory once more",
         "memory": _memory_warning(taken, run.workers.most_on_one_machine),
         "epochs": f"{settings.epochs}, each of {steps}{dropped}",
         "limited": limited if settings.limit_steps else "",
