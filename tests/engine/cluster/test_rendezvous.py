@@ -14,8 +14,7 @@ import pytest
 from processes import until
 
 from engine.cluster import rendezvous as module
-from engine.cluster.environment import Cluster
-from engine.cluster.parameter_servers import is_listening
+from engine.cluster.environment import Cluster, host_and_port
 from engine.cluster.peers import FROZEN, GONE, _accused, loss, lost
 from engine.cluster.rendezvous import rendezvous
 from engine.errors import BadInput, CountedLoss, PeerLost
@@ -26,6 +25,13 @@ def local(number: int, host: str = "127.0.0.1") -> list[Cluster]:
         servers = [open_servers.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
         addresses = {"worker": [f"{host}:{each.getsockname()[1]}" for each in servers]}
     return [Cluster("TF_CONFIG", addresses, "worker", index) for index in range(number)]
+
+
+def is_listening(address: str) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection(host_and_port(address), timeout=2.0).close()
+        return True
+    return False
 
 
 def port_of(process: Cluster) -> int:

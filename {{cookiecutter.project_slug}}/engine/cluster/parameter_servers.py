@@ -6,19 +6,18 @@ on the chief, which sends training steps to the workers and evaluates by itself.
 """
 
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.cluster.environment import Cluster, host_and_port
-from engine.cluster.peers import FROZEN, describe, did_not_join, lost, start_tensorflow
+from engine.cluster.environment import Cluster
+from engine.cluster.peers import FROZEN, GONE, describe, did_not_join, lost, start_tensorflow
 from engine.cluster.rendezvous import check_port
 from engine.console import console
 from engine.errors import CountedLoss, PeerLost
@@ -56,7 +55,7 @@ def start(cluster: Cluster, *, timeout: float) -> tuple[tf.distribute.Strategy, 
     check_port(cluster)
     if cluster.job != "chief":
         _serve(cluster, timeout)
-    _wait_until_listening(cluster, [*cluster.others()], timeout)
+    _wait_until_joined(cluster, (), timeout)
 
     def connect() -> tf.distribute.Strategy:
         return tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
@@ -74,31 +73,22 @@ def _serve(cluster: Cluster, timeout: float) -> NoReturn:
     config = tf.compat.v1.ConfigProto(gpu_options=tf.compat.v1.GPUOptions(allow_growth=True))
     spec = tf.train.ClusterSpec(cluster.addresses)
     tf.distribute.Server(spec, cluster.job, cluster.index, protocol="grpc", config=config)
-    chief = cluster.processes()["chief 0"]
-    console.print(f"{cluster.name} serves the chief ({chief})")
-    _wait_until_listening(cluster, ["chief 0"], timeout)
+    console.print(f"{cluster.name} serves the chief ({cluster.processes()['chief 0']})")
+    _wait_until_joined(cluster, ["chief 0"], timeout)
     answered = time.monotonic()
     while time.monotonic() < answered + SECONDS_WITHOUT_CHIEF:
         time.sleep(SECONDS_BETWEEN_LOOKS)
-        if is_listening(chief):
+        if lost(cluster, ["chief 0"]).get("chief 0") != GONE:
             answered = time.monotonic()
     sys.stdout.flush()
     os._exit(0)  # TensorFlow's server cannot be stopped.
 
 
-def is_listening(address: str) -> bool:
-    try:
-        socket.create_connection(host_and_port(address), timeout=2.0).close()
-    except OSError:
-        return False
-    return True
-
-
-def _wait_until_listening(cluster: Cluster, names: list[str], timeout: float) -> None:
+def _wait_until_joined(cluster: Cluster, names: Sequence[str], timeout: float) -> None:
     deadline = time.monotonic() + timeout
-    while missing := [name for name in names if not is_listening(cluster.processes()[name])]:
+    while missing := lost(cluster, names):
         if time.monotonic() > deadline:
-            raise did_not_join(cluster, missing, timeout)
+            raise did_not_join(cluster, [*missing], timeout)
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 

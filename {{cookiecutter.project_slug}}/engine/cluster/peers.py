@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 from engine import PROJECT
@@ -34,12 +34,12 @@ MOST_SECONDS_TO_START = 60.0
 Started = TypeVar("Started")
 
 
-def lost(cluster: Cluster) -> dict[str, str]:
-    """Returns the other processes that are lost, by their names: GONE or FROZEN."""
-    states = {}
-    for name, address in cluster.others().items():
+def lost(cluster: Cluster, names: Collection[str] = ()) -> dict[str, str]:
+    """Returns which of the other processes are lost, by their names: GONE or FROZEN. Looks at `names`, or all."""
+    states, addresses = {}, cluster.others()
+    for name in names or addresses:
         try:
-            with socket.create_connection(host_and_port(address), timeout=2.0) as connection:
+            with socket.create_connection(host_and_port(addresses[name]), timeout=2.0) as connection:
                 # A gRPC server speaks first. The system also accepts connections for a stopped process. A process that
                 # was started again waits in the rendezvous, where it sends JSON.
                 if connection.recv(1) in (b"", b"{"):
@@ -159,19 +159,14 @@ def _keeping_signals(start: Callable[[], Started]) -> Started:
     main_thread, over = threading.get_ident(), signal.SIGURG  # Where no thread waits for it, it is ignored.
     awaited = {*SIGNALS, over}
 
-    def started() -> Started:
-        try:
-            time.sleep(0.05)  # Until the main thread waits.
-            return start()
-        finally:
-            signal.pthread_kill(main_thread, over)
-
     # TensorFlow replaces the handler of SIGTERM by its own, which would swallow it. Linux gives a signal to the main
     # thread if that waits for it, otherwise to a thread that does not block it, such as those of NumPy. So the main
     # thread waits while another one starts TensorFlow.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        result = thread.submit(started)
+    # It first sleeps until the main thread waits.
+    with concurrent.futures.ThreadPoolExecutor(1, initializer=time.sleep, initargs=(0.05,)) as thread:
+        result = thread.submit(start)
+        result.add_done_callback(lambda _: signal.pthread_kill(main_thread, over))
         received = list(iter(lambda: signal.sigwait(awaited), over))
     for number, handler in handlers.items():
         signal.signal(number, handler)

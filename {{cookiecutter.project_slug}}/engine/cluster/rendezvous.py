@@ -21,7 +21,6 @@ from engine.cluster.peers import did_not_join
 from engine.errors import BadInput, CountedLoss
 
 Hello = dict[str, Any]
-
 SECONDS_BETWEEN_QUESTIONS = 0.2
 SECONDS_PER_CONNECTION = 3.0
 SECONDS_FOR_REJECTION = 10.0  # The others usually ask for it within a moment.
