@@ -17,8 +17,7 @@ from typing import TypeVar
 
 from engine import PROJECT
 from engine.cluster.environment import Cluster, find_cluster, host_and_port
-from engine.errors import SIGNALS, BadInput, CountedLoss, PeerLost
-from engine.messages import DIFFERENT_CALLS, is_broken_connection
+from engine.errors import DIFFERENT_CALLS, SIGNALS, BadInput, CountedLoss, PeerLost, is_broken_connection
 
 GONE, FROZEN = "is gone", "does not answer, perhaps because it is frozen"
 NOT_TOGETHER = (

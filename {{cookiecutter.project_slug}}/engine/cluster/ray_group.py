@@ -10,8 +10,7 @@ from typing import Any
 import ray
 from ray import train as ray_train
 
-from engine.errors import BadInput, Diverged, ProgramExit, Stopped
-from engine.messages import first_line
+from engine.errors import BadInput, Diverged, ProgramExit, Stopped, first_line
 
 DEFAULTS = {
     # Ray gives its workers a low priority (nice 15), with which training is slow beside another busy program.

@@ -18,9 +18,8 @@ from engine.cluster.environment import Cluster, find_cluster, reject_cluster, wh
 from engine.cluster.peers import start_tensorflow
 from engine.cluster.rendezvous import rendezvous
 from engine.console import console
-from engine.errors import BadInput
+from engine.errors import BadInput, first_line
 from engine.machine import shared_facts
-from engine.messages import first_line
 from engine.settings import Settings, flag
 
 
