@@ -92,7 +92,7 @@ def load(run_dir: str | Path) -> "Predictor":
     """
     settings = settings_of_run(Config, Path(run_dir))
     import task
-    from engine.cluster.devices import let_gpu_memory_grow
+    from engine.cluster.strategy import let_gpu_memory_grow
     from engine.run.directory import Directory
     from engine.trained.loading import load_trained
     from engine.trained.predictions import Predictor

@@ -9,7 +9,8 @@ from typing import Any, Self
 import tensorflow as tf
 
 from engine.cluster.launcher import START_ID
-from engine.cluster.workers import Workers, peers_named
+from engine.cluster.peers import peers_named
+from engine.cluster.workers import Workers
 from engine.console import console, print_result
 from engine.data.batches import Batches
 from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes, user_errors_named
