@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster, find_cluster, process_name
-from engine.cluster.parameter_servers import worker_pool
 from engine.cluster.rendezvous import FROZEN, kind_of_loss, lost, wait_for
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
 from engine.messages import DIFFERENT_CALLS, is_broken_connection
@@ -45,7 +44,6 @@ class Workers:
         self.is_chief = cluster.is_chief  # Only the chief writes.
         hosts = [address.rpartition(":")[0] for address in cluster.processes().values()]
         self.most_on_one_machine = max(map(hosts.count, hosts))  # Judged by addresses.
-        self.pool = worker_pool(strategy)  # With parameter servers, the workers that take training steps.
 
     def _sum(self, integers: np.ndarray) -> np.ndarray:
         """Returns the sum of all workers' `integers` ([n], int32)."""

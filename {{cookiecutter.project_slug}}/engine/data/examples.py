@@ -3,10 +3,10 @@
 The order follows from the seed alone. An example's place is its number in that order.
 """
 
-import abc
 import copy
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,6 @@ from engine.data.element_spec import (
     sha256_of,
     without_folder,
 )
-from engine.data.pipelines import CORES, input_options, parallel_calls, shuffled
 from engine.errors import BadInput
 from engine.messages import first_line, is_users, where_raised
 from engine.retries import until_read
@@ -34,6 +33,9 @@ BYTES_IN_MEMORY = 2**29  # Examples of up to this size are read once and cached.
 COUNTED_AT_ONCE = 1024  # Texts whose bytes are counted together while they are read.
 SECONDS_TO_SEARCH = 60.0  # How long to search for the example that cannot be read or prepared.
 HASHED, HASHED_OF_STREAM = 64, 16  # Examples that `sha256` is made of, however many there are.
+PARALLEL_CALLS = 64  # More calls at once than there are cores, so that a core finds the next one waiting.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+BYTES_AHEAD = 2**30  # What a pipeline may prepare ahead; but always two calls, and the stacks.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Shard:
 Elements = tuple[tf.data.Dataset, Callable[..., tuple[tf.Tensor, Any]]]
 
 
-class Examples(abc.ABC):
+class Examples:
     """A finite number of single examples: all of a dataset, or those in the files that one process loads.
 
     In the methods, `first` is a place at the beginning of a batch (int64), and `seed` (int64, scalar) shuffles the
@@ -76,21 +78,20 @@ class Examples(abc.ABC):
             raise BadInput(f"{hook} returned no examples: each dataset needs at least one")
         self._hook, self.length, self.element_spec = hook, length, element_spec
 
-    @abc.abstractmethod
     def cache(self) -> None:
         """Reads the examples into memory if they fit. Raises BadInput if they cannot be read."""
 
-    @abc.abstractmethod
     def describe_shuffling(self, processes: int) -> tuple[str, int]:
         """Returns how the examples are shuffled, and the bytes that this takes in each of `processes`."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
         """Returns (place, example) of the shard."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def unshuffled(self) -> tf.data.Dataset:
         """Returns (number, example) of all examples in the order of task.load_examples."""
+        raise NotImplementedError
 
     def batches(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int) -> Elements:
         """Returns elements of `at_once` batches of the shard; the examples need static shapes."""
@@ -286,3 +287,29 @@ def _checked_length(hook: str, dataset: Any) -> int:
             ".apply(tf.data.experimental.assert_cardinality(<number of examples>))"
         )
     return length
+
+
+# --- Options and parallel calls of every pipeline ---------------------------------------------------------------------
+
+
+def parallel_calls(at_most: int, bytes_of_call: float, bytes_besides: float = 0) -> int:
+    """Returns how many calls may run, or wait with their results, at once; besides them, a pipeline has some bytes."""
+    return max(2, min(at_most, PARALLEL_CALLS, int((BYTES_AHEAD - bytes_besides) / max(1, bytes_of_call))))
+
+
+def input_options() -> tf.data.Options:
+    """Returns the options of every pipeline: elements keep their order, and nothing is tuned while it runs."""
+    options = tf.data.Options()
+    options.deterministic = True
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    # The thread that tunes a pipeline may miss that it should end, and is then waited for, up to a minute.
+    options.autotune.enabled = False
+    options.autotune.initial_parallelism = PARALLEL_CALLS  # tf.data.AUTOTUNE then means this, or a call per core.
+    return options
+
+
+def shuffled(dataset: tf.data.Dataset, buffer_size: int | tf.Tensor, seed: tf.Tensor) -> tf.data.Dataset:
+    """Returns a dataset shuffled through a buffer by a seed (int64, scalar) that may be a tensor."""
+    # TensorFlow mixes it with the seed of the graph, which it first compares with 0, so the graph's must be a number.
+    tf.compat.v1.set_random_seed(1)
+    return dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=False)

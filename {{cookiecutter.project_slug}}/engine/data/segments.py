@@ -12,8 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from engine.data.examples import Shard
-from engine.data.pipelines import shuffled
+from engine.data.examples import Shard, shuffled
 from engine.data.record_index import BYTES_OF_POINT, FileIndex
 
 SEGMENTS = 64  # At most; of large batches as many as give each segment this many records and bytes of a batch.
