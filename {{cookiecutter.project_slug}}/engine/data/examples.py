@@ -20,7 +20,6 @@ from engine.data.element_spec import (
     bytes_of,
     is_exact,
     is_static,
-    measured_bytes,
     megabytes,
     sha256_of,
     without_folder,
@@ -30,6 +29,7 @@ from engine.messages import first_line, is_users, where_raised
 from engine.retries import until_read
 
 BYTES_IN_MEMORY = 2**29  # Examples of up to this size are read once and cached.
+MEASURED = 256  # The first examples are measured: the same ones after a resume, so that their order is the same.
 COUNTED_AT_ONCE = 1024  # Texts whose bytes are counted together while they are read.
 SECONDS_TO_SEARCH = 60.0  # How long to search for the example that cannot be read or prepared.
 HASHED, HASHED_OF_STREAM = 64, 16  # Examples that `sha256` is made of, however many there are.
@@ -109,9 +109,14 @@ class Examples:
         """
         if "was expected to contain" in str(problem):
             return BadInput(f"{self._hook}: {first_line(problem)}: give assert_cardinality the real number of examples")
-        if failure := _first_that_fails(one_by_one):
-            number, problem = failure
-            during = f"on {self._name(number)}"
+        number, end = 0, time.monotonic() + SECONDS_TO_SEARCH
+        try:
+            for _ in one_by_one.with_options(input_options()):
+                number += 1
+                if time.monotonic() > end:
+                    break
+        except tf.errors.OpError as failure:
+            problem, during = failure, f"on {self._name(number)}"
         failed = f"{self._hook} failed {during}"
         if "_prepare_" in str(problem):  # TensorFlow names the function whose operation failed, here of preparation.py.
             failed = f"task.prepare_example failed {during}, of {self._hook}"
@@ -130,7 +135,16 @@ class DatasetExamples(Examples):
 
         Examples that are streamed are shuffled through a buffer of `shuffle_bytes`, or not at all.
         """
-        length = _checked_length(hook, dataset)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise BadInput(f"{hook} returned a {type(dataset).__name__}: return a tf.data.Dataset of single examples")
+        length = int(dataset.cardinality())
+        if length == tf.data.INFINITE_CARDINALITY:
+            raise BadInput(f"{hook} returned endless examples: remove repeat(); the epochs are counted for you")
+        if length == tf.data.UNKNOWN_CARDINALITY:
+            raise BadInput(
+                f"{hook} returned examples of unknown number: end it with "
+                ".apply(tf.data.experimental.assert_cardinality(<number of examples>))"
+            )
         super().__init__(hook, length, dataset.element_spec)
         self._shuffle_bytes = shuffle_bytes
         # A dataset with fewer examples than it says would shift all batches after it.
@@ -143,7 +157,8 @@ class DatasetExamples(Examples):
         if is_exact(self.element_spec):
             return bytes_of(self.element_spec)
         with tf.init_scope():  # Outside of the graph that is being built.
-            return measured_bytes(self._dataset.with_options(input_options()))
+            sizes = [bytes_in(example) for example in self._dataset.take(MEASURED).with_options(input_options())]
+        return sum(sizes) / len(sizes)
 
     @functools.cached_property
     def fits_in_memory(self) -> bool:
@@ -259,34 +274,6 @@ def hook_of(name: str) -> str:
     """Returns the call that loads a dataset, for messages: "task.load_examples('validation')['easy']"."""
     split, _, dataset = name.partition("/")
     return f"task.load_examples({split!r})" + (f"[{dataset!r}]" if dataset else "")
-
-
-def _first_that_fails(dataset: tf.data.Dataset) -> tuple[int, tf.errors.OpError] | None:
-    """Returns the number of the first element that raises, and its error; None if none does within a minute."""
-    number, end = 0, time.monotonic() + SECONDS_TO_SEARCH
-    try:
-        for _ in dataset.with_options(input_options()):
-            number += 1
-            if time.monotonic() > end:
-                break
-    except tf.errors.OpError as problem:
-        return number, problem
-    return None
-
-
-def _checked_length(hook: str, dataset: Any) -> int:
-    """Returns the number of examples. Raises BadInput unless it is known and finite."""
-    if not isinstance(dataset, tf.data.Dataset):
-        raise BadInput(f"{hook} returned a {type(dataset).__name__}: return a tf.data.Dataset of single examples")
-    length = int(dataset.cardinality())
-    if length == tf.data.INFINITE_CARDINALITY:
-        raise BadInput(f"{hook} returned endless examples: remove repeat(); the epochs are counted for you")
-    if length == tf.data.UNKNOWN_CARDINALITY:
-        raise BadInput(
-            f"{hook} returned examples of unknown number: end it with "
-            ".apply(tf.data.experimental.assert_cardinality(<number of examples>))"
-        )
-    return length
 
 
 # --- Options and parallel calls of every pipeline ---------------------------------------------------------------------

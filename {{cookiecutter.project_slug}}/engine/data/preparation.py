@@ -33,13 +33,18 @@ class Padding:
     lengths: Sequence[int]  # The lengths that a batch may have, in increasing order.
     sequences: Sequence[bool]  # Whether each tensor of the features and labels is a sequence.
 
+    def _change(self, parts: Any, change: Callable[[Any], Any]) -> Any:
+        """Returns the features, or features and labels, with all sequences in them changed."""
+        leaves = zip(tf.nest.flatten(parts), self.sequences, strict=False)
+        return tf.nest.pack_sequence_as(parts, [change(leaf) if is_sequence else leaf for leaf, is_sequence in leaves])
+
     def pad(self, example: Any) -> Any:
         """Returns (features, labels, sample_weight, length), with sequences of the largest length.
 
         `length` (int32, scalar) is that of the longest sequence.
         """
-        leaves, largest = tf.nest.flatten(example[:2]), max(self.lengths)
-        lengths = [tf.shape(leaf)[0] for leaf, is_sequence in zip(leaves, self.sequences, strict=True) if is_sequence]
+        largest, lengths = max(self.lengths), []
+        self._change(example[:2], lambda leaf: lengths.append(tf.shape(leaf)[0]))
         length = tf.reduce_max(lengths)
         message = (
             f"a sequence is longer than {largest}, the largest --pad-to: cut it, or add a larger one; its length is"
@@ -53,10 +58,7 @@ class Padding:
             zeros = tf.zeros([tf.maximum(length, largest) - tf.shape(leaf)[0], *rest], leaf.dtype)
             return tf.ensure_shape(tf.concat([leaf, zeros], axis=0), [largest, *rest])
 
-        leaves = [
-            padded(leaf) if is_sequence else leaf for leaf, is_sequence in zip(leaves, self.sequences, strict=True)
-        ]
-        return *tf.nest.pack_sequence_as(example[:2], leaves), example[2], length
+        return *self._change(example[:2], padded), example[2], length
 
     def cut(self, batch: Any, context: tf.distribute.ReplicaContext | None = None) -> Any:
         """Returns (features, labels, sample_weights) of a replica's padded batch, cut to the length that it needs.
@@ -72,18 +74,11 @@ class Padding:
             counts = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.one_hot(number, count))
             number = tf.reduce_max(tf.where(counts > 0, tf.range(count), 0))
         length = tf.gather(lengths, number)
-        leaves = zip(tf.nest.flatten(batch[:2]), self.sequences, strict=True)
-        cut = [leaf[:, :length] if is_sequence else leaf for leaf, is_sequence in leaves]
-        return *tf.nest.pack_sequence_as(batch[:2], cut), sample_weights
+        return *self._change(batch[:2], lambda leaf: leaf[:, :length]), sample_weights
 
     def of_any_length(self, features: Any) -> Any:
         """Returns the element spec of an example's features, with sequences of unknown length."""
-        # `sequences` continues with the labels.
-        leaves = zip(tf.nest.flatten(features), self.sequences, strict=False)
-        of_any = [
-            tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) if is_sequence else leaf for leaf, is_sequence in leaves
-        ]
-        return tf.nest.pack_sequence_as(features, of_any)
+        return self._change(features, lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +162,12 @@ class Preparation:
             traced.drawn_once[:] = differing_value(graph, again) or traced.drawn_once
         if self._pad_to and any(sequences := are_sequences(spec[:2])):
             padding = Padding(self._pad_to, sequences)
-            one = tf.function(self._with_padding(padding), autograph=False)
+
+            # Errors of its operations contain its name, by which examples.py finds out where they are from.
+            def _prepare_padded(*arguments: Any) -> Any:
+                return padding.pad(self._prepare_one(*arguments))
+
+            one = tf.function(_prepare_padded, autograph=False)
             return Prepared(spec_of(one, numbered), one, None, padding, traced)
         # A seed is different for each example, and operations that draw take only one.
         if is_static(example_spec) and not self._takes_seed:
@@ -201,28 +201,18 @@ class Preparation:
         `places` (int64, [n]) and `seed` are as in Prepared.
         """
 
-        prepare_one = self._with_padding(prepared.padding)
-
         def prepare(element: tuple[tf.Tensor, Any]) -> Any:
-            return prepare_one(*element, tf.int64.max, seed)[0]
+            example = self._prepare_one(*element, tf.int64.max, seed)
+            return (prepared.padding.pad(example) if prepared.padding else example)[0]
 
         if prepared.batch:
             return tf.vectorized_map(prepare, (places, batch), fallback_to_while_loop=False)
         return tf.map_fn(prepare, (places, batch), fn_output_signature=prepared.spec[0])
 
     def _prepare_batch(self, places: tf.Tensor, examples: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
-        def prepare(element: tuple[tf.Tensor, Any]) -> Any:
-            return self._prepare_one(*element, length, seed)
-
         # Without fallback, because an operation that cannot be vectorized would run for one example after the other.
+        prepare = lambda element: self._prepare_one(*element, length, seed)  # noqa: E731
         return tf.vectorized_map(prepare, (places, examples), fallback_to_while_loop=False)
-
-    def _with_padding(self, padding: Padding | None) -> Callable[..., Any]:
-        # Errors of its operations contain its name, by which examples.py finds out where they are from.
-        def _prepare_padded(*arguments: Any) -> Any:
-            return padding.pad(self._prepare_one(*arguments)) if padding else self._prepare_one(*arguments)
-
-        return _prepare_padded
 
     def _prepare_one(self, place: tf.Tensor, example: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
         # Made from the place in the pass: the same after a resume and for any replicas.
