@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.data.record_index import index_files
-from engine.data.segments import segment_count
+from engine.data.records import segment_count
 
 EXAMPLES_PER_WORKER = 32
 AT_ONCE = 1_000_000  # Records that are written together.

@@ -122,8 +122,8 @@ def record(number: int) -> str:
 
 BAD = {
     "empty": (lambda _: b"", "is empty: write it again"),
-    "text": (lambda _: b"image,label\n1,2\n" * 9, "is not a TFRecord file (its first record's length"),
-    "gzip": (gzip.compress, "is compressed: unpack it, or read it with tf.data.TFRecordDataset"),
+    "text": (lambda _: b"image,label\n1,2\n" * 9, "is not an uncompressed TFRecord file (its first record's length"),
+    "gzip": (gzip.compress, "is damaged): unpack it, read it with tf.data.TFRecordDataset"),
     "cut short in its data": (lambda content: content[: STARTS[4] + 500], f"{record(4)} is damaged (it is cut short)"),
     "cut short in its length": (lambda content: content[: STARTS[4] + 3], record(4)),
     "wrong length": (change(STARTS[3] + 1), f"{record(3)} is damaged (the checksum of its length is wrong)"),

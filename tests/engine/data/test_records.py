@@ -15,10 +15,10 @@ from processes import until
 from record_files import shuffle_in, write_records
 
 from config import Config
-from engine.data import Batches, Records, record_index, segments
+from engine.data import Batches, Records, record_index, records
 from engine.data.examples import Shard
 from engine.data.record_index import index_files
-from engine.data.segments import Blocks, segment_count
+from engine.data.records import Blocks, segment_count
 from engine.errors import BadInput
 
 SIZES = [123, 3, 251, 60]  # Records in each file.
@@ -84,7 +84,7 @@ def test_order_has_each_record_once_for_any_number_of_processes_and_from_any_ste
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of files with records without data or larger than the distance of points; in windows, and without."""
-    monkeypatch.setattr(segments, "POINTS_IN_MEMORY", 50 if point == 64 else 2**22)
+    monkeypatch.setattr(records, "POINTS_IN_MEMORY", 50 if point == 64 else 2**22)
     monkeypatch.setattr(record_index, "POINTS_OF_SMALL_FILE", 1)
     monkeypatch.setattr(record_index, "BYTES_OF_POINT", point)
     shuffle_in(monkeypatch, memory, block=2 * point)
@@ -256,7 +256,7 @@ def test_records_without_a_file_and_of_workers_files_are_refused(files: Records)
 def test_index_in_memory_does_not_grow_with_the_files(files: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     indexes = index_files(sorted(glob.glob(files.patterns[0])))
     for limit in (2**22, 30, 10):
-        monkeypatch.setattr(segments, "POINTS_IN_MEMORY", limit)
+        monkeypatch.setattr(records, "POINTS_IN_MEMORY", limit)
         blocks = Blocks(indexes)
         assert sum(len(index.points) - 2 for index in blocks.files) <= limit
         assert sum(index.length for index in blocks.files) == COUNT
@@ -282,6 +282,6 @@ def test_record_that_cannot_be_prepared_or_has_wrong_data_is_named(
     with pytest.raises(BadInput) as refused:
         whole(made)
     assert str(refused.value) == (
-        f"task.load_examples('train') failed on record 17, counted from 0, of {path} (corrupted record at {place}): fix "
-        "it, or drop it"
+        f"task.load_examples('train') failed on record 17, counted from 0, of {path} (corrupted record at {place}): "
+        "fix it, or drop it"
     )

@@ -4,8 +4,7 @@ splits           the batches of every split, by the names of its datasets; with 
 batches          the batches of a dataset, the same for any number of replicas
 stacks           bring several batches at a time to the replicas, where compiled steps take them
 examples         the examples of a dataset in their order, from memory or streamed; the options of every pipeline
-records          TFRecord files, for task.load_examples to return, and their records as examples
-segments         the pass over record files: their blocks and segments, and the windows that are shuffled
+records          TFRecord files, for task.load_examples to return, and the pass over them: blocks, segments, windows
 record_index     where records of a file are, cached beside the run
 preparation      calls task.prepare_example, for complete batches where possible; pads sequences and cuts batches
 element_spec     element specs as text and JSON; tensors by name; memory and hashes of examples

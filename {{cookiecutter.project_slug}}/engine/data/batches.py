@@ -77,7 +77,11 @@ class Batches:
         self.global_batch_size = size = evaluation_size or settings.global_batch_size
         flag = "--evaluation-batch-size" if evaluation_size else "--global-batch-size"
         micro_batches = settings.micro_batches if self._is_training else 1
-        self.per_replica_batch_size = per_replica_batch_size(size, strategy.num_replicas_in_sync, micro_batches, flag)
+        replicas, unit = strategy.num_replicas_in_sync, strategy.num_replicas_in_sync * micro_batches
+        if size < unit:  # A micro-batch would be padding only.
+            parts = f", in {micro_batches} micro-batches each" if micro_batches > 1 else ""
+            raise BadInput(f"{flag} {size} is too small for {replicas} replica(s){parts}: use {unit} or more")
+        self.per_replica_batch_size = micro_batches * -(-size // unit)
         if size % len(lengths):
             raise BadInput(
                 f"{flag} {size} cannot be shared equally by {len(lengths)} workers: with input_context each takes its "
@@ -212,7 +216,7 @@ class Batches:
         return on_replicas(self.stacks.strategy, iter(self._stacks_of_process(step)))
 
     def _stacks_of_process(self, step: int) -> tf.data.Dataset:
-        """Returns the stacks from the one that contains a step on: tuples of one for each replica of this process."""
+        # Tuples of one for each replica.
         self.examples.cache()
         first_pass, step_of_pass = divmod(step, self.steps_per_pass)
         first_step = tf.constant(step_of_pass - step_of_pass % self.stack_size, tf.int64)
@@ -260,15 +264,3 @@ class Batches:
         one_by_one = self._prepare_one_by_one(self.examples.unshuffled(), tf.constant(0, tf.int64))
         during = f"in the batches from step {step + 1} of epoch {epoch + 1} on"
         return self.examples.rejection(problem, one_by_one, during)
-
-
-def per_replica_batch_size(size: int, replicas: int, micro_batches: int = 1, flag: str = "--global-batch-size") -> int:
-    """Returns how many examples of a global batch are on one replica, padding included, for equal micro-batches.
-
-    Raises BadInput if a micro-batch would be padding only.
-    """
-    unit = replicas * micro_batches
-    if size < unit:
-        in_micro_batches = f", in {micro_batches} micro-batches each" if micro_batches > 1 else ""
-        raise BadInput(f"{flag} {size} is too small for {replicas} replica(s){in_micro_batches}: use {unit} or more")
-    return micro_batches * -(-size // unit)

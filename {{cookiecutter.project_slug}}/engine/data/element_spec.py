@@ -86,9 +86,6 @@ def is_static(spec: Any) -> bool:
     return all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(spec))
 
 
-# --- Memory -----------------------------------------------------------------------------------------------------------
-
-
 def is_exact(spec: Any) -> bool:
     """Returns whether the bytes of an example follow from its element spec: it has static shapes and no strings."""
     return is_static(spec) and all(leaf.dtype != tf.string for leaf in tf.nest.flatten(spec))
@@ -122,11 +119,11 @@ def megabytes(size: int) -> str:
     return f"{max(1, round(size / 2**20)):,} MB"
 
 
-# --- Hashes, by which a resumed run or another process notices other examples -----------------------------------------
-
-
 def sha256_of(examples: Iterable[Any]) -> str:
-    """Returns a hash of the values, dtypes and shapes of all tensors of some examples, in hex."""
+    """Returns a hash of the values, dtypes and shapes of all tensors of some examples, in hex.
+
+    By it a resumed run, or another process, notices other examples.
+    """
     sha256 = hashlib.sha256()
     for example in examples:
         for part in tf.nest.flatten(example, expand_composites=True):

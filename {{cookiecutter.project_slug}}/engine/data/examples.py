@@ -276,9 +276,6 @@ def hook_of(name: str) -> str:
     return f"task.load_examples({split!r})" + (f"[{dataset!r}]" if dataset else "")
 
 
-# --- Options and parallel calls of every pipeline ---------------------------------------------------------------------
-
-
 def parallel_calls(at_most: int, bytes_of_call: float, bytes_besides: float = 0) -> int:
     """Returns how many calls may run, or wait with their results, at once; besides them, a pipeline has some bytes."""
     return max(2, min(at_most, PARALLEL_CALLS, int((BYTES_AHEAD - bytes_besides) / max(1, bytes_of_call))))

@@ -157,7 +157,7 @@ class Preparation:
         spec, signature = spec_of(one, numbered), (place, example_spec, place, tf.TensorSpec([2], tf.int64))
         traced = look_at(graph := one.get_concrete_function(*signature).graph)
         # Only another trace shows a clock, or a generator that is the hook's own.
-        with contextlib.suppress(Exception), _silent():
+        with _attempt():
             again = tf.function(self._prepare_one, autograph=False).get_concrete_function(*signature).graph
             traced.drawn_once[:] = differing_value(graph, again) or traced.drawn_once
         if self._pad_to and any(sequences := are_sequences(spec[:2])):
@@ -172,7 +172,7 @@ class Preparation:
         # A seed is different for each example, and operations that draw take only one.
         if is_static(example_spec) and not self._takes_seed:
             # Any exception may mean that an operation cannot be vectorized.
-            with contextlib.suppress(Exception), _silent():
+            with _attempt():
                 batch = tf.function(self._prepare_batch, autograph=False)
                 if unbatched(spec_of(batch, numbered.batch(1))) == spec:
                     return Prepared(spec, one, batch, None, traced)
@@ -211,7 +211,9 @@ class Preparation:
 
     def _prepare_batch(self, places: tf.Tensor, examples: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
         # Without fallback, because an operation that cannot be vectorized would run for one example after the other.
-        prepare = lambda element: self._prepare_one(*element, length, seed)  # noqa: E731
+        def prepare(element: tuple[tf.Tensor, Any]) -> Any:
+            return self._prepare_one(*element, length, seed)
+
         return tf.vectorized_map(prepare, (places, examples), fallback_to_while_loop=False)
 
     def _prepare_one(self, place: tf.Tensor, example: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
@@ -268,15 +270,14 @@ def _in_python(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Keeps TensorFlow from logging an attempt that may fail."""
+def _attempt() -> Iterator[None]:
+    """Suppresses an exception, and what TensorFlow logs about it."""
     logger = tf.get_logger()
     level = logger.level
     logger.setLevel("CRITICAL")
-    try:
+    with contextlib.suppress(Exception):
         yield
-    finally:
-        logger.setLevel(level)
+    logger.setLevel(level)
 
 
 def of_largest_length(spec: Any, lengths: Sequence[int]) -> Any:

@@ -34,8 +34,6 @@ RECORDS_AT_ONCE = 2**16  # Records that are checked together while an index is m
 FILES_AT_ONCE = 16  # Storage may answer late.
 SECONDS_BETWEEN_LINES = 10.0
 HEADER, FOOTER = 12, 4  # Bytes of a record before and behind its data.
-# The first bytes of files that gzip or zlib has compressed.
-COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 CRC_TABLE = np.arange(256, dtype=np.uint32)  # What each byte adds to a CRC-32C.
 for _ in range(8):
     CRC_TABLE = np.where(CRC_TABLE & 1, CRC_TABLE >> 1 ^ np.uint32(0x82F63B78), CRC_TABLE >> 1)
@@ -139,17 +137,18 @@ def _make(path: str, size: int) -> FileIndex:
         for offsets, headers, checksums in _walk(file, size):
             wrong = np.flatnonzero(~_are_headers(headers))
             if not first and (not len(headers) or 0 in wrong):
-                if headers.tobytes().startswith(COMPRESSED):
-                    raise BadInput(f"{path} is compressed: unpack it, or read it with tf.data.TFRecordDataset")
-                raise BadInput(f"{path} is not a TFRecord file (its first record's length is damaged): exclude it")
+                raise BadInput(
+                    f"{path} is not an uncompressed TFRecord file (its first record's length is damaged): unpack it, "
+                    "read it with tf.data.TFRecordDataset, or exclude it"
+                )
             if len(wrong):
-                raise damaged(path, first + wrong[0], offsets[wrong[0]], "the checksum of its length is wrong")
+                raise _damaged(path, first + wrong[0], offsets[wrong[0]], "the checksum of its length is wrong")
             if asked_to_stop.is_set():
                 raise Unavailable(f"stopped by a signal while the index of {path} was made")
             if offsets[-1] > size:
                 if _size_and_time(path)[0] > size:
                     raise BadInput(f"{path} is still being written: start again when it is complete")
-                raise damaged(path, first + len(offsets) - 2, offsets[-2], "it is cut short")
+                raise _damaged(path, first + len(offsets) - 2, offsets[-2], "it is cut short")
             digest.update(headers.tobytes())
             all_checksums += checksums
             places = _first_after_multiples(offsets, step)
@@ -191,8 +190,7 @@ def _first_after_multiples(offsets: np.ndarray, step: int) -> np.ndarray:
     return np.flatnonzero(np.diff(offsets // step)) + 1
 
 
-def damaged(path: str, number: int, offset: int, reason: str) -> BadInput:
-    """Returns the error for a record that cannot be read."""
+def _damaged(path: str, number: int, offset: int, reason: str) -> BadInput:
     return BadInput(
         f"{path}: record {number}, counted from 0, at byte {offset} is damaged ({reason}): restore the file "
         "from a backup, or write it again without that record"
