@@ -15,10 +15,9 @@ from record_files import shuffle_in, write_records
 from streaming import stream
 
 from config import Config
-from engine.data import Records, stacks
+from engine.data import Records, splits, stacks
 from engine.data import batches as data_batches
 from engine.data.batches import Batches
-from engine.data.splits import WorkerBatches
 
 
 def numbers(count: int) -> tf.data.Dataset:
@@ -152,13 +151,15 @@ def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
 
 def test_workers_with_their_own_steps_share_the_examples_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with parameter servers, where the pipeline is made in the graph of a worker."""
-    monkeypatch.setattr(loading, "Batches", partial(WorkerBatches, load=lambda: numbers(40)))
+    monkeypatch.setattr(loading, "Batches", partial(splits.WorkerBatches, load=lambda: numbers(40)))
+    monkeypatch.setattr(splits, "number_of_workers", lambda: 2)
     made = batches(count=40, global_batch_size=4)
 
     @tf.function
     def ten_batches(pipeline: tf.Tensor) -> tf.Tensor:
+        monkeypatch.setattr(tf.distribute.coordinator, "experimental_get_current_worker_index", lambda: pipeline)
         features = tf.zeros([0], tf.int64)
-        for batch in made.endless(0, 0, 2, pipeline).take(10):
+        for batch in made.on_worker(0, 0).take(10):
             features = tf.concat([features, batch[0]], axis=0)
         return features
 

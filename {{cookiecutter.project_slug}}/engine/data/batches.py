@@ -216,7 +216,6 @@ class Batches:
         return on_replicas(self.stacks.strategy, iter(self._stacks_of_process(step)))
 
     def _stacks_of_process(self, step: int) -> tf.data.Dataset:
-        # Tuples of one for each replica.
         self.examples.cache()
         first_pass, step_of_pass = divmod(step, self.steps_per_pass)
         first_step = tf.constant(step_of_pass - step_of_pass % self.stack_size, tf.int64)
@@ -255,7 +254,7 @@ class Batches:
         return examples.map(call, num_parallel_calls=None if self._is_eager else self._calls)
 
     def _numbers(self, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the number of examples and the seed of this process, from which each example's seed is made."""
+        # The number of examples, and the seed of this process.
         return tf.constant(self.examples.length, tf.int64), tf.stack([seed, self._loader])
 
     def rejection(self, problem: tf.errors.OpError, step: int) -> BadInput:

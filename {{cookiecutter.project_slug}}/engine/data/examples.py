@@ -48,7 +48,6 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Examples of each batch that the process reads."""
         return self.places.stop - self.places.start
 
 

@@ -142,9 +142,8 @@ class Preparation:
     def _trace(self, example_spec: Any, first_example: Callable[[], Any] | None) -> Prepared:
         zero, seed = tf.constant(0, tf.int64), tf.zeros([2], tf.int64)
         if self.is_eager and first_example:
-            spec = tf.nest.map_structure(
-                tf.TensorSpec.from_tensor, self._prepare_one(zero, first_example(), zero, seed)
-            )
+            example = self._prepare_one(zero, first_example(), zero, seed)
+            spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, example)
             return Prepared(spec, _in_python(self._prepare_one, spec), batch=None, padding=None, traced=None)
         place = tf.TensorSpec([], tf.int64)
         numbered = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=(place, example_spec))  # Not read.
@@ -261,10 +260,10 @@ def _in_python(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:
         def run(*tensors: tf.Tensor) -> list[tf.Tensor]:
             return tf.nest.flatten(function(*tf.nest.pack_sequence_as(arguments, tensors)))
 
-        leaves = tf.nest.flatten(spec)
-        results = tf.py_function(run, tf.nest.flatten(arguments), [leaf.dtype for leaf in leaves])
-        shaped = [tf.ensure_shape(result, leaf.shape) for result, leaf in zip(results, leaves, strict=True)]
-        return tf.nest.pack_sequence_as(spec, shaped)
+        results = tf.py_function(run, tf.nest.flatten(arguments), [leaf.dtype for leaf in tf.nest.flatten(spec)])
+        return tf.nest.map_structure(
+            lambda result, leaf: tf.ensure_shape(result, leaf.shape), tf.nest.pack_sequence_as(spec, results), spec
+        )
 
     return call
 
@@ -293,9 +292,5 @@ def of_largest_length(spec: Any, lengths: Sequence[int]) -> Any:
 def are_sequences(spec: Any) -> list[bool]:
     """Returns which tensors of prepared features and labels are sequences: only their first size is unknown."""
     return [
-        isinstance(leaf, tf.TensorSpec)
-        and bool(leaf.shape.rank)
-        and leaf.shape[0] is None
-        and leaf.shape[1:].is_fully_defined()
-        for leaf in tf.nest.flatten(spec)
+        is_static(unbatched(leaf)) and bool(leaf.shape.rank) and leaf.shape[0] is None for leaf in tf.nest.flatten(spec)
     ]

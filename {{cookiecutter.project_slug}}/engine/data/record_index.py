@@ -102,22 +102,18 @@ def _cached(path: str, folder: Path | None) -> FileIndex:
     # Of each state of a file, because workers may have other files of the same name.
     key = f"{VERSION} {path if is_remote(path) else os.path.abspath(path)} {size} {changed}"
     cache = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.index"
-    with contextlib.suppress(OSError, ValueError):
-        digest, sha256, body = cache.read_bytes().split(b"\n", 2)
-        if digest == _digest(sha256, body):
-            return FileIndex(path, np.frombuffer(body, "<i8").astype(np.int64).reshape(-1, 2), sha256.decode())
+    with contextlib.suppress(OSError):
+        digest, body = (content := cache.read_bytes())[:32], content[32:]
+        if digest == hashlib.sha256(body).digest():
+            return FileIndex(path, np.frombuffer(body[64:], "<i8").astype(np.int64).reshape(-1, 2), body[:64].decode())
     index = _make(path, size)
-    sha256, body = index.sha256.encode(), index.points.astype("<i8").tobytes()
+    body = index.sha256.encode() + index.points.astype("<i8").tobytes()
     temporary = folder / f".{uuid.uuid4().hex}"  # Several processes may write at once.
     with contextlib.suppress(OSError):  # Then it is made again at the next start.
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(b"\n".join([_digest(sha256, body), sha256, body]))
+        temporary.write_bytes(hashlib.sha256(body).digest() + body)
         temporary.replace(cache)
     return index
-
-
-def _digest(sha256: bytes, body: bytes) -> bytes:
-    return hashlib.sha256(sha256 + body).hexdigest().encode()
 
 
 def _size_and_time(path: str) -> tuple[int, int]:

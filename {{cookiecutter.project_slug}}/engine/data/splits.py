@@ -139,11 +139,8 @@ def check_same_structure(batches: Mapping[str, Batches]) -> None:
             )
 
 
-# --- Parameter servers: each worker takes steps without waiting for the others ----------------------------------------
-
-
 class WorkerBatches(Batches):
-    """Training batches of which each worker has its own: its shard of the examples, again and again.
+    """With parameter servers: training batches of which each worker has its own, its shard of the examples, repeated.
 
     The stacks of its iterator are the workers' iterators.
     """
@@ -166,22 +163,20 @@ class WorkerBatches(Batches):
         first_pass, first_step = divmod(step, self.steps_per_pass)
         coordinator = tf.distribute.coordinator.ClusterCoordinator(self.stacks.strategy)
         for number in itertools.count(first_pass):
-            dataset = functools.partial(self._on_worker, number, first_step)
+            dataset = functools.partial(self.on_worker, number, first_step)
             yield iter(coordinator.create_per_worker_dataset(dataset))
             first_step = 0
 
     @tf.autograph.experimental.do_not_convert
-    def _on_worker(self, number: int, first_step: int) -> tf.data.Dataset:
-        worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-        return self.endless(number, first_step, number_of_workers(), worker)
-
-    def endless(self, number: int, first_step: int, workers: int, worker: tf.Tensor) -> tf.data.Dataset:
-        """Returns batches of every `workers`-th example of a pass, again and again, in the graph of a worker."""
+    @tf.autograph.experimental.do_not_convert
+    def on_worker(self, number: int, first_step: int) -> tf.data.Dataset:
+        """Returns the batches of a worker in a pass, again and again, in its graph."""
         # Loaded where they are used, because a dataset of the chief's cannot be sent to a worker.
         examples = self.examples.for_worker(self._load)
         seed = pass_seed(self._seed, tf.constant(number, tf.int64))
         first = tf.constant(first_step * self.global_batch_size, tf.int64)
-        numbered = examples.one_by_one(self._shard, first, seed).shard(workers, worker).repeat()
+        worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+        numbered = examples.one_by_one(self._shard, first, seed).shard(number_of_workers(), worker).repeat()
         batches = self._prepare_one_by_one(numbered, seed).batch(self.per_replica_batch_size, drop_remainder=True)
         if padding := self._prepared.padding:
             batches = batches.map(tf.autograph.experimental.do_not_convert(lambda *batch: padding.cut(batch)))

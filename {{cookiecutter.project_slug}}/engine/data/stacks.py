@@ -72,24 +72,18 @@ class Stacks:
 
 
 class StackIterator:
-    """The batches of a dataset in stacks, pass after pass.
+    """The batches of a dataset in stacks, pass after pass. Its position is the number of its next step.
 
-    Stacks have `batches.stack_size` batches, counted from the first one of a pass; the last stack of a pass may have
-    fewer.
-
-    Attributes:
-        next_step: the number of the next step, counted from 0 over all passes.
-        is_waiting: whether the program waits for batches.
-        seconds_waited: how long it has waited so far.
+    Stacks have `stack_size` batches, counted from the first one of a pass; the last stack of a pass may have fewer.
     """
 
     def __init__(self, batches: Any, next_step: int) -> None:
-        """`batches` are engine.data.batches.Batches."""
+        """Starts at `next_step` of engine.data.batches.Batches, counted from 0 over all passes."""
         self._batches, self.next_step = batches, next_step
         self._stacks: Iterator[Any] | None = batches.stacks_from(next_step)
         self._stack: Any = None  # The stack that contains the next step; None if it has not been read.
         self._rejected: BadInput | None = None
-        self.is_waiting, self.seconds_waited = False, 0.0
+        self.is_waiting, self.seconds_waited = False, 0.0  # Whether the program waits for batches; how long so far.
 
     def take(self, count: int) -> Iterator[tuple[Any, int, int]]:
         """Yields the next `count` batches: a stack, the number of the first one in it, how many to take from there.
@@ -179,10 +173,10 @@ def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ..
 
     Each is brought to its replica's device. The stack of a single replica stays in the host's memory.
     """
-    if strategy.num_replicas_in_sync == 1:
-        yield from (stack for (stack,) in stacks)
-        return
     for parts in stacks:
+        if strategy.num_replicas_in_sync == 1:
+            yield parts[0]
+            continue
         brought = []
         for device, stack in zip(strategy.extended.worker_devices, parts, strict=True):
             with tf.device(device):
