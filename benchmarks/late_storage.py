@@ -63,8 +63,7 @@ def measure(folder: Path, size: int, position: float) -> None:
     import tensorflow as tf
 
     from engine.data import Records
-    from engine.data.examples import Shard
-    from engine.data.pipelines import input_options
+    from engine.data.examples import Shard, input_options
 
     reads_so_far = ctypes.CDLL(os.environ["LD_PRELOAD"]).reads_so_far
     examples = Records(str(folder / "*.tfrecord")).examples("load_examples", SHUFFLE_BYTES)

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.data.record_index import index_files
-from engine.data.segments import segment_count
+from engine.data.records import segment_count
 
 EXAMPLES_PER_WORKER = 32
 AT_ONCE = 1_000_000  # Records that are written together.
@@ -65,12 +65,12 @@ def main() -> None:
         for what in ("made", "read again"):
             before, peak_before = memory(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             started = time.perf_counter()
-            (index,) = index_files([str(path)])
+            (index,) = index_files([str(path)], Path(folder, "indexes"))
             seconds = time.perf_counter() - started
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - peak_before
             print(
                 f"The index of {index.length:,} records, {what}: {seconds:.1f} s, {memory() - before:,} bytes kept, "
-                f"{peak:,} more at the peak, {Path(folder, '.data.tfrecord.index').stat().st_size:,} on disk"
+                f"{peak:,} more at the peak, {next(Path(folder, 'indexes').iterdir()).stat().st_size:,} on disk"
             )
 
 

@@ -190,7 +190,7 @@ def test_index_of_a_file_is_made_again_and_a_folder_looked_at_again(
     monkeypatch.setattr(records.os, "listdir", lists.before(listdir))
     load = lambda _: Records(str(tmp_path / "train-0.tfrecord"), str(tmp_path / "train-[1].tfrecord"))  # noqa: E731
     assert batches_of("train", load, number_of, Config(global_batch_size=8)).number_of_examples == 8
-    assert (fails.raised, looks.raised, lists.raised, len(waits)) == (2, 1, 2, 5)
+    assert (fails.raised, looks.raised, lists.raised, len(waits)) == (2, 1, 2, 4)
 
 
 def test_files_of_a_run_are_read_again(tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_long_fault_ends_the_run_with_code_1_and_the_next_start_gives_the_same_b
 ) -> None:
     monkeypatch.setattr(task, "create_model", linear_model)
     stream(monkeypatch, buffer_size=100)
-    monkeypatch.setattr(stacks, "STEPS_OF_STACK", (1, 1))  # Two stacks of 16 and 3 batches for an epoch.
+    monkeypatch.setattr(stacks, "STEPS_OF_STACK", 1)  # Two stacks of 16 and 3 batches for an epoch.
 
     def run(name: str) -> str:
         return train.main([f"--run-dir={tmp_path / name}", *FLAGS])["weights_sha256"]
@@ -333,7 +333,7 @@ def test_run_that_is_stopped_while_it_waits_for_data_ends_with_its_state_saved(
 ) -> None:
     monkeypatch.setattr(task, "create_model", linear_model)
     stream(monkeypatch, buffer_size=100)
-    monkeypatch.setattr(stacks, "STEPS_OF_STACK", (1, 1))  # Two stacks of 16 and 3 batches for an epoch.
+    monkeypatch.setattr(stacks, "STEPS_OF_STACK", 1)  # Two stacks of 16 and 3 batches for an epoch.
     next_stack, fails = StackIterator._next_stack, Faults(*range(5, 100))
 
     def failing(iterator: StackIterator) -> Any:

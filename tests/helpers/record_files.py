@@ -21,7 +21,7 @@ def write_records(folder: Path, sizes: list[int], data: Callable[[int], bytes] =
 
 def shuffle_in(monkeypatch: pytest.MonkeyPatch, memory: int, *, block: int) -> None:
     """Gives all record files so many bytes to shuffle in, and blocks of so many."""
-    from engine.data import records, segments
+    from engine.data import records
 
     make = records.RecordExamples.__init__
 
@@ -30,5 +30,5 @@ def shuffle_in(monkeypatch: pytest.MonkeyPatch, memory: int, *, block: int) -> N
 
     monkeypatch.setattr(records.RecordExamples, "__init__", make_with)
     monkeypatch.setattr(records, "BYTES_WITHOUT_SHUFFLE", memory)
-    monkeypatch.setattr(segments, "BYTES_OF_BLOCK", block)
+    monkeypatch.setattr(records, "BYTES_OF_BLOCK", block)
     monkeypatch.setattr(records, "BLOCKS_AT_ONCE", 24)  # To start so many reads takes longer than small blocks do.

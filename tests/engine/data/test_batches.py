@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import loading
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -14,8 +15,7 @@ from record_files import shuffle_in, write_records
 from streaming import stream
 
 from config import Config
-from engine.cluster.strategy import create_strategy
-from engine.data import Records, load_splits, stacks
+from engine.data import Records, splits, stacks
 from engine.data import batches as data_batches
 from engine.data.batches import Batches
 
@@ -49,7 +49,7 @@ def of_replicas(found: Batches, *, number: int = 0, first_step: int = 0) -> list
         assert all(len(part) == size for stack in on_replicas for part in stack)
         taken += [[[part[step] for part in stack] for stack in on_replicas] for step in range(size)]
         # The first stack begins before the step, and the last one ends where the pass does.
-        begin = first_step - first_step % found._stack_size
+        begin = first_step - first_step % found.stack_size
         if len(taken) == found.steps_per_pass - begin:
             return taken[first_step - begin :]
     raise AssertionError("the stacks end before the pass does")
@@ -149,17 +149,17 @@ def test_training_leaves_out_the_remainder_and_another_one_each_epoch() -> None:
     assert len(np.unique(np.reshape(seeds, [-1, 2]), axis=0)) == 3 * 32
 
 
-def test_workers_with_their_own_steps_share_the_examples_of_an_epoch() -> None:
+def test_workers_with_their_own_steps_share_the_examples_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with parameter servers, where the pipeline is made in the graph of a worker."""
-    config = Config(simulated_devices=1, global_batch_size=4, seed=5)
-    workers = SimpleNamespace(count=1, index=0, pool=SimpleNamespace(count=2))
-    task = SimpleNamespace(load_examples=lambda _: numbers(40), prepare_example=lambda one, two: (one, two))
-    made = load_splits(["train"], task, config, create_strategy(config), workers)["train"]
+    monkeypatch.setattr(loading, "Batches", partial(splits.WorkerBatches, load=lambda: numbers(40)))
+    monkeypatch.setattr(splits, "number_of_workers", lambda: 2)
+    made = batches(count=40, global_batch_size=4)
 
     @tf.function
     def ten_batches(pipeline: tf.Tensor) -> tf.Tensor:
+        monkeypatch.setattr(tf.distribute.coordinator, "experimental_get_current_worker_index", lambda: pipeline)
         features = tf.zeros([0], tf.int64)
-        for batch in made.endless(0, 0, 2, pipeline).take(10):
+        for batch in made.on_worker(0, 0).take(10):
             features = tf.concat([features, batch[0]], axis=0)
         return features
 
@@ -176,7 +176,7 @@ def test_process_goes_on_with_the_stack_of_the_next_unseen_batch_and_prepares_it
     if is_streamed:
         stream(monkeypatch, buffer_size=20)
     monkeypatch.setattr(data_batches, "BATCHES_AT_ONCE", 1)
-    monkeypatch.setattr(stacks, "STEPS_OF_STACK", (2, 2))
+    monkeypatch.setattr(stacks, "STEPS_OF_STACK", 2)
     prepared = []
 
     def noted(features, labels, *, seed):

@@ -122,7 +122,7 @@ def test_steps_are_those_that_all_workers_can_take() -> None:
 
     task = SimpleNamespace(load_examples=hook, prepare_example=lambda features, label: (features, label))
     config = Config(global_batch_size=8, simulated_devices=2)
-    workers = SimpleNamespace(count=2, index=0, gather=gather, pool=None)
+    workers = SimpleNamespace(count=2, index=0, gather=gather)
     made = load_splits(("train", "test"), task, config, create_strategy(config), workers)
     assert calls == ["task.load_examples('train')", "task.load_examples('test')"]
     # Of each batch, 4 examples are of each worker: the one with 25 has 6 times 4.
@@ -176,7 +176,7 @@ def test_epochs_are_cut_from_the_passes() -> None:
     assert load(examples, prepare=numbered_texts)["train"].examples_in(1) == 32
     # Batch 3 of the second pass is number 8 of all: the second of the third epoch.
     error = tf.errors.InvalidArgumentError(None, None, "lost")
-    assert "in the batches from step 2 of epoch 3 on" in str(made._rejection(error, 7))
+    assert "in the batches from step 2 of epoch 3 on" in str(made.rejection(error, 7))
 
 
 def sha256(dataset: tf.data.Dataset) -> str:

@@ -14,7 +14,7 @@ from loading import batches_of, whole
 from config import Config
 from engine import machine
 from engine.data import batches as batches_module
-from engine.data import element_spec, pipelines
+from engine.data import element_spec
 from engine.data import examples as examples_module
 from engine.data.examples import DatasetExamples
 from engine.run import summary
@@ -39,7 +39,7 @@ SIZES: dict[str, tuple[Callable[[], tf.data.Dataset], float]] = {
     "texts": (lambda: texts([100, 300]), 200 + element_spec.BYTES_OF_STRING + 4),
     "ragged": (lambda: tf.data.Dataset.range(9).map(ragged), 4000 + 3 * 8 + 4),
     # Only the first ones are read.
-    "many": (lambda: texts([10] * element_spec.MEASURED + [9999]), 10 + element_spec.BYTES_OF_STRING + 4),
+    "many": (lambda: texts([10] * examples_module.MEASURED + [9999]), 10 + element_spec.BYTES_OF_STRING + 4),
 }
 
 
@@ -71,7 +71,7 @@ def test_small_set_of_texts_is_kept_and_a_large_one_streamed(monkeypatch: pytest
 def test_texts_that_are_sorted_by_length_are_counted_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first examples say that all of them would take a few kilobytes."""
     monkeypatch.setattr(examples_module, "COUNTED_AT_ONCE", 10)
-    monkeypatch.setattr(element_spec, "MEASURED", 20)
+    monkeypatch.setattr(examples_module, "MEASURED", 20)
     monkeypatch.setattr(examples_module, "BYTES_IN_MEMORY", 200 * (10 + element_spec.BYTES_OF_STRING + 8))
     read = []
 
@@ -128,14 +128,14 @@ def test_what_is_prepared_ahead_is_bounded_by_its_bytes(monkeypatch: pytest.Monk
         while counts[-1] != counts[-2]:
             time.sleep(0.5)
             counts.append(len(drawn))
-        assert batches.bytes_ahead <= max(pipelines.BYTES_AHEAD, 5.1 * 2**22)
+        assert batches.bytes_ahead <= max(examples_module.BYTES_AHEAD, 5.1 * 2**22)
         return counts[-1] // 8
 
     monkeypatch.setattr(examples_module, "BYTES_IN_MEMORY", 0)
     assert drawn_before_use() >= 32
-    monkeypatch.setattr(pipelines, "BYTES_AHEAD", 2**25)
+    monkeypatch.setattr(examples_module, "BYTES_AHEAD", 2**25)
     assert drawn_before_use() <= 10
-    monkeypatch.setattr(pipelines, "BYTES_AHEAD", 0)
+    monkeypatch.setattr(examples_module, "BYTES_AHEAD", 0)
     assert drawn_before_use() <= 8
 
 

@@ -9,11 +9,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster
@@ -23,7 +22,6 @@ from engine.console import console
 from engine.errors import CountedLoss, PeerLost
 from engine.settings import Settings
 
-PIECES_PER_WORKER = 4  # The pieces of an execution for each worker, so that a fast worker can take more of them.
 SECONDS_WITHOUT_CHIEF = 5.0  # A chief that does not answer for this long has ended.
 SECONDS_WITHOUT_WORKERS = 30.0  # A chief waits this long for workers that may be restarted, or are frozen.
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -117,24 +115,3 @@ def _end_without_others(cluster: Cluster) -> None:
 def _add_atomically(variable: keras.Variable, value: Any) -> tf.Tensor:
     """Replaces keras.Variable.assign_add, which reads, adds and writes, and so loses counts of other workers."""
     return variable.value.assign_add(tf.cast(value, variable.dtype))
-
-
-class WorkerPool:
-    """The workers, as the chief reaches them; see engine.data.worker_batches."""
-
-    def __init__(self, strategy: tf.distribute.ParameterServerStrategy) -> None:
-        # A strategy has one coordinator: the constructor returns it again.
-        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        self.count = tf.distribute.cluster_resolver.TFConfigClusterResolver().cluster_spec().num_tasks("worker")
-
-    def iterate(self, dataset: Callable[[], tf.data.Dataset]) -> Any:
-        """Returns the workers' iterators, as one value; each worker calls `dataset` for its own."""
-        return iter(self._coordinator.create_per_worker_dataset(dataset))
-
-    def take_steps(self, steps: Callable[..., tf.Tensor], iterators: Any, count: int) -> np.ndarray:
-        """Has the workers take `count` steps together; returns their losses ([count]), in any order."""
-        pieces = np.array_split(np.arange(count), min(count, PIECES_PER_WORKER * self.count))
-        arguments = [(iterators, tf.constant(0), tf.constant(len(piece))) for piece in pieces]
-        losses = [self._coordinator.schedule(steps, args=piece) for piece in arguments]
-        self._coordinator.join()  # Raises what a worker has raised.
-        return np.concatenate([loss.fetch() for loss in losses])

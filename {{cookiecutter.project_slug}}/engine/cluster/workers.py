@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster, find_cluster
-from engine.cluster.parameter_servers import WorkerPool
 from engine.cluster.peers import NOT_TOGETHER
 from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
 
@@ -36,8 +35,6 @@ class Workers:
         self.is_chief = cluster.is_chief  # Only the chief writes.
         hosts = [address.rpartition(":")[0] for address in cluster.processes().values()]
         self.most_on_one_machine = max(map(hosts.count, hosts))  # Judged by addresses.
-        # With parameter servers, the workers that take training steps by themselves.
-        self.pool = WorkerPool(strategy) if isinstance(strategy, tf.distribute.ParameterServerStrategy) else None
 
     def _sum(self, integers: np.ndarray) -> np.ndarray:
         """Returns the sum of all workers' `integers` ([n], int32)."""

@@ -1,16 +1,12 @@
 """From examples to batches on every replica. Imports nothing of the other subpackages.
 
-splits           the batches of every split, by the names of its datasets
+splits           the batches of every split, by the names of its datasets; with parameter servers, of each worker's own
 batches          the batches of a dataset, the same for any number of replicas
-worker_batches   with parameter servers: batches of each worker's own
 stacks           bring several batches at a time to the replicas, where compiled steps take them
-examples         the examples of a dataset in their order, from memory or streamed
-records          TFRecord files, for task.load_examples to return, and their records as examples
-segments         the pass over record files: their blocks and segments, and the windows that are shuffled
-record_index     where records of a file are, cached beside it
-preparation      calls task.prepare_example, for complete batches where possible
-padding          pads sequences of different lengths, and cuts each batch to the length that it needs
-pipelines        options and parallel calls of every pipeline
+examples         the examples of a dataset in their order, from memory or streamed; the options of every pipeline
+records          TFRecord files, for task.load_examples to return, and the pass over them: blocks, segments, windows
+record_index     where records of a file are, cached beside the run
+preparation      calls task.prepare_example, for complete batches where possible; pads sequences and cuts batches
 element_spec     element specs as text and JSON; tensors by name; memory and hashes of examples
 """
 

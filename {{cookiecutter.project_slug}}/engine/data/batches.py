@@ -13,8 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from engine.data.element_spec import as_text, batched, bytes_of, is_static
-from engine.data.examples import Examples, Shard, hook_of
-from engine.data.pipelines import CORES, PARALLEL_CALLS, input_options, parallel_calls
+from engine.data.examples import CORES, PARALLEL_CALLS, Examples, Shard, hook_of, input_options, parallel_calls
 from engine.data.preparation import Preparation, evaluation_seed, pass_seed
 from engine.data.stacks import StackIterator, Stacks, on_replicas, stack_size, stacked
 from engine.errors import BadInput
@@ -48,7 +47,9 @@ class Batches:
         steps_per_epoch: batches in an epoch or evaluation: a pass, without --steps-per-epoch and --limit-steps.
         traced: what task.prepare_example does; None if it runs in Python, with --eager.
         stacks: how steps take batches out of the stacks that `iterator` yields.
+        stack_size: batches in a stack.
         bytes_ahead: about how much this process prepares before it is asked for.
+        is_kept: whether batches stay ready at the end of a pass.
     """
 
     def __init__(
@@ -70,13 +71,17 @@ class Batches:
         """
         self.name, self.examples, self.shards_by_file = name, examples, shards_by_file
         self._lengths, self.number_of_examples = list(lengths), sum(lengths)
-        self._seed, self._is_alone = settings.seed, context.num_input_pipelines == 1
+        self._seed = settings.seed
         self._is_training, self._is_eager = self.split == "train", preparation.is_eager
         evaluation_size = None if self._is_training else settings.evaluation_batch_size
         self.global_batch_size = size = evaluation_size or settings.global_batch_size
         flag = "--evaluation-batch-size" if evaluation_size else "--global-batch-size"
         micro_batches = settings.micro_batches if self._is_training else 1
-        self.per_replica_batch_size = per_replica_batch_size(size, strategy.num_replicas_in_sync, micro_batches, flag)
+        replicas, unit = strategy.num_replicas_in_sync, strategy.num_replicas_in_sync * micro_batches
+        if size < unit:  # A micro-batch would be padding only.
+            parts = f", in {micro_batches} micro-batches each" if micro_batches > 1 else ""
+            raise BadInput(f"{flag} {size} is too small for {replicas} replica(s){parts}: use {unit} or more")
+        self.per_replica_batch_size = micro_batches * -(-size // unit)
         if size % len(lengths):
             raise BadInput(
                 f"{flag} {size} cannot be shared equally by {len(lengths)} workers: with input_context each takes its "
@@ -84,7 +89,7 @@ class Batches:
             )
         self._count_steps(settings)
         self._prepared = preparation.trace(
-            examples.element_spec, hook_of(name), first_example=lambda: until_read(self._first_example, hook_of(name))
+            examples.element_spec, hook_of(name), lambda: next(iter(examples.unshuffled()))[1]
         )
         self.traced = self._prepared.traced
         batch_spec = batched(self._prepared.spec, self.per_replica_batch_size)
@@ -92,6 +97,8 @@ class Batches:
         self._loader = context.input_pipeline_id % len(lengths)
         self._shard_batches(context)
         self._plan_memory(context.num_input_pipelines)
+        # It calls a function again after faults that pass.
+        self.read = functools.partial(until_read, name=hook_of(name), obeys_signals=context.num_input_pipelines == 1)
         self._iterator: StackIterator | None = None
 
     def _count_steps(self, settings: Settings) -> None:
@@ -130,15 +137,16 @@ class Batches:
         bytes_of_batch = self.stacks.strategy.num_replicas_in_sync * bytes_of(self.element_spec)
         self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, bytes_of_batch)))
         bytes_of_share = bytes_of_batch // processes
-        self._stack_size = stack_size(self.steps_per_epoch, bytes_of_share, self._batches_at_once)
+        self.stack_size = stack_size(self.steps_per_epoch, bytes_of_share, self._batches_at_once)
         if self._is_eager:  # Otherwise task.prepare_example would run for many steps before the first one.
-            self._stack_size = 1
+            self.stack_size = 1
         prepared = shard_size * bytes_of(self._prepared.spec[:3])
         of_call, ahead = bytes_read // processes + prepared, (STACKS_AHEAD + 1) * prepared
         # A call prepares several batches, or one example.
         of_call = of_call * self._batches_at_once if self._prepared.batch else of_call // shard_size
         self._calls = parallel_calls(CORES if self._prepared.batch else PARALLEL_CALLS, of_call, ahead)
         self.bytes_ahead = self._calls * of_call + ahead
+        self.is_kept = self._is_training or self.bytes_ahead <= BYTES_KEPT
 
     @property
     def split(self) -> str:
@@ -173,16 +181,16 @@ class Batches:
 
     def examples_in(self, epoch: int, first_step: int = 0, steps: int | None = None) -> int:
         """Returns how many examples, without padding, an epoch takes, or these `steps` of it."""
+
+        def examples_before(step: int) -> int:
+            passes, steps_of_pass = divmod(step, self.steps_per_pass)
+            counts = ((passes, self.steps_per_pass), (1, steps_of_pass))
+            size = self._shard.examples_per_batch
+            return sum(times * min(length, steps * size) for times, steps in counts for length in self._lengths)
+
         first = epoch * self.steps_per_epoch + first_step
         end = first + (self.steps_per_epoch - first_step if steps is None else steps)
-        return self._examples_before(end) - self._examples_before(first)
-
-    def _examples_before(self, step: int) -> int:
-        """Returns how many examples, without padding, all passes take before a step."""
-        passes, steps = divmod(step, self.steps_per_pass)
-        size = self._shard.examples_per_batch
-        of_pass = sum(min(length, self.steps_per_pass * size) for length in self._lengths)
-        return passes * of_pass + sum(min(length, steps * size) for length in self._lengths)
+        return examples_before(end) - examples_before(first)
 
     def iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
         """Returns an iterator over the global batches from a step of an epoch on. Evaluations have the same batches."""
@@ -195,15 +203,7 @@ class Batches:
 
     def new_iterator(self, epoch: int = 0, first_step: int = 0) -> StackIterator:
         """Returns another iterator than those of `iterator`."""
-        return StackIterator(
-            self._stacks_from,
-            epoch * self.steps_per_epoch + first_step,
-            steps_per_pass=self.steps_per_pass,
-            stack_size=self._stack_size,
-            read=functools.partial(until_read, name=hook_of(self.name), obeys_signals=self._is_alone),
-            rejection=self._rejection,
-            is_kept=self._is_training or self.bytes_ahead <= BYTES_KEPT,
-        )
+        return StackIterator(self, epoch * self.steps_per_epoch + first_step)
 
     def one_by_one(self, epoch: int = 0, first_step: int = 0) -> Iterator[Any]:
         """Yields the global batches of an epoch one by one, to look at."""
@@ -211,23 +211,19 @@ class Batches:
         for stack, first, count in self.new_iterator(epoch, first_step).take(self.steps_per_epoch - first_step):
             yield from (pick(stack, tf.constant(first + index)) for index in range(count))
 
-    def _first_example(self) -> Any:
-        return next(iter(self.examples.unshuffled()))[1]
-
-    def _stacks_from(self, step: int) -> Iterator[Any]:
+    def stacks_from(self, step: int) -> Iterator[Any]:
         """Returns the stacks from the one that contains a step on, as strategy.run takes them."""
         return on_replicas(self.stacks.strategy, iter(self._stacks_of_process(step)))
 
     def _stacks_of_process(self, step: int) -> tf.data.Dataset:
-        """Returns the stacks from the one that contains a step on: tuples of one for each replica of this process."""
         self.examples.cache()
         first_pass, step_of_pass = divmod(step, self.steps_per_pass)
-        first_step = tf.constant(step_of_pass - step_of_pass % self._stack_size, tf.int64)
+        first_step = tf.constant(step_of_pass - step_of_pass % self.stack_size, tf.int64)
 
         @tf.autograph.experimental.do_not_convert
         def one_pass(number: tf.Tensor) -> tf.data.Dataset:
             prepared = self._pass(number, tf.where(number == first_pass, first_step, 0))
-            return stacked(prepared, self._stack_size, self._of_replicas, self.per_replica_batch_size)
+            return stacked(prepared, self.stack_size, self._of_replicas, self.per_replica_batch_size)
 
         # Endless, so that the next pass's first batches are prepared while this one is validated.
         endless = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(one_pass)
@@ -258,24 +254,12 @@ class Batches:
         return examples.map(call, num_parallel_calls=None if self._is_eager else self._calls)
 
     def _numbers(self, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the number of examples and the seed of this process, from which each example's seed is made."""
+        # The number of examples, and the seed of this process.
         return tf.constant(self.examples.length, tf.int64), tf.stack([seed, self._loader])
 
-    def _rejection(self, problem: tf.errors.OpError, step: int) -> BadInput:
+    def rejection(self, problem: tf.errors.OpError, step: int) -> BadInput:
         """Returns the error for batches that cannot be read or prepared, from a step on, counted over all epochs."""
         epoch, step = divmod(step, self.steps_per_epoch)
         one_by_one = self._prepare_one_by_one(self.examples.unshuffled(), tf.constant(0, tf.int64))
         during = f"in the batches from step {step + 1} of epoch {epoch + 1} on"
         return self.examples.rejection(problem, one_by_one, during)
-
-
-def per_replica_batch_size(size: int, replicas: int, micro_batches: int = 1, flag: str = "--global-batch-size") -> int:
-    """Returns how many examples of a global batch are on one replica, padding included, for equal micro-batches.
-
-    Raises BadInput if a micro-batch would be padding only.
-    """
-    unit = replicas * micro_batches
-    if size < unit:
-        in_micro_batches = f", in {micro_batches} micro-batches each" if micro_batches > 1 else ""
-        raise BadInput(f"{flag} {size} is too small for {replicas} replica(s){in_micro_batches}: use {unit} or more")
-    return micro_batches * -(-size // unit)

@@ -12,7 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-MEASURED = 256  # The first examples are measured: the same ones after a resume, so that their order is the same.
 # What TensorFlow adds to the bytes of a string, of an example in a shuffle buffer, and of each of its tensors.
 BYTES_OF_STRING, BYTES_OF_ELEMENT, BYTES_OF_TENSOR = 40, 128, 64
 BYTES_OF_TEXT = 2**14  # A guess: an element spec does not contain the length of a string.
@@ -87,9 +86,6 @@ def is_static(spec: Any) -> bool:
     return all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(spec))
 
 
-# --- Memory -----------------------------------------------------------------------------------------------------------
-
-
 def is_exact(spec: Any) -> bool:
     """Returns whether the bytes of an example follow from its element spec: it has static shapes and no strings."""
     return is_static(spec) and all(leaf.dtype != tf.string for leaf in tf.nest.flatten(spec))
@@ -103,15 +99,14 @@ def bytes_of(spec: Any) -> int:
     )
 
 
-def measured_bytes(dataset: tf.data.Dataset) -> float:
-    """Returns the mean bytes of the first examples; reads them. Raises tf.errors.OpError if they cannot be read."""
-    sizes = [bytes_in(example) for example in dataset.take(MEASURED)]
-    return sum(sizes) / max(1, len(sizes))
-
-
 def bytes_in(element: Any) -> int:
     """Returns the bytes of an element, from its tensors."""
-    return sum(map(_bytes_of_tensor, tf.nest.flatten(element, expand_composites=True)))
+    size = 0
+    for tensor in tf.nest.flatten(element, expand_composites=True):
+        size += int(tf.size(tensor)) * (BYTES_OF_STRING if tensor.dtype == tf.string else tensor.dtype.size)
+        if tensor.dtype == tf.string:
+            size += int(tf.reduce_sum(tf.cast(tf.strings.length(tensor), tf.int64)))
+    return size
 
 
 def bytes_in_buffer(spec: Any, content: float) -> float:
@@ -124,17 +119,11 @@ def megabytes(size: int) -> str:
     return f"{max(1, round(size / 2**20)):,} MB"
 
 
-def _bytes_of_tensor(tensor: tf.Tensor) -> int:
-    if tensor.dtype == tf.string:
-        return int(tf.reduce_sum(tf.cast(tf.strings.length(tensor), tf.int64))) + BYTES_OF_STRING * int(tf.size(tensor))
-    return int(tf.size(tensor)) * tensor.dtype.size
-
-
-# --- Hashes, by which a resumed run or another process notices other examples -----------------------------------------
-
-
 def sha256_of(examples: Iterable[Any]) -> str:
-    """Returns a hash of the values, dtypes and shapes of all tensors of some examples, in hex."""
+    """Returns a hash of the values, dtypes and shapes of all tensors of some examples, in hex.
+
+    By it a resumed run, or another process, notices other examples.
+    """
     sha256 = hashlib.sha256()
     for example in examples:
         for part in tf.nest.flatten(example, expand_composites=True):

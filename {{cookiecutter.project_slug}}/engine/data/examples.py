@@ -3,10 +3,10 @@
 The order follows from the seed alone. An example's place is its number in that order.
 """
 
-import abc
 import copy
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,19 +20,21 @@ from engine.data.element_spec import (
     bytes_of,
     is_exact,
     is_static,
-    measured_bytes,
     megabytes,
     sha256_of,
     without_folder,
 )
-from engine.data.pipelines import CORES, input_options, parallel_calls, shuffled
 from engine.errors import BadInput, first_line, is_users, where_raised
 from engine.files import until_read
 
 BYTES_IN_MEMORY = 2**29  # Examples of up to this size are read once and cached.
+MEASURED = 256  # The first examples are measured: the same ones after a resume, so that their order is the same.
 COUNTED_AT_ONCE = 1024  # Texts whose bytes are counted together while they are read.
 SECONDS_TO_SEARCH = 60.0  # How long to search for the example that cannot be read or prepared.
 HASHED, HASHED_OF_STREAM = 64, 16  # Examples that `sha256` is made of, however many there are.
+PARALLEL_CALLS = 64  # More calls at once than there are cores, so that a core finds the next one waiting.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+BYTES_AHEAD = 2**30  # What a pipeline may prepare ahead; but always two calls, and the stacks.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,6 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Examples of each batch that the process reads."""
         return self.places.stop - self.places.start
 
 
@@ -53,7 +54,7 @@ class Shard:
 Elements = tuple[tf.data.Dataset, Callable[..., tuple[tf.Tensor, Any]]]
 
 
-class Examples(abc.ABC):
+class Examples:
     """A finite number of single examples: all of a dataset, or those in the files that one process loads.
 
     In the methods, `first` is a place at the beginning of a batch (int64), and `seed` (int64, scalar) shuffles the
@@ -75,21 +76,20 @@ class Examples(abc.ABC):
             raise BadInput(f"{hook} returned no examples: each dataset needs at least one")
         self._hook, self.length, self.element_spec = hook, length, element_spec
 
-    @abc.abstractmethod
     def cache(self) -> None:
         """Reads the examples into memory if they fit. Raises BadInput if they cannot be read."""
 
-    @abc.abstractmethod
     def describe_shuffling(self, processes: int) -> tuple[str, int]:
         """Returns how the examples are shuffled, and the bytes that this takes in each of `processes`."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def one_by_one(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None) -> tf.data.Dataset:
         """Returns (place, example) of the shard."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def unshuffled(self) -> tf.data.Dataset:
         """Returns (number, example) of all examples in the order of task.load_examples."""
+        raise NotImplementedError
 
     def batches(self, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None, at_once: int) -> Elements:
         """Returns elements of `at_once` batches of the shard; the examples need static shapes."""
@@ -107,9 +107,14 @@ class Examples(abc.ABC):
         """
         if "was expected to contain" in str(problem):
             return BadInput(f"{self._hook}: {first_line(problem)}: give assert_cardinality the real number of examples")
-        if failure := _first_that_fails(one_by_one):
-            number, problem = failure
-            during = f"on {self._name(number)}"
+        number, end = 0, time.monotonic() + SECONDS_TO_SEARCH
+        try:
+            for _ in one_by_one.with_options(input_options()):
+                number += 1
+                if time.monotonic() > end:
+                    break
+        except tf.errors.OpError as failure:
+            problem, during = failure, f"on {self._name(number)}"
         failed = f"{self._hook} failed {during}"
         if "_prepare_" in str(problem):  # TensorFlow names the function whose operation failed, here of preparation.py.
             failed = f"task.prepare_example failed {during}, of {self._hook}"
@@ -128,7 +133,16 @@ class DatasetExamples(Examples):
 
         Examples that are streamed are shuffled through a buffer of `shuffle_bytes`, or not at all.
         """
-        length = _checked_length(hook, dataset)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise BadInput(f"{hook} returned a {type(dataset).__name__}: return a tf.data.Dataset of single examples")
+        length = int(dataset.cardinality())
+        if length == tf.data.INFINITE_CARDINALITY:
+            raise BadInput(f"{hook} returned endless examples: remove repeat(); the epochs are counted for you")
+        if length == tf.data.UNKNOWN_CARDINALITY:
+            raise BadInput(
+                f"{hook} returned examples of unknown number: end it with "
+                ".apply(tf.data.experimental.assert_cardinality(<number of examples>))"
+            )
         super().__init__(hook, length, dataset.element_spec)
         self._shuffle_bytes = shuffle_bytes
         # A dataset with fewer examples than it says would shift all batches after it.
@@ -141,7 +155,8 @@ class DatasetExamples(Examples):
         if is_exact(self.element_spec):
             return bytes_of(self.element_spec)
         with tf.init_scope():  # Outside of the graph that is being built.
-            return measured_bytes(self._dataset.with_options(input_options()))
+            sizes = [bytes_in(example) for example in self._dataset.take(MEASURED).with_options(input_options())]
+        return sum(sizes) / len(sizes)
 
     @functools.cached_property
     def fits_in_memory(self) -> bool:
@@ -259,29 +274,24 @@ def hook_of(name: str) -> str:
     return f"task.load_examples({split!r})" + (f"[{dataset!r}]" if dataset else "")
 
 
-def _first_that_fails(dataset: tf.data.Dataset) -> tuple[int, tf.errors.OpError] | None:
-    """Returns the number of the first element that raises, and its error; None if none does within a minute."""
-    number, end = 0, time.monotonic() + SECONDS_TO_SEARCH
-    try:
-        for _ in dataset.with_options(input_options()):
-            number += 1
-            if time.monotonic() > end:
-                break
-    except tf.errors.OpError as problem:
-        return number, problem
-    return None
+def parallel_calls(at_most: int, bytes_of_call: float, bytes_besides: float = 0) -> int:
+    """Returns how many calls may run, or wait with their results, at once; besides them, a pipeline has some bytes."""
+    return max(2, min(at_most, PARALLEL_CALLS, int((BYTES_AHEAD - bytes_besides) / max(1, bytes_of_call))))
 
 
-def _checked_length(hook: str, dataset: Any) -> int:
-    """Returns the number of examples. Raises BadInput unless it is known and finite."""
-    if not isinstance(dataset, tf.data.Dataset):
-        raise BadInput(f"{hook} returned a {type(dataset).__name__}: return a tf.data.Dataset of single examples")
-    length = int(dataset.cardinality())
-    if length == tf.data.INFINITE_CARDINALITY:
-        raise BadInput(f"{hook} returned endless examples: remove repeat(); the epochs are counted for you")
-    if length == tf.data.UNKNOWN_CARDINALITY:
-        raise BadInput(
-            f"{hook} returned examples of unknown number: end it with "
-            ".apply(tf.data.experimental.assert_cardinality(<number of examples>))"
-        )
-    return length
+def input_options() -> tf.data.Options:
+    """Returns the options of every pipeline: elements keep their order, and nothing is tuned while it runs."""
+    options = tf.data.Options()
+    options.deterministic = True
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    # The thread that tunes a pipeline may miss that it should end, and is then waited for, up to a minute.
+    options.autotune.enabled = False
+    options.autotune.initial_parallelism = PARALLEL_CALLS  # tf.data.AUTOTUNE then means this, or a call per core.
+    return options
+
+
+def shuffled(dataset: tf.data.Dataset, buffer_size: int | tf.Tensor, seed: tf.Tensor) -> tf.data.Dataset:
+    """Returns a dataset shuffled through a buffer by a seed (int64, scalar) that may be a tensor."""
+    # TensorFlow mixes it with the seed of the graph, which it first compares with 0, so the graph's must be a number.
+    tf.compat.v1.set_random_seed(1)
+    return dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=False)

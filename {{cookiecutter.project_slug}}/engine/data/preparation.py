@@ -1,4 +1,10 @@
-"""Calls task.prepare_example, for a complete batch in one go where possible, else for one example at a time."""
+"""Calls task.prepare_example, for a complete batch in one go where possible, else for one example at a time.
+
+With --pad-to, a prepared example is padded with zeros to the largest length, so that nothing else of the input changes,
+and its own length goes beside it. When a batch is taken out of its stack, on the replicas, it is cut to the smallest
+listed length that fits the longest sequence of the global batch, so that the results are the same for any number of
+replicas.
+"""
 
 import contextlib
 import dataclasses
@@ -11,13 +17,67 @@ from typing import Any
 import tensorflow as tf
 
 from engine.data.element_spec import as_text, is_static, unbatched
-from engine.data.padding import Padding, are_sequences
 from engine.errors import BadInput, first_line, where_raised
 from engine.tracing import Traced, converted, differing_value
 
 # What the hook may raise because it expects other examples.
 OF_OTHER_EXAMPLES = (AttributeError, LookupError, TypeError, ValueError, tf.errors.InvalidArgumentError)
 ONE_WEIGHT = "each must be one number; return weights by output as a part of the labels (docs/from_keras_fit.md)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Padding:
+    """How examples were padded."""
+
+    lengths: Sequence[int]  # The lengths that a batch may have, in increasing order.
+    sequences: Sequence[bool]  # Whether each tensor of the features and labels is a sequence.
+
+    def _change(self, parts: Any, change: Callable[[Any], Any]) -> Any:
+        """Returns the features, or features and labels, with all sequences in them changed."""
+        leaves = zip(tf.nest.flatten(parts), self.sequences, strict=False)
+        return tf.nest.pack_sequence_as(parts, [change(leaf) if is_sequence else leaf for leaf, is_sequence in leaves])
+
+    def pad(self, example: Any) -> Any:
+        """Returns (features, labels, sample_weight, length), with sequences of the largest length.
+
+        `length` (int32, scalar) is that of the longest sequence.
+        """
+        largest, lengths = max(self.lengths), []
+        self._change(example[:2], lambda leaf: lengths.append(tf.shape(leaf)[0]))
+        length = tf.reduce_max(lengths)
+        message = (
+            f"a sequence is longer than {largest}, the largest --pad-to: cut it, or add a larger one; its length is"
+        )
+        with tf.control_dependencies([tf.debugging.Assert(length <= largest, [message, length])]):
+            length = tf.identity(length)
+
+        def padded(leaf: tf.Tensor) -> tf.Tensor:
+            rest = leaf.shape[1:]
+            # tf.pad does not support strings.
+            zeros = tf.zeros([tf.maximum(length, largest) - tf.shape(leaf)[0], *rest], leaf.dtype)
+            return tf.ensure_shape(tf.concat([leaf, zeros], axis=0), [largest, *rest])
+
+        return *self._change(example[:2], padded), example[2], length
+
+    def cut(self, batch: Any, context: tf.distribute.ReplicaContext | None = None) -> Any:
+        """Returns (features, labels, sample_weights) of a replica's padded batch, cut to the length that it needs.
+
+        In a `context`, all replicas cut to the same length. A padded batch has the examples' lengths as its last part.
+        """
+        *_, sample_weights, lengths_of_examples = batch
+        # An example of weight 0 may be padding, of which there is more in larger batches.
+        longest = tf.reduce_max(tf.where(sample_weights == 0, 0, lengths_of_examples))
+        lengths, count = tf.constant(self.lengths), len(self.lengths)
+        number = tf.searchsorted(lengths, longest[tf.newaxis])[0]
+        if context and context.num_replicas_in_sync > 1:
+            counts = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.one_hot(number, count))
+            number = tf.reduce_max(tf.where(counts > 0, tf.range(count), 0))
+        length = tf.gather(lengths, number)
+        return *self._change(batch[:2], lambda leaf: leaf[:, :length]), sample_weights
+
+    def of_any_length(self, features: Any) -> Any:
+        """Returns the element spec of an example's features, with sequences of unknown length."""
+        return self._change(features, lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +141,8 @@ class Preparation:
     def _trace(self, example_spec: Any, first_example: Callable[[], Any] | None) -> Prepared:
         zero, seed = tf.constant(0, tf.int64), tf.zeros([2], tf.int64)
         if self.is_eager and first_example:
-            spec = tf.nest.map_structure(
-                tf.TensorSpec.from_tensor, self._prepare_one(zero, first_example(), zero, seed)
-            )
+            example = self._prepare_one(zero, first_example(), zero, seed)
+            spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, example)
             return Prepared(spec, _in_python(self._prepare_one, spec), batch=None, padding=None, traced=None)
         place = tf.TensorSpec([], tf.int64)
         numbered = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=(place, example_spec))  # Not read.
@@ -96,17 +155,22 @@ class Preparation:
         spec, signature = spec_of(one, numbered), (place, example_spec, place, tf.TensorSpec([2], tf.int64))
         traced = Traced(graph := one.get_concrete_function(*signature).graph)
         # Only another trace shows a clock, or a generator that is the hook's own.
-        with contextlib.suppress(Exception), _silent():
+        with _attempt():
             again = tf.function(self._prepare_one, autograph=False).get_concrete_function(*signature).graph
             traced.drawn_once[:] = differing_value(graph, again) or traced.drawn_once
         if self._pad_to and any(sequences := are_sequences(spec[:2])):
             padding = Padding(self._pad_to, sequences)
-            one = tf.function(self._with_padding(padding), autograph=False)
+
+            # Errors of its operations contain its name, by which examples.py finds out where they are from.
+            def _prepare_padded(*arguments: Any) -> Any:
+                return padding.pad(self._prepare_one(*arguments))
+
+            one = tf.function(_prepare_padded, autograph=False)
             return Prepared(spec_of(one, numbered), one, None, padding, traced)
         # A seed is different for each example, and operations that draw take only one.
         if is_static(example_spec) and not self._takes_seed:
             # Any exception may mean that an operation cannot be vectorized.
-            with contextlib.suppress(Exception), _silent():
+            with _attempt():
                 batch = tf.function(self._prepare_batch, autograph=False)
                 if unbatched(spec_of(batch, numbered.batch(1))) == spec:
                     return Prepared(spec, one, batch, None, traced)
@@ -135,28 +199,20 @@ class Preparation:
         `places` (int64, [n]) and `seed` are as in Prepared.
         """
 
-        prepare_one = self._with_padding(prepared.padding)
-
         def prepare(element: tuple[tf.Tensor, Any]) -> Any:
-            return prepare_one(*element, tf.int64.max, seed)[0]
+            example = self._prepare_one(*element, tf.int64.max, seed)
+            return (prepared.padding.pad(example) if prepared.padding else example)[0]
 
         if prepared.batch:
             return tf.vectorized_map(prepare, (places, batch), fallback_to_while_loop=False)
         return tf.map_fn(prepare, (places, batch), fn_output_signature=prepared.spec[0])
 
     def _prepare_batch(self, places: tf.Tensor, examples: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
+        # Without fallback, because an operation that cannot be vectorized would run for one example after the other.
         def prepare(element: tuple[tf.Tensor, Any]) -> Any:
             return self._prepare_one(*element, length, seed)
 
-        # Without fallback, because an operation that cannot be vectorized would run for one example after the other.
         return tf.vectorized_map(prepare, (places, examples), fallback_to_while_loop=False)
-
-    def _with_padding(self, padding: Padding | None) -> Callable[..., Any]:
-        # Errors of its operations contain its name, by which examples.py finds out where they are from.
-        def _prepare_padded(*arguments: Any) -> Any:
-            return padding.pad(self._prepare_one(*arguments)) if padding else self._prepare_one(*arguments)
-
-        return _prepare_padded
 
     def _prepare_one(self, place: tf.Tensor, example: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
         # Made from the place in the pass: the same after a resume and for any replicas.
@@ -203,21 +259,37 @@ def _in_python(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:
         def run(*tensors: tf.Tensor) -> list[tf.Tensor]:
             return tf.nest.flatten(function(*tf.nest.pack_sequence_as(arguments, tensors)))
 
-        leaves = tf.nest.flatten(spec)
-        results = tf.py_function(run, tf.nest.flatten(arguments), [leaf.dtype for leaf in leaves])
-        shaped = [tf.ensure_shape(result, leaf.shape) for result, leaf in zip(results, leaves, strict=True)]
-        return tf.nest.pack_sequence_as(spec, shaped)
+        results = tf.py_function(run, tf.nest.flatten(arguments), [leaf.dtype for leaf in tf.nest.flatten(spec)])
+        return tf.nest.map_structure(
+            lambda result, leaf: tf.ensure_shape(result, leaf.shape), tf.nest.pack_sequence_as(spec, results), spec
+        )
 
     return call
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Keeps TensorFlow from logging an attempt that may fail."""
+def _attempt() -> Iterator[None]:
+    """Suppresses an exception, and what TensorFlow logs about it."""
     logger = tf.get_logger()
     level = logger.level
     logger.setLevel("CRITICAL")
-    try:
+    with contextlib.suppress(Exception):
         yield
-    finally:
-        logger.setLevel(level)
+    logger.setLevel(level)
+
+
+def of_largest_length(spec: Any, lengths: Sequence[int]) -> Any:
+    """Returns an element spec of batches, [n, ...], with the largest length where Padding.of_any_length removed it."""
+
+    def with_length(leaf: tf.TensorSpec) -> tf.TensorSpec:
+        shape = [max(lengths) if size is None and axis == 1 else size for axis, size in enumerate(leaf.shape)]
+        return tf.TensorSpec(shape, leaf.dtype)
+
+    return tf.nest.map_structure(with_length, spec)
+
+
+def are_sequences(spec: Any) -> list[bool]:
+    """Returns which tensors of prepared features and labels are sequences: only their first size is unknown."""
+    return [
+        is_static(unbatched(leaf)) and bool(leaf.shape.rank) and leaf.shape[0] is None for leaf in tf.nest.flatten(spec)
+    ]

@@ -1,28 +1,38 @@
-"""TFRecord files: Records, which task.load_examples returns, and their records as examples."""
+"""TFRecord files: Records, which task.load_examples returns, and their records as examples.
 
-import bisect
+The order of the records follows from a seed. Each process reads its shard only, from any place in them. A pass goes
+over the records in the order of the blocks, which are shuffled; a block is some consecutive records of a file. This
+sequence is cut into segments of equal length, as many as `segment_count` says, and a batch takes equally many records
+of each segment. Before that, the records of a segment are shuffled in windows. The windows of all segments together are
+in memory. A record's place is its number in the sequence; all else follows from the seed of the pass.
+"""
+
 import fnmatch
 import functools
 import glob
 import hashlib
-import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
 from engine.data.element_spec import megabytes
-from engine.data.examples import Examples, Shard
-from engine.data.record_index import FILES_AT_ONCE, FOOTER, HEADER, FileIndex, damaged, index_files, is_cache, is_remote
-from engine.data.segments import Blocks, Segments, read_block
-from engine.errors import BadInput, may_pass
+from engine.data.examples import Examples, Shard, shuffled
+from engine.data.record_index import BYTES_OF_POINT, FileIndex, index_files, is_remote
+from engine.errors import BadInput
 
 BLOCKS_AT_ONCE = 256  # Blocks that a process reads at the same time, because storage may answer late.
 BYTES_WITHOUT_SHUFFLE = 2**26  # For the windows where nothing is shuffled. Shorter ones begin further from points.
 BYTES_BESIDES = 300  # Memory that a record takes besides its data.
+SEGMENTS = 64  # At most; of large batches as many as give each segment this many records and bytes of a batch.
+RECORDS_OF_SEGMENT, BYTES_OF_SEGMENT = 32, 2**18
+BYTES_OF_BLOCK = 2**18  # A block is consecutive records that are read at once.
+BLOCKS_OF_SMALL_DATASET = 1024  # The blocks of a small dataset are smaller, and there are about this many.
+POINTS_IN_MEMORY = 2**22  # The points and the blocks of large data are further apart, and there are about this many.
+READ_AHEAD = 1 / 8  # The next window of a segment is read when this fraction of the one before is left.
 
 
 class Records:
@@ -53,8 +63,8 @@ class Records:
 
     def dataset(self) -> tf.data.Dataset:
         """Returns the records in the order of the files, to look at."""
-        files = index_files(self.paths("task.load_examples"))
-        return tf.data.TFRecordDataset([file.path for file in files]).take(-1 if self._count is None else self._count)
+        paths = self.paths("task.load_examples")
+        return tf.data.TFRecordDataset(paths).take(-1 if self._count is None else self._count)
 
     def as_numpy_iterator(self) -> Iterator[bytes]:
         """Yields the records in the order of the files, to look at."""
@@ -64,13 +74,7 @@ class Records:
         """Returns the files, in the same order on every machine. Raises BadInput if a pattern matches none."""
         paths: list[str] = []
         for pattern in self.patterns:
-            if is_cache(pattern):  # A glob that finds hidden files returns the caches, too.
-                continue
-            if is_remote(pattern):
-                matches = tf.io.gfile.glob(pattern)
-            else:  # A name may look like a pattern.
-                matches = [pattern] if _exists(pattern) else _files(pattern)
-            matches = [path for path in matches if not is_cache(path)]
+            matches = tf.io.gfile.glob(pattern) if is_remote(pattern) else _files(pattern)
             if not matches:
                 raise BadInput(f"{hook} returned Records({pattern!r}), which matches no file: give the path of some")
             paths += matches
@@ -81,29 +85,20 @@ class Records:
     def examples(self, hook: str, shuffle_bytes: int | None, index_folder: Path | None = None) -> "RecordExamples":
         """Returns the examples; with `shuffle_bytes` None they are not shuffled.
 
-        Indexes that cannot be cached beside their files are cached in `index_folder`. Raises BadInput if a file cannot
-        be read.
+        Indexes are cached in `index_folder`, if any. Raises BadInput if a file cannot be read.
         """
         files = index_files(self.paths(hook), index_folder)
-        if self._count is not None:
-            left = [(file, self._count - first) for file, first in zip(files, _first_records(files), strict=False)]
-            files = [file.take(count) for file, count in left if count > 0]
-        return RecordExamples(files, hook, shuffle_bytes)
-
-
-def _exists(path: str) -> bool:
-    """Returns whether a path exists. Raises OSError for a fault that may pass, unlike os.path.exists."""
-    try:
-        os.stat(path)
-    except (OSError, ValueError) as problem:  # ValueError: there is a zero byte in it.
-        if may_pass(problem):
-            raise
-        return False
-    return True
+        taken, left = [], sum(file.length for file in files) if self._count is None else self._count
+        for file in files:
+            taken += [file.take(left)] if left > 0 else []
+            left -= file.length
+        return RecordExamples(taken, hook, shuffle_bytes)
 
 
 def _files(pattern: str) -> list[str]:
     """Returns the files that match. Raises OSError if a folder cannot be listed, where glob returns a part of them."""
+    if os.path.exists(pattern):  # A name may look like a pattern.
+        return [pattern]
     folder, name = os.path.split(pattern)
     if re.search(r"[*?[]", folder) or "**" in name or not os.path.isdir(folder or "."):
         return glob.glob(pattern, recursive=True)
@@ -121,9 +116,6 @@ class RecordExamples(Examples):
         self._blocks = Blocks(files)
         self._window_bytes = shuffle_bytes or BYTES_WITHOUT_SHUFFLE
         self.records_in_memory = int(self._window_bytes / (self._blocks.bytes_of_record + BYTES_BESIDES))
-
-    def cache(self) -> None:
-        """Does nothing: the operating system caches files that are read often."""
 
     def describe_shuffling(self, processes: int) -> tuple[str, int]:
         taken = min(self._blocks.bytes_of_files, self._window_bytes) // processes
@@ -147,45 +139,151 @@ class RecordExamples(Examples):
     def unshuffled(self) -> tf.data.Dataset:
         return tf.data.TFRecordDataset([file.path for file in self._blocks.files]).take(self.length).enumerate()
 
-    def rejection(self, problem: tf.errors.OpError, one_by_one: tf.data.Dataset, during: str) -> BadInput:
-        match = re.search(r"corrupted record at (\d+)", str(problem))
-        if match and (damage := _first_damaged(self._blocks.files, int(match[1]))):
-            return damaged(*damage, "the checksum of its data is wrong")
-        return super().rejection(problem, one_by_one, during)
-
     def _name(self, number: int) -> str:
-        firsts = _first_records(self._blocks.files)
-        file = bisect.bisect_right(firsts, number) - 1
-        return f"record {number - firsts[file]}, counted from 0, of {self._blocks.files[file].path}"
+        for file in self._blocks.files:
+            if number < file.length:
+                break
+            number -= file.length
+        return f"record {number}, counted from 0, of {file.path}"
 
 
-def _first_records(files: list[FileIndex]) -> list[int]:
-    """Returns the number of the first record of each file, and at last the number of all records."""
-    return list(itertools.accumulate((file.length for file in files), initial=0))
+def segment_count(examples_per_batch: int, bytes_of_batch: float) -> int:
+    """Returns the number of segments of a pass: the largest that divides a batch, the same for any processes.
+
+    A process that shares a segment with others reads all of it, so more than 64 processes need more segments.
+    """
+    large = min(examples_per_batch // RECORDS_OF_SEGMENT, int(bytes_of_batch) // BYTES_OF_SEGMENT)
+    return max(count for count in range(1, max(SEGMENTS, large) + 1) if examples_per_batch % count == 0)
 
 
-def _first_damaged(files: list[FileIndex], offset: int) -> tuple[str, int, int] | None:
-    """Returns file, number and offset of the first record that cannot be read around an offset in any of the files."""
-    files = [file for file in files if offset < file.size]
-    befores = [np.searchsorted(file.points[:-1, 1], offset, side="right") - 1 for file in files]
-    begins, ends = (
-        np.array([file.points[before + step] for file, before in zip(files, befores, strict=True)]).reshape(-1, 2)
-        for step in (0, 1)
+class Blocks:
+    """The blocks of record files, which begin at points of the files' indexes."""
+
+    def __init__(self, files: list[FileIndex]) -> None:
+        self.length, self.bytes_of_files = sum(file.length for file in files), sum(file.size for file in files)
+        self.bytes_of_record = self.bytes_of_files / self.length
+        at_least = max(1, self.bytes_of_files // POINTS_IN_MEMORY)
+        bytes_of_block = max(at_least, min(BYTES_OF_BLOCK, self.bytes_of_files // BLOCKS_OF_SMALL_DATASET))
+        # The points of small files are too many if there are many such files.
+        self.files = [file.thinned(max(at_least, min(BYTES_OF_POINT, bytes_of_block))) for file in files]
+        firsts = np.cumsum([0, *(file.length for file in files)])
+        blocks = [file.thinned(bytes_of_block).points[:, 0] for file in self.files]
+        block_files = np.repeat(np.arange(len(files)), [len(begins) - 1 for begins in blocks])
+        block_firsts = np.concatenate([begins[:-1] for begins in blocks]) + firsts[block_files]
+        block_sizes = np.concatenate(list(map(np.diff, blocks)))
+        # The points of all files, one file after the other, with the numbers of the records over all files.
+        points = np.concatenate(
+            [file.points + np.array([first, 0]) for file, first in zip(self.files, firsts, strict=False)]
+        )
+        self._most_in_block = int(block_sizes.max())
+        with tf.init_scope(), tf.device("CPU:0"):  # Made once. As constants they would be in every graph.
+            self._paths = tf.constant([file.path for file in files])
+            self._blocks = [tf.constant(column, tf.int64) for column in (block_files, block_firsts, block_sizes)]
+            self._numbers, self._offsets = (tf.constant(column, tf.int64) for column in points.T)
+
+    def in_order(self, seed: tf.Tensor | None) -> Callable[..., tf.data.Dataset]:
+        """Returns a function that reads the records of a pass, in the order of their blocks, from place to place."""
+        files, firsts, sizes = self._blocks
+        order = tf.range(tf.size(sizes, tf.int64))
+        if seed is not None:
+            order = tf.random.experimental.stateless_shuffle(order, tf.stack([seed, 0]))
+        files, firsts, sizes = (tf.gather(column, order) for column in (files, firsts, sizes))
+        ends = tf.cumsum(sizes)
+
+        def records(begin: tf.Tensor, end: tf.Tensor, at_once: int = 1) -> tf.data.Dataset:
+            first_block = tf.searchsorted(ends, [begin], side="right", out_type=tf.int64)[0]
+            end_block = tf.searchsorted(ends, [end], side="left", out_type=tf.int64)[0] + 1
+            needed = slice(first_block, end_block)
+            begins = ends[needed] - sizes[needed]
+            skipped = tf.maximum(begin - begins, 0)
+            counts = tf.minimum(end, ends[needed]) - begins - skipped
+            first = firsts[needed] + skipped
+            # The last point at or before the first record, and the first one at or after the end.
+            starts = tf.searchsorted(self._numbers, first, side="right") - 1
+            ends_at = tf.searchsorted(self._numbers, first + counts, side="left")
+            skips, offsets = first - tf.gather(self._numbers, starts), tf.gather(self._offsets, starts)
+            sizes_read = tf.gather(self._offsets, ends_at) - offsets
+            paths = tf.gather(self._paths, files[needed])
+            blocks = tf.data.Dataset.from_tensor_slices((paths, offsets, sizes_read, skips, counts))
+            if at_once == 1:
+                return blocks.flat_map(read_block)
+            # All of a block comes before the next one, so the order is the same. Twice this length is buffered, and
+            # filled with errors where a file is gone.
+            length = self._most_in_block
+            return blocks.interleave(read_block, cycle_length=at_once, block_length=length, num_parallel_calls=at_once)
+
+        return records
+
+
+def read_block(
+    path: tf.Tensor, start: tf.Tensor, size: tf.Tensor, skipped: tf.Tensor, count: tf.Tensor
+) -> tf.data.Dataset:
+    """Returns `count` consecutive records of a file behind some that are skipped, and reads `size` bytes at `start`."""
+    # tf.data.TFRecordDataset always starts at a file's first record. Its operation works only within other datasets.
+    variant = tf.raw_ops.TFRecordDatasetV2(
+        filenames=[path], byte_offsets=[start], compression_type="", buffer_size=size
     )
+    return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string)).skip(skipped).take(count)
 
-    def lengths(index: tf.Tensor, path: tf.Tensor, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
-        """Returns the file's index with the length of each record of its block, up to the damaged one."""
-        records = read_block(path, begin[1], end[1] - begin[1], tf.constant(0, tf.int64), end[0] - begin[0])
-        return records.map(lambda record: (index, tf.strings.length(record))).ignore_errors()
 
-    # One graph for all files, because a function for each of thousands would take minutes to make.
-    blocks = tf.data.Dataset.from_tensor_slices((np.arange(len(files)), [file.path for file in files], begins, ends))
-    records = blocks.interleave(lengths, FILES_AT_ONCE, num_parallel_calls=FILES_AT_ONCE)
-    counted = np.zeros_like(begins)  # Intact records, and their bytes, of each block.
-    for indexes, sizes in records.batch(4096).as_numpy_iterator():
-        np.add.at(counted, indexes, np.stack([np.ones_like(sizes), HEADER + sizes + FOOTER], axis=1))
-    for file, begin, intact, end in zip(files, begins, counted, ends, strict=True):
-        number, place = (begin + intact).tolist()
-        if number < end[0]:
-            return file.path, number, place
-    return None
+class Segments:
+    """The segments of a pass, and their windows."""
+
+    def __init__(
+        self, blocks: Blocks, records_in_memory: int, shard: Shard, first: tf.Tensor, seed: tf.Tensor | None
+    ) -> None:
+        size, steps = shard.examples_per_batch, shard.end // shard.examples_per_batch
+        self._count = segment_count(size, size * blocks.bytes_of_record)
+        self.per_batch = per_batch = size // self._count  # Records of a segment in each batch.
+        self._segment_length = tf.constant(steps * per_batch, tf.int64)
+        self._skipped = tf.cast(first // size * per_batch, tf.int64)
+        # The last batch's records are in its first segments, and the rest of it is padding.
+        self._in_other_batches = (steps - 1) * per_batch
+        self._in_last_batch = tf.constant(min(size, blocks.length - (steps - 1) * size), tf.int64)
+        window = records_in_memory // self._count
+        self._is_one_window = steps * per_batch <= window
+        # Otherwise two windows of a segment are in memory at times: one that is used up, and the next.
+        self._window = steps * per_batch if self._is_one_window else max(per_batch, window // 2)
+        self._records, self._seed = blocks.in_order(seed), seed
+        self._number_of_records = tf.constant(blocks.length, tf.int64)
+
+    def read(self, segment: tf.Tensor, at_once: int) -> tf.data.Dataset:
+        """Returns (place, record) of a segment, one by one; it may read `at_once` blocks at the same time."""
+        # The first windows differ in length, so that not all segments read at the same time.
+        length, window = self._segment_length, self._window
+        first_end = length if self._is_one_window else tf.minimum(length, (segment + 1) * window // self._count + 1)
+        first_window = tf.maximum((self._skipped - first_end) // window + 1, 0)
+        end_window = (length - first_end + window - 1) // window + 1
+
+        def begin_of(number: tf.Tensor) -> tf.Tensor:
+            return tf.clip_by_value(first_end + (number - 1) * window, 0, length) * tf.sign(number)
+
+        def read_window(number: tf.Tensor) -> tf.data.Dataset:
+            return self._read_window(segment, number, begin_of(number), begin_of(number + 1), at_once)
+
+        windows = tf.data.Dataset.range(first_window, end_window).flat_map(read_window)
+        return windows.prefetch(max(self.per_batch, int(window * READ_AHEAD)))
+
+    def _read_window(
+        self, segment: tf.Tensor, number: tf.Tensor, begin: tf.Tensor, end: tf.Tensor, at_once: int
+    ) -> tf.data.Dataset:
+        """Returns (place, record) from `begin` to `end`, counted in the segment; the first ones may be skipped."""
+        in_segments_before = tf.minimum(segment * self.per_batch, self._in_last_batch)
+        first_place = segment * self._in_other_batches + in_segments_before
+        in_last_batch = tf.clip_by_value(self._in_last_batch - segment * self.per_batch, 0, self.per_batch)
+        records = self._in_other_batches + in_last_batch
+        first_padding = self._number_of_records + segment * self.per_batch - in_segments_before
+        end_of_records = tf.clip_by_value(end, begin, tf.maximum(begin, records))
+        first = first_place + begin
+        examples = self._records(first, first_place + end_of_records, at_once).enumerate(first)
+        if self._seed is not None:
+            seed = tf.stack([self._seed, 1])
+            for part in (segment, number):
+                seed = tf.random.experimental.stateless_fold_in(seed, part)
+            # Use both seed words: the first does not depend on the last fold_in.
+            seed_of_order = tf.random.stateless_uniform([], seed, maxval=2**31 - 1, dtype=tf.int64)
+            # This moves the records; tf.gather would copy them.
+            examples = shuffled(examples, tf.maximum(end_of_records - begin, 1), seed_of_order)
+        last_record = self._records(self._number_of_records - 1, self._number_of_records)
+        padding = last_record.repeat(end - end_of_records).enumerate(first_padding + end_of_records - records)
+        return examples.concatenate(padding).skip(tf.maximum(self._skipped - begin, 0))

@@ -1,36 +1,29 @@
 """The batches of every split, by the names of its datasets, as the hooks of task.py give them."""
 
+import dataclasses
 import functools
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from engine.data.batches import Batches
 from engine.data.element_spec import as_text, unbatched
-from engine.data.examples import DatasetExamples, Examples, hook_of
-from engine.data.preparation import Preparation
+from engine.data.examples import DatasetExamples, Examples, hook_of, input_options
+from engine.data.preparation import Preparation, pass_seed
 from engine.data.records import Records
-from engine.data.worker_batches import WorkerBatches
+from engine.data.stacks import CompiledSteps, Stacks
 from engine.errors import BadInput
 from engine.files import until_read
 from engine.settings import Settings
 
-# Beside the run directory: the indexes of record files that are in folders that cannot be written.
+# Beside the run directory: the indexes of record files.
 INDEXES = ".record_index"
-
-
-class Workers(Protocol):
-    """The part of engine.cluster.workers.Workers that the batches need."""
-
-    count: int
-    index: int
-    pool: Any  # With parameter servers, a WorkerPool.
-
-    def gather(self, values: dict[str, np.ndarray], doing: str) -> dict[str, np.ndarray]: ...
+PIECES_PER_WORKER = 4  # The pieces of an execution for each worker, so that a fast worker can take more of them.
 
 
 def load_splits(
@@ -38,12 +31,12 @@ def load_splits(
     task: Any,
     settings: Settings,
     strategy: tf.distribute.Strategy,
-    workers: Workers | None = None,
+    workers: Any = None,
 ) -> dict[str, Batches]:
     """Returns the batches of every dataset: "train", "validation" or "validation/<dataset>", "test" or the like.
 
-    A split without examples is skipped. Without `workers` this process is the only one. Raises BadInput if hooks,
-    settings and replicas do not fit together.
+    A split without examples is skipped. `workers` are engine.cluster.workers.Workers; without them, this process is the
+    only one. Raises BadInput if hooks, settings and replicas do not fit together.
     """
     context = tf.distribute.InputContext(*((workers.count, workers.index) if workers else ()))
     evaluating, training = (
@@ -63,9 +56,8 @@ def load_splits(
             lengths = {name: of_all.tolist() for name, of_all in workers.gather(own, hook_of(split)).items()}
         for name, examples in loaded.items():
             arguments = name, examples, lengths[name], preparation, strategy, settings, context
-            if workers and workers.pool and split == "train":
-                load = functools.partial(task.load_examples, "train")
-                batches[name] = WorkerBatches(*arguments, load=load, workers=workers.pool)
+            if isinstance(strategy, tf.distribute.ParameterServerStrategy) and split == "train":
+                batches[name] = WorkerBatches(*arguments, load=functools.partial(task.load_examples, "train"))
             else:
                 batches[name] = Batches(*arguments, shards_by_file=by_file)
     check_same_structure(batches)
@@ -144,3 +136,82 @@ def check_same_structure(batches: Mapping[str, Batches]) -> None:
                 f"{hook_of(name)} and task.prepare_example gave {as_text(spec)}, but 'train' gave "
                 f"{as_text(specs['train'])}: every dataset needs the same structure, shapes and dtypes"
             )
+
+
+class WorkerBatches(Batches):
+    """With parameter servers: training batches of which each worker has its own, its shard of the examples, repeated.
+
+    The stacks of its iterator are the workers' iterators.
+    """
+
+    def __init__(self, *arguments: Any, load: Callable[[], Any]) -> None:
+        """`load` calls task.load_examples; the other arguments are those of Batches. Raises BadInput as it does."""
+        super().__init__(*arguments)
+        if self.per_replica_batch_size > self.global_batch_size:  # None of its batches is padded.
+            raise BadInput(
+                f"--global-batch-size {self.global_batch_size}: --strategy parameter_server needs one that is "
+                f"divisible by --micro-batches: use {self.per_replica_batch_size}"
+            )
+        self._load = load
+        self.stack_size = self.steps_per_pass
+        self.examples.may_be_cached = False  # Each worker loads them again.
+        self.stacks = WorkerStacks(self.stacks.strategy, self.stacks.batch_spec, self.stacks.padding)
+
+    def stacks_from(self, step: int) -> Iterator[Any]:
+        """Yields the workers' iterators once for each pass from a step on, as a stack of all batches of the pass."""
+        first_pass, first_step = divmod(step, self.steps_per_pass)
+        coordinator = tf.distribute.coordinator.ClusterCoordinator(self.stacks.strategy)
+        for number in itertools.count(first_pass):
+            dataset = functools.partial(self.on_worker, number, first_step)
+            yield iter(coordinator.create_per_worker_dataset(dataset))
+            first_step = 0
+
+    @tf.autograph.experimental.do_not_convert
+    @tf.autograph.experimental.do_not_convert
+    def on_worker(self, number: int, first_step: int) -> tf.data.Dataset:
+        """Returns the batches of a worker in a pass, again and again, in its graph."""
+        # Loaded where they are used, because a dataset of the chief's cannot be sent to a worker.
+        examples = self.examples.for_worker(self._load)
+        seed = pass_seed(self._seed, tf.constant(number, tf.int64))
+        first = tf.constant(first_step * self.global_batch_size, tf.int64)
+        worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+        numbered = examples.one_by_one(self._shard, first, seed).shard(number_of_workers(), worker).repeat()
+        batches = self._prepare_one_by_one(numbered, seed).batch(self.per_replica_batch_size, drop_remainder=True)
+        if padding := self._prepared.padding:
+            batches = batches.map(tf.autograph.experimental.do_not_convert(lambda *batch: padding.cut(batch)))
+        return batches.prefetch(tf.data.AUTOTUNE).with_options(input_options())
+
+
+class WorkerStacks(Stacks):
+    """Stacks that are the workers' iterators, of which each worker sees its own."""
+
+    @tf.autograph.experimental.do_not_convert
+    def pick(self, stack: Any, index: tf.Tensor) -> Any:
+        """Returns the worker's next batch."""
+        return next(stack)
+
+    def compile(self, steps: Callable[..., tf.Tensor]) -> CompiledSteps:
+        return WorkerSteps(tf.function(steps), tf.distribute.coordinator.ClusterCoordinator(self.strategy))
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerSteps(CompiledSteps):
+    """Steps that the workers take together."""
+
+    coordinator: tf.distribute.coordinator.ClusterCoordinator  # A strategy has one: its constructor returns it again.
+
+    def __call__(self, stack: Any, first: int | tf.Tensor, count: int | tf.Tensor) -> np.ndarray:
+        """Has the workers take `count` steps; returns their losses ([count]), in any order."""
+        pieces = np.array_split(np.arange(int(count)), min(int(count), PIECES_PER_WORKER * number_of_workers()))
+        arguments = [(stack, tf.constant(0), tf.constant(len(piece))) for piece in pieces]
+        losses = [self.coordinator.schedule(self.function, args=piece) for piece in arguments]
+        self.coordinator.join()  # Raises what a worker has raised.
+        return np.concatenate([loss.fetch() for loss in losses])
+
+    def graph(self) -> None:
+        """Returns None: the workers run the graph."""
+
+
+def number_of_workers() -> int:
+    """Returns how many workers the cluster of TF_CONFIG has."""
+    return tf.distribute.cluster_resolver.TFConfigClusterResolver().cluster_spec().num_tasks("worker")

@@ -14,12 +14,11 @@ from typing import Any
 import tensorflow as tf
 
 from engine.data.element_spec import batched
-from engine.data.padding import Padding
+from engine.data.preparation import Padding
 from engine.errors import BadInput, Unavailable
 
 BYTES_OF_STACK = 2**22  # The size of a stack at most, for all replicas of a process together.
-# The steps of a stack: a quarter of an epoch within these limits. A step can be taken when its complete stack is ready.
-STEPS_OF_STACK = 64, 256
+STEPS_OF_STACK = 64  # At most, because a step can be taken only when its complete stack is ready.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +64,11 @@ class Stacks:
 
     def compile(self, steps: Callable[..., tf.Tensor]) -> CompiledSteps:
         """Compiles a function of (stack, first, count) that returns losses ([count]); all stacks share one graph."""
-        scalar = tf.TensorSpec((), tf.int32)
-        return CompiledSteps(tf.function(steps, input_signature=[self._stack_spec(), scalar, scalar]))
-
-    def _stack_spec(self) -> Any:
-        if self.strategy.num_replicas_in_sync == 1:
-            return batched(self.batch_spec)
-        # Only a distributed dataset has the spec of a stack on several replicas.
-        no_stacks = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=batched(self.batch_spec))
-        return self.strategy.distribute_datasets_from_function(lambda _: no_stacks).element_spec
+        scalar, stack_spec = tf.TensorSpec((), tf.int32), batched(self.batch_spec)
+        if self.strategy.num_replicas_in_sync > 1:  # Only a distributed dataset has the spec of a stack on them.
+            no_stacks = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=stack_spec)
+            stack_spec = self.strategy.distribute_datasets_from_function(lambda _: no_stacks).element_spec
+        return CompiledSteps(tf.function(steps, input_signature=[stack_spec, scalar, scalar]))
 
 
 class StackIterator:
@@ -82,55 +77,30 @@ class StackIterator:
     Stacks have `stack_size` batches, counted from the first one of a pass; the last stack of a pass may have fewer.
     """
 
-    def __init__(
-        self,
-        start: Callable[[int], Iterator[Any]],
-        next_step: int,
-        *,
-        steps_per_pass: int,
-        stack_size: int,
-        read: Callable[[Callable[[], Any]], Any],
-        rejection: Callable[[tf.errors.OpError, int], BadInput],
-        is_kept: bool = True,
-    ) -> None:
-        """Starts at `next_step`, counted from 0 over all passes.
-
-        `start` returns the stacks from the one that contains a step on. `read` calls a function again after faults that
-        pass. `rejection` returns the error for a stack, and all after it, that cannot be read. Unless `is_kept`,
-        prefetched stacks are freed at the end of each pass.
-        """
-        self._start, self._read, self._rejection, self._is_kept = start, read, rejection, is_kept
-        self._steps_per_pass, self._stack_size = steps_per_pass, stack_size
-        self.next_step = next_step
-        self._stacks: Iterator[Any] | None = start(next_step)
+    def __init__(self, batches: Any, next_step: int) -> None:
+        """Starts at `next_step` of engine.data.batches.Batches, counted from 0 over all passes."""
+        self._batches, self.next_step = batches, next_step
+        self._stacks: Iterator[Any] | None = batches.stacks_from(next_step)
         self._stack: Any = None  # The stack that contains the next step; None if it has not been read.
         self._rejected: BadInput | None = None
         self.is_waiting, self.seconds_waited = False, 0.0  # Whether the program waits for batches; how long so far.
-
-    def plan(self, count: int) -> list[tuple[int, int]]:
-        """Returns for the next `count` batches what `take` yields, without the stacks."""
-        parts, step, end = [], self.next_step, self.next_step + count
-        while step < end:
-            step_of_pass = step % self._steps_per_pass
-            first = step_of_pass % self._stack_size
-            parts.append((first, min(end - step, self._stack_size - first, self._steps_per_pass - step_of_pass)))
-            step += parts[-1][1]
-        return parts
 
     def take(self, count: int) -> Iterator[tuple[Any, int, int]]:
         """Yields the next `count` batches: a stack, the number of the first one in it, how many to take from there.
 
         Raises BadInput, or Unavailable, if the rest cannot be read; a later call raises it again.
         """
-        for first, taken in self.plan(count):
-            if self._stack is None:
-                self._stack = self._fetch()
-            stack = self._stack
+        end, size, steps_per_pass = self.next_step + count, self._batches.stack_size, self._batches.steps_per_pass
+        while self.next_step < end:
+            step_of_pass = self.next_step % steps_per_pass
+            first = step_of_pass % size
+            taken = min(end - self.next_step, size - first, steps_per_pass - step_of_pass)
+            stack = self._stack = self._fetch() if self._stack is None else self._stack
             self.next_step += taken
-            step_of_pass = self.next_step % self._steps_per_pass
-            if step_of_pass % self._stack_size == 0:
+            ends_pass = step_of_pass + taken == steps_per_pass
+            if ends_pass or first + taken == size:
                 self._stack = None
-            if step_of_pass == 0 and not self._is_kept:
+            if ends_pass and not self._batches.is_kept:
                 self._stacks = None
             yield stack, first, taken
 
@@ -139,12 +109,12 @@ class StackIterator:
             raise self._rejected
         started, self.is_waiting = time.monotonic(), True
         try:
-            return self._read(self._next_stack)
+            return self._batches.read(self._next_stack)
         except Unavailable as problem:
             self._rejected = problem
             raise
         except tf.errors.OpError as problem:
-            self._rejected = self._rejection(problem, self.next_step)
+            self._rejected = self._batches.rejection(problem, self.next_step)
             raise self._rejected from problem
         finally:
             self.is_waiting = False
@@ -152,8 +122,7 @@ class StackIterator:
 
     def _next_stack(self) -> Any:
         try:
-            if self._stacks is None:
-                self._stacks = self._start(self.next_step)
+            self._stacks = self._stacks or self._batches.stacks_from(self.next_step)
             return next(self._stacks)
         except tf.errors.OpError:
             self._stacks = None  # The next attempt starts at the same stack.
@@ -165,8 +134,7 @@ def stack_size(steps_per_epoch: int, bytes_of_share: int, batches_at_once: int) 
 
     `bytes_of_share` is the size of a batch on all replicas of a process together.
     """
-    at_least, at_most = STEPS_OF_STACK
-    wanted = min(steps_per_epoch, max(at_least, min(at_most, steps_per_epoch // 4)))
+    wanted = min(steps_per_epoch, STEPS_OF_STACK)
     calls = min(BYTES_OF_STACK // bytes_of_share // batches_at_once, -(-wanted // batches_at_once))
     return max(1, calls) * batches_at_once
 
@@ -180,30 +148,22 @@ def stacked(
     replica gets, one replica after the other; a per-replica batch that lacks some is padded with copies of weight 0.
     Each stack has `stack_size` batches; the last one may have fewer.
     """
-    size, replicas = per_replica_batch_size, len(of_replicas)
-    is_padded = any(count < size for count in of_replicas)
+    size = per_replica_batch_size
 
-    def for_replica(replica: int, part: tf.Tensor) -> tf.Tensor:
-        if is_padded:
-            first = sum(of_replicas[:replica])
-            rows = [first + min(row, of_replicas[replica] - 1) for row in range(size)]
-            batches = tf.reshape(part, [-1, sum(of_replicas), part.shape[1:].num_elements()])
-            return tf.reshape(tf.gather(batches, rows, axis=1), [-1, size, *part.shape[1:]])
-        if replicas == 1:
-            return tf.reshape(part, [-1, size, *part.shape[1:]])
-        # Complete per-replica batches side by side, so that each is copied in one piece.
-        batches = tf.reshape(part, [-1, replicas, size * part.shape[1:].num_elements()])
-        return tf.reshape(tf.gather(batches, replica, axis=1), [-1, size, *part.shape[1:]])
+    def for_replica(first: int, count: int, part: tf.Tensor) -> tf.Tensor:
+        # In one dimension, so that each per-replica batch is copied in one piece.
+        batches = tf.reshape(part, [-1, sum(of_replicas), part.shape[1:].num_elements()])[:, first : first + count]
+        if count < size:
+            batches = tf.concat([batches, tf.repeat(batches[:, -1:], size - count, axis=1)], axis=1)
+        return tf.reshape(batches, [-1, size, *part.shape[1:]])
 
     def split(*stack: Any) -> tuple[Any, ...]:
-        parts = [tf.nest.map_structure(functools.partial(for_replica, replica), stack) for replica in range(replicas)]
-        if not is_padded:
-            return tuple(parts)
-        factors = [tf.constant([float(row < count) for row in range(size)]) for count in of_replicas]
-        return tuple(
-            (features, labels, weights * factor, *lengths)
-            for (features, labels, weights, *lengths), factor in zip(parts, factors, strict=True)
-        )
+        parts = []
+        for replica, count in enumerate(of_replicas):
+            share = functools.partial(for_replica, sum(of_replicas[:replica]), count)
+            features, labels, weights, *lengths = tf.nest.map_structure(share, stack)
+            parts.append((features, labels, weights * [float(row < count) for row in range(size)], *lengths))
+        return tuple(parts)
 
     return prepared.rebatch(sum(of_replicas) * stack_size).map(split)
 
@@ -213,10 +173,10 @@ def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ..
 
     Each is brought to its replica's device. The stack of a single replica stays in the host's memory.
     """
-    if strategy.num_replicas_in_sync == 1:
-        yield from (stack for (stack,) in stacks)
-        return
     for parts in stacks:
+        if strategy.num_replicas_in_sync == 1:
+            yield parts[0]
+            continue
         brought = []
         for device, stack in zip(strategy.extended.worker_devices, parts, strict=True):
             with tf.device(device):

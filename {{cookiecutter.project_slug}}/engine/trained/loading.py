@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from engine.cluster.workers import Workers
 from engine.data.element_spec import as_text, batched, decode
-from engine.data.padding import of_largest_length
-from engine.data.preparation import Preparation, evaluation_seed
+from engine.data.preparation import Preparation, evaluation_seed, of_largest_length
 from engine.errors import BadInput, Damaged
 from engine.files import read_json
 from engine.model.build import build_models
