@@ -52,7 +52,7 @@ from pathlib import Path
 from engine.quiet_start import filter_stderr
 
 PROJECT = Path(__file__).resolve().parents[1]
-imported_at: float | None = time.monotonic()  # None once a run has started: engine/report/goodput.py.
+imported_at: float | None = time.monotonic()  # None once a run has started: engine/report/report.py.
 
 # Before TensorFlow is imported.
 filter_stderr()
