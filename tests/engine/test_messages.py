@@ -106,9 +106,9 @@ def out_of_memory() -> Exception:
     [
         ("train.py task.py helper/losses.py", ValueError, True),
         ("train.py engine/model/gradients.py engine/tracing.py", TypeError, True),  # A step of other arguments.
-        ("train.py engine/run/run.py", ValueError, False),
+        ("train.py engine/run/training.py", ValueError, False),
         ("train.py task.py engine/model/gradients.py", ValueError, False),
-        ("train.py engine/run/run.py task.py", BadInput, False),
+        ("train.py engine/run/training.py task.py", BadInput, False),
         # The epochs in train.py are the user's to change, and memory may run out in its steps.
         ("train.py", ValueError, True),
         ("train.py", out_of_memory, False),

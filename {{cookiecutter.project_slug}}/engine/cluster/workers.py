@@ -56,6 +56,15 @@ class Workers:
         )
         return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None).numpy()
 
+    @tf.autograph.experimental.do_not_convert
+    def sum(self, losses: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of the `losses` (any shape) of all workers, on each of them; in a graph."""
+        if self.count == 1:
+            return losses
+        of_replicas = iter([losses])  # One of a worker's replicas carries its losses.
+        per_replica = self._strategy.run(lambda: next(of_replicas, tf.zeros_like(losses)))
+        return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None)
+
     def gather(
         self, values: dict[str, np.ndarray], doing: str = "", *, to_chief: bool = False
     ) -> dict[str, np.ndarray]:

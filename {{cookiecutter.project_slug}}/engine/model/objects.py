@@ -159,7 +159,9 @@ class TaskObjects:
 
     def _averages(self, *, of_mirrored: bool) -> Variables:
         state = self.average.state.items()
-        return {f"average/{name}": each for name, each in state if (name in self.per_replica_weights) != of_mirrored}
+        return {
+            f"average/{name}": average for name, average in state if (name in self.per_replica_weights) != of_mirrored
+        }
 
     def finalize_layers(self) -> None:
         """Makes again what layers compute from their variables, such as the mean of a Normalization.
@@ -202,7 +204,7 @@ class TaskObjects:
         """The optimizers, also inside a MultiOptimizer, as "learning_rate", or "learning_rate/<name>" if several."""
         optimizers = {}
         for name, outer in by_name(self.optimizer, "").items():
-            for inner_name, inner in ({each.name: each for each in inner_optimizers(outer)} or {"": outer}).items():
+            for inner_name, inner in ({inner.name: inner for inner in inner_optimizers(outer)} or {"": outer}).items():
                 optimizers["/".join(filter(None, ["learning_rate", name, inner_name]))] = inner
         return optimizers
 

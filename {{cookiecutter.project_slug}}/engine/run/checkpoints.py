@@ -176,10 +176,10 @@ class Checkpoints:
             until_written(attempt, path)
         with contextlib.suppress(OSError):  # The checkpoint is complete. The next save tries again.
             paths = self.paths()  # This one is missing if somebody moved the directory; the next write fails.
-            later = [each for each in paths if place(each) > place(path)]
+            later = [other for other in paths if place(other) > place(path)]
             earlier = paths[: len(paths) - len(later)]
-            for each in [*later, *earlier[: max(0, len(earlier) - self.keep)]]:
-                _remove(each)
+            for old in [*later, *earlier[: max(0, len(earlier) - self.keep)]]:
+                _remove(old)
 
     def clear(self) -> None:
         """Removes checkpoints that are half-written or half-removed, or tries it again after the next save."""

@@ -109,7 +109,7 @@ class Directory:
         """Returns whether the directory contains a run. Raises BadInput if the directory cannot be used for a run."""
         with self._usable():
             try:
-                names = [each.name for each in self.path.iterdir()]
+                names = [file.name for file in self.path.iterdir()]
             except FileNotFoundError:
                 return False
         # A run that was killed before it wrote config.json may have left hidden files.

@@ -22,8 +22,8 @@ from engine.report.tables import read_rows, write_rows
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoints import restore_best
 from engine.run.directory import RESULT, Directory
-from engine.run.run import Run
 from engine.run.signals import signals
+from engine.run.training import Run
 from engine.settings import CONFIG, Settings
 
 
@@ -97,8 +97,10 @@ def _evaluate_continuously(program: Program, settings: Settings, read_settings: 
     Directory(settings).check_same_run()
     program.build(settings)
     if not any(split_of(name) == "validation" for name in program.run.objects.names.datasets):
-        problem = "task.load_examples('validation') returned None, so there is no validation"
-        raise BadInput(f"--evaluate-continuously: {problem}: return one, or use --evaluate-only for the test")
+        raise BadInput(
+            "--evaluate-continuously: task.load_examples('validation') returned None, so there is no validation: "
+            "return one, or use --evaluate-only for the test"
+        )
     _validate_as_they_appear(program, settings)
 
 
