@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options = tyro.cli(Options, args=arguments)
         settings_of_run(Config, options.run_dir)
 
-        from engine.messages import user_errors_named
+        from engine.errors import user_errors_named
         from engine.trained.predictions import write_predictions
 
         with user_errors_named(lambda: f"INPUT {options.input}"):

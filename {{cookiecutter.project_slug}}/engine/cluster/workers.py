@@ -18,8 +18,7 @@ import tensorflow as tf
 from engine.cluster.environment import Cluster, find_cluster, process_name
 from engine.cluster.parameter_servers import worker_pool
 from engine.cluster.rendezvous import FROZEN, kind_of_loss, lost, wait_for
-from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
-from engine.messages import DIFFERENT_CALLS, is_broken_connection
+from engine.errors import DIFFERENT_CALLS, BadInput, CannotWrite, Damaged, PeerLost, Unavailable, is_broken_connection
 
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
 HEAD = 256  # Bytes of a result in the first operation of `from_chief`; most results fit.

@@ -26,9 +26,8 @@ from engine.data.element_spec import (
     without_folder,
 )
 from engine.data.pipelines import CORES, input_options, parallel_calls, shuffled
-from engine.errors import BadInput
-from engine.messages import first_line, is_users, where_raised
-from engine.retries import until_read
+from engine.errors import BadInput, first_line, is_users, where_raised
+from engine.files import until_read
 
 BYTES_IN_MEMORY = 2**29  # Examples of up to this size are read once and cached.
 COUNTED_AT_ONCE = 1024  # Texts whose bytes are counted together while they are read.

@@ -18,8 +18,7 @@ from engine.data.element_spec import megabytes
 from engine.data.examples import Examples, Shard
 from engine.data.record_index import FILES_AT_ONCE, FOOTER, HEADER, FileIndex, damaged, index_files, is_cache, is_remote
 from engine.data.segments import Blocks, Segments, read_block
-from engine.errors import BadInput
-from engine.messages import may_pass
+from engine.errors import BadInput, may_pass
 
 BLOCKS_AT_ONCE = 256  # Blocks that a process reads at the same time, because storage may answer late.
 BYTES_WITHOUT_SHUFFLE = 2**26  # For the windows where nothing is shuffled. Shorter ones begin further from points.

@@ -16,8 +16,7 @@ from engine.data.preparation import Preparation
 from engine.data.records import Records
 from engine.data.worker_batches import WorkerBatches
 from engine.errors import BadInput
-from engine.protocols import Task
-from engine.retries import until_read
+from engine.files import until_read
 from engine.settings import Settings
 
 # Beside the run directory: the indexes of record files that are in folders that cannot be written.
@@ -36,7 +35,7 @@ class Workers(Protocol):
 
 def load_splits(
     splits: Sequence[str],
-    task: Task,
+    task: Any,
     settings: Settings,
     strategy: tf.distribute.Strategy,
     workers: Workers | None = None,

@@ -7,19 +7,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from engine.errors import BadInput
-from engine.messages import first_line
+from engine.errors import BadInput, first_line
 from engine.model import rejections
 from engine.model.metrics import zeros
 from engine.model.moments import replace_moments
 from engine.model.optimizers import inner_optimizers, prepare_optimizer
 from engine.model.rows import read_rows
 from engine.model.variables import by_name, layers_of
-from engine.protocols import Task
 from engine.settings import Settings
 
 
-def set_up(task: Task, settings: Settings) -> None:
+def set_up(task: Any, settings: Settings) -> None:
     """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
     rejections.check_hooks(task, export=settings.export)
     if settings.deterministic:

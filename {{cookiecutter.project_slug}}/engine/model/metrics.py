@@ -18,8 +18,8 @@ import tensorflow as tf
 from engine.errors import BadInput
 from engine.model.step import step_on
 from engine.model.variables import inner_variable
-from engine.protocols import Metrics, Task
 
+Metrics = dict[str, dict[str, keras.metrics.Metric]]  # split -> name -> metric
 LARGEST_RESULT = 10_000  # Each number is a column of metrics.csv.
 LARGEST_SHOWN = 32  # TensorBoard does not show larger arrays.
 
@@ -39,7 +39,7 @@ def in_float64() -> Iterator[None]:
 
 
 def build_metrics(
-    task: Task, strategy: tf.distribute.Strategy, batch_specs: Mapping[str, Any], made: Iterable[tf.Variable]
+    task: Any, strategy: tf.distribute.Strategy, batch_specs: Mapping[str, Any], made: Iterable[tf.Variable]
 ) -> None:
     """Makes the variables of metrics that make them with their first update, such as F1Score.
 

@@ -11,11 +11,10 @@ from engine.errors import Diverged
 from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
 from engine.model.build import build_models, build_optimizers, set_up
-from engine.model.metrics import ResultNames, build_metrics, in_float64, metric_results, split_of
+from engine.model.metrics import Metrics, ResultNames, build_metrics, in_float64, metric_results, split_of
 from engine.model.optimizers import inner_optimizers
 from engine.model.rows import choose_lazy_rows
 from engine.model.variables import Recorder, Variables, by_name, is_random_state, is_seed
-from engine.protocols import Metrics, Task
 from engine.settings import Settings
 
 LOWEST_LOSS_SCALE = 2.0**-10  # Gradients that still overflow float16 here are too large for any scale.
@@ -40,7 +39,7 @@ class TaskObjects:
     average: MovingAverage
     monitor_direction: str
 
-    def __init__(self, task: Task, settings: Settings) -> None:
+    def __init__(self, task: Any, settings: Settings) -> None:
         """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
         set_up(task, settings)
         self._task, self._settings, self._recorder = task, settings, Recorder()

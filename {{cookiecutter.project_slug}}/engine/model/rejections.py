@@ -8,11 +8,10 @@ import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.metrics import ResultNames, split_of
+from engine.model.metrics import Metrics, ResultNames, split_of
 from engine.model.optimizers import inner_optimizers
 from engine.model.variables import by_name, inner_variable, is_seed, trainable_variables, variable_path
-from engine.protocols import Metrics, Task
-from engine.tracing import Traced, look_at
+from engine.tracing import Traced
 
 CREATE_HOOKS = ("create_model", "create_optimizer", "create_loss_objects", "create_metrics")
 HOOKS = ("load_examples", "prepare_example", *CREATE_HOOKS, "train_step", "evaluation_step")
@@ -23,7 +22,7 @@ UNSEEDED = (
 )
 
 
-def check_hooks(task: Task, *, export: bool) -> None:
+def check_hooks(task: Any, *, export: bool) -> None:
     """Raises BadInput if task.py lacks a hook; an export needs predict_step."""
     needed = (*HOOKS, "predict_step") if export else HOOKS
     if missing := [name for name in needed if not callable(getattr(task, name, None))]:
@@ -140,7 +139,7 @@ def traced(steps: Any) -> Traced | None:
         if "seed_generator_state" in str(problem):
             raise BadInput(UNSEEDED) from problem
         raise
-    return None if graph is None else look_at(graph)
+    return None if graph is None else Traced(graph)
 
 
 def check_changes(

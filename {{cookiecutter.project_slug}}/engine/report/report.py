@@ -19,13 +19,11 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 import engine
 from engine.console import console, digits
-from engine.errors import CannotWrite
-from engine.files import read_json, write_atomically, write_json, writing
-from engine.messages import first_line, where_raised
+from engine.errors import CannotWrite, first_line, where_raised
+from engine.files import read_json, until_written, write_atomically, write_json, writing
 from engine.model.metrics import ResultNames
 from engine.report.curves import figure_of_run
 from engine.report.tables import Row, append_row, cut_rows, is_metric, keep_rows
-from engine.retries import until_written
 from engine.settings import Settings
 
 METRICS = "metrics.csv"

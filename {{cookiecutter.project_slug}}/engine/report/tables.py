@@ -12,8 +12,7 @@ import rich.table
 
 from engine.console import console
 from engine.errors import BadInput
-from engine.files import exists, read_json, read_text, sync, write_atomically, writing
-from engine.retries import until_read, until_written
+from engine.files import exists, read_json, sync, until_read, until_written, write_atomically, writing
 from engine.settings import CONFIG, flag, recorded_settings
 
 # The columns of metrics.csv before the metrics; with several optimizers, each has its "learning_rate/<name>".
@@ -38,7 +37,7 @@ def read_rows(path: Path, key: str = "epoch") -> list[Row]:
         return []
     rows: list[Row] = []
     try:
-        text = read_text(path)
+        text = until_read(lambda: path.read_text(encoding="utf-8"), path)
         for cells in csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""), strict=True):
             if None in cells or None in cells.values():
                 raise ValueError("a row has more or fewer cells than the header")

@@ -14,10 +14,9 @@ import filelock
 
 from engine.cluster.launcher import START_ID
 from engine.console import console
-from engine.errors import BadInput, Stopped, Unavailable
+from engine.errors import BadInput, Stopped, Unavailable, may_pass
 from engine.files import read_json
 from engine.machine import changes_since
-from engine.messages import may_pass
 from engine.run.checkpoint_files import checkpoint_paths
 from engine.run.signals import signals
 from engine.settings import CONFIG, Settings, recorded_settings

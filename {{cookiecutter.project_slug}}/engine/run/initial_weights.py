@@ -18,8 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.workers import Workers
-from engine.errors import BadInput, Damaged, Unavailable
-from engine.messages import first_line, may_pass
+from engine.errors import BadInput, Damaged, Unavailable, first_line, may_pass
 from engine.model.objects import TaskObjects
 from engine.model.variables import Variables, by_name, is_seed, model_variables
 from engine.run.checkpoint_files import PROGRESS, StoredValues, checkpoint_paths, plain_name, read_record

@@ -14,9 +14,8 @@ from engine.cluster.workers import Workers
 from engine.console import LiveLine, console, print_result
 from engine.data.batches import Batches
 from engine.data.stacks import CompiledSteps
-from engine.errors import BadInput, Damaged, InterruptedStep
+from engine.errors import BadInput, Damaged, InterruptedStep, user_errors_named
 from engine.files import write_json
-from engine.messages import user_errors_named
 from engine.model.metrics import split_of
 from engine.model.objects import TaskObjects
 from engine.model.rejections import check_changes, traced

@@ -26,14 +26,12 @@ import tensorflow as tf
 from engine.console import print_facts
 from engine.data.records import Records
 from engine.data.splits import named
-from engine.errors import BadInput, ProgramExit
+from engine.errors import BadInput, ProgramExit, first_line, user_errors_named
 from engine.files import sync, writing
-from engine.messages import first_line, user_errors_named
 from engine.model.build import build_models, set_up
 from engine.model.variables import by_name, is_seed, model_variables
-from engine.protocols import Task
-from engine.settings import ON_EVALUATION, ON_RESUME, UNLESS_GIVEN, Settings, marked
-from engine.tracing import look_at
+from engine.settings import INIT_ONLY, Settings, marked
+from engine.tracing import Traced
 from engine.trained.loading import NO_TENSORS, Endpoint, Trained, check_outputs, load_trained, predict_endpoint, two_of
 
 TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
@@ -46,7 +44,7 @@ Facts = dict[str, Any]  # File or endpoint -> the text to print.
 
 
 @user_errors_named()  # Placed here, because `from_chief` passes on no exception of the user's code.
-def export(task: Task, settings: Settings) -> None:
+def export(task: Any, settings: Settings) -> None:
     """Writes the run's best weights to export/ in its directory, completely or not at all; replaces an earlier export.
 
     Call it in the chief, outside any strategy. task.model is then the model with those weights. Raises CannotWrite, or
@@ -54,8 +52,7 @@ def export(task: Task, settings: Settings) -> None:
     """
     kind, path = type(settings), settings.run_dir / "export"
     # Of those that describe how the run started, the files may be gone.
-    names = marked(kind, ON_EVALUATION) - marked(kind, ON_RESUME) - marked(kind, UNLESS_GIVEN)
-    defaults = {name: getattr(kind, name) for name in names if hasattr(kind, name)}
+    defaults = {name: getattr(kind, name) for name in marked(kind, INIT_ONLY) if hasattr(kind, name)}
     trained = load_trained(task, dataclasses.replace(settings, **defaults))
     facts: Facts = {"weights": trained.weights}
     with replaced(path, trained.models) as folder:
@@ -98,7 +95,7 @@ def replaced(path: Path, models: Collection[str]) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _write_models(folder: Path, task: Task, trained: Trained) -> Facts:
+def _write_models(folder: Path, task: Any, trained: Trained) -> Facts:
     facts: Facts = {}
     loaded = dict(trained.models)
     for name, model in trained.models.items():
@@ -126,7 +123,7 @@ def _write_models(folder: Path, task: Task, trained: Trained) -> Facts:
     return {name: text + note for name, text in facts.items()}
 
 
-def _write_weights(folder: Path, task: Task, trained: Trained) -> Facts:
+def _write_weights(folder: Path, task: Any, trained: Trained) -> Facts:
     set_up(task, trained.settings)  # Starts the names of layers over, so that the new models have the same.
     new = by_name(build_models(task.create_model(), two_of(trained.serve.spec, trained.settings)), "model")
     facts: Facts = {}
@@ -152,7 +149,7 @@ def _check_weights(file: Path, *models: keras.Model) -> None:
         )
 
 
-def _write_saved_model(folder: Path, task: Task, trained: Trained) -> Facts:
+def _write_saved_model(folder: Path, task: Any, trained: Trained) -> Facts:
     """Writes the endpoints that a file can contain; the first one is also the default for requests.
 
     Raises BadInput unless they return the same once loaded.
@@ -165,7 +162,7 @@ def _write_saved_model(folder: Path, task: Task, trained: Trained) -> Facts:
     signatures: dict[str, Any] = {}
     for name, endpoint in endpoints.items():
         signature = tf.function(endpoint.by_name, autograph=False).get_concrete_function(**endpoint.inputs)
-        if calls := look_at(signature.graph).python_calls:
+        if calls := Traced(signature.graph).python_calls:
             facts[name] = f"skipped: no file can contain the Python function of {', '.join(calls)}"
         else:
             signatures[name] = signature
@@ -198,7 +195,7 @@ def _resources(signatures: Iterable[Any]) -> tf.Module:
 # --- Comparison -------------------------------------------------------------------------------------------------------
 
 
-def _compare(name: str, expected: Endpoint, loaded: Callable[..., Any], task: Task, trained: Trained) -> str:
+def _compare(name: str, expected: Endpoint, loaded: Callable[..., Any], task: Any, trained: Trained) -> str:
     """Returns "", or why the outputs cannot be compared. Raises BadInput if those of `loaded` differ.
 
     `loaded` takes the features by name.
@@ -223,7 +220,7 @@ def _compare(name: str, expected: Endpoint, loaded: Callable[..., Any], task: Ta
     return f"; not compared, because examples of the data, if there are any, and made-up ones fail ({reason})"
 
 
-def _few_features(endpoint: Endpoint, task: Task, trained: Trained) -> Iterator[Any]:
+def _few_features(endpoint: Endpoint, task: Any, trained: Trained) -> Iterator[Any]:
     """Yields the features of an example of the data, which may be records, and of a few made-up ones."""
     if endpoint is trained.serve_examples:
         with contextlib.suppress(Exception):  # The data need not be on this machine.

@@ -18,12 +18,11 @@ from engine.errors import BadInput, Damaged
 from engine.files import read_json
 from engine.model.objects import TaskObjects
 from engine.model.variables import by_name
-from engine.protocols import Task
 from engine.run.checkpoints import Checkpoints, restore_best
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
 from engine.settings import CONFIG, Settings
-from engine.tracing import converted, look_at
+from engine.tracing import Traced, converted
 
 NO_TENSORS = "task.load_examples returns something other than plain tensors (ragged or sparse)"
 
@@ -71,7 +70,7 @@ class Trained:
         return by_name(self.model, "model")
 
 
-def load_trained(task: Task, settings: Settings) -> Trained:
+def load_trained(task: Any, settings: Settings) -> Trained:
     """Builds the task's model with the best weights of the run in --run-dir; sets task.config and task.model.
 
     Raises BadInput if no such run has best weights yet, its files are damaged, or task.py does not fit it.
@@ -97,7 +96,7 @@ def load_trained(task: Task, settings: Settings) -> Trained:
     serve = predict_endpoint(task, features_spec)
     traced = serve.function.get_concrete_function()
     check_outputs(outputs := traced.structured_outputs)
-    used, made = look_at(traced.graph).used, objects.per_replica_weights.items()
+    used, made = Traced(traced.graph).used, objects.per_replica_weights.items()
     unlisted = [name.removeprefix("hidden/") for name, part in made if id(part.handle) in used and "hidden/" in name]
     example_spec = None
     with contextlib.suppress(ValueError):  # Not all of its leaves are tensors.
@@ -112,7 +111,7 @@ def two_of(features_spec: Any, settings: Settings) -> Any:
     return of_largest_length(two, settings.pad_to or ())
 
 
-def predict_endpoint(task: Task, features_spec: Any) -> Endpoint:
+def predict_endpoint(task: Any, features_spec: Any) -> Endpoint:
     """Returns task.predict_step compiled for the model that is in task.model at the first call."""
     predict_step = getattr(task, "predict_step", None)
     if not callable(predict_step):
@@ -121,7 +120,7 @@ def predict_endpoint(task: Task, features_spec: Any) -> Endpoint:
     return Endpoint(function, features_spec)
 
 
-def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_spec: Any) -> Endpoint:
+def _with_preparation(task: Any, settings: Settings, serve: Endpoint, example_spec: Any) -> Endpoint:
     lengths = settings.pad_to or ()
     preparation = Preparation(task.prepare_example, training=False, pad_to=lengths)
     prepared, seed = preparation.trace(example_spec), tf.stack([evaluation_seed(settings.seed, "test"), 0])
