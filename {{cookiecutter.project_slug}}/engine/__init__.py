@@ -50,7 +50,7 @@ import time
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
-imported_at: float | None = time.monotonic()  # None once a run has started: engine/report/goodput.py.
+imported_at: float | None = time.monotonic()  # None once a run has started: engine/report/report.py.
 
 # TensorFlow's lines about itself are removed from what its C++ code writes to stderr; warnings and errors stay. Level 1
 # hides information, but TensorFlow 2.21 reads it too late for the lines that its libraries write while they are loaded.
