@@ -221,7 +221,7 @@ FAULTS = {
     "layer that is never trained": Fault(
         {"create_model": lambda: linear_model(keras.layers.Dense(4)), "train_step": updated(without_the_first_layer)},
         "train_step",
-        "no gradient for model/dense/kernel, model/dense/bias",
+        "dense/kernel, model/sequential/dense/bias: pass it to apply_gradients",
         long=True,
     ),
 }
