@@ -81,7 +81,8 @@ def as_value(default: Any) -> str:
 
 def may_differ(hint: Any) -> str:
     marks = getattr(hint, "__metadata__", ())
-    names = {settings.ON_RESUME: "resume", settings.ON_EVALUATION: "evaluation"}
+    names = {settings.ON_RESUME: "resume", settings.PER_LAUNCH: "resume, evaluation"}
+    names |= dict.fromkeys((settings.INIT_ONLY, settings.IN_EVALUATION), "evaluation")
     return ", ".join(text for mark, text in names.items() if mark in marks)
 
 

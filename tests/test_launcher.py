@@ -48,7 +48,7 @@ print("here is", name, *sys.argv[1:])
 def project(tmp_path: Path) -> Path:
     shutil.copy(PROJECT / "launch.py", tmp_path)
     (tmp_path / "engine/cluster").mkdir(parents=True)
-    ground = ("__init__.py", "errors.py", "quiet_start.py")
+    ground = ("__init__.py", "errors.py")
     for name in (*ground, "cluster/__init__.py", "cluster/environment.py", "cluster/launcher.py", "cluster/nvidia.py"):
         shutil.copy(PROJECT / "engine" / name, tmp_path / "engine" / name)
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")

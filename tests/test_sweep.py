@@ -229,8 +229,6 @@ def test_programs_share_the_trials_and_take_over_from_a_killed_one(make: Callabl
     assert sorted(set(names)) == [f"trial_{number:03}" for number in range(5)]
     assert len(names) == 6
     assert all(trial.state.name == "COMPLETE" for trial in project.trials())
-    for name in ("importances", "trials"):
-        assert (project.folder / f"runs/sweep/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_stopped_sweep_ends_with_42_and_continues_when_nobody_uses_the_run(make: Callable[..., Project]) -> None:

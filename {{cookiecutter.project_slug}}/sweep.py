@@ -29,7 +29,7 @@ from engine.errors import SIGNALS, BadInput, Stopped, asked_to_stop, exit_codes
 if TYPE_CHECKING:  # Optuna is an extra, and --help works without it.
     import optuna
 
-    from engine.trials import Trial, Trials
+    from engine.trials import Trials
 
 # Classes in optuna.pruners, which are used with their defaults.
 PRUNERS = {
@@ -48,7 +48,7 @@ def space(trial: "optuna.Trial") -> list[str]:
     return [f"--learning-rate={learning_rate}", f"--global-batch-size={global_batch_size}"]
 
 
-def has_ended(trials: "Trials", trial: "Trial", process: TrainProcess, monitor: str) -> bool:
+def has_ended(trials: "Trials", trial: "optuna.Trial", process: TrainProcess, monitor: str) -> bool:
     """Follows a trial; returns whether its process has ended, by itself or because the trial is poor."""
     code = process.exit_code()  # Before the scores are read, so that they are complete.
     if trials.prune(trial, process.scores(monitor)):
@@ -56,17 +56,17 @@ def has_ended(trials: "Trials", trial: "Trial", process: TrainProcess, monitor: 
     elif code is None:
         return False
     elif code == 0:
-        trials.complete(trial, process.result()[f"best_{monitor}"])
+        trials.end(trial, process.result()[f"best_{monitor}"])
     elif code == Stopped.exit_code or "is in use by another run" in process.error():
-        trial.lock.release()  # It will be resumed.
+        trials.release(trial)  # It will be resumed.
     else:
-        trials.fail(trial, process.error())
+        trials.end(trial, error=process.error())
     return True
 
 
 def run_trials(trials: "Trials", options: argparse.Namespace, monitor: str) -> bool:
     """Runs trials until all have ended, those of other programs too; returns False if it is to stop before."""
-    running: dict[int, tuple[Trial, TrainProcess]] = {}
+    running: dict[int, tuple[optuna.Trial, TrainProcess]] = {}
     began, ended, gpus = time.monotonic(), 0, visible_gpus(os.environ)
     try:
         while trials.ended() < options.trials:
@@ -75,7 +75,8 @@ def run_trials(trials: "Trials", options: argparse.Namespace, monitor: str) -> b
                     # Each slot has its GPUs; with more slots than GPUs, several slots share one.
                     shared = gpus[slot :: options.parallel] or gpus[slot % max(1, len(gpus)) :][:1]
                     run_dir = options.sweep_dir / f"trial_{trial.number:03}"
-                    running[slot] = trial, TrainProcess([*trial.arguments, *trial.flags], run_dir, shared)
+                    words = [*trial.user_attrs["arguments"], *trial.user_attrs["flags"]]
+                    running[slot] = trial, TrainProcess(words, run_dir, shared)
             if asked_to_stop.wait(0.2) or time.monotonic() - began > options.timeout:
                 return False
             for slot, (trial, process) in [*running.items()]:
@@ -91,15 +92,13 @@ def run_trials(trials: "Trials", options: argparse.Namespace, monitor: str) -> b
 
 
 def summarize(trials: "Trials", options: argparse.Namespace) -> None:
-    """Prints all trials and the command of the best one; compares the best five, and draws Optuna's plots."""
+    """Prints all trials and the command of the best one; compares the best five."""
     print("", trials.table(), sep="\n", flush=True)
     if best := trials.ranked()[:5]:
         words = [*best[0].user_attrs["arguments"], *best[0].user_attrs["flags"], "--run-dir=runs/best"]
         print(f"\nThe best one again: python train.py {shlex.join(words)}\n", flush=True)
         names = [f"trial_{trial.number:03}" for trial in best]
         subprocess.run([sys.executable, PROGRAM, "--compare", *names], cwd=options.sweep_dir, check=False)
-        for path in trials.draw():
-            print(f"Drawn: {path}")
 
 
 def main() -> None:

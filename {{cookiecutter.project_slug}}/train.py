@@ -24,32 +24,31 @@ from engine.check import check_task
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.command_line import read_settings
-from engine.data import Batches, CompiledSteps, load_splits
+from engine.data import Batches, load_splits
 from engine.model import TaskObjects, replica_step
 from engine.report import compare
 from engine.run import Run, RunDirectory, documented_exits, evaluate, initialize
 from engine.trained import export
 
 SPLITS = ("train", "validation", "test")
-SUM = tf.distribute.ReduceOp.SUM
 
 # --- Global objects: build() makes them, everything below uses them ---------------------------------------------------
 
 config: Config
 strategy: tf.distribute.Strategy
+workers: Workers  # the processes that train together, usually only this one
 batches: dict[str, Batches]  # "train", "validation" or "validation/<name>", "test" or "test/<name>" -> its batches
 objects: TaskObjects  # what the steps use and change: the objects of task.py, built and checked
-run_steps: dict[str, CompiledSteps]  # split -> takes steps on a stack of batches, in the graph
+run_steps: dict[str, Any]  # split -> takes steps on a stack of batches, in the graph
 run: Run  # how far the run has come, and what it keeps on disk
 
 
 def build(settings: Config) -> None:
     """Makes every global object from the settings; may be called again with others. Writes nothing.
 
-    Raises:
-        BadInput: the settings, the hooks of task.py and this machine do not go together.
+    Raises BadInput if the settings, the hooks of task.py and this machine do not go together.
     """
-    global config, strategy, batches, objects, run_steps, run
+    global config, strategy, workers, batches, objects, run_steps, run
     config = task.config = settings
     strategy = create_strategy(config)
     workers = Workers(strategy)
@@ -101,26 +100,18 @@ def distributed_test_step(batch) -> tf.Tensor:
 
 def reduce_losses(per_replica_losses) -> tf.Tensor:
     """Returns the sum (scalar) of the losses of this process's replicas."""
+    if (
+        workers.count > 1
+    ):  # Here `reduce` would sum over all of them in every step, which takes longer than a small step.
+        return functools.reduce(tf.add, strategy.experimental_local_results(per_replica_losses))
     # KEEP: The sum, because every replica's loss is already divided by the global batch size.
-    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        return strategy.reduce(SUM, per_replica_losses, axis=None)
-    # Here `reduce` would sum over the workers in every step, which takes longer than a small step: see `all_workers`.
-    return functools.reduce(tf.add, strategy.experimental_local_results(per_replica_losses))
-
-
-@tf.autograph.experimental.do_not_convert
-def all_workers(losses: tf.Tensor) -> tf.Tensor:
-    """Returns the sum of the `losses` ([count]) of all workers, on each of them."""
-    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        return losses
-    of_first_replica = iter([losses])
-    return strategy.reduce(SUM, strategy.run(lambda: next(of_first_replica, tf.zeros_like(losses))), axis=None)
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
 
 
 # --- Many batches in one call -----------------------------------------------------------------------------------------
 
 
-def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> CompiledSteps:
+def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> Any:
     """Returns a compiled function that takes steps on some batches of a stack; it returns their losses ([count]).
 
     A stack is several batches in one tensor, [batches, per_replica_batch_size, ...] on each replica. All datasets of a
@@ -133,7 +124,7 @@ def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> Com
         # `count` is a tensor, so this loop runs in the graph, and any number of steps shares one graph.
         for index in tf.range(count):
             losses = losses.write(index, distributed_step(stacks.pick(stack, first + index)))
-        return all_workers(losses.stack())
+        return workers.sum(losses.stack())
 
     return stacks.compile(steps)
 
@@ -206,8 +197,7 @@ def run_epochs() -> None:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any] | bool | None:
     """Runs the program; `arguments` replaces the command line. Exit codes: see engine/errors.py.
 
-    Returns:
-        The contents of result.json; with --evaluate-only the metrics, with --check whether all checks passed.
+    Returns the contents of result.json; with --evaluate-only the metrics, with --check whether all checks passed.
     """
     with documented_exits():
         settings = read_settings(Config, arguments)

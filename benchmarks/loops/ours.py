@@ -21,7 +21,7 @@ import engine.data.examples
 import task
 from engine.report.report import Report
 from engine.run.checkpoints import Checkpoints
-from engine.run.run import Run
+from engine.run.training import Run
 
 options, workload = read_arguments()
 measured = Measured()

@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import task
 import train
 from config import Config
-from engine import files, messages, retries
+from engine import errors, files
 from engine.data import record_index, records, stacks
 from engine.data.records import Records
 from engine.data.stacks import StackIterator
@@ -65,7 +65,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds of all waits, which take no time."""
     found: list[float] = []
 
-    monkeypatch.setattr(retries, "wait", found.append)
+    monkeypatch.setattr(files, "wait", found.append)
     return found
 
 
@@ -166,7 +166,7 @@ def test_record_file_that_gives_io_errors_for_a_while(tmp_path: Path, monkeypatc
             file.unlink()
             intact.rename(file)
 
-    monkeypatch.setattr(retries, "wait", wait)
+    monkeypatch.setattr(files, "wait", wait)
     assert labels_of(batches, passes=1) == expected
     assert waited == [1, 2, 4]
 
@@ -218,8 +218,8 @@ def test_files_are_written_again(tmp_path: Path, waits: list[float], monkeypatch
     monkeypatch.setattr(Path, "replace", always.before(replace))
     with pytest.raises(CannotWrite, match=r"result\.json cannot be written \(Input/output error\)"):
         files.write_json(tmp_path / "result.json", {"loss": 0.25})
-    assert always.raised == len(retries.SECONDS_TO_WAIT) + 1
-    assert sum(retries.SECONDS_TO_WAIT) == pytest.approx(4 * 60, rel=0.05)
+    assert always.raised == len(files.SECONDS_TO_WAIT) + 1
+    assert sum(files.SECONDS_TO_WAIT) == pytest.approx(4 * 60, rel=0.05)
     assert os.listdir(tmp_path) == ["result.json"]
     assert json.loads((tmp_path / "result.json").read_text()) == {"loss": 0.5}
 
@@ -248,7 +248,7 @@ def test_summaries_of_which_a_part_was_written_go_to_another_file(
     tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit on the size of files cuts an event in two."""
-    monkeypatch.setattr(messages, "_PASSING_TEXT", re.compile("File too large"))
+    monkeypatch.setattr(errors, "_PASSING_TEXT", re.compile("File too large"))
     summaries = Summaries(tmp_path, ResultNames({"train": {}}, ["train"]))
     summaries.add(1, {"train/loss": 0.5})
     (file,) = tmp_path.glob("train/*")
@@ -258,7 +258,7 @@ def test_summaries_of_which_a_part_was_written_go_to_another_file(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         waits.append(seconds)
 
-    monkeypatch.setattr(retries, "wait", wait)
+    monkeypatch.setattr(files, "wait", wait)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, hard))
     try:
         summaries.add(2, {"train/loss": 0.25})
@@ -297,7 +297,7 @@ def test_long_fault_ends_the_run_with_code_1_and_the_next_start_gives_the_same_b
     expected, next_stack, fails = run("whole"), StackIterator._next_stack, Faults(2, 3, 4)
     with monkeypatch.context() as broken, pytest.raises(SystemExit) as ended:
         broken.setattr(StackIterator, "_next_stack", fails.before(next_stack))
-        broken.setattr(retries, "SECONDS_TO_WAIT", (60, 180))
+        broken.setattr(files, "SECONDS_TO_WAIT", (60, 180))
         run("gone")
     assert ended.value.code == 1
     line = capsys.readouterr().err.splitlines()[-1]
@@ -308,11 +308,11 @@ def test_long_fault_ends_the_run_with_code_1_and_the_next_start_gives_the_same_b
 
 
 def test_signal_does_not_end_other_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "SECONDS_AFTER_SIGNAL", 0.01)
+    monkeypatch.setattr(files, "SECONDS_AFTER_SIGNAL", 0.01)
     with signals.listening():
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked_to_stop.wait(10)
-        for again in (retries.until_written, retries.until_read):
+        for again in (files.until_written, files.until_read):
             gone = Faults(1, 2, 3, 4, 5)
             again(gone, "the file")
             assert gone.calls == 6
@@ -323,8 +323,8 @@ def test_log_on_the_disk_that_fails_does_not_end_the_attempts(
     waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as failing, open("/dev/full", "wb", buffering=0) as full:
-        failing.setattr(retries.sys, "stderr", io.TextIOWrapper(full, write_through=True))
-        retries.until_written(Faults(1, 2), "the file")
+        failing.setattr(files.sys, "stderr", io.TextIOWrapper(full, write_through=True))
+        files.until_written(Faults(1, 2), "the file")
     assert waits == [1, 2]
 
 

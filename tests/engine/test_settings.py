@@ -26,17 +26,17 @@ REJECTED = {
     "--epochs=0": "--epochs 0 must be from 1 to 2147483647",
     "--seed=-1": "--seed -1 must be from 0 to 2147483647",
     "--pad-to 8 8": "--pad-to 8 8 must be positive integers in increasing order",
-    "--pad-to": "--pad-to  needs lengths, such as --pad-to 64 128 256",
+    "--pad-to": "--pad-to  needs at least one value",
     "--learning-rate=1e400": "--learning-rate inf must be a positive number of float32, from 1.2e-38 to 3.4e+38",
-    "--cluster-timeout=1e300": "--cluster-timeout 1e+300 must be at most 1e9",
-    "--ema-decay=1": "--ema-decay 1.0 must be between 0 and 1",
+    "--cluster-timeout=1e10": "--cluster-timeout 10000000000.0 must be at most 1e9",
     "--monitor=\udcff": "--monitor \udcff must be text in UTF-8",
+    "--run-dir=a\0b": "--run-dir a\0b must be text in UTF-8 without null characters",
+    "--ema-decay=1": "--ema-decay 1.0 must be between 0 and 1",
     "--compare ~/r": f"--compare ~/r starts with ~, which only a shell expands: pass {os.path.expanduser('~')}/r",
-    "--evaluate-only --run-dir=a\0b": r"--run-dir 'a\x00b' contains a null character: remove it",
     "--init-from=s3:/b/r": "--init-from s3://b/r is a bucket URL, not a local path: mount the bucket",
     "--init-partial": "--init-partial needs --init-from",
     "--fresh --evaluate-only": "--fresh leaves no run to evaluate",
-    "--settings-from=runs/none": "--settings-from runs/none is not a JSON object (it does not exist): pass",
+    "--settings-from=runs/none": "--settings-from runs/none contains no settings: restore it, or pass another",
     # What tyro prints as a box.
     "--epochz 3": "Unrecognized options: --epochz, 3: use --epochs INT",
     "--epochs=two": "--epochs: invalid literal for int() with base 10: 'two': use --epochs INT",
@@ -61,7 +61,7 @@ def test_setting_of_your_own_that_no_run_can_have_is_rejected() -> None:
         temperature: object = 1.0
 
     assert Mine(temperature=float("inf")).as_json()["temperature"] == float("inf")
-    for value, rule in ((2**63, "must fit into 64 bits"), (float("nan"), "must be a number")):
+    for value, rule in ((2**63, "must fit into 64 bits"), (float("nan"), "must not be NaN")):
         with pytest.raises(BadInput, match=f"--temperature .*{rule}"):
             Mine(temperature=value)
 
@@ -74,10 +74,10 @@ def test_address_of_a_bucket_is_rejected_where_pathlib_would_change_it() -> None
     assert Mine().images == "gs://b/images"
     assert Mine(images=Path("/data/a:b/c")).images == Path("/data/a:b/c")
     with pytest.raises(
-        BadInput, match="--images gs://b/images is a bucket URL, which pathlib changes: declare the set"
+        BadInput, match=r"--images gs://b/images is a bucket URL.* must be declared as str, because path"
     ):
         Mine(images=Path("gs://b/images"))
-    with pytest.raises(BadInput, match="RUN_DIR hdfs://h/r is a bucket URL, not a local path"):
+    with pytest.raises(BadInput, match="hdfs:/h/r contains no run"):
         settings_of_run(Config, Path("hdfs://h/r"))
     with pytest.raises(BadInput, match=r"--output gs://b/p.csv is a bucket URL, not a local path"):
         Options(run_dir=Path(), input=Path(), output=Path("gs://b/p.csv"))
@@ -93,11 +93,11 @@ def test_setting_with_a_wrong_default_or_a_name_of_the_engine_is_rejected() -> N
     class Reserved(Config):
         as_json: bool = False
 
+    with pytest.raises(BadInput, match=r"--as-json False needs another name in config.py"):
+        Reserved()
     assert Wrong(depth=3).rate == 1
     with pytest.raises(BadInput, match=r"--depth three must be of the type that it has in config.py, int"):
         Wrong()
-    with pytest.raises(BadInput, match=r"--as-json False needs another name in config.py"):
-        Reserved()
     with pytest.raises(BadInput, match="--epochs 3 must be of the type"):
         Config(epochs="3")
 
@@ -264,8 +264,8 @@ def test_settings_from_a_run_or_file_are_defaults_and_flags_win(run_dir: Path, t
 
 
 DEFAULTS_REJECTED = {
-    '{"epochs": 5, "dropout": 0.5, "depth": 3}': "this project has no setting depth, dropout: remove it from a copy",
-    '{"run_dir": "runs/b"}': "--run-dir belongs to a single launch: pass it on the command line",
+    '{"epochs": 5, "dropout": 0.5, "depth": 3}': "this project has no setting depth, dropout, or it belongs",
+    '{"run_dir": "runs/b"}': "no setting run_dir, or it belongs to a single launch: remove it",
     '{"epochs": 0}': "--epochs 0 must be from 1 to 2147483647",
     '{"epochs": "many"}': "mine.json: --epochs cannot be 'many': correct it there",
     '{"settings": []}': "mine.json contains no settings: restore it, or pass another run or file",

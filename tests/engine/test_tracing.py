@@ -10,11 +10,11 @@ import pytest
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.tracing import Traced, converted, differing_value, look_at, returning_loss, unrepeatable_in_step
+from engine.tracing import Traced, converted, differing_value, returning_loss, unrepeatable
 
 
 def traced(function: Callable[[], object]) -> Traced:
-    return look_at(tf.function(function).get_concrete_function().graph)
+    return Traced(tf.function(function).get_concrete_function().graph)
 
 
 def in_a_loop():
@@ -91,7 +91,7 @@ def test_draw_from_a_global_generator_while_a_step_is_traced_is_found(draw: Call
 
     step = traced(function)
     assert step.drawn_once == found
-    (draws, _) = unrepeatable_in_step(step)
+    (draws, _) = unrepeatable(step, "train_step")
     assert [each.partition(" comes from Python, once for all steps")[0] for each in draws] == found
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster import rendezvous
-from engine.run import run
+from engine.run import training
 from engine.run.checkpoints import Checkpoints
 
 STEPS = {"first step": 1, "mid-epoch": 18}  # An epoch has 12.
@@ -108,7 +108,7 @@ def plant(task: dict[str, Any], phase: str, event: str, victim: int, marker: Pat
         return save(self, *arguments)
 
     Checkpoints.save = counted_save
-    run.print_result = before(run.print_result, lambda: happens("end"))
+    training.print_result = before(training.print_result, lambda: happens("end"))
 
 
 def before(function: Callable[..., Any], happens: Callable[[], None]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import train
-from engine.run.run import Run
+from engine.run.training import Run
 
 STEPS = 20
 

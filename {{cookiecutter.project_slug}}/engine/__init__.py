@@ -10,16 +10,12 @@ model/        what a step uses and changes
 
 settings      the engine's settings and their rules
 command_line  from flags, and the settings of a recorded run, to settings
-errors        how a program ends that does not finish: its line and its exit code
-messages      what an exception says, as one line
-retries       reads and writes again after faults that pass
-files         files that are written completely or not at all, and JSON
+errors        how a program ends that does not finish, and what an exception says, as one line
+files         files that are written completely or not at all, JSON, and attempts again after faults that pass
 machine       the code, the packages and the memory that a run depends on
 console       output
 tracing       what a traced function does
-protocols     what the engine uses of task.py
 trials        an Optuna study that several programs share
-quiet_start   hides TensorFlow's lines about itself
 
 check and trained import run; these three import cluster, data and model; run imports report, and report model. No other
 subpackage imports another, and the files beside them import none. Nothing here imports train, task or config, which
@@ -45,17 +41,37 @@ The terms that code, messages and pages use:
 """
 
 import atexit
+import contextlib
 import gc
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
-
-from engine.quiet_start import filter_stderr
 
 PROJECT = Path(__file__).resolve().parents[1]
 imported_at: float | None = time.monotonic()  # None once a run has started: engine/report/goodput.py.
 
-# Before TensorFlow is imported.
-filter_stderr()
+# TensorFlow's lines about itself are removed from what its C++ code writes to stderr; warnings and errors stay. Level 1
+# hides information, but TensorFlow 2.21 reads it too late for the lines that its libraries write while they are loaded.
+# "(303)" means that there is no NVIDIA driver; `nvidia.why_no_gpu` warns where a machine with GPUs lacks one. The line
+# about DT_BOOL comes with the first graph of boolean operations and is not an error.
+HIDDEN = (
+    r"^I[0-9]{4} |^WARNING: All log messages before absl::InitializeLog|failed call to cuInit.*\(303\)"
+    "|oneDNN supports DT_BOOL only"
+)
+if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1") != "0" and "tensorflow" not in sys.modules:
+    with contextlib.suppress(OSError):  # Without grep or without a stderr the lines appear, which is harmless.
+        # Python's own stderr does not pass through the filter, so that it still is a terminal.
+        unfiltered = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+        # A separate process, so that the last words of a TensorFlow that aborts are not lost.
+        command = ["grep", "--line-buffered", "-v", "-E", HIDDEN]
+        grep = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
+        assert grep.stdin is not None
+        with grep.stdin as pipe:
+            os.dup2(pipe.fileno(), 2)
+        if sys.stderr is sys.__stderr__:
+            sys.stderr = unfiltered
 
 # TensorFlow's import makes 600,000 objects and hardly any garbage, so garbage is not searched for while it runs.
 # engine/model/__init__.py, which is imported after it, excludes these objects from the search from then on.

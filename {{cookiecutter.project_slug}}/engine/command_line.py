@@ -15,20 +15,9 @@ import tyro
 from tyro import constructors
 from tyro.constructors import MISSING_NONPROP, ConstructorRegistry, StructFieldSpec
 
-from engine.errors import BadInput, end_at_signals, exit_codes
+from engine.errors import BadInput, end_at_signals, exit_codes, first_line, is_users, where_raised
 from engine.files import read_json
-from engine.settings import (
-    CONFIG,
-    ON_EVALUATION,
-    ON_RESUME,
-    SECTIONS,
-    UNLESS_GIVEN,
-    Settings,
-    check_is_local,
-    flag,
-    marked,
-    recorded_settings,
-)
+from engine.settings import CONFIG, INIT_ONLY, PER_LAUNCH, SECTIONS, Settings, flag, marked, recorded_settings
 
 Kind = TypeVar("Kind", bound=Settings)
 # These settings decide whether the defaults of the others come from a run or file.
@@ -49,12 +38,9 @@ def check_command_line(kind: type[Settings]) -> None:
 
 def _end_with_a_line(kind: type[BaseException], problem: BaseException, trace: types.TracebackType | None) -> None:
     """Ends the program with an error in the user's code as one line, with any other as Python does."""
-    with contextlib.suppress(ImportError):  # TensorFlow itself may be what cannot be imported.
-        from engine.messages import first_line, is_users, where_raised
-
-        if isinstance(problem, Exception) and is_users(problem):
-            with exit_codes():
-                raise BadInput(f"{where_raised(problem)}: {first_line(problem)}") from problem
+    with contextlib.suppress(ImportError), exit_codes():  # TensorFlow itself may be what cannot be imported.
+        if is_users(problem):
+            raise BadInput(f"{where_raised(problem)}: {first_line(problem)}") from problem
     sys.__excepthook__(kind, problem, trace)
 
 
@@ -95,7 +81,6 @@ def errors_in_one_line() -> Iterator[None]:
 
 def settings_of_run(kind: type[Kind], run_dir: Path) -> Kind:
     """Returns the settings with which the run in a directory is evaluated. Raises BadInput if there is no run."""
-    check_is_local("RUN_DIR", run_dir)
     if recorded_settings(run_dir) is None:
         raise BadInput(f"{run_dir} contains no run ({CONFIG} is missing): pass the directory of a run")
     return read_settings(kind, [f"--run-dir={run_dir}", "--evaluate-only"])
@@ -124,10 +109,9 @@ def _parse(kind: type[Settings], arguments: Sequence[str] | None, defaults: Mapp
     def in_sections(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
         return constructors.StructConstructorSpec(dict, tuple(fields[info.type])) if info.type in fields else None
 
-    description = inspect.cleandoc(kind.__doc__ or "")
     # With --no-SWITCH an evaluation can turn off a switch that the run has on.
     pairs = () if defaults else (tyro.conf.FlagCreatePairsOff,)
-    values: Any = tyro.cli(kind, args=arguments, description=description, config=pairs, registry=registry)
+    values: Any = tyro.cli(kind, args=arguments, description=inspect.getdoc(kind), config=pairs, registry=registry)
     for section in sections:
         values |= values.pop(section.__name__)
     return values
@@ -135,14 +119,13 @@ def _parse(kind: type[Settings], arguments: Sequence[str] | None, defaults: Mapp
 
 def _recorded(kind: type[Settings], given: Any) -> dict[str, Any]:
     """Returns the recorded settings of the run to evaluate or export, or of --settings-from; {} for other commands."""
-    excluded = marked(kind, ON_EVALUATION) - marked(kind, UNLESS_GIVEN)
-    check_is_local("--run-dir", given.run_dir)
+    excluded = marked(kind, PER_LAUNCH, INIT_ONLY)
     source, recorded = str(given.run_dir / CONFIG), None
     if given.settings_from:
         source, recorded = _settings_from(kind, given.settings_from, excluded)
     elif given.export and not given.fresh:
         # The run may first have to be trained to its end, with all settings that a resume needs.
-        recorded, excluded = recorded_settings(given.run_dir), excluded & marked(kind, ON_RESUME)
+        recorded, excluded = recorded_settings(given.run_dir), marked(kind, PER_LAUNCH)
     elif (given.evaluate_only or given.evaluate_continuously) and not given.init_from:
         recorded = recorded_settings(given.run_dir)
     hints, values = get_type_hints(kind), {}
@@ -157,19 +140,16 @@ def _recorded(kind: type[Settings], given: Any) -> dict[str, Any]:
 
 def _settings_from(kind: type[Settings], path: Path, per_launch: set[str]) -> tuple[str, dict[str, Any]]:
     """Returns how messages name --settings-from, and its settings. Raises BadInput if they cannot be used."""
-    check_is_local("--settings-from", path)
     file = path / CONFIG if path.is_dir() else path
-    content = read_json(file, "--settings-from") or {}
+    content = read_json(file) or {}
     settings = content.get("settings", {} if path.is_dir() else content)
     if not isinstance(settings, dict) or not settings:
         raise BadInput(f"--settings-from {file} contains no settings: restore it, or pass another run or file")
-    if unknown := ", ".join(sorted(settings.keys() - {field.name for field in dataclasses.fields(kind)})):
+    known = {field.name for field in dataclasses.fields(kind)} - (per_launch if settings is content else set())
+    if unknown := ", ".join(sorted(settings.keys() - known)):
         raise BadInput(
-            f"--settings-from {path}: this project has no setting {unknown}: remove it from a copy of {file.name}"
-        )
-    if settings is content and (own := sorted(settings.keys() & per_launch)):
-        raise BadInput(
-            f"--settings-from {path}: {flag(own[0])} belongs to a single launch: pass it on the command line"
+            f"--settings-from {file}: this project has no setting {unknown}, or it belongs to a single launch: remove "
+            "it from a copy of the file"
         )
     return f"--settings-from {file}", settings
 

@@ -5,7 +5,6 @@ import inspect
 import os
 import platform
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +17,29 @@ from engine.files import file_sha256
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions by name; "template" is the one that the project was rendered from, or last updated to."""
-    versions_by_name = {
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # The user may change the file.
-        project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
-        versions_by_name["template"] = project["tool"]["tf-dist-template"]["version"]
-    return versions_by_name
+    """Returns the versions by name."""
+    packages = {package.__name__: package.__version__ for package in (tf, keras, np)}
+    return {**packages, "python": platform.python_version()}
 
 
 def shared_facts() -> dict[str, Any]:
     """Returns the versions and the code, which must be the same in all processes of a cluster."""
-    # Patch releases of Python may differ. The template's version adds nothing to the code.
-    packages = {name: version for name, version in versions().items() if name != "template"}
-    return {"code": code_sha256(), **packages, "python": ".".join(platform.python_version_tuple()[:2])}
+    # Patch releases of Python may differ.
+    return {"code": code_sha256(), **versions(), "python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def code_sha256() -> dict[str, str]:
     """Returns the SHA-256 of each imported file of the project, by its path; not of files that a hook imports later."""
+    prefixes = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
+    environments = [prefix for prefix in prefixes if prefix.is_relative_to(PROJECT)]
     sha256_by_path = {}
     for module in list(sys.modules.values()):
         # getattr would load a module that is loaded lazily.
         file = inspect.getattr_static(module, "__file__", None)
         if isinstance(file, str) and "site-packages" not in file and "dist-packages" not in file:
             path = Path(os.path.realpath(os.path.dirname(file)), os.path.basename(file))
-            if _is_of_project(path) and (sha256 := _sha256(path)):
-                sha256_by_path[path.relative_to(PROJECT).as_posix()] = sha256
+            if path.is_relative_to(PROJECT) and not any(map(path.is_relative_to, environments)) and path.exists():
+                sha256_by_path[path.relative_to(PROJECT).as_posix()] = file_sha256(path)
     return dict(sorted(sha256_by_path.items()))
 
 
@@ -55,8 +47,10 @@ def changes_since(recorded: dict[str, Any]) -> list[str]:
     """Returns the changes since a run wrote `recorded`, its config.json. Compares the files on disk."""
     changes = []
     for name, sha256 in recorded.get("code_sha256", {}).items():
-        if (now := _sha256(PROJECT / name)) != sha256:
-            changes.append(f"{name} {'has changed' if now else 'is gone'}")
+        if not (PROJECT / name).exists():
+            changes.append(f"{name} is gone")
+        elif file_sha256(PROJECT / name) != sha256:
+            changes.append(f"{name} has changed")
     earlier = recorded.get("versions", {})
     for name, now in versions().items():
         if earlier.get(name, now) != now:
@@ -72,16 +66,3 @@ def memory_of_machine() -> int | None:
     with contextlib.suppress(OSError, ValueError):
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
     return memory
-
-
-def _is_of_project(path: Path) -> bool:
-    """Returns whether a file is in the project's folder, and not in an environment inside it."""
-    environments = (Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix))
-    inside = [environment for environment in environments if environment.is_relative_to(PROJECT)]
-    return path.is_relative_to(PROJECT) and not any(map(path.is_relative_to, inside))
-
-
-def _sha256(path: Path) -> str | None:
-    with contextlib.suppress(OSError):
-        return file_sha256(path)
-    return None

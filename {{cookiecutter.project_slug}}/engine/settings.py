@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -19,12 +18,11 @@ LARGEST = 2**31 - 1  # Integers become tensors of 32 bits.
 
 # A run that is resumed or evaluated needs the settings it started with, except those with one of these marks.
 Value = TypeVar("Value")
-ON_RESUME, ON_EVALUATION = "may differ on resume", "may differ in an evaluation"
-UNLESS_GIVEN = "an evaluation takes the run's value, unless the command line gives another"
+ON_RESUME, PER_LAUNCH, INIT_ONLY, IN_EVALUATION = "on resume", "per launch", "init only", "in evaluation"
 ChangeableOnResume = Annotated[Value, ON_RESUME]
-PerLaunch = Annotated[Value, ON_RESUME, ON_EVALUATION]  # Describes how this program runs, not what the run is.
-InitOnly = Annotated[Value, ON_EVALUATION]  # Describes how the run started.
-ChangeableInEvaluation = Annotated[Value, ON_EVALUATION, UNLESS_GIVEN]
+PerLaunch = Annotated[Value, PER_LAUNCH]  # Describes how this program runs, not what the run is.
+InitOnly = Annotated[Value, INIT_ONLY]  # Describes how the run started.
+ChangeableInEvaluation = Annotated[Value, IN_EVALUATION]  # The run's value, unless the command line gives another.
 
 INSTEAD_OF_TRAINING = tyro.conf.create_mutex_group(required=False, title="Instead of training")
 # The sections of --help, each by its first setting.
@@ -157,25 +155,36 @@ class Settings:
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yields a setting, whether its value keeps a rule, and the rule."""
-        for name, hint in get_type_hints(type(self)).items():
-            is_free = name in Settings.__annotations__ or not hasattr(Settings, name)
-            yield name, is_free, "needs another name in config.py"
-            if isinstance(hint, type):  # Unions and generic types are left to tyro.
-                fits = isinstance(getattr(self, name), int | float if hint is float else hint)
+        hints = get_type_hints(type(self))
+        for name, value in vars(self).items():
+            is_engines = name in Settings.__dataclass_fields__
+            yield name, is_engines or not hasattr(Settings, name), "needs another name in config.py"
+            yield name, not is_engines or value != (), "needs at least one value"
+            if isinstance(hint := hints[name], type):  # Unions and generic types are left to tyro.
+                fits = isinstance(value, int | float if hint is float else hint)
                 yield name, fits, f"must be of the type that it has in config.py, {hint.__name__}"
+            for part in value if isinstance(value, tuple) else (value,):
+                # TensorFlow, JSON and file systems accept no other text.
+                is_text = str(part).encode(errors="ignore").decode() == str(part) and "\0" not in str(part)
+                yield name, is_text, "must be text in UTF-8 without null characters"
+                yield name, type(part) is not int or -(2**63) <= part < 2**63, "must fit into 64 bits"
+                # A resumed run would never match its own settings.
+                yield name, part == part, "must not be NaN"  # noqa: PLR0124 - NaN != NaN.
+                if isinstance(part, Path):
+                    check_is_local(flag(name), part)
+                # The engine's numbers are counts and amounts.
+                if is_engines and type(part) is int:
+                    least, most = {"seed": (0, LARGEST), "simulated_devices": (0, 1024)}.get(name, (1, LARGEST))
+                    yield name, least <= part <= most, f"must be from {least} to {most}"
+                if is_engines and isinstance(part, float):
+                    rule = "must be a positive number of float32, from 1.2e-38 to 3.4e+38"
+                    yield name, 1.2e-38 <= part <= 3.4e38, rule
         lengths = self.pad_to or ()
         yield "pad_to", [*lengths] == sorted({*lengths}), "must be positive integers in increasing order"
-        yield "pad_to", self.pad_to != (), "needs lengths, such as --pad-to 64 128 256"
-        # Python's timers take no more.
-        yield "cluster_timeout", not self.cluster_timeout > 1e9, "must be at most 1e9"
+        yield "cluster_timeout", self.cluster_timeout <= 1e9, "must be at most 1e9"  # Python's timers take no more.
         yield "ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "must be between 0 and 1"
-        for name, value in vars(self).items():
-            for part in value if isinstance(value, tuple) else (value,):
-                yield from self._rules_of_value(name, part)
         yield "init_partial", not self.init_partial or self.init_from is not None, "needs --init-from"
-        yield "compare", self.compare != (), "needs directories of runs"
-        yield "fresh", not (self.fresh and self.evaluates), "leaves no run to evaluate: remove it"
-        yield "fresh", not (self.fresh and self.compare), "cannot be combined with --compare"
+        yield "fresh", not (self.fresh and (self.evaluates or self.compare)), "leaves no run to evaluate: remove it"
         rule = "cannot be combined with --check, --evaluate-only, --evaluate-continuously or --compare"
         yield "export", not (self.export and (self.check or self.evaluates or self.compare)), rule
         rule = "cannot be combined with --export, --evaluate-only or --evaluate-continuously: they use the run's own"
@@ -185,24 +194,6 @@ class Settings:
             yield name, not (self.eager and getattr(self, name)), rule
         several = self.strategy in ("multi_worker", "tpu", "parameter_server")
         yield "strategy", not (self.eager and several), "cannot be combined with --eager, which is for one process"
-
-    def _rules_of_value(self, name: str, value: Any) -> Iterator[tuple[str, bool, str]]:
-        """Yields the rules that follow from the type of a value; the engine's numbers are counts and amounts."""
-        is_engines = name in Settings.__dataclass_fields__
-        if isinstance(value, int) and not isinstance(value, bool):
-            least, most = {"seed": (0, LARGEST), "simulated_devices": (0, 1024)}.get(name, (1, LARGEST))
-            yield name, not is_engines or least <= value <= most, f"must be from {least} to {most}"
-            yield name, -(2**63) <= value < 2**63, "must fit into 64 bits"
-        elif isinstance(value, float):
-            rule = "must be a positive number of float32, from 1.2e-38 to 3.4e+38"
-            yield name, not is_engines or 1.2e-38 <= value <= 3.4e38, rule
-            # NaN != NaN: a resumed run would never match its own settings.
-            yield name, not math.isnan(value), "must be a number"
-        elif isinstance(value, str | Path):
-            if isinstance(value, Path):
-                check_is_local(flag(name), value, is_of_task=not is_engines)
-            # TensorFlow and JSON accept no other text.
-            yield name, str(value).encode(errors="ignore").decode() == str(value), "must be text in UTF-8"
 
     @property
     def evaluates(self) -> bool:
@@ -216,7 +207,7 @@ class Settings:
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
         """Returns a text for each setting that must equal the recorded one of a run, and does not."""
         settings = self.as_json()
-        free = marked(type(self), ON_RESUME) | (marked(type(self), ON_EVALUATION) if self.evaluates else set())
+        free = marked(type(self), ON_RESUME, PER_LAUNCH, *((INIT_ONLY, IN_EVALUATION) if self.evaluates else ()))
         return [
             f"{flag(name)} {recorded.get(name, 'not recorded')} there and {settings.get(name, 'no setting')} now"
             for name in {**recorded, **settings}
@@ -229,31 +220,28 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def marked(kind: type[Settings], mark: str) -> set[str]:
-    """Returns the settings with a mark; the engine's keep theirs when config.py declares them again."""
+def marked(kind: type[Settings], *marks: str) -> set[str]:
+    """Returns the settings with one of the marks; the engine's keep theirs when config.py declares them again."""
     hints = get_type_hints(kind, include_extras=True) | get_type_hints(Settings, include_extras=True)
-    return {name for name, hint in hints.items() if mark in getattr(hint, "__metadata__", ())}
+    return {name for name, hint in hints.items() if {*marks} & {*getattr(hint, "__metadata__", ())}}
 
 
-def check_is_local(name: str, path: Path, *, is_of_task: bool = False) -> None:
+def check_is_local(name: str, path: Path) -> None:
     """Raises BadInput if a path, given by `name`, cannot be one of this machine."""
-    if "\0" in str(path):
-        raise BadInput(f"{name} {str(path)!r} contains a null character: remove it")
     if (expanded := os.path.expanduser(path)) != str(path):  # A shell does not expand "--run-dir=~/x".
         raise BadInput(f"{name} {path} starts with ~, which only a shell expands: pass {expanded}")
     # pathlib has made "gs:/bucket" of "gs://bucket".
     if url := re.fullmatch(r"([A-Za-z][\w+.-]+:)/+(.*)", str(path)):
-        rule = "is a bucket URL, not a local path: mount the bucket and pass its mount point, or pass a local path"
-        if is_of_task:
-            rule = "is a bucket URL, which pathlib changes: declare the setting as str, and pass it to TensorFlow as is"
-        raise BadInput(f"{name} {url[1]}//{url[2]} {rule}")
+        raise BadInput(
+            f"{name} {url[1]}//{url[2]} is a bucket URL, not a local path: mount the bucket and pass its mount point, "
+            "or pass a local path; a setting of your own must be declared as str, because pathlib changes URLs"
+        )
 
 
 def recorded_settings(run_dir: Path) -> dict[str, Any] | None:
-    """Returns the settings in a run's config.json; None without that file. Raises BadInput if a part is damaged."""
-    if (recorded := read_json(run_dir / CONFIG)) is None:
-        return None
+    """Returns the settings in a run's config.json; None without that file. Raises BadInput if they are damaged."""
+    recorded = read_json(run_dir / CONFIG)
     for name, kind in {"settings": dict, "versions": dict, "code_sha256": dict, "starts": list}.items():
-        if not isinstance(recorded.get(name, None if name == "settings" else kind()), kind):
+        if recorded is not None and not isinstance(recorded.get(name, None if name == "settings" else kind()), kind):
             raise BadInput(f"{run_dir / CONFIG} has no usable {name}: restore the file, or start a new run")
-    return recorded["settings"]
+    return recorded and recorded["settings"]

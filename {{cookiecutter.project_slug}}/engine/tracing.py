@@ -3,7 +3,6 @@
 A run can be repeated and resumed only if its random numbers and its state follow from its seed and its checkpoints.
 """
 
-import dataclasses
 import os
 import pickle
 import random
@@ -76,75 +75,64 @@ def _global_generators() -> dict[str, Any]:
     return {"np.random": pickle.dumps(np.random.get_state(legacy=False)), "random": random.getstate()}
 
 
-@dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a traced function does. Operations are texts such as "RandomUniform (task.py:88 train_step)"."""
+    """What the function of a graph does; its tracing may still be under way.
 
-    used: frozenset[int]  # The ids of the handles of the variables, each of a single replica, that it reads or changes.
-    changed: dict[int, str]
-    """The ids of the handles that it changes, with the variables' names; "" if the graph names none, as of the tokens
-    by which TensorFlow keeps collective operations in order."""
-    random_operations: list[str]
-    """Operations that count their draws by themselves, from 0 in each process, whatever their seed is: not stateless
-    ones, nor operations of a generator, which keeps its state in a variable."""
-    python_calls: list[str]  # Python functions in tf.py_function or tf.numpy_function.
-    table_changes: list[str]  # Changes of lookup tables.
-    complete_reads: dict[tuple[int | None, ...], tf.Operation]
-    """The shapes of the variables that it reads as one tensor, and an operation that does."""
-    drawn_once: list[str]  # Values that Python draws while the function is traced: each call uses the same ones.
+    Operations are texts such as "RandomUniform (task.py:88 train_step)".
+    """
 
+    def __init__(self, graph: tf.Graph) -> None:
+        # Only variables have such data, tables and iterators do not.
+        captured = {id(handle): inside for handle, inside in graph.captures if getattr(handle, "_handle_data", None)}
+        names = {id(variable.handle): variable.name for variable in graph.variables}
+        operations = operations_of(graph)
 
-def look_at(graph: tf.Graph) -> Traced:
-    """Returns what the function of this graph does; its tracing may still be under way."""
-    # Only variables have such data, tables and iterators do not.
-    captured = {id(handle): inside for handle, inside in graph.captures if getattr(handle, "_handle_data", None)}
-    names = {id(variable.handle): variable.name for variable in graph.variables}
-    operations = operations_of(graph)
+        def described(is_wanted: Callable[[str], bool]) -> list[str]:
+            texts = (f"{operation.type}{place(operation)}" for operation in operations if is_wanted(operation.type))
+            return list(dict.fromkeys(texts))
 
-    changed = {key: names.get(key, "") for key, inside in captured.items() if _is_changed(inside)}
-
-    def described(is_wanted: Callable[[str], bool]) -> list[str]:
-        """Returns the kind and place of each such operation, equal ones once."""
-        return list(dict.fromkeys(f"{each.type}{place(each)}" for each in operations if is_wanted(each.type)))
-
-    return Traced(
-        used=frozenset(captured),
-        changed=changed,
-        random_operations=described(_draws),
-        python_calls=described(PYTHON_CALLS.__contains__),
-        table_changes=described(TABLE_CHANGES.__contains__),
-        complete_reads={
-            tuple(each.outputs[0].shape): each
-            for each in operations
-            if each.type == "ReadVariableOp" and each.outputs[0].shape.rank is not None
-        },
-        drawn_once=list(dict.fromkeys(name for each in _graphs(graph) for name in each.get_collection(DRAWN_ONCE))),
-    )
+        # The ids of the handles of the variables, each of a single replica, that it reads or changes.
+        self.used = frozenset(captured)
+        # The ids of the handles that it changes, with the variables' names; "" if the graph names none, as of the
+        # tokens by which TensorFlow keeps collective operations in order.
+        self.changed = {
+            key: names.get(key, "")
+            for key, inside in captured.items()
+            if any(inside in get_read_write_resource_inputs(operation)[1] for operation in inside.consumers())
+        }
+        # Operations that count their draws by themselves, from 0 in each process, whatever their seed is: not stateless
+        # ones, nor operations of a generator, which keeps its state in a variable.
+        self.random_operations = described(_draws)
+        self.python_calls = described(PYTHON_CALLS.__contains__)
+        self.table_changes = described(TABLE_CHANGES.__contains__)
+        # The shapes of the variables that it reads as one tensor, and an operation that does.
+        reads = (operation for operation in operations if operation.type == "ReadVariableOp")
+        self.complete_reads = {tuple(read.outputs[0].shape): read for read in reads if read.outputs[0].shape.rank}
+        # Values that Python draws while the function is traced: each call uses the same ones.
+        drawn = (name for part in _graphs(graph) for name in part.get_collection(DRAWN_ONCE))
+        self.drawn_once = list(dict.fromkeys(drawn))
 
 
-def differing_value(one: tf.Graph, other: tf.Graph) -> list[str]:
+def differing_value(one: tf.Graph, again: tf.Graph) -> list[str]:
     """Returns the first value that differs between two traces of a function, such as a clock's; none if all agree."""
 
-    def described(each: tf.Operation) -> tuple[str, bytes]:
-        is_number = each.type == "Const" and each.outputs[0].dtype != tf.string  # Texts may contain addresses.
-        return each.type, each.get_attr("value").SerializeToString() if is_number else b""
+    def described(operation: tf.Operation) -> tuple[str, bytes]:
+        is_number = (
+            operation.type == "Const" and operation.outputs[0].dtype != tf.string
+        )  # Texts may contain addresses.
+        return operation.type, operation.get_attr("value").SerializeToString() if is_number else b""
 
-    pairs = zip(operations_of(one), operations_of(other), strict=False)
-    return [f"a value{place(each)}" for each, again in pairs if described(each) != described(again)][:1]
-
-
-def _graphs(graph: tf.Graph) -> list[tf.Graph]:
-    """Returns the graph, and the graphs of its functions, which also are the bodies of loops and branches."""
-    return [graph, *(function.graph for function in graph._functions.values())]
+    pairs = zip(operations_of(one), operations_of(again), strict=False)
+    return [f"a value{place(first)}" for first, second in pairs if described(first) != described(second)][:1]
 
 
 def operations_of(graph: tf.Graph) -> list[tf.Operation]:
-    """Returns the operations of a graph and of its functions."""
-    return [operation for each in _graphs(graph) for operation in each.get_operations()]
+    """Returns the operations of a graph and of its functions, which also are the bodies of loops and branches."""
+    return [operation for part in _graphs(graph) for operation in part.get_operations()]
 
 
-def _is_changed(handle: tf.Tensor) -> bool:
-    return any(handle in get_read_write_resource_inputs(operation)[1] for operation in handle.consumers())
+def _graphs(graph: tf.Graph) -> list[tf.Graph]:
+    return [graph, *(function.graph for function in graph._functions.values())]
 
 
 def _draws(kind: str) -> bool:
@@ -163,29 +151,27 @@ def place(operation: tf.Operation) -> str:
     return ""
 
 
-# --- Operations that a resumed run would not repeat, each with advice: random ones, and Python functions --------------
+def unrepeatable(traced: Traced, hook: str) -> tuple[list[str], list[str]]:
+    """Returns what of prepare_example or train_step a resumed run would not repeat: draws, and Python functions.
 
-
-def unrepeatable_in_preparation(traced: Traced) -> tuple[list[str], list[str]]:
-    """Returns the random operations of prepare_example with the generators it draws from, and its Python functions."""
-    instead = "take the parameter `seed` and draw with tf.random.stateless_* or tf.image.stateless_random_*"
-    draws = _draws_with(traced, instead, "examples")
-    changed = [name or "of a tf.random.Generator" for name in traced.changed.values()]
-    draws += [f"changes the variable {each}, which no checkpoint contains: {instead}" for each in changed]
-    instead = "draw from np.random.default_rng(np.abs(seed)), with `seed` as its argument, so that a resume repeats it"
-    return draws, [f"{each} runs Python: {instead}" for each in traced.python_calls]
-
-
-def unrepeatable_in_step(traced: Traced) -> tuple[list[str], list[str]]:
-    """Returns the random operations of a step, and its Python functions, which may draw too, or keep state."""
-    instead = "use keras.layers.Dropout, or draw from a seed of each example that prepare_example returns, see "
-    instead += "docs/steps.md"
-    draws = _draws_with(traced, instead, "steps")
-    instead = "no checkpoint contains its state or its random numbers; let it depend on its arguments alone"
-    return draws, [f"{each} runs Python: {instead}" for each in traced.python_calls]
-
-
-def _draws_with(traced: Traced, instead: str, calls: str) -> list[str]:
-    draws = [f"{each} draws different numbers after a resume: {instead}" for each in traced.random_operations]
-    once = f"comes from Python, once for all {calls}, because the hook runs as a graph: {instead}"
-    return draws + [f"{each} {once}" for each in traced.drawn_once]
+    These may draw too, or keep state. Each text contains advice.
+    """
+    if hook == "prepare_example":
+        instead = "take the parameter `seed` and draw with tf.random.stateless_* or tf.image.stateless_random_*"
+        in_python = (
+            "draw from np.random.default_rng(np.abs(seed)), with `seed` as its argument, so that a resume repeats it"
+        )
+        changed, calls = [name or "of a tf.random.Generator" for name in traced.changed.values()], "examples"
+    else:
+        instead = "use keras.layers.Dropout, or draw from a seed of each example that prepare_example returns, see "
+        instead += "docs/steps.md"
+        in_python = "no checkpoint contains its state or its random numbers; let it depend on its arguments alone"
+        changed, calls = [], "steps"
+    return [
+        *(f"{draw} draws different numbers after a resume: {instead}" for draw in traced.random_operations),
+        *(
+            f"{value} comes from Python, once for all {calls}, because the hook runs as a graph: {instead}"
+            for value in traced.drawn_once
+        ),
+        *(f"changes the variable {name}, which no checkpoint contains: {instead}" for name in changed),
+    ], [f"{call} runs Python: {in_python}" for call in traced.python_calls]

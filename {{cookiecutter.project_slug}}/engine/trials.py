@@ -4,35 +4,20 @@ Optuna is an extra of the project, so a program imports this file only if it is 
 """
 
 import contextlib
-import dataclasses
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import filelock
 import optuna
 from optuna.storages.journal import JournalFileBackend
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
-from optuna.visualization import matplotlib
 
 from engine.errors import BadInput
 
 FAILURES_IN_A_ROW = 3
-TRIALS_TO_DRAW = 5  # An importance that is estimated from fewer scores would be noise.
-
-Space = Callable[[optuna.Trial], list[str]]  # Suggests the values of a trial; returns its flags.
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """A trial that this program has taken: the flags are of the space, the arguments are those of all its trials."""
-
-    number: int
-    flags: list[str]
-    arguments: list[str]
-    reporter: optuna.Trial
-    lock: filelock.BaseFileLock  # The system releases it if this program is killed.
 
 
 class Trials:
@@ -46,34 +31,36 @@ class Trials:
         Raises BadInput if the folder cannot be used, or its study has the other direction.
         """
         self._folder = folder
+        self._locks: dict[int, filelock.BaseFileLock] = {}  # The system releases them if this program is killed.
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        optuna_direction: Literal["minimize", "maximize"] = "minimize" if direction == "min" else "maximize"
+        wanted = StudyDirection.MINIMIZE if direction == "min" else StudyDirection.MAXIMIZE
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Optuna's own lock would outlive a program that is killed while it has it.
             lock: Any = self._lock("journal")  # It has the two methods that Optuna calls.
-            with lock:
-                _cut(folder / "journal.log")
-            journal = JournalFileBackend(str(folder / "journal.log"), lock)
+            with lock, (folder / "journal.log").open("ab+") as file:
+                # A full disk leaves half a line at the end. Optuna would append to it, and never read it again.
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
             self._study = optuna.create_study(
-                storage=optuna.storages.JournalStorage(journal),
+                storage=optuna.storages.JournalStorage(JournalFileBackend(str(folder / "journal.log"), lock)),
                 study_name="sweep",
-                direction=optuna_direction,
+                direction=wanted,
                 pruner=getattr(optuna.pruners, pruner)(),
                 load_if_exists=True,
             )
         except OSError as problem:
             raise BadInput(f"--sweep-dir {folder} cannot be used ({problem.strerror}): use another one") from None
-        if self._study.direction.name != optuna_direction.upper():
+        if (recorded := self._study.direction) != wanted:
             raise BadInput(
-                f"--sweep-dir {folder} has scores to {self._study.direction.name.lower()}, and --monitor-direction is "
-                f"{direction}: use another one"
+                f"--sweep-dir {folder} has scores to {recorded.name.lower()}, and --monitor-direction is {direction}: "
+                "use another one"
             )
 
-    def take(self, space: Space, most: int, arguments: list[str]) -> Trial | None:
+    def take(self, space: Callable[[optuna.Trial], list[str]], most: int, arguments: list[str]) -> optuna.Trial | None:
         """Returns a trial that a killed program has left, or else a new one; None if there are `most`, all taken.
 
-        `arguments` are recorded with a new trial. One that was left keeps its own.
+        A new one gets the user_attrs "flags", from `space`, and "arguments". One that was left keeps its own.
         """
         with self._lock("take"):
             trials = self._trials()
@@ -82,9 +69,8 @@ class Trials:
                     lock = self._lock(trial.number)
                     with contextlib.suppress(filelock.Timeout):
                         lock.acquire(blocking=False)
-                        reporter = optuna.Trial(self._study, trial._trial_id)
-                        flags, arguments = trial.user_attrs["flags"], trial.user_attrs["arguments"]
-                        return Trial(trial.number, flags, arguments, reporter, lock)
+                        self._locks[trial.number] = lock
+                        return optuna.Trial(self._study, trial._trial_id)
             if len(trials) >= most:
                 return None
             # A constant seed would repeat the first proposals after each start.
@@ -92,19 +78,13 @@ class Trials:
             copy = optuna.create_study(direction=self._study.direction, sampler=sampler)
             copy.add_trials(trials)
             asked = copy.ask()
-            recorded = {"flags": space(asked), "arguments": arguments}
+            attributes = {"flags": space(asked), "arguments": arguments}
+            new: dict[str, Any] = {"params": asked.params, "distributions": asked.distributions}
             # One write adds the trial with all its values, so that a kill cannot leave some of them.
-            self._study.add_trial(
-                optuna.create_trial(
-                    state=TrialState.RUNNING,
-                    params=asked.params,
-                    distributions=asked.distributions,
-                    user_attrs=recorded,
-                )
-            )
+            self._study.add_trial(optuna.create_trial(state=TrialState.RUNNING, user_attrs=attributes, **new))
         return self.take(space, most, arguments)
 
-    def prune(self, trial: Trial, scores: Mapping[int, float]) -> bool:
+    def prune(self, trial: optuna.Trial, scores: Mapping[int, float]) -> bool:
         """Reports the scores of a trial by epoch, from 1; records that it ends early if one is too poor; returns that.
 
         What it decides does not depend on how many scores come at a time, nor on which are known already.
@@ -112,27 +92,29 @@ class Trials:
         last = self._trials()[trial.number].last_step or 0
         for epoch, score in scores.items():
             if epoch > last:
-                trial.reporter.report(score, epoch)
-            if epoch >= last and trial.reporter.should_prune():
-                self._end(trial, state=TrialState.PRUNED)
+                trial.report(score, epoch)
+            if epoch >= last and trial.should_prune():
+                self._study.tell(trial.number, state=TrialState.PRUNED)
+                self.release(trial)
                 return True
         return False
 
-    def complete(self, trial: Trial, score: float) -> None:
-        """Records the score of a trial; one that is NaN makes it a failed trial."""
-        self._end(trial, score)
+    def end(self, trial: optuna.Trial, score: float | None = None, error: str = "") -> None:
+        """Records the score of a trial, or the error of one that failed; one whose score is NaN has failed, too.
 
-    def fail(self, trial: Trial, error: str) -> None:
-        """Records a trial that failed. Raises BadInput if it is the third in a row with this error."""
-        trial.reporter.set_user_attr("error", error)
-        self._end(trial, state=TrialState.FAIL)
-        errors = [_error(trial) for trial in self._trials() if trial.state.is_finished()]
-        if errors[-FAILURES_IN_A_ROW:] == [error] * FAILURES_IN_A_ROW:
+        Raises BadInput if it is the third in a row with this error.
+        """
+        if error:
+            trial.set_user_attr("error", error)
+        self._study.tell(trial.number, score, TrialState.FAIL if error else None)
+        self.release(trial)
+        errors = [ended.user_attrs.get("error") for ended in self._trials() if ended.state.is_finished()]
+        if error and errors[-FAILURES_IN_A_ROW:] == [error] * FAILURES_IN_A_ROW:
             raise BadInput(f"{FAILURES_IN_A_ROW} trials in a row ended with: {error}")
 
-    def _end(self, trial: Trial, score: float | None = None, state: TrialState | None = None) -> None:
-        self._study.tell(trial.number, score, state)
-        trial.lock.release()
+    def release(self, trial: optuna.Trial) -> None:
+        """Lets any program take the trial, if it has not ended."""
+        self._locks.pop(trial.number).release()
 
     def ended(self) -> int:
         """Returns the number of trials that have ended."""
@@ -140,15 +122,16 @@ class Trials:
 
     def ranked(self) -> list[FrozenTrial]:
         """Returns the trials with a score, the best one first."""
-        completed = [trial for trial in self._trials() if trial.state == TrialState.COMPLETE]
-        sign = 1 if self._study.direction.name == "MINIMIZE" else -1
-        return sorted(completed, key=lambda trial: sign * (trial.value or 0.0))
+        completed = self._study.get_trials(states=[TrialState.COMPLETE])
+        return sorted(
+            completed, key=lambda trial: trial.value or 0.0, reverse=self._study.direction == StudyDirection.MAXIMIZE
+        )
 
     def describe(self, number: int) -> str:
         """Returns a line about a trial: its state, its score, and its error or its flags."""
         trial = self._trials()[number]
         score = "" if trial.value is None else f"{trial.value:.4g}"
-        text = _error(trial) or shlex.join(trial.user_attrs["flags"])
+        text = trial.user_attrs.get("error") or shlex.join(trial.user_attrs["flags"])
         return f"trial {number:<4} {trial.state.name.lower():<9} {score:<9} {text}"
 
     def table(self) -> str:
@@ -157,32 +140,8 @@ class Trials:
         others = [trial.number for trial in self._trials() if trial.number not in best]
         return "\n".join(map(self.describe, [*best, *others]))
 
-    def draw(self) -> list[Path]:
-        """Draws the importance of each value, and the values of all trials, if there are enough; returns the files."""
-        if len(self.ranked()) < TRIALS_TO_DRAW:
-            return []
-        plots: dict[str, Callable[..., Any]] = {
-            "importances": matplotlib.plot_param_importances,
-            "trials": matplotlib.plot_parallel_coordinate,
-        }
-        for name, plot in plots.items():
-            plot(self._study).figure.savefig(self._folder / f"{name}.png", bbox_inches="tight")
-        return [self._folder / f"{name}.png" for name in plots]
-
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
 
     def _lock(self, name: object) -> filelock.BaseFileLock:
         return filelock.FileLock(self._folder / f".{name}.lock", fallback_to_soft=False)
-
-
-def _error(trial: FrozenTrial) -> str:
-    """Returns the error of a failed trial, "" of others: a killed program may leave one in a trial that is resumed."""
-    return trial.user_attrs.get("error", "") if trial.state == TrialState.FAIL else ""
-
-
-def _cut(journal: Path) -> None:
-    """Removes half a line at the end, as a full disk leaves it. Optuna would append to it, and never read it again."""
-    if journal.exists():
-        with journal.open("rb+") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)

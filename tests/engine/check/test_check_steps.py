@@ -14,7 +14,7 @@ from planted import L2, ORIGINAL, Fault, assert_found, average, cases, label_los
 
 import task
 import train
-from engine import messages
+from engine import errors
 from engine.check.measure import Measured
 from engine.check.results import differing_gradients
 from engine.data import CompiledSteps
@@ -250,7 +250,7 @@ def test_gradient_that_differs_with_weights_nearby_too_is_a_fault_and_else_round
 
 
 def test_exception_in_a_hook_is_named_by_line_with_what_it_says(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "PROJECT", Path(__file__).parent)
+    monkeypatch.setattr(errors, "PROJECT", Path(__file__).parent)
     passed, lines = check({"compute_loss": loss_with_numpy, "create_loss_objects": dict}, only=("results",))
     assert not passed
     (line,) = [line for line in lines if line.startswith("FAIL")]

@@ -16,7 +16,7 @@ from streaming import stream
 from config import Config
 from engine.data.preparation import Preparation, Prepared
 from engine.errors import BadInput
-from engine.tracing import unrepeatable_in_preparation
+from engine.tracing import unrepeatable
 
 COUNT = 37
 
@@ -96,7 +96,7 @@ def test_value_that_python_draws_once_for_all_examples_is_found() -> None:
     ):
         traced = Preparation(prepare_example, training=True).trace(images("").element_spec).traced
         assert traced is not None
-        draws, _ = unrepeatable_in_preparation(traced)
+        draws, _ = unrepeatable(traced, "prepare_example")
         assert len(draws) == is_found
         assert all(re.match(r"a value .+ comes from Python, once for all examples, because", each) for each in draws)
 

@@ -13,8 +13,7 @@ import task
 import train
 from config import Config
 from engine.cluster.strategy import create_strategy
-from engine.errors import BadInput
-from engine.messages import user_errors_named
+from engine.errors import BadInput, user_errors_named
 from engine.model import rows
 from engine.model.gradients import apply_gradients, in_micro_batches
 from engine.model.optimizers import prepare_optimizer

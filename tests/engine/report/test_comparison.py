@@ -100,9 +100,9 @@ def test_what_is_no_run_and_other_work_are_refused(capsys: pytest.CaptureFixture
     for arguments, rule in (
         (["a", "missing"], "--compare missing contains no run"),
         (["a", "file"], "--compare file contains no run"),
-        (["a", "--fresh"], "--fresh cannot be combined with --compare"),
+        (["a", "--fresh"], "--fresh leaves no run to evaluate"),
         (["a", "--check"], "--compare"),
-        ([], "--compare needs directories of runs"),
+        ([], "--compare needs at least one value"),
     ):
         with pytest.raises(SystemExit) as ended:
             train.main(["--compare", *arguments])

@@ -16,7 +16,7 @@ import train
 from config import Config
 from engine.cluster.workers import Workers
 from engine.report import report
-from engine.run.run import Run
+from engine.run.training import Run
 
 
 def use_random_model(patching: pytest.MonkeyPatch) -> None:

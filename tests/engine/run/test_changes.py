@@ -21,8 +21,8 @@ from engine.run import resume as resume_module
 from engine.run.directory import Directory
 from engine.run.progress import Progress
 from engine.run.resume import created_rates
-from engine.run.run import Run
 from engine.run.start import RunDirectory
+from engine.run.training import Run
 
 Ended = Callable[..., tuple[int, str]]
 SGD = keras.optimizers.SGD

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from small_states import make_checkpoints, variables
 
-from engine import retries
+from engine import files
 from engine.errors import BadInput, Unavailable
 from engine.run import checkpoint_files
 from engine.run.checkpoints import Damaged, restore_newest
@@ -82,7 +82,7 @@ def test_fault_that_passes_is_no_damage(
         return read(*arguments)
 
     monkeypatch.setattr(holder, name, read_or_fail)
-    monkeypatch.setattr(retries, "SECONDS_TO_WAIT", (0.001,) * 3)
+    monkeypatch.setattr(files, "SECONDS_TO_WAIT", (0.001,) * 3)
     if told:
         with pytest.raises(Unavailable, match=told):
             restore_newest(states, best)
@@ -112,7 +112,7 @@ def test_checkpoint_is_written_again_after_a_fault_that_passes(
             raise problem
         return result
 
-    monkeypatch.setattr(retries, "SECONDS_TO_WAIT", (0.001,) * 3)
+    monkeypatch.setattr(files, "SECONDS_TO_WAIT", (0.001,) * 3)
     monkeypatch.setattr(holder, name, failing)
     states.save(1, Progress(step=1).record())
     assert os.listdir(tmp_path / "states") == ["step-00000001"]

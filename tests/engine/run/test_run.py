@@ -12,8 +12,8 @@ from short_runs import interrupted
 import train
 from engine.errors import BadInput, Diverged, Stopped
 from engine.run.progress import Progress
-from engine.run.run import Run
 from engine.run.start import saving_on_exit
+from engine.run.training import Run
 
 
 def run_epochs(run: Run, scores: list[float], *, names: tuple[str, ...] = ("validation",)) -> None:

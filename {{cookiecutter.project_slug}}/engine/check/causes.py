@@ -12,11 +12,10 @@ from engine.check.results import MARGIN, PROMISE, close
 from engine.check.steps import draws
 from engine.errors import BadInput
 from engine.model.step import step_on
-from engine.run.evaluation import Program
 
 
 def why_losses_differ(
-    program: Program, task: Any, padded: str, one: float, two: float, *, doubled: bool
+    program: Any, task: Any, padded: str, one: float, two: float, *, doubled: bool
 ) -> tuple[str, str]:
     """Returns the hook to look at, and the likely cause, from the losses of one replica and of two.
 

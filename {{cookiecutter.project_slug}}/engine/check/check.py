@@ -5,6 +5,7 @@ import re
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 from rich.text import Text
@@ -13,14 +14,11 @@ from engine.check.checks import PARTS, Check, run_checks
 from engine.check.measure import BATCHES
 from engine.cluster.environment import reject_cluster
 from engine.console import columns, console
-from engine.errors import BadInput, Diverged
-from engine.messages import first_line, where_raised
-from engine.protocols import Task
-from engine.run.evaluation import Program
+from engine.errors import BadInput, Diverged, first_line, where_raised
 from engine.settings import Settings
 
 
-def check_task(program: Program, task: Task, settings: Settings, only: Collection[str] = PARTS) -> bool:
+def check_task(program: Any, task: Any, settings: Settings, only: Collection[str] = PARTS) -> bool:
     """Prints a table of checks of task.py, with the settings of training; returns whether all passed. Saves nothing.
 
     `only` names the parts of `checks.PARTS` to run.

@@ -32,10 +32,8 @@ from engine.check.steps import check_loss, check_metrics, check_updated_metrics,
 from engine.cluster.strategy import create_strategy
 from engine.model.rows import slow_reads
 from engine.model.variables import by_name, model_variables
-from engine.protocols import Task
-from engine.run.evaluation import Program
 from engine.settings import Settings
-from engine.tracing import unrepeatable_in_step
+from engine.tracing import unrepeatable
 
 PARTS = ("examples", "results", "evaluation", "updates")
 REPEATED_STEPS = 40
@@ -43,7 +41,7 @@ SMALL_EPSILON = 1e-6
 
 
 def run_checks(
-    program: Program, task: Task, settings: Settings, global_batch_size: int, only: Collection[str] = PARTS
+    program: Any, task: Any, settings: Settings, global_batch_size: int, only: Collection[str] = PARTS
 ) -> Iterator[Check]:
     """Yields the results of the checks; BadInput, and any exception of a hook, ends them.
 
@@ -89,7 +87,7 @@ def run_checks(
 
 
 def _measure_one(
-    program: Program, task: Task, settings: Settings, alone: Settings, two: Measured
+    program: Any, task: Any, settings: Settings, alone: Settings, two: Measured
 ) -> tuple[Measured, Measured, str]:
     """Returns the results of one replica and of two, and why their losses differ if only micro-batches cause it.
 
@@ -118,7 +116,7 @@ def _measure_one(
     return one, two, why
 
 
-def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check]:
+def _check_layers(program: Any, task: Any, one: Measured) -> Iterator[Check]:
     layers, step, graph = one.layers, program.run.traced["train"], program.run_steps["train"].graph()
     assert graph is not None  # It is None only beside other processes.
     if layers.unsynchronized:
@@ -132,10 +130,10 @@ def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check
         more = f" and {len(unused) - 1} more get" if len(unused) > 1 else " gets"
         text = f"{unused[0]}{more} no gradient: pass it to apply_gradients and use it in the loss, or freeze its layer"
         yield Check(False, "task.py train_step", text)
-    unrepeatable, python = unrepeatable_in_step(step)
+    drawn, python = unrepeatable(step, "train_step")
     again = measure.losses_and_gradients(program, task, one.stacks)
     yield from check_repeats(
-        "train_step", "losses", unrepeatable, python, repeats=close(one.losses, [each[LOSS] for each in again])
+        "train_step", "losses", drawn, python, repeats=close(one.losses, [each[LOSS] for each in again])
     )
     if places := jumps(graph):
         text = f"its gradient jumps{places}, so results on one replica and on two drift apart: see "
@@ -146,7 +144,7 @@ def _check_layers(program: Program, task: Task, one: Measured) -> Iterator[Check
         yield Check(True, "task.py train_step", text)
 
 
-def _check_same_results(program: Program, task: Task, one: Measured, two: Measured, why: str) -> Iterator[Check]:
+def _check_same_results(program: Any, task: Any, one: Measured, two: Measured, why: str) -> Iterator[Check]:
     """`why` says why losses differ, if that is known."""
     # If the loss differs, gradients and metrics differ for the same reason.
     if differing := differing_losses(one, two):
@@ -188,13 +186,13 @@ def _check_same_results(program: Program, task: Task, one: Measured, two: Measur
         yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(one.metrics), *arrays])}")
 
 
-def _check_traces(program: Program) -> Iterator[Check]:
+def _check_traces(program: Any) -> Iterator[Check]:
     retraced = ", ".join(split for split, each in program.run_steps.items() if each.trace_count() != 1)
     fault = f"the {retraced} steps were traced more than once: use stacks.compile"
     yield Check(not retraced, "train.py compile_steps", fault if retraced else "every split's steps were traced once")
 
 
-def _check_evaluation(program: Program, task: Task) -> Iterator[Check]:
+def _check_evaluation(program: Any, task: Any) -> Iterator[Check]:
     """Checks that validation and test leave the model unchanged, and count no examples of weight 0.
 
     The program is a new one on one replica, whose random layers are as the hooks made them. Its variables are restored.
@@ -213,8 +211,8 @@ def _check_evaluation(program: Program, task: Task) -> Iterator[Check]:
 
 
 def _check_split(
-    program: Program,
-    task: Task,
+    program: Any,
+    task: Any,
     split: str,
     evaluate: Callable[[], dict[str, float]],
     variables: Mapping[str, tf.Variable],
@@ -245,7 +243,7 @@ def _check_split(
             yield from check_metrics(program, task, batches, stacks)
 
 
-def _check_training(program: Program, task: Task, settings: Settings, *, compare: bool) -> Iterator[Check]:
+def _check_training(program: Any, task: Any, settings: Settings, *, compare: bool) -> Iterator[Check]:
     """Checks that one replica and two make the same updates, that a checkpoint restores, and that the loss falls."""
     epochs = math.ceil(REPEATED_STEPS / measure.BATCHES)  # A schedule ends within these steps.
 
@@ -280,7 +278,7 @@ def _check_training(program: Program, task: Task, settings: Settings, *, compare
     yield Check(falls, "task.py create_optimizer", text if falls else text + rule)
 
 
-def _check_checkpoint(program: Program) -> Check:
+def _check_checkpoint(program: Any) -> Check:
     checkpoints, state = program.run.checkpoints, program.run.checkpoints.state
     saved = state.values()
     path = checkpoints.save(1, {})

@@ -18,16 +18,14 @@ from engine.data.records import Records
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.step import step_on
-from engine.protocols import Task
-from engine.run.evaluation import Program
 from engine.settings import Settings
-from engine.tracing import unrepeatable_in_preparation
+from engine.tracing import unrepeatable
 
 EXAMPLES_READ_TWICE = 200
 BATCHES_LOOKED_AT = 20
 
 
-def read_examples(program: Program, load_examples: Callable[[str], Any]) -> dict[str, Any]:
+def read_examples(program: Any, load_examples: Callable[[str], Any]) -> dict[str, Any]:
     """Returns hashes of the first examples of each split. Raises BadInput if they differ when they are read again."""
     hashes = {}
     for split in program.SPLITS:
@@ -50,7 +48,7 @@ def _compare(split: str, expected: Any, found: Any) -> None:
         raise BadInput(f"task.load_examples({split!r}) {text}")
 
 
-def check_examples(program: Program, settings: Settings, global_batch_size: int) -> Iterator[Check]:
+def check_examples(program: Any, settings: Settings, global_batch_size: int) -> Iterator[Check]:
     program.build(dataclasses.replace(settings, simulated_devices=1))
     sizes = ", ".join(f"{name} {each.number_of_examples}" for name, each in program.batches.items())
     yield Check(True, "task.py load_examples", f"{sizes} examples of one structure, in the same order twice")
@@ -67,11 +65,11 @@ def _fingerprint(examples: Any) -> str:
     return sha256_of(examples.take(EXAMPLES_READ_TWICE)) if isinstance(examples, tf.data.Dataset) else ""
 
 
-def check_batches(program: Program, task: Task) -> Iterator[Check]:
+def check_batches(program: Any, task: Any) -> Iterator[Check]:
     predict = tf.function(lambda features: task.model(features, training=False), autograph=False)
     for name, batches in program.batches.items():
         assert batches.traced is not None  # --check excludes --eager.
-        draws, python = unrepeatable_in_preparation(batches.traced)
+        draws, python = unrepeatable(batches.traced, "prepare_example")
         looked_at = itertools.islice(batches.one_by_one(), BATCHES_LOOKED_AT)
         first_batch = next(looked_at)
         pairs = zip(tf.nest.flatten(first_batch), tf.nest.flatten(next(batches.one_by_one())), strict=True)
@@ -111,7 +109,7 @@ def _check_labels(task: Any, name: str, batch: Any, predict: Callable[[Any], Any
     raise BadInput(f"{hook_of(name)} {text}: fix the labels or the model's last layer")
 
 
-def check_predictions(program: Program, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
+def check_predictions(program: Any, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
     """Checks the predictions, whose faults would otherwise show after the training, in --export or predict.py."""
     *_, last = program.batches.values()  # The test dataset, if there is one.
     features, _, sample_weights = next(last.one_by_one())

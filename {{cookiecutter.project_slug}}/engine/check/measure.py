@@ -14,11 +14,9 @@ from engine.check.recorder import recorded_gradients
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.variables import by_name, is_random_state, layers_of, trainable_variables
-from engine.protocols import Task
-from engine.run.evaluation import Program
 from engine.run.state import Values
 from engine.settings import Settings
-from engine.tracing import look_at
+from engine.tracing import Traced
 
 Arrays = dict[str, np.ndarray]  # Variable -> its value, gradient or change.
 
@@ -66,13 +64,13 @@ class Measured:
         return [float(each[LOSS]) for each in self.batches]
 
 
-def measure(program: Program, task: Task, settings: Settings, replicas: int) -> Measured:
+def measure(program: Any, task: Any, settings: Settings, replicas: int) -> Measured:
     """Builds the program for `replicas` and returns their `results`."""
     program.build(dataclasses.replace(settings, simulated_devices=replicas))
     return results(program, task)
 
 
-def results(program: Program, task: Task) -> Measured:
+def results(program: Any, task: Any) -> Measured:
     """Returns the results of a new program for a few batches, without randomness.
 
     Build it under `few_examples` and `recording_optimizers`. Raises BadInput if the loss or a gradient is not finite,
@@ -116,7 +114,7 @@ def results(program: Program, task: Task) -> Measured:
 
 
 @contextlib.contextmanager
-def state_restored(program: Program) -> Iterator[Values]:
+def state_restored(program: Any) -> Iterator[Values]:
     """Yields the values of the program's state, and gives them back to it at the end."""
     state = program.run.checkpoints.state
     initial = state.values()
@@ -124,7 +122,7 @@ def state_restored(program: Program) -> Iterator[Values]:
     state.assign(initial)
 
 
-def _assigned(program: Program, task: Task, batches: Any) -> Arrays:
+def _assigned(program: Any, task: Any, batches: Any) -> Arrays:
     """Takes a step; returns `Measured.assigned`."""
     state = program.run.checkpoints.state
     recorded = {id(gradient) for gradient in recorded_gradients(task).values()}
@@ -141,7 +139,7 @@ def _assigned(program: Program, task: Task, batches: Any) -> Arrays:
         }
 
 
-def make_comparable(program: Program, task: Task, *splits: str) -> Layers:
+def make_comparable(program: Any, task: Any, *splits: str) -> Layers:
     """Switches randomness off where a number gives its strength, and synchronizes every BatchNormalization.
 
     Then it traces the steps of some splits, or of all.
@@ -166,7 +164,7 @@ def make_comparable(program: Program, task: Task, *splits: str) -> Layers:
     return Layers(list(dict.fromkeys([*random, *still_random])), still_random, synchronized, unsynchronized)
 
 
-def changed_unlisted(program: Program) -> list[str]:
+def changed_unlisted(program: Any) -> list[str]:
     """Returns the names of the variables that the steps change and Keras does not list."""
     changed = {handle for step in program.run.traced.values() for handle in step.changed}
     local = program.strategy.experimental_local_results
@@ -177,16 +175,16 @@ def changed_unlisted(program: Program) -> list[str]:
     ]
 
 
-def random_states(program: Program) -> list[tf.Variable]:
+def random_states(program: Any) -> list[tf.Variable]:
     """Returns the states of all random generators, each replica's own."""
     states = [each for name, each in program.run.objects.per_replica_weights.items() if is_random_state(name)]
     return [part for state in states for part in program.strategy.experimental_local_results(state)]
 
 
-def drawing_layers(program: Program, task: Task, split: str) -> list[keras.layers.Layer]:
+def drawing_layers(program: Any, task: Any, split: str) -> list[keras.layers.Layer]:
     """Returns the layers from whose random generators the steps of a split draw."""
     graph, local_results = program.run_steps[split].graph(), program.strategy.experimental_local_results
-    changed = look_at(graph).changed if graph else ()
+    changed = Traced(graph).changed if graph else ()
 
     def draws(generator: keras.random.SeedGenerator) -> bool:
         return any(id(each.handle) in changed for each in local_results(generator.state.value))
@@ -194,14 +192,14 @@ def drawing_layers(program: Program, task: Task, split: str) -> list[keras.layer
     return [layer for layer in _layers(task) if any(map(draws, layer._seed_generators))]
 
 
-def draws_from_generators(program: Program, split: str) -> bool:
+def draws_from_generators(program: Any, split: str) -> bool:
     """Returns whether the steps of a split draw from a random generator, which gives each replica its own numbers."""
     graph = program.run_steps[split].graph()
-    changed = look_at(graph).changed if graph else ()
+    changed = Traced(graph).changed if graph else ()
     return any(id(each.handle) in changed for each in random_states(program))
 
 
-def depends_on_seeds(program: Program, evaluate: Callable[[], dict[str, float]], results: dict[str, float]) -> bool:
+def depends_on_seeds(program: Any, evaluate: Callable[[], dict[str, float]], results: dict[str, float]) -> bool:
     """Returns whether other states of the random generators give an evaluation other results; changes none of them."""
     seeds = [(each, each.numpy()) for each in random_states(program)]
     if not seeds:
@@ -214,13 +212,13 @@ def depends_on_seeds(program: Program, evaluate: Callable[[], dict[str, float]],
     return not np.array_equal([*others.values()], [*results.values()], equal_nan=True)
 
 
-def first_stacks(program: Program) -> list[tuple[Any, int, int]]:
+def first_stacks(program: Any) -> list[tuple[Any, int, int]]:
     """Returns the batches of the first epoch: stacks, the index of the first batch in each, and how many to take."""
     batches = program.batches["train"]
     return list(batches.iterator().take(batches.steps_per_pass))
 
 
-def _half_padded(program: Program, batches: tuple[Any, int, int]) -> tuple[Any, int, int]:
+def _half_padded(program: Any, batches: tuple[Any, int, int]) -> tuple[Any, int, int]:
     """Returns the first of the batches, with sample weights of 0 in the second half of the global batch."""
     stack, first, _ = batches
     half = program.batches["train"].global_batch_size // 2
@@ -235,7 +233,7 @@ def _half_padded(program: Program, batches: tuple[Any, int, int]) -> tuple[Any, 
     return program.strategy.run(pad, args=tuple(stack)), first, 1
 
 
-def losses_and_gradients(program: Program, task: Task, stacks: Sequence[tuple[Any, int, int]]) -> list[Arrays]:
+def losses_and_gradients(program: Any, task: Any, stacks: Sequence[tuple[Any, int, int]]) -> list[Arrays]:
     """Returns the LOSS and the gradients of each batch, all from the program's present state."""
     gradients, results = recorded_gradients(task), []
     with state_restored(program) as initial:
@@ -247,7 +245,7 @@ def losses_and_gradients(program: Program, task: Task, stacks: Sequence[tuple[An
     return results
 
 
-def measure_updates(program: Program, task: Task, stacks: Sequence[tuple[Any, int, int]]) -> Arrays:
+def measure_updates(program: Any, task: Any, stacks: Sequence[tuple[Any, int, int]]) -> Arrays:
     """Returns how an epoch of these batches, with the real optimizers, changes each weight. The state is restored."""
     before = _weights(task)
     with state_restored(program):
@@ -256,9 +254,7 @@ def measure_updates(program: Program, task: Task, stacks: Sequence[tuple[Any, in
         return _differences(before, _weights(task))
 
 
-def rounding_of(
-    exact: list[Arrays], program: Program, task: Task, compute: Callable[[], list[Arrays]]
-) -> dict[str, float]:
+def rounding_of(exact: list[Arrays], program: Any, task: Any, compute: Callable[[], list[Arrays]]) -> dict[str, float]:
     """Returns how much the arrays `exact`, which `compute` returns, change at most when all weights change a little."""
     largest = dict.fromkeys(exact[0], 0.0)
     for draw in range(DRAWS):
@@ -270,7 +266,7 @@ def rounding_of(
 
 
 @contextlib.contextmanager
-def _moved_weights(program: Program, task: Task, by: float, seed: int = 0) -> Iterator[None]:
+def _moved_weights(program: Any, task: Any, by: float, seed: int = 0) -> Iterator[None]:
     """Multiplies each trainable weight by 1 + `by` or 1 - `by`, as `seed` says; restores the program's state."""
     random = np.random.default_rng(seed)
     with state_restored(program):
@@ -281,11 +277,11 @@ def _moved_weights(program: Program, task: Task, by: float, seed: int = 0) -> It
         yield
 
 
-def _layers(task: Task) -> list[keras.layers.Layer]:
+def _layers(task: Any) -> list[keras.layers.Layer]:
     return [layer for model in by_name(task.model, "model").values() for layer in layers_of(model)]
 
 
-def _weights(task: Task) -> Arrays:
+def _weights(task: Any) -> Arrays:
     return {name: variable.numpy() for name, variable in trainable_variables(task.model).items()}
 
 
@@ -303,7 +299,7 @@ def _check_finite(batches: Sequence[Arrays]) -> None:
                 raise BadInput(f"task.compute_loss: the gradient of {name} is not finite, though the loss is, {hint}")
 
 
-def few_examples(task: Task, global_batch_size: int) -> contextlib.AbstractContextManager[object]:
+def few_examples(task: Any, global_batch_size: int) -> contextlib.AbstractContextManager[object]:
     """Shortens every split to a few batches, the last of them incomplete."""
     load_examples = task.load_examples
     count = BATCHES * global_batch_size + global_batch_size // 2

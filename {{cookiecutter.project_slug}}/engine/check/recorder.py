@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from engine.model.variables import by_name, trainable_variables
-from engine.protocols import Task
 
 
 class Recorder(keras.optimizers.SGD):
@@ -45,7 +44,7 @@ class Recorder(keras.optimizers.SGD):
         self.assign_add(self.gradients[self._get_variable_index(variable)], gradient)
 
 
-def recorded_gradients(task: Task) -> dict[str, tf.Variable]:
+def recorded_gradients(task: Any) -> dict[str, tf.Variable]:
     """Returns the variables that hold the recorded gradients, under the names of the trainable variables."""
     names = {id(variable): name for name, variable in trainable_variables(task.model).items()}
     return {
@@ -55,7 +54,7 @@ def recorded_gradients(task: Task) -> dict[str, tf.Variable]:
     }
 
 
-def recording_optimizers(task: Task) -> contextlib.AbstractContextManager[object]:
+def recording_optimizers(task: Any) -> contextlib.AbstractContextManager[object]:
     """Replaces the task's optimizers with recorders."""
     create_optimizer = task.create_optimizer
 

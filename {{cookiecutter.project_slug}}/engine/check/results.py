@@ -9,7 +9,6 @@ import numpy as np
 from engine.check.measure import LOSS, Arrays, Measured
 from engine.errors import BadInput
 from engine.model.metrics import ResultNames
-from engine.protocols import Task
 
 TOLERANCE = 1e-4  # Of gradients and updates, whose rounding is larger than that of the results made of them.
 PROMISE = 1e-5  # Of losses and metrics.
@@ -49,7 +48,7 @@ def as_texts(one: float, other: float) -> tuple[str, str]:
     return next((pair for pair in texts if pair[0] != pair[1]), (f"{one:.6g}", f"{other:.6g}"))
 
 
-def hook_of_step(task: Task, hook: str, split: str = "train") -> str:
+def hook_of_step(task: Any, hook: str, split: str = "train") -> str:
     """Returns "task.py <hook>" if the task has this hook, otherwise the step of the split."""
     if hasattr(task, hook):
         return f"task.py {hook}"

@@ -18,9 +18,7 @@ from engine.check.results import PROMISE, TOLERANCE, Check, close, differing_met
 from engine.data.batches import Batches
 from engine.model.global_batch import adds_losses
 from engine.model.variables import by_name, inner_variable, layers_of, trainable_variables
-from engine.protocols import Task
-from engine.run.evaluation import Program
-from engine.tracing import look_at, operations_of, place
+from engine.tracing import Traced, operations_of, place
 
 FEATURES, LABELS, _, LENGTHS = range(4)  # The parts of a stack; only padded examples have lengths.
 KERAS = Path(keras.__file__).parent
@@ -31,7 +29,7 @@ OTHERS = {"layers", "models", "metrics", "optimizers"}  # Folders of Keras.
 SMOOTH = {"huber", "log_cosh"}  # Losses that contain such an operation, and whose gradient does not jump.
 
 
-def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
+def check_loss(program: Any, task: Any, one: Measured) -> Iterator[Check]:
     """Checks that the loss of training uses sample weights and regularizers. `one` was measured on this program."""
     stacks, where = one.stacks, hook_of_step(task, "compute_loss")
 
@@ -82,7 +80,7 @@ def check_loss(program: Program, task: Task, one: Measured) -> Iterator[Check]:
         yield Check(False, where, text + "tf.nn.scale_regularization_loss(model.losses)")
 
 
-def _not_added(task: Task, batches: list[Arrays]) -> list[str]:
+def _not_added(task: Any, batches: list[Arrays]) -> list[str]:
     """Returns weights and layers whose regularization is not in the results of examples that all have weight 0."""
     names = {id(variable): name for name, variable in trainable_variables(task.model).items()}
     missing = [
@@ -97,18 +95,16 @@ def _not_added(task: Task, batches: list[Arrays]) -> list[str]:
     return _loss_layers(task)
 
 
-def _loss_layers(task: Task) -> list[str]:
+def _loss_layers(task: Any) -> list[str]:
     """Returns the layers that add losses of their own, such as regularizers of activities."""
     return [layer.name for model in _models(task) for layer in layers_of(model) if adds_losses(layer)]
 
 
-def _models(task: Task) -> list[keras.Model]:
+def _models(task: Any) -> list[keras.Model]:
     return list(by_name(task.model, "model").values())
 
 
-def check_metrics(
-    program: Program, task: Task, batches: Batches, stacks: list[tuple[Any, int, int]]
-) -> Iterator[Check]:
+def check_metrics(program: Any, task: Any, batches: Batches, stacks: list[tuple[Any, int, int]]) -> Iterator[Check]:
     """Checks that no metric of a dataset depends on examples of weight 0; `stacks` has a pass over its batches.
 
     The steps must leave the model as it is.
@@ -135,7 +131,7 @@ def check_metrics(
         yield Check(False, hook_of_step(task, "update_metrics", batches.split), text)
 
 
-def check_updated_metrics(program: Program, task: Task) -> Iterator[Check]:
+def check_updated_metrics(program: Any, task: Any) -> Iterator[Check]:
     """Checks that the steps of each split update all metrics of the split, and no others."""
     local = program.strategy.experimental_local_results
     owners = {
@@ -148,7 +144,7 @@ def check_updated_metrics(program: Program, task: Task) -> Iterator[Check]:
     for split, steps in program.run_steps.items():
         graph, where = steps.graph(), hook_of_step(task, "update_metrics", split)
         assert graph is not None  # It is None only in other processes.
-        updated = {owners[handle] for handle in look_at(graph).changed if handle in owners}
+        updated = {owners[handle] for handle in Traced(graph).changed if handle in owners}
         if others := [each for each in owners.values() if each in updated and each[0] != split]:
             other, name = others[0]
             text = f"the {split} steps update metrics[{other!r}][{name!r}]: update metrics[{split!r}] there"

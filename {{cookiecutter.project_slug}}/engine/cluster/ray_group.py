@@ -12,8 +12,7 @@ import ray
 from ray import train as ray_train
 
 from engine.cluster.launcher import FINAL_CODES
-from engine.errors import Stopped
-from engine.messages import first_line
+from engine.errors import Stopped, first_line
 
 SECONDS_BETWEEN_CHECKS = 5.0
 DEFAULTS = {

@@ -18,9 +18,8 @@ from engine.cluster.nvidia import identify_gpus, why_no_gpu
 from engine.cluster.rendezvous import rendezvous
 from engine.cluster.tensorflow_start import start_tensorflow
 from engine.console import console
-from engine.errors import BadInput
+from engine.errors import BadInput, first_line
 from engine.machine import shared_facts
-from engine.messages import first_line
 from engine.settings import Settings, flag
 
 ALREADY_STARTED = "TensorFlow has already started in this process: make tensors in the hooks, not on import of task.py"

@@ -17,8 +17,7 @@ import tensorflow as tf
 
 from engine.cluster.environment import Cluster, find_cluster, process_name
 from engine.cluster.rendezvous import FROZEN, kind_of_loss, lost, wait_for
-from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
-from engine.messages import DIFFERENT_CALLS, is_broken_connection
+from engine.errors import DIFFERENT_CALLS, BadInput, CannotWrite, Damaged, PeerLost, Unavailable, is_broken_connection
 
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
 HEAD = 256  # Bytes of a result in the first operation of `from_chief`; most results fit.
@@ -53,6 +52,15 @@ class Workers:
             lambda _: tf.constant(next(first, np.zeros_like(integers)))
         )
         return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None).numpy()
+
+    @tf.autograph.experimental.do_not_convert
+    def sum(self, losses: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of the `losses` (any shape) of all workers, on each of them; in a graph."""
+        if self.count == 1:
+            return losses
+        of_replicas = iter([losses])  # One of a worker's replicas carries its losses.
+        per_replica = self._strategy.run(lambda: next(of_replicas, tf.zeros_like(losses)))
+        return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None)
 
     def gather(
         self, values: dict[str, np.ndarray], doing: str = "", *, to_chief: bool = False

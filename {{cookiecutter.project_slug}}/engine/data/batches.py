@@ -17,7 +17,7 @@ from engine.data.examples import CORES, PARALLEL_CALLS, Examples, Shard, hook_of
 from engine.data.preparation import Preparation, evaluation_seed, pass_seed
 from engine.data.stacks import StackIterator, Stacks, on_replicas, stack_size, stacked
 from engine.errors import BadInput
-from engine.retries import until_read
+from engine.files import until_read
 from engine.settings import Settings
 
 # Several small batches are prepared in one call, because a call takes longer than the work itself.

@@ -24,9 +24,8 @@ from engine.data.element_spec import (
     sha256_of,
     without_folder,
 )
-from engine.errors import BadInput
-from engine.messages import first_line, is_users, where_raised
-from engine.retries import until_read
+from engine.errors import BadInput, first_line, is_users, where_raised
+from engine.files import until_read
 
 BYTES_IN_MEMORY = 2**29  # Examples of up to this size are read once and cached.
 MEASURED = 256  # The first examples are measured: the same ones after a resume, so that their order is the same.

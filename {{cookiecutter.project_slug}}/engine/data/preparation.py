@@ -17,9 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 from engine.data.element_spec import as_text, is_static, unbatched
-from engine.errors import BadInput
-from engine.messages import first_line, where_raised
-from engine.tracing import Traced, converted, differing_value, look_at
+from engine.errors import BadInput, first_line, where_raised
+from engine.tracing import Traced, converted, differing_value
 
 # What the hook may raise because it expects other examples.
 OF_OTHER_EXAMPLES = (AttributeError, LookupError, TypeError, ValueError, tf.errors.InvalidArgumentError)
@@ -154,7 +153,7 @@ class Preparation:
 
         one = tf.function(self._prepare_one, autograph=False)
         spec, signature = spec_of(one, numbered), (place, example_spec, place, tf.TensorSpec([2], tf.int64))
-        traced = look_at(graph := one.get_concrete_function(*signature).graph)
+        traced = Traced(graph := one.get_concrete_function(*signature).graph)
         # Only another trace shows a clock, or a generator that is the hook's own.
         with _attempt():
             again = tf.function(self._prepare_one, autograph=False).get_concrete_function(*signature).graph

@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from engine.console import console
 from engine.errors import BadInput, Unavailable, asked_to_stop
-from engine.retries import until_read
+from engine.files import until_read
 
 VERSION = 4
 BYTES_OF_POINT = 2**15  # The first record at or after each multiple of this is a point.

@@ -18,8 +18,7 @@ from engine.data.preparation import Preparation, pass_seed
 from engine.data.records import Records
 from engine.data.stacks import CompiledSteps, Stacks
 from engine.errors import BadInput
-from engine.protocols import Task
-from engine.retries import until_read
+from engine.files import until_read
 from engine.settings import Settings
 
 # Beside the run directory: the indexes of record files.
@@ -29,7 +28,7 @@ PIECES_PER_WORKER = 4  # The pieces of an execution for each worker, so that a f
 
 def load_splits(
     splits: Sequence[str],
-    task: Task,
+    task: Any,
     settings: Settings,
     strategy: tf.distribute.Strategy,
     workers: Any = None,

@@ -7,19 +7,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from engine.errors import BadInput
-from engine.messages import first_line
+from engine.errors import BadInput, first_line
 from engine.model import rejections
 from engine.model.metrics import zeros
 from engine.model.moments import replace_moments
 from engine.model.optimizers import inner_optimizers, prepare_optimizer
 from engine.model.rows import read_rows
 from engine.model.variables import by_name, layers_of
-from engine.protocols import Task
 from engine.settings import Settings
 
 
-def set_up(task: Task, settings: Settings) -> None:
+def set_up(task: Any, settings: Settings) -> None:
     """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
     rejections.check_hooks(task, export=settings.export)
     if settings.deterministic:
@@ -43,29 +41,32 @@ def build_models(model: Any, features_spec: Any) -> Any:
     one of several models may take the outputs of another. Raises BadInput if one is not a keras.Model, or has no
     variables yet and does not accept such features.
     """
-    for name, each in by_name(model, "model").items():
-        if not isinstance(each, keras.Model):
-            raise BadInput(f"task.create_model returned {each!r} as {name!r}: return a keras.Model, or a dict of them")
-        if each.built and isinstance(model, Mapping):
+    for name, network in by_name(model, "model").items():
+        if not isinstance(network, keras.Model):
+            raise BadInput(
+                f"task.create_model returned {network!r} as {name!r}: return a keras.Model, or a dict of them"
+            )
+        if network.built and isinstance(model, Mapping):
             continue
-        is_complete = each.built and all(layer.built for layer in layers_of(each))
+        is_complete = network.built and all(layer.built for layer in layers_of(network))
         try:
             with warnings.catch_warnings():
                 # It warns about layers that the next call builds, or that no step calls.
                 warnings.filterwarnings("ignore", message=r"`build\(\)` was called on layer")
-                each(zeros(features_spec), training=False)
-                if not all(layer.built for layer in layers_of(each)):
+                network(zeros(features_spec), training=False)
+                if not all(layer.built for layer in layers_of(network)):
                     # A symbolic call makes variables and assigns to none: seeds and statistics stay.
                     symbols = tf.nest.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype.name), features_spec)
-                    each(symbols, training=True)
+                    network(symbols, training=True)
         except Exception as problem:
             if is_complete:
                 continue
             shapes = tf.nest.map_structure(lambda spec: spec.shape.as_list(), features_spec)
-            fact = f"which does not accept features of the shapes {shapes} ({first_line(problem)})"
-            remedy = "make its first layer accept the features of task.prepare_example, or call the model once on what "
-            remedy += "the steps give it"
-            raise BadInput(f"task.create_model returned {name!r}, {fact}: {remedy}") from problem
+            raise BadInput(
+                f"task.create_model returned {name!r}, which does not accept features of the shapes {shapes} "
+                f"({first_line(problem)}): make its first layer accept the features of task.prepare_example, or call "
+                "the model once on what the steps give it"
+            ) from problem
     return model
 
 
@@ -77,13 +78,15 @@ def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
     """
     models = by_name(model, "model")
     built = {}
-    for name, each in by_name(optimizer, "optimizer").items():
+    for name, made in by_name(optimizer, "optimizer").items():
         if isinstance(optimizer, Mapping) and name not in models:
-            problem = f"an optimizer {name!r}, and task.create_model the models {sorted(models)}"
-            raise BadInput(f"task.create_optimizer returned {problem}: name each optimizer after the model it trains")
+            raise BadInput(
+                f"task.create_optimizer returned an optimizer {name!r}, and task.create_model the models "
+                f"{sorted(models)}: name each optimizer after the model it trains"
+            )
         trained = [models[name]] if isinstance(optimizer, Mapping) else models.values()
-        built[name] = prepare_optimizer(each, precision)
-        built[name].build([variable for one in trained for variable in one.trainable_variables])
+        built[name] = prepare_optimizer(made, precision)
+        built[name].build([variable for network in trained for variable in network.trainable_variables])
         for inner in inner_optimizers(built[name]):
             prepare_optimizer(inner, "float32")  # Rejects the same arguments.
     return built if isinstance(optimizer, Mapping) else built["optimizer"]

@@ -13,7 +13,7 @@ from engine.errors import BadInput
 from engine.model.step import current_step
 from engine.model.variables import by_name, layers_of
 from engine.settings import Settings
-from engine.tracing import converted, look_at
+from engine.tracing import Traced, converted
 
 # Packed into one tensor, the gradients of a model would be in memory twice, and sums would wait for the last of them.
 BYTES_PER_PACK = 50 * 2**20
@@ -127,7 +127,7 @@ def layers_that_count_padding(model: Any) -> Iterator[str]:
 
     Read it at the end of the step, while that is still being traced.
     """
-    changed = None if tf.executing_eagerly() else look_at(tf.compat.v1.get_default_graph()).changed
+    changed = None if tf.executing_eagerly() else Traced(tf.compat.v1.get_default_graph()).changed
     for layer in (layer for part in by_name(model, "model").values() for layer in layers_of(part)):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
             # With --eager there is no graph to tell whether the step calls the layer with training=False.

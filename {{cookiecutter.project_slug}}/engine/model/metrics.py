@@ -18,8 +18,8 @@ import tensorflow as tf
 from engine.errors import BadInput
 from engine.model.step import step_on
 from engine.model.variables import inner_variable
-from engine.protocols import Metrics, Task
 
+Metrics = dict[str, dict[str, keras.metrics.Metric]]  # split -> name -> metric
 LARGEST_RESULT = 10_000  # Each number is a column of metrics.csv.
 LARGEST_SHOWN = 32  # TensorBoard does not show larger arrays.
 
@@ -39,7 +39,7 @@ def in_float64() -> Iterator[None]:
 
 
 def build_metrics(
-    task: Task, strategy: tf.distribute.Strategy, batch_specs: Mapping[str, Any], made: Iterable[tf.Variable]
+    task: Any, strategy: tf.distribute.Strategy, batch_specs: Mapping[str, Any], made: Iterable[tf.Variable]
 ) -> None:
     """Makes the variables of metrics that make them with their first update, such as F1Score.
 
@@ -49,7 +49,9 @@ def build_metrics(
     for split, batch_spec in {split_of(name): spec for name, spec in batch_specs.items()}.items():
         # `_built`, because some metrics, such as R2Score, have one of their variables from the start.
         unbuilt = [
-            each for each in task.metrics[split].values() if not each.variables or not getattr(each, "_built", True)
+            metric
+            for metric in task.metrics[split].values()
+            if not metric.variables or not getattr(metric, "_built", True)
         ]
         if not unbuilt:
             continue
@@ -96,8 +98,10 @@ def _numbers(metrics: Metrics, split: str) -> Iterator[tuple[str, str, str, floa
         subject = f"task.create_metrics({split!r}) returned {metric_name!r}, whose"
         arrays = list(_arrays(metric_name, metric.result(), subject))
         if (size := sum(array.size for _, array in arrays)) > LARGEST_RESULT:
-            rule = f"at most {LARGEST_RESULT:,} can be columns of metrics.csv; average it, or draw it in task.on_report"
-            raise BadInput(f"{subject} result has {size:,} numbers: {rule}")
+            raise BadInput(
+                f"{subject} result has {size:,} numbers: at most {LARGEST_RESULT:,} can be columns of metrics.csv; "
+                "average it, or draw it in task.on_report"
+            )
         for name, array in arrays:
             for index in np.ndindex(array.shape):
                 yield metric_name, "/".join([name, *map(str, index)]), name, float(array[index])
@@ -106,8 +110,8 @@ def _numbers(metrics: Metrics, split: str) -> Iterator[tuple[str, str, str, floa
 def _arrays(name: str, result: Any, subject: str) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the arrays of a result, which may be of shape [], under their names."""
     if isinstance(result, Mapping):
-        for key, each in result.items():
-            yield from _arrays(f"{name}/{key}", each, subject)
+        for key, part in result.items():
+            yield from _arrays(f"{name}/{key}", part, subject)
         return
     if isinstance(result, keras.Variable | tf.Variable):
         result = _over_replicas(inner_variable(result), subject)
@@ -117,14 +121,17 @@ def _arrays(name: str, result: Any, subject: str) -> Iterator[tuple[str, np.ndar
             raise ValueError(f"of type {type(result).__name__}")
         yield name, array.astype(np.float64)
     except (TypeError, ValueError) as problem:
-        rule = "it must be a number, an array of numbers, or a dict of these"
-        raise BadInput(f"{subject} result cannot be read ({problem}): {rule}") from problem
+        raise BadInput(
+            f"{subject} result cannot be read ({problem}): it must be a number, an array of numbers, or a dict of these"
+        ) from problem
 
 
 def _over_replicas(variable: tf.Variable, subject: str) -> tf.Tensor:
     if isinstance(variable, tf.distribute.DistributedValues) and variable.aggregation == tf.VariableAggregation.NONE:
-        problem = f"variable {variable.name} does not say how to combine the replicas' values"
-        raise BadInput(f"{subject} {problem}: make it with self.add_variable(shape=..., initializer=...), which sums")
+        raise BadInput(
+            f"{subject} variable {variable.name} does not say how to combine the replicas' values: make it with "
+            "self.add_variable(shape=..., initializer=...), which sums"
+        )
     return tf.convert_to_tensor(variable)
 
 
@@ -171,7 +178,7 @@ class ResultNames:
         for number in self.metrics:
             if split_of(number) in ("train", "validation"):
                 elements.setdefault(self.arrays.get(number, number), []).append(number)
-        return [" … ".join(dict.fromkeys([each[0], each[-1]])) for each in elements.values()]
+        return [" … ".join(dict.fromkeys([numbers[0], numbers[-1]])) for numbers in elements.values()]
 
     def lines(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the values for the console's lines and for curves: all but the elements of arrays."""
@@ -184,7 +191,7 @@ class ResultNames:
 
     def dataset(self, name: str) -> str:
         """Returns the dataset of a number: "validation/easy/loss" -> "validation/easy"; "" if it has none."""
-        return next((each for each in self.datasets if name.startswith(f"{each}/")), "")
+        return next((dataset for dataset in self.datasets if name.startswith(f"{dataset}/")), "")
 
     def metric(self, name: str) -> str:
         """Returns a number's name without the dataset: "validation/easy/loss" -> "loss"."""

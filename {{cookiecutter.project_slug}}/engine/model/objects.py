@@ -11,11 +11,10 @@ from engine.errors import Diverged
 from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
 from engine.model.build import build_models, build_optimizers, set_up
-from engine.model.metrics import ResultNames, build_metrics, in_float64, metric_results, split_of
+from engine.model.metrics import Metrics, ResultNames, build_metrics, in_float64, metric_results, split_of
 from engine.model.optimizers import inner_optimizers
 from engine.model.rows import choose_lazy_rows
 from engine.model.variables import Recorder, Variables, by_name, is_random_state, is_seed
-from engine.protocols import Metrics, Task
 from engine.settings import Settings
 
 LOWEST_LOSS_SCALE = 2.0**-10  # Gradients that still overflow float16 here are too large for any scale.
@@ -40,7 +39,7 @@ class TaskObjects:
     average: MovingAverage
     monitor_direction: str
 
-    def __init__(self, task: Task, settings: Settings) -> None:
+    def __init__(self, task: Any, settings: Settings) -> None:
         """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
         set_up(task, settings)
         self._task, self._settings, self._recorder = task, settings, Recorder()
@@ -159,7 +158,9 @@ class TaskObjects:
 
     def _averages(self, *, of_mirrored: bool) -> Variables:
         state = self.average.state.items()
-        return {f"average/{name}": each for name, each in state if (name in self.per_replica_weights) != of_mirrored}
+        return {
+            f"average/{name}": average for name, average in state if (name in self.per_replica_weights) != of_mirrored
+        }
 
     def finalize_layers(self) -> None:
         """Makes again what layers compute from their variables, such as the mean of a Normalization.
@@ -202,7 +203,7 @@ class TaskObjects:
         """The optimizers, also inside a MultiOptimizer, as "learning_rate", or "learning_rate/<name>" if several."""
         optimizers = {}
         for name, outer in by_name(self.optimizer, "").items():
-            for inner_name, inner in ({each.name: each for each in inner_optimizers(outer)} or {"": outer}).items():
+            for inner_name, inner in ({inner.name: inner for inner in inner_optimizers(outer)} or {"": outer}).items():
                 optimizers["/".join(filter(None, ["learning_rate", name, inner_name]))] = inner
         return optimizers
 

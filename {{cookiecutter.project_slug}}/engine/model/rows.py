@@ -11,9 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from engine.errors import BadInput
+from engine.errors import OUTSIDE_TABLE, BadInput
 from engine.machine import memory_of_machine
-from engine.messages import OUTSIDE_TABLE
 from engine.model.step import Gradient, current_step
 from engine.model.variables import by_name, layers_of
 from engine.tracing import Traced, place

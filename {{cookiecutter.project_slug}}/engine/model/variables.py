@@ -63,7 +63,7 @@ class Recorder:
         if any(reference() is not None and id(reference()) not in known for _, reference in made):
             gc.collect()  # Otherwise a network that a hook has deleted would still be among them.
         existing = ((name, reference()) for name, reference in made)
-        return {f"hidden/{name}": each for name, each in existing if each is not None and id(each) not in known}
+        return {f"hidden/{name}": made for name, made in existing if made is not None and id(made) not in known}
 
 
 # --- What Keras lists -------------------------------------------------------------------------------------------------
@@ -81,7 +81,8 @@ def model_variables(model: Any) -> Variables:
 
 def trainable_variables(model: Any) -> Variables:
     """Returns the `model_variables` that training changes."""
-    trainable = {id(each.value) for one in by_name(model, "model").values() for each in one.trainable_variables}
+    networks = by_name(model, "model").values()
+    trainable = {id(variable.value) for network in networks for variable in network.trainable_variables}
     return {name: variable for name, variable in model_variables(model).items() if id(variable) in trainable}
 
 

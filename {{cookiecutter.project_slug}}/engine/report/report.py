@@ -12,7 +12,7 @@ import tensorflow as tf
 from rich.text import Text
 
 from engine.console import console, digits
-from engine.messages import first_line, where_raised
+from engine.errors import first_line, where_raised
 from engine.model.metrics import ResultNames
 from engine.report.curves import CURVES, figure_of_run, write_figure
 from engine.report.summaries import TENSORBOARD, Summaries

@@ -14,9 +14,8 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.hparams import api as hparams
 
-from engine.files import write_atomically, writing
+from engine.files import until_read, until_written, write_atomically, writing
 from engine.model.metrics import ResultNames, split_of
-from engine.retries import until_read, until_written
 
 TENSORBOARD = "tensorboard"
 # TensorBoard shows the first hyperparameters that it finds, and follows the last file in the order of their names.

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput
-from engine.files import exists, read_text, sync, write_atomically, writing
-from engine.retries import until_read, until_written
+from engine.files import exists, sync, until_read, until_written, write_atomically, writing
 
 # The columns of metrics.csv before the metrics; with several optimizers, each has its "learning_rate/<name>".
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
@@ -31,7 +30,7 @@ def read_rows(path: Path, key: str = "epoch") -> list[Row]:
         return []
     rows: list[Row] = []
     try:
-        text = read_text(path)
+        text = until_read(lambda: path.read_text(encoding="utf-8"), path)
         for cells in csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""), strict=True):
             if None in cells or None in cells.values():
                 raise ValueError("a row has more or fewer cells than the header")

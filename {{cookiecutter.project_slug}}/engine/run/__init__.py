@@ -1,6 +1,6 @@
 """One run: how it starts, how far it has come, and what it keeps on disk.
 
-run               which steps come next, what is due between them, which weights are best, and when it ends
+training          which steps come next, what is due between them, which weights are best, and when it ends
 passes            the steps of a pass, cut into executions
 start             the run's directory when it trains: its result, its first files, what is saved when it ends early
 resume            continues from the newest checkpoint, also with other data or learning rates
@@ -18,7 +18,7 @@ evaluation        --evaluate-only, --evaluate-continuously; the parts of train.p
 
 from engine.run.evaluation import evaluate
 from engine.run.initial_weights import initialize
-from engine.run.run import Run
 from engine.run.start import RunDirectory, documented_exits
+from engine.run.training import Run
 
 __all__ = ["Run", "RunDirectory", "documented_exits", "evaluate", "initialize"]

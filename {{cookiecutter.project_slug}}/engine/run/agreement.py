@@ -22,12 +22,15 @@ def same_data(workers: Workers, batches: dict[str, Batches]) -> dict[str, dict[s
     Raises BadInput in every process if their examples differ, or the order of their datasets: each would take its shard
     of another order.
     """
-    own = {name: each.fingerprint() for name, each in batches.items()}
+    own = {name: dataset.fingerprint() for name, dataset in batches.items()}
     if batches["train"].shards_by_file and workers.count > 1:
-        own = {name: {**each, "sha256": _hash_of_all(workers, name, each["sha256"])} for name, each in own.items()}
+        own = {
+            name: {**fingerprint, "sha256": _hash_of_all(workers, name, fingerprint["sha256"])}
+            for name, fingerprint in own.items()
+        }
     data = workers.from_chief(lambda: own)
     if others := workers.names_where(list(own.items()) != list(data.items())):
-        counts = ", ".join(f"{each['examples']:,} for {name!r}" for name, each in own.items())
+        counts = ", ".join(f"{fingerprint['examples']:,} for {name!r}" for name, fingerprint in own.items())
         raise BadInput(
             f"{', '.join(others)}: task.load_examples returned other examples than in the first process (here "
             f"{counts}): give all processes the same files"
@@ -39,9 +42,11 @@ def _hash_of_all(workers: Workers, name: str, sha256: str) -> str:
     """Returns a hash of all workers' hashes. Raises BadInput if several workers have loaded the same examples."""
     rows = workers.gather({"sha256": np.frombuffer(sha256.encode(), np.uint8)}, f"the check of {name!r}")["sha256"]
     hashes = [row.tobytes().decode() for row in rows]
-    if same := [each for each, found in zip(workers.names, hashes, strict=True) if hashes.count(found) > 1]:
-        remedy = "with input_context, load the files of that worker only"
-        raise BadInput(f"{hook_of(name)} returned the same examples for {', '.join(same)}: {remedy}")
+    if same := [worker for worker, found in zip(workers.names, hashes, strict=True) if hashes.count(found) > 1]:
+        raise BadInput(
+            f"{hook_of(name)} returned the same examples for {', '.join(same)}: with input_context, load the files of "
+            "that worker only"
+        )
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
@@ -50,7 +55,7 @@ def check_objects(workers: Workers, state: State, objects: TaskObjects) -> None:
     defaults = {name: getattr(keras.config, name)() for name in ("floatx", "epsilon", "image_data_format")}
     _check_same(workers, defaults, "Keras has other defaults", "give all processes the same ~/.keras/keras.json")
     variables = {**state.mirrored, **state.per_replica}.items()
-    names = {f"variable {number}": f"{name} {each.shape}" for number, (name, each) in enumerate(variables)}
+    names = {f"variable {number}": f"{name} {variable.shape}" for number, (name, variable) in enumerate(variables)}
     what = "the variables of the models, optimizers or metrics have other names or shapes, or another order,"
     remedy = "give all processes the same vocabularies and other files, and make no order depend on a set"
     _check_same(workers, names, what, remedy)

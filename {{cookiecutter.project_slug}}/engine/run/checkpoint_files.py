@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from engine.errors import Damaged, Unavailable
-from engine.files import file_sha256
-from engine.messages import first_line
-from engine.retries import until_read
+from engine.errors import Damaged, Unavailable, first_line
+from engine.files import file_sha256, until_read
 from engine.run.state import as_array
 
 PROGRESS = "progress.json"

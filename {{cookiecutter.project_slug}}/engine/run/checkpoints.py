@@ -10,6 +10,7 @@ variable is changed.
 import concurrent.futures
 import contextlib
 import functools
+import json
 import shutil
 import uuid
 from collections.abc import Callable
@@ -21,8 +22,7 @@ import tensorflow as tf
 
 from engine.console import console
 from engine.errors import BadInput, Damaged, Diverged
-from engine.files import as_text, sync, writing
-from engine.retries import until_written
+from engine.files import sync, until_written, writing
 from engine.run.checkpoint_files import (
     CHECKSUMS,
     PROGRESS,
@@ -163,7 +163,7 @@ class Checkpoints:
                     shape_and_slices=[""] * len(values),
                     tensors=list(values.values()),
                 )
-                (temporary / PROGRESS).write_text(as_text(record), encoding="utf-8")
+                (temporary / PROGRESS).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
                 (temporary / CHECKSUMS).write_text(checksums(temporary), encoding="utf-8")
                 sync(*temporary.iterdir(), temporary)
                 temporary.rename(path)
@@ -176,10 +176,10 @@ class Checkpoints:
             until_written(attempt, path)
         with contextlib.suppress(OSError):  # The checkpoint is complete. The next save tries again.
             paths = self.paths()  # This one is missing if somebody moved the directory; the next write fails.
-            later = [each for each in paths if place(each) > place(path)]
+            later = [other for other in paths if place(other) > place(path)]
             earlier = paths[: len(paths) - len(later)]
-            for each in [*later, *earlier[: max(0, len(earlier) - self.keep)]]:
-                _remove(each)
+            for old in [*later, *earlier[: max(0, len(earlier) - self.keep)]]:
+                _remove(old)
 
     def clear(self) -> None:
         """Removes checkpoints that are half-written or half-removed, or tries it again after the next save."""

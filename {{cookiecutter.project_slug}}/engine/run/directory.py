@@ -14,10 +14,9 @@ import filelock
 
 from engine.cluster.launcher import START_ID
 from engine.console import console
-from engine.errors import BadInput, Stopped, Unavailable
+from engine.errors import BadInput, Stopped, Unavailable, may_pass
 from engine.files import read_json
 from engine.machine import changes_since
-from engine.messages import may_pass
 from engine.run.checkpoint_files import checkpoint_paths
 from engine.run.signals import signals
 from engine.settings import CONFIG, Settings, recorded_settings
@@ -109,7 +108,7 @@ class Directory:
         """Returns whether the directory contains a run. Raises BadInput if the directory cannot be used for a run."""
         with self._usable():
             try:
-                names = [each.name for each in self.path.iterdir()]
+                names = [file.name for file in self.path.iterdir()]
             except FileNotFoundError:
                 return False
         # A run that was killed before it wrote config.json may have left hidden files.

@@ -3,15 +3,12 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
-
-import tensorflow as tf
+from typing import Any
 
 from engine.cluster.environment import leave_as_evaluator, reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.console import console, digits, print_facts
-from engine.data.batches import Batches
 from engine.data.stacks import CompiledSteps
 from engine.errors import BadInput, Damaged, Unavailable
 from engine.files import exists
@@ -21,27 +18,12 @@ from engine.report.tables import read_rows, write_rows
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoints import restore_best
 from engine.run.directory import RESULT, Directory
-from engine.run.run import Run
 from engine.run.signals import signals
+from engine.run.training import Run
 from engine.settings import CONFIG, Settings
 
 
-class Program(Protocol):
-    """The global objects and functions of train.py that the evaluation and --check use; it passes itself to them."""
-
-    SPLITS: tuple[str, str, str]
-    strategy: tf.distribute.Strategy
-    batches: dict[str, Batches]
-    run_steps: dict[str, CompiledSteps]
-    run: Run
-
-    def build(self, settings: Any) -> None: ...
-    def train_epoch(self, epoch: int = 0) -> dict[str, float]: ...
-    def validate(self, epoch: int | None = None) -> dict[str, float]: ...
-    def test(self) -> dict[str, float]: ...
-
-
-def evaluate(program: Program, settings: Settings, read_settings: Callable[[], Settings]) -> dict[str, float] | None:
+def evaluate(program: Any, settings: Settings, read_settings: Callable[[], Settings]) -> dict[str, float] | None:
     """Prints and returns the validation and test metrics of --init-from, or else of the run's best weights.
 
     With --evaluate-continuously it validates each checkpoint instead, and returns None; `read_settings` reads the
@@ -64,7 +46,7 @@ def evaluate(program: Program, settings: Settings, read_settings: Callable[[], S
     return metrics
 
 
-def evaluation_steps(program: Program) -> dict[str, CompiledSteps]:
+def evaluation_steps(program: Any) -> dict[str, CompiledSteps]:
     """Returns the steps of the splits that are evaluated."""
     return {split: steps for split, steps in program.run_steps.items() if split != "train"}
 
@@ -79,7 +61,7 @@ def _restore_best(run: Run) -> Path:
         raise BadInput(f"--evaluate-only: {problem}; pass --init-from to evaluate other weights") from problem
 
 
-def _evaluate_continuously(program: Program, settings: Settings, read_settings: Callable[[], Settings]) -> None:
+def _evaluate_continuously(program: Any, settings: Settings, read_settings: Callable[[], Settings]) -> None:
     """Validates each checkpoint of the run in --run-dir as it appears, until it ends, or for so long without one.
 
     The metrics go to the console, to evaluations.csv and to TensorBoard. Checkpoints that the run removes before their
@@ -96,12 +78,14 @@ def _evaluate_continuously(program: Program, settings: Settings, read_settings: 
     Directory(settings).check_same_run()
     program.build(settings)
     if not any(split_of(name) == "validation" for name in program.run.objects.names.datasets):
-        problem = "task.load_examples('validation') returned None, so there is no validation"
-        raise BadInput(f"--evaluate-continuously: {problem}: return one, or use --evaluate-only for the test")
+        raise BadInput(
+            "--evaluate-continuously: task.load_examples('validation') returned None, so there is no validation: "
+            "return one, or use --evaluate-only for the test"
+        )
     _validate_as_they_appear(program, settings)
 
 
-def _validate_as_they_appear(program: Program, settings: Settings) -> None:
+def _validate_as_they_appear(program: Any, settings: Settings) -> None:
     run, names = program.run, program.run.objects.names
     file, result = settings.run_dir / "evaluations.csv", settings.run_dir / RESULT
     rows, summaries = read_rows(file, key="step"), Summaries(settings.run_dir / TENSORBOARD / "evaluation", names)

@@ -3,10 +3,12 @@
 Weights for a part of the model are loaded in task.create_model instead.
 """
 
+import contextlib
 import io
 import warnings
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.workers import Workers
-from engine.errors import BadInput, Damaged, Unavailable
-from engine.messages import first_line, may_pass
+from engine.errors import BadInput, Damaged, Unavailable, first_line, may_pass
 from engine.model.objects import TaskObjects
 from engine.model.variables import Variables, by_name, is_seed, model_variables
 from engine.run.checkpoint_files import PROGRESS, StoredValues, checkpoint_paths, plain_name, read_record
@@ -60,22 +61,8 @@ def load_initial_weights(path: Path, model: Any, unlisted: Variables | None = No
     floats = [name for name, variable in variables.items() if variable.dtype.is_floating]
     for name in floats:
         variables[name].assign(np.full_like(initial[name], np.inf))
-    try:
+    with _failures_named(path, "" if partial else "; --init-partial loads what matches"):
         source, unused = _load(path, models, variables, partial=partial)
-    except BadInput:
-        raise
-    except Damaged as problem:
-        raise BadInput(f"--init-from {path}: {problem}; pass another checkpoint of its run") from problem
-    except (OSError, EOFError, IndexError, zlib.error, zipfile.BadZipFile, tf.errors.OpError) as problem:
-        if may_pass(problem):
-            raise Unavailable(f"--init-from {path} cannot be read now ({first_line(problem)}): try again") from problem
-        raise BadInput(
-            f"--init-from {path}: the file is damaged ({first_line(problem)}): restore it from a backup, or pass other "
-            "weights"
-        ) from problem
-    except Exception as problem:
-        hint = "" if partial else "; --init-partial loads what matches"
-        raise BadInput(f"--init-from {path} does not fit the model ({first_line(problem)}){hint}") from problem
     if nan := [name for name in floats if np.isnan(variables[name].numpy()).any()]:
         raise BadInput(f"--init-from {path} contains NaN in {', '.join(nan[:3])}: pass weights from before it diverged")
     missing = [name for name in floats if np.isposinf(variables[name].numpy()).all()]
@@ -97,6 +84,25 @@ def load_initial_weights(path: Path, model: Any, unlisted: Variables | None = No
     if (needed or unused) and not partial:
         raise BadInput(f"--init-from {path} gives {report}: --init-partial loads what matches")
     return report
+
+
+@contextlib.contextmanager
+def _failures_named(path: Path, hint: str) -> Iterator[None]:
+    try:
+        yield
+    except BadInput:
+        raise
+    except Damaged as problem:
+        raise BadInput(f"--init-from {path}: {problem}; pass another checkpoint of its run") from problem
+    except (OSError, EOFError, IndexError, zlib.error, zipfile.BadZipFile, tf.errors.OpError) as problem:
+        if may_pass(problem):
+            raise Unavailable(f"--init-from {path} cannot be read now ({first_line(problem)}): try again") from problem
+        raise BadInput(
+            f"--init-from {path}: the file is damaged ({first_line(problem)}): restore it from a backup, or pass other "
+            "weights"
+        ) from problem
+    except Exception as problem:
+        raise BadInput(f"--init-from {path} does not fit the model ({first_line(problem)}){hint}") from problem
 
 
 def _load(path: Path, models: dict[str, keras.Model], variables: Variables, *, partial: bool) -> tuple[str, int]:

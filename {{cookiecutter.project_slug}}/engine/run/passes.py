@@ -34,7 +34,7 @@ class Executions:
         """`all_reduce` names how the strategy sums over its devices; "" if it does not."""
         self._settings, self._all_reduce, self.workers = settings, all_reduce, workers
         self._is_measured = settings.steps_per_execution == "auto" and not settings.eager
-        self._every = [each for each in (settings.checkpoint_every_steps, settings.validate_every_steps) if each]
+        self._every = [steps for steps in (settings.checkpoint_every_steps, settings.validate_every_steps) if steps]
         self._lengths: dict[str, int] = {}
         self._trained = 0  # Executions of training steps so far.
         self._called: set[str] = set()  # The splits whose compiled function was called.

@@ -50,8 +50,10 @@ class Progress:
         unknown = sorted(record.keys() - {field.name for field in dataclasses.fields(cls)})
         if unknown or record.get("format", 1) != FORMAT:
             found = f"format {record.get('format', 1)}" if not unknown else f"unknown: {', '.join(unknown)}"
-            remedy = "continue with the version that wrote it, or use another --run-dir"
-            raise BadInput(f"{path} was written by another version of engine/ ({found}): {remedy}")
+            raise BadInput(
+                f"{path} was written by another version of engine/ ({found}): continue with the version that wrote it, "
+                "or use another --run-dir"
+            )
         return cls(**record)
 
     def report_changes(self, rates: dict[str, float]) -> None:
@@ -129,8 +131,10 @@ class Progress:
         """Returns it as JSON values. Raises BadInput if `user_state` would not be the same after a resume."""
         restored = json.loads(json.dumps(self.user_state, skipkeys=True, default=repr))
         if repr(restored) != repr(self.user_state):
-            rule = "use dicts with text keys, lists, texts, booleans, None, and numbers of Python, such as float(x)"
-            raise BadInput(f"run.user_state {self.user_state} would not be the same after a resume: {rule}")
+            raise BadInput(
+                f"run.user_state {self.user_state} would not be the same after a resume: use dicts with text keys, "
+                "lists, texts, booleans, None, and numbers of Python, such as float(x)"
+            )
         return dataclasses.asdict(self)
 
 

@@ -10,7 +10,7 @@ from engine.files import exists
 from engine.run.checkpoints import restore_newest
 from engine.run.directory import RESULT
 from engine.run.progress import Progress
-from engine.run.run import Run
+from engine.run.training import Run
 from engine.settings import Settings
 
 
@@ -98,8 +98,8 @@ def _set_changed_rates(run: Run, progress: Progress, created: dict[str, float]) 
 
 def _describe_changes(settings: Settings, progress: Progress, changed: dict[str, str], data: dict[str, Any]) -> str:
     """Returns which datasets have changed, and what that does to the schedule, to append to "resumed from ..."."""
-    text = "".join(f"; {name!r} has changed ({each})" for name, each in changed.items())
-    before, now = (each["train"]["steps_per_epoch"] if changed else 0 for each in (progress.data, data))
+    text = "".join(f"; {name!r} has changed ({difference})" for name, difference in changed.items())
+    before, now = (fingerprints["train"]["steps_per_epoch"] if changed else 0 for fingerprints in (progress.data, data))
     if before == now:
         return text
     epochs = settings.epochs

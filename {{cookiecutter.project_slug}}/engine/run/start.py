@@ -12,22 +12,20 @@ from engine.cluster.launcher import START_ID
 from engine.cluster.workers import Workers, peers_named
 from engine.console import console, print_result
 from engine.data.batches import Batches
-from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes
-from engine.files import read_json, write_json, writing
-from engine.messages import user_errors_named
+from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes, user_errors_named
+from engine.files import read_json, until_written, write_json, writing
 from engine.model.rows import slow_reads
 from engine.report.goodput import Goodput
 from engine.report.report import Report
-from engine.retries import until_written
 from engine.run.agreement import check_objects, same_data
 from engine.run.directory import RESULT, Directory
 from engine.run.progress import Progress
 from engine.run.resume import created_rates, resume
-from engine.run.run import Run
 from engine.run.signals import signals
 from engine.run.summary import describe_run, describe_start, print_summary
+from engine.run.training import Run
 from engine.settings import CONFIG, Settings
-from engine.tracing import unrepeatable_in_preparation, unrepeatable_in_step
+from engine.tracing import unrepeatable
 
 
 class RunDirectory(Directory):
@@ -136,10 +134,12 @@ def _warn(run: Run, batches: dict[str, Batches]) -> None:
     """Prints which operations in the hooks a resumed run may not repeat, and which reads of tables are slow."""
     warnings = []
     if step := run.traced.get("train"):
-        warnings += [f"task.train_step: {text}" for texts in unrepeatable_in_step(step) for text in texts]
+        warnings += [f"task.train_step: {text}" for texts in unrepeatable(step, "train_step") for text in texts]
         warnings += slow_reads(run.objects.model, step)
     for traced in filter(None, (dataset.traced for dataset in batches.values())):  # It is None with --eager.
-        warnings += [f"task.prepare_example: {text}" for texts in unrepeatable_in_preparation(traced) for text in texts]
+        warnings += [
+            f"task.prepare_example: {text}" for texts in unrepeatable(traced, "prepare_example") for text in texts
+        ]
     for text in dict.fromkeys(warnings):
         console.print(text)
 

@@ -20,7 +20,7 @@ from engine.model.metrics import drifting
 from engine.model.rows import describe_tables
 from engine.model.variables import by_name
 from engine.run.directory import machine
-from engine.run.run import Run
+from engine.run.training import Run
 from engine.settings import Settings
 
 SECONDS_FOR_GIT = 5.0  # A repository may be large, or its disk slow.
@@ -81,8 +81,8 @@ def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
     ahead = train.bytes_ahead
     shuffled, taken = train.examples.describe_shuffling(run.workers.count)
     dropped = f", each drops {train.dropped} examples (--keep-last-batch keeps them)" if train.dropped else ""
-    splits = {each.split for each in batches.values()}
-    examples = [f"{name} {each.number_of_examples}" for name, each in batches.items()]
+    splits = {dataset.split for dataset in batches.values()}
+    examples = [f"{name} {dataset.number_of_examples}" for name, dataset in batches.items()]
     examples += [f"no {split}" for split in ("validation", "test") if split not in splits]
     size, padded = train.global_batch_size, run.strategy.num_replicas_in_sync * train.per_replica_batch_size
     padding = f", {padded} in all with padding" if padded > size else ""

@@ -21,12 +21,10 @@ import tensorflow as tf
 from engine.console import print_facts
 from engine.data.records import Records
 from engine.data.splits import named
-from engine.errors import BadInput, ProgramExit
+from engine.errors import BadInput, ProgramExit, first_line, user_errors_named
 from engine.files import writing
-from engine.messages import first_line, user_errors_named
 from engine.model.build import set_up
 from engine.model.variables import by_name, is_seed, model_variables
-from engine.protocols import Task
 from engine.settings import Settings
 from engine.trained.export_folder import SAVED_MODEL, replaced
 from engine.trained.loading import (
@@ -48,7 +46,7 @@ Facts = dict[str, Any]  # File or endpoint -> the text to print.
 
 
 @user_errors_named()  # Placed here, because `from_chief` passes on no exception of the user's code.
-def export(task: Task, settings: Settings) -> None:
+def export(task: Any, settings: Settings) -> None:
     """Writes the run's best weights to export/ in its directory, completely or not at all; replaces an earlier export.
 
     Call it in the chief, outside any strategy. task.model is then the model with those weights. Raises CannotWrite, or
@@ -81,7 +79,7 @@ def _failing_as(text: str) -> Iterator[None]:
 # --- Files for Keras --------------------------------------------------------------------------------------------------
 
 
-def _write_models(folder: Path, task: Task, trained: Trained) -> Facts:
+def _write_models(folder: Path, task: Any, trained: Trained) -> Facts:
     facts: Facts = {}
     loaded = dict(trained.models)
     for name, model in trained.models.items():
@@ -110,7 +108,7 @@ def _load(file: Path) -> tuple[keras.Model, str]:
     return keras.models.load_model(file, compile=False, safe_mode=False), "(..., safe_mode=False)"
 
 
-def _write_weights(folder: Path, task: Task, trained: Trained) -> Facts:
+def _write_weights(folder: Path, task: Any, trained: Trained) -> Facts:
     set_up(task, trained.settings)  # Starts the names of layers over, so that the new models have the same.
     loaded = by_name(new_model(task, trained.settings, trained.serve.spec), "model")
     for name, model in trained.models.items():
@@ -126,7 +124,7 @@ def _write_weights(folder: Path, task: Task, trained: Trained) -> Facts:
 # --- Files for TensorFlow ---------------------------------------------------------------------------------------------
 
 
-def _write_saved_model(folder: Path, task: Task, trained: Trained) -> Facts:
+def _write_saved_model(folder: Path, task: Any, trained: Trained) -> Facts:
     """Writes the endpoints that a file can contain. Raises BadInput unless they return the same once loaded."""
     endpoints = {"serve": trained.serve}
     if trained.serve_examples:
@@ -145,7 +143,7 @@ def _write_saved_model(folder: Path, task: Task, trained: Trained) -> Facts:
 # --- Comparison -------------------------------------------------------------------------------------------------------
 
 
-def _compare_models(kind: str, loaded: dict[str, keras.Model], task: Task, trained: Trained) -> str:
+def _compare_models(kind: str, loaded: dict[str, keras.Model], task: Any, trained: Trained) -> str:
     """Returns a note as `_compare` does. Raises BadInput unless the models have the same weights and outputs."""
     for name, model in trained.models.items():
         weights, loaded_weights = _weights(model), _weights(loaded[name])
@@ -166,7 +164,7 @@ def _weights(model: keras.Model) -> list[np.ndarray]:
     return [variable.numpy() for path, variable in model_variables(model).items() if not is_seed(path)]
 
 
-def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Task, trained: Trained) -> str:
+def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Any, trained: Trained) -> str:
     """Returns "", or why the endpoints cannot be compared. Raises BadInput if they return different outputs."""
     reason = ""
     tolerance = TOLERANCE if trained.settings.precision == "float32" else TOLERANCE_OF_MIXED_PRECISION
@@ -188,7 +186,7 @@ def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Task, traine
     return f"; not compared, because examples of the data, if there are any, and made-up ones fail ({reason})"
 
 
-def _few_features(endpoint: Endpoint, task: Task, trained: Trained) -> Iterator[Any]:
+def _few_features(endpoint: Endpoint, task: Any, trained: Trained) -> Iterator[Any]:
     """Yields features of a few examples: made-up ones, and those of the data, which come first if they have text."""
     leaves, made_up = tf.nest.flatten(endpoint.spec), tf.nest.map_structure(_made_up, endpoint.spec)
     have_text = any(leaf.dtype == tf.string for leaf in leaves)  # It may be records, which cannot be made up.

@@ -18,12 +18,11 @@ from engine.files import read_json
 from engine.model.build import build_models
 from engine.model.objects import TaskObjects
 from engine.model.variables import by_name
-from engine.protocols import Task
 from engine.run.checkpoints import Checkpoints, restore_best
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
-from engine.settings import CONFIG, ON_EVALUATION, ON_RESUME, UNLESS_GIVEN, Settings, marked
-from engine.tracing import converted, look_at
+from engine.settings import CONFIG, INIT_ONLY, Settings, marked
+from engine.tracing import Traced, converted
 from engine.trained.saved_model import Endpoint, Outputs
 
 NO_TENSORS = "task.load_examples returns something other than plain tensors (ragged or sparse)"
@@ -51,11 +50,11 @@ class Trained:
 def without_init_only(settings: Settings) -> Settings:
     """Returns the settings with the defaults of those that describe how the run started: their files may be gone."""
     kind = type(settings)
-    names = marked(kind, ON_EVALUATION) - marked(kind, ON_RESUME) - marked(kind, UNLESS_GIVEN)
+    names = marked(kind, INIT_ONLY)
     return dataclasses.replace(settings, **{name: getattr(kind, name) for name in names if hasattr(kind, name)})
 
 
-def load_trained(task: Task, settings: Settings) -> Trained:
+def load_trained(task: Any, settings: Settings) -> Trained:
     """Builds the task's model with the best weights of the run in --run-dir; sets task.config and task.model.
 
     Raises BadInput if no such run has best weights yet, its files are damaged, or task.py does not fit it.
@@ -71,13 +70,13 @@ def load_trained(task: Task, settings: Settings) -> Trained:
     serve = Endpoint(compiled_predict_step(task, features_spec), features_spec)
     traced = serve.function.get_concrete_function()
     check_outputs(outputs := traced.structured_outputs)
-    used, made = look_at(traced.graph).used, objects.per_replica_weights.items()
+    used, made = Traced(traced.graph).used, objects.per_replica_weights.items()
     unlisted = [name.removeprefix("hidden/") for name, each in made if id(each.handle) in used and "hidden/" in name]
     serve_examples = None if example_spec is None else _with_preparation(task, settings, serve, example_spec)
     return Trained(settings, task.model, weights, unlisted, outputs, serve, serve_examples)
 
 
-def new_model(task: Task, settings: Settings, features_spec: Any) -> Any:
+def new_model(task: Any, settings: Settings, features_spec: Any) -> Any:
     """Returns the model, or the dict of models, that task.create_model makes for prepared features, built."""
     return build_models(task.create_model(), _two_of(features_spec, settings))
 
@@ -88,7 +87,7 @@ def _two_of(features_spec: Any, settings: Settings) -> Any:
     return of_largest_length(two, settings.pad_to or ())
 
 
-def compiled_predict_step(task: Task, features_spec: Any) -> tf.types.experimental.PolymorphicFunction:
+def compiled_predict_step(task: Any, features_spec: Any) -> tf.types.experimental.PolymorphicFunction:
     """Returns task.predict_step compiled for the model that is in task.model at the first call."""
     predict_step = getattr(task, "predict_step", None)
     if not callable(predict_step):
@@ -96,7 +95,7 @@ def compiled_predict_step(task: Task, features_spec: Any) -> tf.types.experiment
     return tf.function(converted(predict_step), input_signature=[features_spec], autograph=False)
 
 
-def _with_preparation(task: Task, settings: Settings, serve: Endpoint, example_spec: Any) -> Endpoint:
+def _with_preparation(task: Any, settings: Settings, serve: Endpoint, example_spec: Any) -> Endpoint:
     lengths = settings.pad_to or ()
     preparation = Preparation(task.prepare_example, training=False, pad_to=lengths)
     prepared, seed = preparation.trace(example_spec), tf.stack([evaluation_seed(settings.seed, "test"), 0])

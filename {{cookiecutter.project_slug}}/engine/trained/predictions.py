@@ -12,9 +12,8 @@ import tensorflow as tf
 
 from engine.console import console
 from engine.data.element_spec import leaf_text, leaves
-from engine.errors import BadInput
+from engine.errors import BadInput, first_line, where_raised
 from engine.files import write_atomically
-from engine.messages import first_line, where_raised
 from engine.trained.loading import NO_TENSORS, Trained, check_outputs
 
 Arrays = dict[str, np.ndarray]  # Features or outputs, by name.

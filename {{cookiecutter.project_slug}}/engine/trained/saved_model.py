@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from engine.data.element_spec import leaf_text, leaves
 from engine.files import writing
-from engine.tracing import look_at
+from engine.tracing import Traced
 
 Outputs = dict[str, tf.Tensor]
 
@@ -56,7 +56,7 @@ def write_saved_model(folder: Path, endpoints: dict[str, Endpoint]) -> tuple[dic
     signatures, skipped = {}, {}
     for name, endpoint in endpoints.items():
         signature = endpoint.signature()
-        if calls := look_at(signature.graph).python_calls:
+        if calls := Traced(signature.graph).python_calls:
             skipped[name] = f"no file can contain the Python function of {', '.join(calls)}"
         else:
             signatures[name] = signature

@@ -1,6 +1,7 @@
 """One run: which steps come next, what is due between them, which weights are best, and when it ends."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,12 @@ from engine.cluster.workers import Workers
 from engine.console import LiveLine, console, print_result
 from engine.data.batches import Batches
 from engine.data.stacks import CompiledSteps
-from engine.errors import BadInput, Damaged, InterruptedStep
+from engine.errors import BadInput, Damaged, InterruptedStep, user_errors_named
 from engine.files import write_json
-from engine.messages import user_errors_named
 from engine.model.metrics import split_of
 from engine.model.objects import TaskObjects
 from engine.model.rejections import check_changes, traced
+from engine.model.variables import Variables
 from engine.report.goodput import Goodput, start_time
 from engine.report.report import Report
 from engine.run.checkpoints import Checkpoints, Writer
@@ -53,13 +54,15 @@ class Run:
         self.report: Report | None = None
         self.goodput: Goodput | None = None
         self.began = start_time()
-        finalize = objects.finalize_layers
-        state = State(strategy, workers, objects.mirrored, objects.per_replica, finalize)
-        weights = State(strategy, workers, objects.mirrored_weights, objects.per_replica_weights, finalize)
         writer, keep = Writer(), settings.keep_checkpoints
-        self.checkpoints = Checkpoints(settings.run_dir / CHECKPOINTS, state, keep=keep, writer=writer)
+
+        def checkpoints(folder: str, keep: int, mirrored: Variables, per_replica: Variables) -> Checkpoints:
+            state = State(strategy, workers, mirrored, per_replica, objects.finalize_layers)
+            return Checkpoints(settings.run_dir / folder, state, keep=keep, writer=writer)
+
+        self.checkpoints = checkpoints(CHECKPOINTS, keep, objects.mirrored, objects.per_replica)
         # One more than the checkpoints, because each of them may name other weights as the best.
-        self.best = Checkpoints(settings.run_dir / BEST, weights, keep=keep + 1, writer=writer)
+        self.best = checkpoints(BEST, keep + 1, objects.mirrored_weights, objects.per_replica_weights)
         self.live = LiveLine(settings.epochs, can_be_drawn=not settings.eager)
         self._executions = Executions(settings, workers, strategy_info(strategy).all_reduce)
         self.passes: list[Pass] = []
@@ -91,8 +94,6 @@ class Run:
         kept = [*objects.per_replica_weights.values(), *(objects.mirrored.values() if step else ())]
         parts = [part for variable in kept for part in self.strategy.experimental_local_results(variable)]
         self._changed_by_evaluation = [part for part in parts if not step or id(part.handle) in step.changed]
-
-    # --- Steps --------------------------------------------------------------------------------------------------------
 
     def start_pass(self, batches: Batches, epoch: int | None) -> Pass:
         """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0; None outside epochs."""
@@ -156,11 +157,8 @@ class Run:
 
     def results(self, split: str) -> dict[str, float]:
         """Returns the metrics of an evaluation's datasets, and forgets them, so that the next one starts over."""
-        metrics = self.progress.metrics
-        names = [name for name in metrics if split_of(name) == split]
-        return {metric: value for name in names for metric, value in metrics.pop(name).items()}
-
-    # --- Epochs -------------------------------------------------------------------------------------------------------
+        names = [name for name in self.progress.metrics if split_of(name) == split]
+        return {metric: value for name in names for metric, value in self.progress.metrics.pop(name).items()}
 
     @property
     def user_state(self) -> dict[str, Any]:
@@ -174,11 +172,11 @@ class Run:
 
     def should_continue(self) -> bool:
         """Returns whether another epoch is due: neither --epochs nor --patience is used up."""
-        return self.epoch < self.settings.epochs and not self._is_out_of_patience()
+        return self.epoch < self.settings.epochs and not self._is_out_of_patience
 
+    @property
     def _is_out_of_patience(self) -> bool:
-        patience = self.settings.patience
-        return patience is not None and self.progress.epochs_without_improvement() >= patience
+        return self.progress.epochs_without_improvement() >= (self.settings.patience or math.inf)
 
     @contextlib.contextmanager
     def evaluation_weights(self) -> Iterator[None]:
@@ -249,13 +247,11 @@ class Run:
         if self.goodput:
             self.goodput.write(self.progress.spent, is_due=is_due)
 
-    # --- The end ------------------------------------------------------------------------------------------------------
-
     def finish(self, test: Callable[[], dict[str, float]]) -> dict[str, Any]:
         """Tests the best weights; writes and returns the contents of result.json."""
         settings, progress = self.settings, self.progress
         without_improvement = progress.epochs_without_improvement()
-        if self._is_out_of_patience():
+        if self._is_out_of_patience:
             console.print(f"No better {settings.monitor} for {without_improvement} epochs: stopped.")
         self._executions.report_missing_profile()
         fingerprint = weights_sha256(self.objects.weights)
@@ -299,5 +295,5 @@ class Run:
             self.objects.reset(one_pass.name)
             raise BadInput(str(problem)) from problem
         finally:
-            for each in self.passes:
-                each.watch.close()
+            for one_pass in self.passes:
+                one_pass.watch.close()
