@@ -4,7 +4,6 @@ import csv
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import predict
 import train
 from config import Config
 from engine.cluster.strategy import create_strategy
-from engine.data import Batches, load_splits
+from engine.data import Batches, load_splits, splits
 from engine.errors import BadInput
 from rendering import TASKS
 
@@ -64,10 +63,10 @@ def test_cut_sequences_give_the_numbers_of_padded_ones(tmp_path: Path, monkeypat
 # --- Batches ----------------------------------------------------------------------------------------------------------
 
 
-def load(replicas: int = 1, workers: Any = None, **settings: Any) -> dict[str, Batches]:
+def load(replicas: int = 1, **settings: Any) -> dict[str, Batches]:
     fixed = {"simulated_devices": replicas, "global_batch_size": 8, "keep_last_batch": True, "pad_to": LENGTHS}
     config = Config(**{**fixed, **settings})
-    return load_splits(train.SPLITS, tagging, config, create_strategy(config), workers=workers)
+    return load_splits(train.SPLITS, tagging, config, create_strategy(config))
 
 
 def test_batch_is_as_long_as_its_longest_sequence_needs_on_all_replicas() -> None:
@@ -89,13 +88,16 @@ def test_batch_is_as_long_as_its_longest_sequence_needs_on_all_replicas() -> Non
     assert len(lengths) > 1
 
 
-def test_workers_with_their_own_steps_cut_their_own_batches() -> None:
-    made = load(workers=SimpleNamespace(count=1, index=0, pool=SimpleNamespace(count=2)))["train"]
+def test_workers_with_their_own_steps_cut_their_own_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf.distribute, "ParameterServerStrategy", tf.distribute.Strategy)
+    monkeypatch.setattr(tf.distribute.coordinator, "experimental_get_current_worker_index", lambda: 0)
+    monkeypatch.setattr(splits, "number_of_workers", lambda: 2)
+    made = load()["train"]
 
     @tf.function
     def shapes() -> tf.Tensor:
         found = tf.zeros([0], tf.int32)
-        for features, tags, _ in made.endless(0, 0, 2, tf.constant(0, tf.int64)).take(12):
+        for features, tags, _ in made.on_worker(0, 0).take(12):
             used = tf.reduce_max(tf.math.count_nonzero(features["tokens"], axis=1, dtype=tf.int32))
             found = tf.concat([found, [tf.shape(features["tokens"])[1], tf.shape(tags)[1], used]], axis=0)
         return found

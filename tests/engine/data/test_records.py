@@ -280,7 +280,7 @@ def test_record_that_cannot_be_prepared_or_has_wrong_data_is_named(
     content[place + 14] ^= 1
     path.write_bytes(content)
     with pytest.raises(BadInput) as refused:
-        whole(made)
+        whole(batches(loaded))
     assert str(refused.value) == (
         f"task.load_examples('train') failed on record 17, counted from 0, of {path} (corrupted record at {place}): "
         "fix it, or drop it"

@@ -148,11 +148,13 @@ def stacked(
     replica gets, one replica after the other; a per-replica batch that lacks some is padded with copies of weight 0.
     Each stack has `stack_size` batches; the last one may have fewer.
     """
-    size = per_replica_batch_size
+    size, total = per_replica_batch_size, sum(of_replicas)
 
     def for_replica(first: int, count: int, part: tf.Tensor) -> tf.Tensor:
         # In one dimension, so that each per-replica batch is copied in one piece.
-        batches = tf.reshape(part, [-1, sum(of_replicas), part.shape[1:].num_elements()])[:, first : first + count]
+        batches = tf.reshape(part, [-1, total, part.shape[1:].num_elements()])
+        if count < total:
+            batches = batches[:, first : first + count]
         if count < size:
             batches = tf.concat([batches, tf.repeat(batches[:, -1:], size - count, axis=1)], axis=1)
         return tf.reshape(batches, [-1, size, *part.shape[1:]])
@@ -162,10 +164,12 @@ def stacked(
         for replica, count in enumerate(of_replicas):
             share = functools.partial(for_replica, sum(of_replicas[:replica]), count)
             features, labels, weights, *lengths = tf.nest.map_structure(share, stack)
-            parts.append((features, labels, weights * [float(row < count) for row in range(size)], *lengths))
+            if count < size:
+                weights *= [float(row < count) for row in range(size)]
+            parts.append((features, labels, weights, *lengths))
         return tuple(parts)
 
-    return prepared.rebatch(sum(of_replicas) * stack_size).map(split)
+    return prepared.rebatch(total * stack_size).map(split)
 
 
 def on_replicas(strategy: tf.distribute.Strategy, stacks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
