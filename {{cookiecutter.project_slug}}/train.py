@@ -58,10 +58,10 @@ def build(settings: Config) -> None:
     # KEEP: All variables are made inside the scope, and before anything is compiled.
     with strategy.scope(), objects.recording():
         task.model = objects.build_models(task.create_model(), batches["train"].element_spec[0])
-        task.loss_objects = task.create_loss_objects()
         initialize(config, strategy, workers, objects)  # By --init-from, before an optimizer copies the weights.
         total_steps = config.epochs * batches["train"].steps_per_epoch
         task.optimizer = objects.build_optimizers(task.create_optimizer(total_steps=total_steps))
+        task.loss_objects = task.create_loss_objects()
         with objects.counting_in_float64():
             task.metrics = {split: task.create_metrics(split) for split in SPLITS}
         objects.finish({name: dataset.element_spec for name, dataset in batches.items()})
@@ -100,9 +100,7 @@ def distributed_test_step(batch) -> tf.Tensor:
 
 def reduce_losses(per_replica_losses) -> tf.Tensor:
     """Returns the sum (scalar) of the losses of this process's replicas."""
-    if (
-        workers.count > 1
-    ):  # Here `reduce` would sum over all of them in every step, which takes longer than a small step.
+    if workers.count > 1:  # Here `reduce` would sum over all of them in every step, which takes long.
         return functools.reduce(tf.add, strategy.experimental_local_results(per_replica_losses))
     # KEEP: The sum, because every replica's loss is already divided by the global batch size.
     return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)

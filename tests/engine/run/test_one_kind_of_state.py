@@ -8,14 +8,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from short_runs import ONE_REPLICA, run
+from short_runs import ONE_REPLICA, random_model, run, stop
 from small import linear_model
 
 import task
 import train
 from config import Config
+from engine.cluster.workers import Workers
+from engine.errors import BadInput
 from engine.model.variables import Recorder, compile_averaging
 from engine.run import RunDirectory
+from engine.run.state import State
 from engine.trained.loading import load_trained
 
 FLAGS = (*ONE_REPLICA, "--epochs=1", "--limit-steps=4")
@@ -35,6 +38,16 @@ class Shifted(keras.layers.Layer):
         if training or self.always:
             self.shift.assign_add(0.25)
         return inputs + self.shift
+
+
+class Growing(keras.layers.Layer):
+    """Has a variable whose size may change."""
+
+    def build(self, shape: Any) -> None:
+        self.growing = tf.Variable(tf.zeros([1]), shape=tf.TensorShape(None), trainable=False, name="growing")
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs
 
 
 @pytest.fixture
@@ -110,7 +123,7 @@ def test_unlisted_variables_are_initial_weights_too_counted_and_named(
     task.model.save_weights(tmp_path / "listed.weights.h5")
     train.build(Config(run_dir=tmp_path / "no", init_from=tmp_path / "listed.weights.h5"))
     assert train.run.objects.source.startswith("2 of the model's 3 variables from ")
-    assert train.run.objects.source.endswith("; without hidden/sequential/shifted/shift")
+    assert train.run.objects.source.endswith("; without hidden/model/sequential/shifted/shift")
     assert float(task.model.layers[-1].shift) == 0.0
 
 
@@ -128,6 +141,19 @@ def test_evaluation_leaves_all_variables_but_those_of_metrics_as_it_found_them(
     often = run(tmp_path / "often", *FLAGS, "--validate-every-steps=1")
     assert often["weights_sha256"] == once["weights_sha256"]
     assert float(task.model.layers[-2].shift) > 0.0
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("flags", [(), ("--eager",)])
+def test_stop_within_an_evaluation_gives_back_what_it_has_changed_and_averaged(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "create_model", lambda: random_model(Shifted(always=True)))
+    flags = (*flags, *FLAGS, "--ema-decay=0.5", "--steps-per-execution=2", "--simulated-devices=2")
+    whole = run(tmp_path / "whole", *flags)
+    stop(3, tmp_path / "stopped", *flags)  # Two executions train.
+    assert train.run.progress.steps_of_pass == {"validation": 0}
+    assert run(tmp_path / "stopped", *flags) == whole
 
 
 @pytest.mark.usefixtures("plain")
@@ -178,13 +204,13 @@ def test_names_of_unlisted_variables_depend_on_what_was_made_not_on_garbage() ->
     gc.disable()
     try:
         del kept[1], circle
-        names = recorder.unlisted([listed], "weights")
+        names = recorder.unlisted([listed], "model")
     finally:
         gc.enable()
     # A network that a hook has deleted is gone, although it refers to itself.
     assert {name: float(variable) for name, variable in names.items()} == {
-        "hidden/Variable": 0.0,
-        "hidden/Variable#3": 2.0,
+        "hidden/model/Variable": 0.0,
+        "hidden/model/Variable#3": 2.0,
     }
 
 
@@ -209,6 +235,58 @@ def test_every_checkpoint_has_all_variables_and_the_best_weights_those_of_no_opt
         {name for name in each.state.values() if name.startswith("hidden/")}
         for each in (train.run.checkpoints, train.run.best)
     )
-    assert best == {"hidden/create_model", "hidden/create_loss_objects"}
-    metrics = {"hidden/create_metrics", "hidden/create_metrics#2", "hidden/create_metrics#3"}
-    assert state == best | metrics | {"hidden/create_optimizer"}
+    assert best == {"hidden/model/create_model", "hidden/loss/create_loss_objects"}
+    metrics = {f"hidden/metrics/create_metrics{number}" for number in ("", "#2", "#3")}
+    assert state == best | metrics | {"hidden/optimizer/create_optimizer"}
+
+
+def test_values_of_replicas_stay_when_a_layer_makes_again_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled(keras.layers.Layer):
+        """Keeps twice its weight in Python when it is loaded."""
+
+        def build(self, shape: Any) -> None:
+            self.own = self.add_weight(shape=(), trainable=False, name="own")
+
+        def load_own_variables(self, store: Any) -> None:
+            super().load_own_variables(store)
+            self.twice = 2.0 * float(self.own.numpy())
+
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            return inputs + self.own
+
+    class Derived(Doubled):
+        """Inherits how it is loaded."""
+
+    monkeypatch.setattr(task, "create_model", lambda: linear_model(Derived()))
+    train.build(Config(simulated_devices=2))
+    layer = task.model.layers[-1]
+    parts = train.strategy.experimental_local_results(layer.own.value)
+    for part, value in zip(parts, (1.0, 3.0), strict=True):
+        part.assign(value)
+    train.objects.finalize_layers()
+    assert [float(part) for part in parts] == [1.0, 3.0]
+    assert layer.twice == 2.0
+
+
+def test_weights_whose_names_may_belong_to_others_differ() -> None:
+    strategy = tf.distribute.get_strategy()
+    state = State(strategy, Workers(strategy), {}, {"hidden/model/x": tf.Variable(0.0)})
+    one = (tf.float32, (1,))
+    assert not state.differences({"hidden/model/x": one, "hidden/model/y": one, "hidden/loss/x": one})
+    (difference,) = state.differences({"hidden/model/x": one, "hidden/model/x#2": one})
+    assert difference == "hidden/model/x#2 float32[1] there and absent now"
+
+
+@pytest.mark.parametrize(
+    ("create_model", "message"),
+    [
+        (lambda: {"metrics": linear_model()}, "returned a model 'metrics': call it otherwise"),
+        (lambda: linear_model(Growing()), r"the variable hidden/model/.*/growing has the shape <unknown>"),
+    ],
+)
+def test_variables_that_no_checkpoint_could_hold_are_rejected(
+    create_model: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "create_model", create_model)
+    with pytest.raises(BadInput, match=message):
+        train.build(Config(simulated_devices=1))

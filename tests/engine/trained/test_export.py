@@ -244,7 +244,7 @@ def test_variable_that_keras_does_not_list_is_exported_by_tensorflow_only(
     assert [each.name for each in (settings.run_dir / "export").iterdir()] == ["saved_model"]
     assert float(task.model.layers[-1].steps[-1]) == 102.0
     monkeypatch.setattr(task, "create_model", lambda: linear_model(Hidden(3)))
-    with pytest.raises(BadInput, match=r"1 variables differ: hidden/Variable#3 absent there and float32\[\] now"):
+    with pytest.raises(BadInput, match=r"1 variables differ: hidden/model/Variable#3 absent there and float32\[\] now"):
         load_trained(task, settings)
 
 

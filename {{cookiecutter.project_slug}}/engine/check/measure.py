@@ -13,7 +13,14 @@ import tensorflow as tf
 from engine.check.comparison import LOSS, Arrays, BatchStacks, Layers, Measured, largest
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
-from engine.model.variables import Variables, by_name, is_random_state, layers_of, trainable_variables
+from engine.model.variables import (
+    Variables,
+    by_name,
+    is_random_state,
+    layers_of,
+    name_in_hook,
+    trainable_variables,
+)
 from engine.run.state import Values
 from engine.settings import Settings
 from engine.tracing import Traced
@@ -162,7 +169,7 @@ def changed_by(program: Any, split: str) -> Variables:
 
 def changed_unlisted(program: Any) -> list[str]:
     """Returns the names of the variables that the training steps change and Keras does not list."""
-    return [name.removeprefix("hidden/") for name in changed_by(program, "train") if name.startswith("hidden/")]
+    return [name_in_hook(name) for name in changed_by(program, "train") if name.startswith("hidden/")]
 
 
 def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer | None]:
@@ -172,7 +179,7 @@ def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer
     for name, state in changed_by(program, split).items():
         if is_random_state(name):
             layer = owners.get(id(state))
-            drawing[layer.name if layer else f"the generator {name.removeprefix('hidden/')}"] = layer
+            drawing[layer.name if layer else f"the generator {name_in_hook(name)}"] = layer
     return drawing
 
 

@@ -16,6 +16,13 @@ from engine.model.rows import read_rows
 from engine.model.variables import by_name, layers_of
 from engine.settings import Settings
 
+RESERVED = {
+    "average",
+    "hidden",
+    "metrics",
+    "optimizer",
+}  # What names of variables in a checkpoint start with, besides models.
+
 
 def set_up(task: Any, settings: Settings) -> None:
     """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
@@ -41,6 +48,8 @@ def build_models(model: Any, features_spec: Any) -> Any:
     one of several models may take the outputs of another. Raises BadInput if one is not a keras.Model, or has no
     variables yet and does not accept such features.
     """
+    if isinstance(model, Mapping) and (reserved := RESERVED & model.keys()):
+        raise BadInput(f"task.create_model returned a model {reserved.pop()!r}: call it otherwise; checkpoints use it")
     for name, network in by_name(model, "model").items():
         if not isinstance(network, keras.Model):
             raise BadInput(

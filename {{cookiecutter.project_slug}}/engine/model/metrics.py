@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from engine.errors import BadInput
 from engine.model.step import step_on
-from engine.model.variables import inner_variable
+from engine.model.variables import given_back, inner_variable
 
 Metrics = dict[str, dict[str, keras.metrics.Metric]]  # split -> name -> metric
 LARGEST_RESULT = 10_000  # Each number is a column of metrics.csv.
@@ -55,21 +55,17 @@ def build_metrics(
         ]
         if not unbuilt:
             continue
-        local = [part for variable in made for part in strategy.experimental_local_results(variable)]
-        before = [tf.identity(part) for part in local]
         step = task.train_step if split == "train" else functools.partial(task.evaluation_step, split)
 
         def run(batch: Any, step: Callable[[Any], Any] = step) -> None:
             with step_on(batch):
                 step(batch)
 
-        with contextlib.ExitStack() as patches:
+        with given_back(strategy, made), contextlib.ExitStack() as patches:
             for metric in unbuilt:
                 update = in_float64()(metric.update_state)
                 patches.enter_context(mock.patch.object(metric, "update_state", update))
             strategy.run(run, args=(zeros(batch_spec),))
-        for part, value in zip(local, before, strict=True):
-            part.assign(value)
         for metric in task.metrics[split].values():
             metric.reset_state()
 

@@ -14,7 +14,7 @@ from engine.model.build import build_models, build_optimizers, set_up
 from engine.model.metrics import Metrics, ResultNames, build_metrics, in_float64, metric_results, split_of
 from engine.model.optimizers import inner_optimizers
 from engine.model.rows import choose_lazy_rows
-from engine.model.variables import Recorder, Variables, by_name, is_random_state, is_seed
+from engine.model.variables import Recorder, Variables, by_name, inner_variable, is_random_state, is_seed
 from engine.settings import Settings
 
 LOWEST_LOSS_SCALE = 2.0**-10  # Gradients that still overflow float16 here are too large for any scale.
@@ -59,17 +59,15 @@ class TaskObjects:
 
     def build_models(self, model: Any, features_spec: Any) -> Any:
         """Returns the model, or the dict of models, with all variables made. Raises BadInput as `build_models` does."""
+        self._strategy = tf.distribute.get_strategy()
         self.model = build_models(model, features_spec)
         self.weights = variables.model_variables(model)
+        self._recorder.kind = "optimizer"
         return model
 
-    def end_weights(self) -> tuple[Variables, Variables]:
-        """Returns the variables made so far, without random states: those that Keras lists, and others.
-
-        They are the weights. What is made from now on belongs to optimizers.
-        """
-        self._recorder.kind = "optimizer"
-        unlisted = self._recorder.unlisted(self.weights.values(), "weights")
+    def initial_weights(self) -> tuple[Variables, Variables]:
+        """Returns the variables that task.create_model made, but for random states: those Keras lists, and others."""
+        unlisted = self._recorder.unlisted(self.weights.values(), "model")
         listed, others = (
             {name: variable for name, variable in found.items() if not is_random_state(name)}
             for found in (self.weights, unlisted)
@@ -82,9 +80,9 @@ class TaskObjects:
         Raises BadInput as `build_optimizers` does, or if models or optimizers were made outside the strategy's scope.
         """
         for objects, hook in ((self.model, "task.create_model"), (optimizer, "task.create_optimizer")):
-            rejections.check_scope(tf.distribute.get_strategy(), objects, hook)
+            rejections.check_scope(self._strategy, objects, hook)
         self.optimizer = build_optimizers(optimizer, self.model, self._settings.precision)
-        self._recorder.kind = "weights"
+        self._recorder.kind = "loss"
         return self.optimizer
 
     @contextlib.contextmanager
@@ -101,7 +99,7 @@ class TaskObjects:
         "validation/<name>", ...). Raises BadInput if the results would depend on the number of replicas.
         """
         task, settings = self._task, self._settings
-        self._strategy = strategy = tf.distribute.get_strategy()
+        strategy = self._strategy
         self.metrics = task.metrics
         for metrics in self.metrics.values():
             rejections.check_scope(strategy, metrics, "task.create_metrics")
@@ -111,10 +109,13 @@ class TaskObjects:
             rejections.check_trainable(self.optimizer, self.model)
         choose_lazy_rows(self.model, settings.lazy_rows or ())
         rejections.check_weight_decay(self.optimizer, self.model)
-        build_metrics(task, strategy, batch_specs, self._recorder.variables())
+        # A model or an optimizer may be older than this build: task.py keeps it.
+        listed = [*self.weights.values(), *variables.named(by_name(self.optimizer, "optimizer")).values()]
+        build_metrics(task, strategy, batch_specs, [*listed, *self._recorder.variables()])
         self.names = ResultNames(self.metrics, batch_specs)
         self.monitor_direction = rejections.monitor_direction(self.names, settings.monitor, settings.monitor_direction)
         self._name_others()
+        rejections.check_shapes({**self.mirrored_weights, **self.per_replica_weights, **self._of_steps})
         own = self.per_replica_weights
         variables.spread_seeds(strategy, [variable for name, variable in own.items() if is_seed(name)])
         self._floats_of_replicas = {name: variable for name, variable in own.items() if variable.dtype.is_floating}
@@ -131,7 +132,7 @@ class TaskObjects:
         self.mirrored_weights = {name: variable for name, variable in self.weights.items() if variable.trainable}
         others = {name: variable for name, variable in self.weights.items() if name not in self.mirrored_weights}
         known = [variable for variables in (self.weights, *listed) for variable in variables.values()]
-        self.per_replica_weights = others | self._recorder.unlisted(known, "weights")
+        self.per_replica_weights = others | self._recorder.unlisted(known, "model", "loss")
 
     def _name_others(self) -> None:
         metrics = {
@@ -143,8 +144,7 @@ class TaskObjects:
         self._of_steps = variables.named(metrics)
         self.name_weights(self._of_optimizers, self._of_steps)
         known = [*self._of_optimizers.values(), *self._of_steps.values()]
-        for kind in ("optimizer", "metrics"):
-            self._of_steps |= self._recorder.unlisted(known, kind)
+        self._of_steps |= self._recorder.unlisted(known, "optimizer", "metrics")
 
     @property
     def mirrored(self) -> Variables:
@@ -169,12 +169,15 @@ class TaskObjects:
         """
         for model in by_name(self.model, "model").values():
             for layer in variables.layers_of(model):
+                own = (kind for kind in type(layer).__mro__ if not kind.__module__.startswith("keras."))
                 if callable(finalize := getattr(layer, "finalize_state", None)):
                     finalize()
-                elif "load_own_variables" in vars(type(layer)) and not type(layer).__module__.startswith("keras."):
-                    store: dict[str, Any] = {}
-                    layer.save_own_variables(store)
-                    layer.load_own_variables(store)
+                elif any("load_own_variables" in vars(kind) for kind in own):
+                    # It gives all replicas one value, and they may differ.
+                    with variables.given_back(self._strategy, map(inner_variable, layer.variables)):
+                        store: dict[str, Any] = {}
+                        layer.save_own_variables(store)
+                        layer.load_own_variables(store)
 
     # --- How they are used --------------------------------------------------------------------------------------------
 
@@ -186,17 +189,12 @@ class TaskObjects:
         """
         local, averages = self._strategy.experimental_local_results, self.average.averages
         own = self._floats_of_replicas if self._strategy.num_replicas_in_sync > 1 else {}
-        changed = {id(variable): variable for variable in (*self.average.variables.values(), *own.values())}
-        kept = [(part, tf.identity(part)) for variable in changed.values() for part in local(variable)]
-        for name, variable in self.average.variables.items():
-            for part, average in zip(local(variable), local(averages[name]), strict=True):
-                part.assign(tf.cast(average, part.dtype))
-        self._average_over_replicas()
-        try:
+        with variables.given_back(self._strategy, [*self.average.variables.values(), *own.values()]):
+            for name, variable in self.average.variables.items():
+                for part, average in zip(local(variable), local(averages[name]), strict=True):
+                    part.assign(tf.cast(average, part.dtype))
+            self._average_over_replicas()
             yield
-        finally:
-            for part, value in kept:
-                part.assign(value)
 
     @property
     def optimizers(self) -> dict[str, Any]:

@@ -44,6 +44,13 @@ def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> No
                 )
 
 
+def check_shapes(made: Mapping[str, tf.Variable]) -> None:
+    """Raises BadInput for a variable whose size may change: a checkpoint would not fit it."""
+    for name, variable in made.items():
+        if not variable.shape.is_fully_defined():
+            raise BadInput(f"the variable {name} has the shape {variable.shape}: make it with a shape that is known")
+
+
 def check_metrics(metrics: Metrics) -> None:
     """Raises BadInput if two splits share a metric, which would count the examples of both."""
     splits: dict[int, str] = {}

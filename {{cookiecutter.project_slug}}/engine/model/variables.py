@@ -25,11 +25,11 @@ Variables = dict[str, tf.Variable]
 
 
 class Recorder:
-    """Records the variables that hooks make, with the name that each gets then, without keeping them alive."""
+    """Records the variables that hooks make, with the names that they get then, without keeping them alive."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[str, str, weakref.ref]] = []  # Kind, name and variable.
-        self.kind = "weights"  # What the variables that are made now belong to: "weights", "optimizer" or "metrics".
+        self._made: list[tuple[str, weakref.ref]] = []  # Name and variable.
+        self.kind = "model"  # What the variables that are made now belong to, or "optimizer", "loss" or "metrics".
         self._times: collections.Counter[str] = collections.Counter()
 
     @contextlib.contextmanager
@@ -39,10 +39,10 @@ class Recorder:
         def record(next_creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
             variable = next_creator(**options)
             # Numbered here, so that a name does not depend on which earlier variables still exist.
-            name = variable.name.removesuffix(":0")
+            name = f"hidden/{self.kind}/{variable.name.removesuffix(':0')}"
             self._times[name] += 1
             numbered = f"{name}#{self._times[name]}" if self._times[name] > 1 else name
-            self._made.append((self.kind, numbered, weakref.ref(variable)))
+            self._made.append((numbered, weakref.ref(variable)))
             return variable
 
         with tf.variable_creator_scope(record):
@@ -50,20 +50,42 @@ class Recorder:
 
     def variables(self) -> list[tf.Variable]:
         """Returns the variables that still exist, in the order in which they were made."""
-        return [variable for *_, reference in self._made if (variable := reference()) is not None]
+        return [variable for _, reference in self._made if (variable := reference()) is not None]
 
-    def unlisted(self, listed: Iterable[tf.Variable], kind: str) -> Variables:
-        """Returns those of a kind that are not `listed`, under names that start with "hidden/".
+    def unlisted(self, listed: Iterable[tf.Variable], *kinds: str) -> Variables:
+        """Returns those of some kinds that are not `listed`, under names such as "hidden/model/Variable".
 
         They are a layer's own tf.Variable, a tf.random.Generator's, a stateful RNN's, or those of a network that no
         hook returned.
         """
         known = {id(variable) for variable in listed}
-        made = [(name, reference) for its_kind, name, reference in self._made if its_kind == kind]
+        made = [(name, reference) for name, reference in self._made if name.split("/")[1] in kinds]
         if any(reference() is not None and id(reference()) not in known for _, reference in made):
             gc.collect()  # Otherwise a network that a hook has deleted would still be among them.
         existing = ((name, reference()) for name, reference in made)
-        return {f"hidden/{name}": made for name, made in existing if made is not None and id(made) not in known}
+        return {name: made for name, made in existing if made is not None and id(made) not in known}
+
+
+def name_in_hook(name: str) -> str:
+    """Returns the name that a hook gave to a variable: "hidden/model/Variable" -> "Variable"; others as they are."""
+    return name.split("/", 2)[2] if name.startswith("hidden/") else name
+
+
+def is_of_metrics(name: str) -> bool:
+    """Returns whether metrics count in the variable of this name, listed by Keras or not."""
+    return name.startswith(("metrics/", "hidden/metrics/"))
+
+
+@contextlib.contextmanager
+def given_back(strategy: tf.distribute.Strategy, variables: Iterable[tf.Variable]) -> Iterator[None]:
+    """Gives variables back, at the end, the values that they have now on each replica of this process."""
+    existing = {id(variable): variable for variable in variables}.values()
+    kept = [(part, tf.identity(part)) for made in existing for part in strategy.experimental_local_results(made)]
+    try:
+        yield
+    finally:
+        for part, value in kept:
+            part.assign(value)
 
 
 # --- What Keras lists -------------------------------------------------------------------------------------------------

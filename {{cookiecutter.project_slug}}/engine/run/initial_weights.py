@@ -23,7 +23,7 @@ from engine.model.objects import TaskObjects
 from engine.model.variables import Variables, by_name, is_seed, model_variables
 from engine.run.checkpoint_files import PROGRESS, StoredValues, checkpoint_paths, plain_name, read_record
 from engine.run.directory import BEST, CHECKPOINTS, Directory
-from engine.run.state import State, one_of_replicas, portions
+from engine.run.state import State, as_array, one_of_replicas, portions
 from engine.settings import Settings
 
 FORMS = "a run directory, a checkpoint in one, a .weights.h5 or .keras file, or the prefix of a tf.train.Checkpoint"
@@ -35,7 +35,7 @@ def initialize(settings: Settings, strategy: tf.distribute.Strategy, workers: Wo
 
     Call it before the optimizers are built, because some of them copy the weights. Raises BadInput if they do not fit.
     """
-    path, (listed, unlisted) = settings.init_from, objects.end_weights()
+    path, (listed, unlisted) = settings.init_from, objects.initial_weights()
     if path is None or not workers.from_chief(lambda: settings.evaluates or Directory(settings).starts_new()):
         return
     state = State(strategy, workers, listed | unlisted, after_assign=objects.finalize_layers)
@@ -57,8 +57,8 @@ def load_initial_weights(path: Path, model: Any, unlisted: Variables | None = No
     variables = {name: variable for name, variable in model_variables(model).items() if not is_seed(name)}
     variables |= unlisted or {}
     initial = {name: variable.numpy() for name, variable in variables.items()}
-    # No variable of weights is all infinite: one that still is after the loading was not in the file.
-    floats = [name for name, variable in variables.items() if variable.dtype.is_floating]
+    # No file has weights that are all infinite: a variable that still is after the loading was not in it.
+    floats = [name for name, value in initial.items() if variables[name].dtype.is_floating and np.isfinite(value).any()]
     for name in floats:
         variables[name].assign(np.full_like(initial[name], np.inf))
     with _failures_named(path, "" if partial else "; --init-partial loads what matches"):
@@ -115,10 +115,11 @@ def _load(path: Path, models: dict[str, keras.Model], variables: Variables, *, p
                 f"--init-from {path} contains one model, and the task has {', '.join(models)}: pass a run directory"
             )
         (model,) = models.values()
+        listed = sum(not name.startswith("hidden/") for name in variables)
         count = _count_weights(path)  # Before anything is loaded, because Keras's reason would not be that of a damage.
         with warnings.catch_warnings(action="ignore"):  # The report names the missing variables.
             model.load_weights(path, skip_mismatch=partial)
-        return str(path), max(0, count - len(variables))
+        return str(path), max(0, count - listed)
     if Path(f"{path}.index").is_file():
         roots = [tf.train.Checkpoint(**models)]  # The models may be attributes of the saved object.
         if len(models) == 1:
@@ -144,9 +145,9 @@ def _load_checkpoint(checkpoint: Path, variables: Variables) -> int:
     used = 0
     for names in portions({name: variable for name, variable in variables.items() if name in found}):
         for name, value in values.read(names).items():
-            shape = variables[name].shape
-            if value.shape[1:] == shape and value.shape != shape:
-                value = one_of_replicas(value.numpy())
+            shape, is_of_steps = variables[name].shape, name.startswith("hidden/") or not variables[name].trainable
+            if is_of_steps and value.shape[1:] == shape and value.shape != shape:
+                value = as_array(one_of_replicas(as_array(value)))
             if value.shape == shape:
                 variables[name].assign(tf.cast(value, variables[name].dtype))
                 used += 1

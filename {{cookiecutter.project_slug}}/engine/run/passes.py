@@ -140,6 +140,7 @@ class Pass:
         self.unrecorded, self.waits = 0, False
         self._iterator = batches.iterator(epoch or 0, first_step=self.done) if self.steps_left else None
         self._count = 0  # Steps of the current execution.
+        self._changes_weights = bool(changed)
         self._kept = [(variable, tf.identity(variable)) for variable in changed]
         self.watch = contextlib.ExitStack()
 
@@ -199,14 +200,18 @@ class Pass:
         return values, examples / self._batches.global_batch_size, seconds
 
     def give_back(self) -> None:
-        """Undoes what an evaluation has changed, or training would depend on how often a run validates."""
-        for variable, value in self._kept:
+        """Undoes what an evaluation has changed, or training would depend on how often a run validates.
+
+        It does so once: afterwards the variables may have the values of the training again.
+        """
+        kept, self._kept = self._kept, []
+        for variable, value in kept:
             variable.assign(value)
 
     @property
     def must_start_over(self) -> bool:
         """Whether the pass cannot continue after a stop, because it gives back what its steps have changed."""
-        return bool(self._kept) and not self.has_ended
+        return self._changes_weights and not self.has_ended
 
     def start_over(self) -> None:
         """Undoes the steps of an evaluation, but for its metrics."""

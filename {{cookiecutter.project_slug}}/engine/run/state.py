@@ -154,16 +154,18 @@ class State:
     def differences(self, kinds: Mapping[str, tuple[Any, tuple[int, ...]]]) -> list[str]:
         """Returns a text for each variable whose name, dtype or shape differs from those of stored values.
 
-        Values of a network that only the training needs, such as a teacher that no hook returns, may be left over.
+        Values of a network that only the training needs, such as a teacher that no hook returns, may be left over,
+        unless another variable may have their names: these are counted.
         """
         expected = {
             name: _kind(variable.dtype, variable.shape)
             for name, variable in {**self.mirrored, **self.per_replica}.items()
         }
+        counted = {name.split("#")[0] for name in expected}
         stored = {
             name: _kind(dtype, shape[1:] if name in self.per_replica else shape)
             for name, (dtype, shape) in kinds.items()
-            if name in expected or not name.startswith("hidden/")
+            if name in expected or not name.startswith("hidden/") or name.split("#")[0] in counted
         }
         return [
             f"{name} {stored.get(name, 'absent')} there and {expected.get(name, 'absent')} now"

@@ -19,7 +19,7 @@ from engine.files import write_json
 from engine.model.metrics import split_of
 from engine.model.objects import TaskObjects
 from engine.model.rejections import check_changes, traced
-from engine.model.variables import Variables
+from engine.model.variables import Variables, is_of_metrics
 from engine.report.report import Goodput, Report, start_time
 from engine.run.checkpoints import Checkpoints, Writer
 from engine.run.directory import BEST, CHECKPOINTS, RESULT
@@ -36,7 +36,7 @@ class Run:
 
     Attributes:
         objects: the task's objects, which the steps use and change.
-        traced: what the steps do, of "train" and of one of "validation" and "test"; empty until `trace`.
+        traced: what the steps of each split do; empty until `trace`, and with --eager.
         checkpoints: the complete state, after each epoch and every --checkpoint-every-steps.
         best: the weights with the best --monitor.
         passes: those that have not ended: a validation may be inside an epoch.
@@ -83,16 +83,14 @@ class Run:
         Call it when the state is in the variables, because layers make constants of what they compute from them. Raises
         BadInput if a step changes anything besides the variables of the state.
         """
-        # Validation and test share the hook that may change anything but metrics, so one of them is enough.
-        evaluation = next((split for split in ("validation", "test") if split in steps), "")
-        found = {split: traced(steps[split]) for split in ("train", evaluation) if split in steps}
-        self.traced = {split: step for split, step in found.items() if step}
+        self.traced = {split: step for split in steps if (step := traced(steps[split]))}
         check_changes(self.traced, self.strategy, self.checkpoints.state.variables())
         # Without a graph, as with --eager, everything that an evaluation may change is given back.
-        step, objects = self.traced.get(evaluation), self.objects
-        kept = [*objects.per_replica_weights.values(), *(objects.mirrored.values() if step else ())]
+        mirrored, per_replica = self.objects.mirrored if self.traced else {}, self.objects.per_replica
+        kept = [variable for name, variable in (mirrored | per_replica).items() if not is_of_metrics(name)]
         parts = [part for variable in kept for part in self.strategy.experimental_local_results(variable)]
-        self._changed_by_evaluation = [part for part in parts if not step or id(part.handle) in step.changed]
+        changed = {handle for split, step in self.traced.items() if split != "train" for handle in step.changed}
+        self._changed_by_evaluation = [part for part in parts if not self.traced or id(part.handle) in changed]
 
     def start_pass(self, batches: Batches, epoch: int | None) -> Pass:
         """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0; None outside epochs."""

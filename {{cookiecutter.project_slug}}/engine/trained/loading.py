@@ -16,7 +16,7 @@ from engine.data.preparation import Preparation, evaluation_seed, of_largest_len
 from engine.errors import BadInput, Damaged
 from engine.files import read_json
 from engine.model.objects import TaskObjects
-from engine.model.variables import by_name
+from engine.model.variables import by_name, name_in_hook
 from engine.run.checkpoints import Checkpoints, restore_best
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
@@ -82,7 +82,6 @@ def load_trained(task: Any, settings: Settings) -> Trained:
     objects = TaskObjects(task, settings)
     with objects.recording():
         task.model = objects.build_models(task.create_model(), two_of(features_spec, settings))
-        task.loss_objects = task.create_loss_objects()
     objects.name_weights()
     strategy = tf.distribute.get_strategy()
     workers = Workers(strategy)
@@ -96,7 +95,7 @@ def load_trained(task: Any, settings: Settings) -> Trained:
     traced = serve.function.get_concrete_function()
     check_outputs(outputs := traced.structured_outputs)
     used, made = Traced(traced.graph).used, objects.per_replica_weights.items()
-    unlisted = [name.removeprefix("hidden/") for name, part in made if id(part.handle) in used and "hidden/" in name]
+    unlisted = [name_in_hook(name) for name, part in made if id(part.handle) in used and name.startswith("hidden/")]
     example_spec = None
     with contextlib.suppress(ValueError):  # Not all of its leaves are tensors.
         example_spec = decode(recorded["example"])
