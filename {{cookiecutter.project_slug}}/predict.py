@@ -92,7 +92,7 @@ def load(run_dir: str | Path) -> "Predictor":
     """
     settings = settings_of_run(Config, Path(run_dir))
     import task
-    from engine.cluster.devices import let_gpu_memory_grow
+    from engine.cluster.strategy import let_gpu_memory_grow
     from engine.run.directory import Directory
     from engine.trained.loading import load_trained
     from engine.trained.predictions import Predictor
@@ -109,9 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options = tyro.cli(Options, args=arguments)
         settings_of_run(Config, options.run_dir)
 
-        from engine.console import console
         from engine.errors import user_errors_named
-        from engine.trained.predictions import report_infinite, write_predictions
+        from engine.trained.predictions import write_predictions
 
         with user_errors_named(lambda: f"INPUT {options.input}"):
             import task
@@ -122,8 +121,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             output = predictor.choose_output(*[options.output] if options.output else DEFAULT_OUTPUTS)
             names, predictions = predictor.predict(task.read_inputs(options.input), options.batch_size)
             write_predictions(output, names, predictions)
-        report_infinite(names, predictions)
-        console.print(f"{len(names):,} predictions ({', '.join(predictions)}) in {output}")
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 from config import Config
 
-from engine.cluster.launcher import PROGRAM
-from engine.cluster.nvidia import visible_gpus
-from engine.cluster.train_process import TrainProcess, stop_all
+from engine.cluster.environment import visible_gpus
+from engine.cluster.launcher import PROGRAM, TrainProcess, stop_all
 from engine.command_line import read_settings
 from engine.errors import SIGNALS, BadInput, Stopped, asked_to_stop, exit_codes
+from engine.files import read_json
 
 if TYPE_CHECKING:  # Optuna is an extra, and --help works without it.
     import optuna
@@ -50,13 +50,14 @@ def space(trial: "optuna.Trial") -> list[str]:
 
 def has_ended(trials: "Trials", trial: "optuna.Trial", process: TrainProcess, monitor: str) -> bool:
     """Follows a trial; returns whether its process has ended, by itself or because the trial is poor."""
-    code = process.exit_code()  # Before the scores are read, so that they are complete.
+    code = process.popen.poll()  # Before the scores are read, so that they are complete.
     if trials.prune(trial, process.scores(monitor)):
-        process.stop()
+        stop_all([process])
     elif code is None:
         return False
     elif code == 0:
-        trials.end(trial, process.result()[f"best_{monitor}"])
+        result = read_json(process.run_dir / "result.json") or {}
+        trials.end(trial, result[f"best_{monitor}"])
     elif code == Stopped.exit_code or "is in use by another run" in process.error():
         trials.release(trial)  # It will be resumed.
     else:

@@ -27,7 +27,7 @@ REPORT = Path(__file__).parent / "report"
 def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws curves in the tests of the report only, and reads the digits once; both take a good part of a short run."""
     if REPORT not in request.path.parents:
-        monkeypatch.setattr(report, "write_figure", lambda path, figure: None)
+        monkeypatch.setattr(report.Report, "draw_curves", lambda report: None)
     if hasattr(task, "load_digits"):
         monkeypatch.setattr(task, "load_digits", digits)
 

@@ -32,7 +32,7 @@ from engine.data.stacks import StackIterator
 from engine.errors import BadInput, CannotWrite, Unavailable, asked_to_stop
 from engine.model.metrics import ResultNames
 from engine.report import tables
-from engine.report.summaries import Summaries
+from engine.report.report import Summaries
 from engine.run.signals import signals
 
 FLAGS = ("--epochs=1", "--global-batch-size=64", "--steps-per-execution=3", "--checkpoint-every-steps=7")

@@ -25,7 +25,7 @@ from step_recipes import (
 import config
 import task
 import train
-from engine.check.check import check_task
+from engine.check import check_task
 from engine.errors import BadInput
 from engine.run.initial_weights import load_initial_weights
 

@@ -76,8 +76,7 @@ def plant(task: dict[str, Any], phase: str, event: str, victim: int, marker: Pat
     )
     task["train_step"], task["evaluation_step"] = counted_train_step, counted_evaluation_step
 
-    for name in ("_decide", "_ask_chief"):
-        setattr(rendezvous, name, before(getattr(rendezvous, name), lambda: happens("rendezvous")))
+    rendezvous._agree = before(rendezvous._agree, lambda: happens("rendezvous"))
 
     def start() -> None:
         happens("before TensorFlow's start")

@@ -50,11 +50,11 @@ import time
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
-imported_at: float | None = time.monotonic()  # None once a run has started: engine/report/goodput.py.
+imported_at: float | None = time.monotonic()  # None once a run has started: engine/report/report.py.
 
 # TensorFlow's lines about itself are removed from what its C++ code writes to stderr; warnings and errors stay. Level 1
 # hides information, but TensorFlow 2.21 reads it too late for the lines that its libraries write while they are loaded.
-# "(303)" means that there is no NVIDIA driver; `nvidia.why_no_gpu` warns where a machine with GPUs lacks one. The line
+# "(303)" means that there is no NVIDIA driver; `why_no_gpu` warns where a machine with GPUs lacks one. The line
 # about DT_BOOL comes with the first graph of boolean operations and is not an error.
 HIDDEN = (
     r"^I[0-9]{4} |^WARNING: All log messages before absl::InitializeLog|failed call to cuInit.*\(303\)"

@@ -4,23 +4,19 @@ A terminal gets colours, tables, and a live line that is erased at the end. A pi
 gets plain lines without control characters.
 """
 
-import contextlib
 import datetime
 import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import rich.console
 import rich.live
-import rich.padding
 import rich.panel
 import rich.table
-import tensorflow as tf
 from rich.text import Text
 
 from engine.settings import Settings
@@ -33,9 +29,10 @@ SECONDS_BETWEEN_LINES = 180.0  # Without a terminal the live line is printed thi
 class _Console(rich.console.Console):
     """A console whose failure does not end the training."""
 
-    def print(self, *objects: Any, **options: Any) -> None:
+    def __exit__(self, *problem: object) -> None:
+        """Writes what was printed, as `print` and the live line do at their end."""
         try:
-            super().print(*objects, **options)
+            super().__exit__(*problem)
         except OSError:  # The output's disk is full, or its reader has ended.
             self.on_broken_pipe()
 
@@ -70,26 +67,22 @@ def columns(rows: Sequence[tuple[Text, ...]]) -> rich.table.Table:
     return table
 
 
-def print_facts(title: str, facts: Mapping[str, Any], *, boxed: bool = False) -> None:
-    """Prints a title, then a name and a value per line; in a terminal long values are wrapped."""
+def print_facts(title: str, facts: Mapping[str, Any]) -> None:
+    """Prints a title, then a name and a value per line; in a terminal in a box, with long values wrapped."""
     if not console.is_terminal:
         width = max(map(len, facts))
         console.print("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in facts.items())]))
         return
     bold = {name: "bold" * name.startswith(("test", "next")) for name in facts}
     table = columns([(Text(name, "cyan"), Text(str(value), bold[name])) for name, value in facts.items()])
-    if boxed:
-        panel = rich.panel.Panel(table, title=Text(title, "bold"), title_align="left", expand=False)
-        console.print(panel, soft_wrap=False)
-    else:
-        console.print(title, style="bold")
-        console.print(rich.padding.Padding(table, (0, 0, 0, 2), expand=False), soft_wrap=False)
+    panel = rich.panel.Panel(table, title=Text(title, "bold"), title_align="left", expand=False)
+    console.print(panel, soft_wrap=False)
 
 
 class LiveLine:
     """The line of the current pass, redrawn a few times a second; without a terminal it is printed rarely.
 
-    epoch 3/10  train  41 %  412/1,000 steps  00:42 left  12.3 steps/s  loss 0.4123  GPU 3.2 GB
+    epoch 3/10  train  41 %  412/1,000 steps  00:42 left  12.3 steps/s  loss 0.4123
     """
 
     def __init__(self, epochs: int, *, can_be_drawn: bool = True) -> None:
@@ -102,25 +95,18 @@ class LiveLine:
             console=console, auto_refresh=False, transient=True, redirect_stderr=redirect_stderr
         )
         self._epochs = epochs
-        self._compiled: set[str] = set()
 
-    @contextlib.contextmanager
-    def removed_at_end(self) -> Iterator[None]:
-        """Removes the line after the code inside, before an error is printed."""
-        try:
-            yield
-        finally:
-            self._remove()
+    def close(self) -> None:
+        """Removes the line, before an error is printed."""
+        self._live.stop()
 
     def begin(self, name: str, epoch: int | None, done: int, steps: int) -> None:
         """Starts the line of a pass over the dataset `name`, with `done` of its `steps` done already."""
-        split = name.split("/")[0]
-        self._title = f"epoch {epoch + 1}/{self._epochs}  {name}" if epoch is not None and split != "test" else name
+        is_test = name.startswith("test")
+        self._title = name if epoch is None or is_test else f"epoch {epoch + 1}/{self._epochs}  {name}"
         self._done, self._steps = done, steps
         self._loss_sum, self._batches = 0.0, 0.0
         self._first: tuple[float, int] | None = None  # When the first execution ended, and the steps done by then.
-        self._note = "" if split in self._compiled else "compiling"
-        self._compiled.add(split)
         self._drawn = time.monotonic()
         if self.is_drawn:
             self._live.start()
@@ -134,79 +120,57 @@ class LiveLine:
         self._batches += batches
         self._first = self._first or (now, self._done)
         if self._done >= self._steps:
-            self._remove()
+            self._live.stop()
         elif now - self._drawn > interval:
             self._drawn = now
             self._draw()
 
     def _draw(self) -> None:
-        text = Text(self._text(), style="cyan", no_wrap=True)
-        if not self.is_drawn:
-            console.print(text.plain)
-            return
-        # One column less: a terminal may wrap a full line, which could not be erased.
-        text.truncate(console.width - 1, overflow="ellipsis")
-        try:
-            self._live.update(text, refresh=True)
-        except OSError:  # The terminal is gone.
-            self.is_drawn = False
-            self._remove()
-
-    def _remove(self) -> None:
-        with contextlib.suppress(OSError):
-            self._live.stop()
-
-    def _text(self) -> str:
-        """Returns the current line. Its speed does not include the first execution, which may include compiling."""
+        """Draws the line. Its speed does not include the first execution, which may include compiling."""
         parts = [self._title, f"{100 * self._done / self._steps:.0f} %", f"{self._done:,}/{self._steps:,} steps"]
         if self._first and self._done > self._first[1]:
             seconds_per_step = (time.monotonic() - self._first[0]) / (self._done - self._first[1])
             left = datetime.timedelta(seconds=round((self._steps - self._done) * seconds_per_step))
             parts += [f"{str(left).removeprefix('0:')} left", f"{digits(1 / seconds_per_step)} steps/s"]
-        parts += [f"loss {digits(self._loss_sum / self._batches)}" if self._batches else self._note, gpu_memory()]
-        return "  ".join(filter(None, parts))
-
-
-def gpu_memory() -> str:
-    """Returns the memory that this process uses, at most, of one GPU: "GPU 3.2 GB"; "" without a GPU."""
-    used: list[int] = []
-    for gpu in tf.config.list_logical_devices("GPU"):
-        with contextlib.suppress(ValueError, tf.errors.OpError):  # It belongs to another process, or is not counted.
-            used.append(tf.config.experimental.get_memory_info(gpu.name)["current"])
-    return f"GPU {max(used) / 1e9:.1f} GB" if used else ""
+        parts.append(f"loss {digits(self._loss_sum / self._batches)}" if self._batches else "starting")
+        text = Text("  ".join(parts), style="cyan", no_wrap=True)
+        if self.is_drawn:
+            # One column less: a terminal may wrap a full line, which could not be erased.
+            text.truncate(console.width - 1, overflow="ellipsis")
+            self._live.update(text, refresh=True)
+        else:
+            console.print(text.plain)
 
 
 def goodput_text(goodput: Mapping[str, Any]) -> str:
-    """Returns a record of engine/report/goodput.py as a text: "62 % of 40.1 s in 2 starts (starting 25 %, ...)"."""
-    seconds = goodput["seconds"]
-    total = max(sum(seconds.values()), 1e-9)
-    fractions = {kind: seconds[kind] / total for kind in sorted(seconds, key=lambda kind: -seconds[kind])}
-    lost = ", ".join(f"{kind} {part:.0%}" for kind, part in fractions.items() if kind != "training" and part >= 0.005)
-    text = f"{goodput['fraction']:.0%} of {total:,.1f} s in {goodput['starts']} starts were training steps that count"
-    return f"{text} ({lost})".replace("%", " %")
+    """Returns `Goodput.record` as a text: "62 % of 40.1 s in 2 starts were ... (starting 25 %, ...)"."""
+    seconds, total = goodput["seconds"], sum(goodput["seconds"].values())
+    percents = {kind: f"{kind} {100 * seconds[kind] / total:.0f} %" for kind in sorted(seconds, key=seconds.get)[::-1]}
+    training = percents.pop("training").removeprefix("training ")
+    lost = ", ".join(text for text in percents.values() if " 0 %" not in text)
+    return f"{training} of {total:,.1f} s in {goodput['starts']} starts were training steps that count ({lost})"
 
 
 def print_result(result: dict[str, Any], settings: Settings) -> None:
     """Prints the results in result.json, without elements of arrays ("test/f1/3"), and the commands to type next."""
-    test = {name: value for name, value in result.items() if name.split("/")[0] == "test" and value is not None}
-    shown = {name: digits(value) for name, value in test.items() if not name.rsplit("/", 1)[-1].isdecimal()}
-    run_dir, seconds = settings.run_dir, result["seconds"]
-    facts = shown if test else {"test": "none: task.load_examples('test') returned None"}
-    if len(test) > len(shown):
-        facts["test, arrays"] = f"{len(test) - len(shown)} numbers in result.json"
-    best = digits(result.get(f"best_{settings.monitor}"))
+    run_dir, best = settings.run_dir, digits(result.get(f"best_{settings.monitor}"))
+    facts = {
+        name: digits(value)
+        for name, value in result.items()
+        if name.startswith("test/") and not name.rsplit("/", 1)[-1].isdecimal()
+    }
+    if "test" in result:
+        facts["test"] = "none: task.load_examples('test') returned None"
     facts["best epoch"] = f"{result.get('best_epoch')} of {result['epochs']}, {settings.monitor} {best}"
-    took = f"{seconds:.1f} s" if seconds < 60 else str(datetime.timedelta(seconds=round(seconds)))
-    facts["trained"] = f"{result['step']:,} steps in {took}"
+    facts["trained"] = f"{result['step']:,} steps in {datetime.timedelta(seconds=round(result['seconds']))}"
     if (goodput := result.get("goodput")) and goodput["starts"] > 1:
         facts["goodput"] = goodput_text(goodput)
     facts["weights_sha256"] = result["weights_sha256"][: 16 if console.is_terminal else None]
-    files = ["result.json", "metrics.csv", "curves.png", "best/", "checkpoints/", *["export/"] * settings.export]
-    facts["files"] = f"{run_dir}: {', '.join(files)}"
+    facts["files"] = str(run_dir)
     # Each command has its own title, so that its line can be copied.
     if not settings.export:
         facts["next: export"] = f"python train.py --export --run-dir {shlex.quote(str(run_dir))}"
     facts["next: predict"] = f"python predict.py {shlex.quote(str(run_dir))} EXAMPLES"
-    folder = run_dir if run_dir.parent == Path() else run_dir.parent  # TensorBoard finds its neighbours there, too.
-    facts["next: curves"] = f"tensorboard --logdir {shlex.quote(str(folder))}"
-    print_facts("Result, of the best weights", facts, boxed=True)
+    # TensorBoard finds the runs beside it there, too.
+    facts["next: curves"] = f"tensorboard --logdir {shlex.quote(str(run_dir.parent))}"
+    print_facts("Result, of the best weights", facts)

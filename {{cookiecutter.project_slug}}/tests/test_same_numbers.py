@@ -16,9 +16,8 @@ import pytest
 
 import task
 import train
-from engine.check.measure import depends_on_seeds, measure
-from engine.check.recorder import recording_optimizers
-from engine.check.results import differing_gradients
+from engine.check.comparison import differing_gradients
+from engine.check.measure import depends_on_seeds, measure, recording_optimizers
 from engine.errors import BadInput
 from engine.model.variables import model_variables
 
@@ -56,7 +55,7 @@ def test_evaluation_changes_nothing() -> None:
     first = evaluate()
     assert evaluate() == first
     # An evaluation gives back the states of random generators, so other states show whether it draws.
-    assert not depends_on_seeds(train, evaluate, first), "call the model with training=False"
+    assert not depends_on_seeds(train, evaluate), "call the model with training=False"
     for name, variable in model_variables(task.model).items():
         assert np.array_equal(variable.numpy(), before[name]), name
 

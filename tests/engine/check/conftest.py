@@ -9,8 +9,7 @@ from planted import few_examples, linear_model
 import task
 import train
 from config import Config
-from engine.check.check import check_task
-from engine.check.checks import PARTS
+from engine.check.command import PARTS, check_task
 
 Check = Callable[..., tuple[bool, list[str]]]
 

@@ -77,27 +77,26 @@ def one_batch_and_a_half(split):
 
 
 FAULTS = {
-    # Twice the loss on two replicas, as after a division by the per-replica batch size, which it is not.
     "mean over the examples of a replica": Fault(
         {"compute_loss": loss_of(lambda losses, weights: tf.reduce_sum(losses * weights) / tf.reduce_sum(weights))},
-        *("compute_loss", "which a sum of engine.model.sum_over_batch makes right"),
+        *("compute_loss", "by a sum of engine.model.sum_over_batch"),
     ),
     "mean over the examples of a replica that have a term": Fault(
         {"compute_loss": loss_of_even_labels(even_of_replica)},
         "compute_loss",
-        "which a sum of engine.model.sum_over_batch makes right",
+        "by a sum of engine.model.sum_over_batch",
     ),
     "mean over the examples of a micro-batch that have a term": Fault(
         {"compute_loss": loss_of_even_labels(even_of_micro_batch)},
         "compute_loss",
-        "--micro-batches 2 alone changes it: it is",
+        "--micro-batches 2 alone changes it: divide by config.global_batch_size",
         {"micro_batches": 2},
         long=True,
     ),
     "mean over the tokens of a replica": Fault(
         {"compute_loss": loss_of_tokens, "create_model": token_model, "prepare_example": tokens},
         "compute_loss",
-        "which a sum of engine.model.sum_over_batch makes right",
+        "by a sum of engine.model.sum_over_batch",
         long=True,
     ),
     "division by 0 on a replica of padding": Fault(
@@ -121,7 +120,7 @@ FAULTS = {
     "regularization of each micro-batch": Fault(
         {"compute_loss": loss_of(regularized), "create_model": lambda: linear_model(regularizer=L2)},
         "compute_loss",
-        "--micro-batches 2 alone changes it: the regularization is added in each micro-batch",
+        "--micro-batches 2 alone changes it: divide by config.global_batch_size",
         {"micro_batches": 2},
         long=True,
     ),
@@ -149,7 +148,7 @@ def mean_over_the_real_examples(losses, weights):
     ("keep_last_batch", "line"),
     [
         (True, r"the loss is (\S+) on one replica and (?!\1 )\S+ on two"),
-        (False, "the loss of a batch whose second half is padding is .*divide by a sum of engine.model.sum_over_batch"),
+        (False, "the loss of a batch whose second half is padding is .*by a sum of engine.model.sum_over_batch"),
     ],
 )
 def test_padding_is_found_in_the_last_batch_or_in_one_that_is_half_padded(

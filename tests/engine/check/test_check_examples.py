@@ -90,7 +90,7 @@ def test_examples_that_change_while_they_are_used_are_named(check: Any) -> None:
     def examples_that_change_later(split: str) -> tf.data.Dataset:
         nonlocal read
         read += 1
-        late = float(read > 3)  # A check loads them twice at first.
+        late = float(read > 3)
         return few_examples(split).map(lambda features, label: (features + late, label))
 
     later = {"load_examples": lambda split: examples_that_change_later(split) if split == "train" else None}

@@ -9,12 +9,10 @@ import pytest
 import tensorflow as tf
 
 from config import Config
-from engine.cluster import devices, nvidia
+from engine.cluster import environment
 from engine.cluster import strategy as strategies
-from engine.cluster.devices import describe_arithmetic
-from engine.cluster.environment import Cluster
-from engine.cluster.nvidia import identify_gpus, visible_gpus
-from engine.cluster.strategy import strategy_info
+from engine.cluster.environment import Cluster, visible_gpus
+from engine.cluster.strategy import describe_arithmetic, strategy_info
 from engine.errors import BadInput
 
 A100 = {"device_name": "NVIDIA A100", "compute_capability": (8, 0)}
@@ -28,13 +26,9 @@ Machine = Callable[..., list[Any]]
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands for /proc/driver/nvidia/gpus, of a machine with two GPUs."""
-    for bus, uuid in (("0000:3b:00.0", "GPU-aaaa-1111"), ("0000:af:00.0", "GPU-bbbb-2222")):
-        folder = tmp_path / "gpus" / bus
-        folder.mkdir(parents=True)
-        (folder / "information").write_text(f"Model: \t\t NVIDIA A100\nGPU UUID: \t {uuid}\n", encoding="utf-8")
-    (tmp_path / "boot_id").write_text("this-machine\n", encoding="utf-8")
-    monkeypatch.setattr(nvidia, "NVIDIA_GPUS", tmp_path / "gpus")
-    monkeypatch.setattr(nvidia, "BOOT_ID", tmp_path / "boot_id")
+    for bus in ("0000:3b:00.0", "0000:af:00.0"):
+        (tmp_path / "gpus" / bus).mkdir(parents=True)
+    monkeypatch.setattr(environment, "NVIDIA_GPUS", tmp_path / "gpus")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path / "gpus"
 
@@ -45,7 +39,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     listed, calls = tf.config.list_physical_devices, []
     # What other tests have made stays, and what these make goes.
     monkeypatch.setattr(strategies, "_made", {})
-    monkeypatch.setattr(strategies, "_infos", {})
 
     def noted(name: str) -> Callable[..., Any]:
         class Strategy:
@@ -74,25 +67,21 @@ def create(**settings: Any) -> tf.distribute.Strategy:
     return strategies.create_strategy(Config(**settings))
 
 
-def cluster_that_says(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> None:
-    """Puts this process in a cluster, whose workers say this of themselves besides what this one says."""
+def cluster_with(monkeypatch: pytest.MonkeyPatch, devices: str) -> None:
+    """Puts this process in a cluster, whose other worker has these devices."""
     monkeypatch.setenv("TF_CONFIG", TF_CONFIG)
 
-    def rendezvous(_: Cluster, facts: dict[str, Any], own: dict[str, Any], *, timeout: float) -> dict[str, Any]:
-        return {"worker 0": own, **{f"worker {index}": {**own, **each} for index, each in enumerate(workers, start=1)}}
+    def rendezvous(_: Cluster, facts: dict[str, Any], own: str, *, timeout: float) -> dict[str, Any]:
+        return {"worker 0": own, "worker 1": devices}
 
     monkeypatch.setattr(strategies, "rendezvous", rendezvous)
     monkeypatch.setattr(strategies.console, "quiet", False)
 
 
-def test_visible_gpus_are_those_of_the_variable_or_of_the_driver_and_have_one_name(driver: Path) -> None:
+def test_visible_gpus_are_those_of_the_variable_or_of_the_driver(driver: Path) -> None:
     assert visible_gpus({}) == ["0", "1"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-aaaa, MIG-1, -1, 0"}) == ["GPU-aaaa", "MIG-1"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
-    first, second = "this-machine 0000:3b:00.0", "this-machine 0000:af:00.0"
-    assert identify_gpus({}, 2) == [first, second]
-    assert identify_gpus({"CUDA_VISIBLE_DEVICES": "GPU-bbbb,0"}, 2) == [second, first]
-    assert identify_gpus({"CUDA_VISIBLE_DEVICES": "MIG-7"}, 1) == ["this-machine MIG-7"]
 
 
 def test_gpus_that_tensorflow_cannot_use_are_reported_once(
@@ -110,7 +99,7 @@ def test_gpus_that_tensorflow_cannot_use_are_reported_once(
     with pytest.raises(BadInput, match="--strategy mirrored needs GPUs and this machine has 2 NVIDIA GPUs"):
         create(strategy="mirrored")
     strategies._made.clear()
-    monkeypatch.setattr(nvidia, "NVIDIA_GPUS", driver / "not there")
+    monkeypatch.setattr(environment, "NVIDIA_GPUS", driver / "not there")
     create()
     assert capsys.readouterr().out == ""
 
@@ -122,7 +111,7 @@ def test_memory_of_all_gpus_grows_before_anything_starts(machine: Machine, monke
     assert [call[2] for call in calls[:2]] == [True, True]
 
     calls.clear()
-    cluster_that_says(monkeypatch, {"gpus": ["another one"]})
+    cluster_with(monkeypatch, "")
     create()
     assert [call[0] for call in calls] == ["growth", "growth", "multi_worker"]
 
@@ -140,7 +129,7 @@ def test_memory_of_all_gpus_grows_before_anything_starts(machine: Machine, monke
 
 
 def test_devices_are_described(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(strategies.os, "sched_getaffinity", lambda _: range(8))
     machine()
     assert strategy_info(create()) == strategies.StrategyInfo("one_device", "1 replica(s)", "CPU, 8 cores")
     two = strategies.StrategyInfo("mirrored", "2 replica(s)", "2 simulated on 8 CPU cores", "one_device")
@@ -226,16 +215,16 @@ def test_strategy_that_does_not_go_with_its_surroundings_is_refused(
 
 def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machine, monkeypatch) -> None:
     implementations = tf.distribute.experimental.CommunicationImplementation
-    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(strategies.os, "sched_getaffinity", lambda _: range(8))
     by_worker = {"nccl": "1 x NVIDIA A100 for each worker", "ring": "worker 0: CPU, 8 cores; worker 1: CPU, 4 cores"}
     for gpus, others, implementation, name in (
-        ([A100], {"gpus": ["another one"]}, implementations.NCCL, "nccl"),
-        ([], {"devices": "CPU, 4 cores"}, implementations.RING, "ring"),
+        ([A100], "1 x NVIDIA A100", implementations.NCCL, "nccl"),
+        ([], "CPU, 4 cores", implementations.RING, "ring"),
     ):
         calls = machine(*gpus)
         calls.clear()
         strategies._made.clear()
-        cluster_that_says(monkeypatch, others)
+        cluster_with(monkeypatch, others)
         strategy = create()
         (options,) = [call[1] for call in calls if call[0] == "multi_worker"]
         assert options.implementation == implementation
@@ -244,24 +233,14 @@ def test_machines_sum_by_nccl_if_all_have_gpus_and_else_by_rings(machine: Machin
         assert strategy_info(strategy) == strategies.StrategyInfo("multi_worker", size, by_worker[name], all_reduce)
 
 
-def test_gpu_that_two_workers_use_is_refused(driver: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(A100)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    cluster_that_says(monkeypatch, {})
-    with pytest.raises(BadInput, match=r"worker 0 and worker 1 use the same GPU 0000:af:00.0 of .*CUDA_VISIBLE"):
-        create()
-    cluster_that_says(monkeypatch, {"gpus": ["another-machine 0000:af:00.0"]})
-    create()
-
-
 def test_workers_compare_their_settings_and_code(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(A100)
     said: list[dict[str, Any]] = []
-    cluster_that_says(monkeypatch)
+    cluster_with(monkeypatch, "")
     monkeypatch.setattr(strategies, "rendezvous", lambda _, *given, **__: said.extend(given) or {"worker 0": given[1]})
     create(simulated_devices=1, epochs=7)
-    facts, own = said
-    assert (facts["--epochs"], facts["GPUs"], own["gpus"]) == (7, 0, [])  # Simulated devices use no GPU.
+    facts, _ = said
+    assert (facts["--epochs"], facts["GPUs"]) == (7, 0)  # Simulated devices use no GPU.
     assert facts["code"]["task.py"]
     assert "--run-dir" not in facts
 

@@ -96,10 +96,9 @@ def test_chief_ends_when_a_process_is_frozen(looks: list[int], capsys) -> None:
 
 
 @pytest.mark.parametrize("job", ["chief", "ps"])
-def test_port_in_use_is_waited_for_and_named(job: str, capsys) -> None:
+def test_port_in_use_is_named(job: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         addresses = {name: [address] if name == job else ["127.0.0.1:1"] for name in ("chief", "worker", "ps")}
-        with pytest.raises(PeerLost, match=f"TF_CONFIG puts {job}.* at {address}, which another program uses: end"):
+        with pytest.raises(PeerLost, match=f"TF_CONFIG puts {job}.* at {address}, where it cannot listen"):
             parameter_servers.start(Cluster("TF_CONFIG", addresses, job, 0), timeout=0.3)
-    assert "waits up to 0.3 s for the port" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from rendering import PROJECT
 PROGRAM = """
 import ctypes, os, sys, threading, time
 from engine.cluster.environment import Cluster
-from engine.cluster import tensorflow_start
+from engine.cluster.peers import start_tensorflow
 from engine.errors import end_at_signals
 
 end_at_signals()
@@ -30,7 +30,7 @@ def start():
     return "in time"
 
 cluster = Cluster("TF_CONFIG", {{"worker": ["127.0.0.1:{port}", "127.0.0.1:{other}"]}}, "worker", 0)
-print(tensorflow_start.start_tensorflow(cluster, {seconds}, start), flush=True)
+print(start_tensorflow(cluster, {seconds}, start), flush=True)
 time.sleep(1)
 print("not reached by a signal")
 """

@@ -1,6 +1,7 @@
 """The processes of a cluster as threads, whose sums are NumPy's."""
 
 import itertools
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from engine.cluster import peers
 from engine.cluster import workers as module
-from engine.cluster.environment import Cluster
-from engine.cluster.rendezvous import FROZEN
+from engine.cluster.peers import FROZEN, GONE
 from engine.cluster.workers import Workers
 from engine.errors import BadInput, CannotWrite, Damaged, Diverged, PeerLost
 from engine.run.checkpoints import Checkpoints
@@ -158,11 +159,11 @@ def test_workers_that_do_not_do_the_same_say_so() -> None:
 
 
 def test_process_that_is_silent_before_its_end_is_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SECONDS_UNTIL_GONE", 1.0)
-    cluster = Cluster("TF_CONFIG", {"worker": ["a:1", "b:1"]}, "worker", 0)
-    for looks, expected in ((["", FROZEN], "is gone"), ([], FROZEN)):
-        found = itertools.chain(looks, itertools.repeat(expected))
-        monkeypatch.setattr(
-            module, "lost", lambda _, found=found: [f"worker 1 (b:1) {text}"] if (text := next(found)) else []
-        )
-        assert module._lost_for_good(cluster) == [f"worker 1 (b:1) {expected}"]
+    monkeypatch.setattr(peers, "SECONDS_UNTIL_GONE", 1.0)
+    described = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(described))
+    for looks, last in (([{}, {"worker 1": FROZEN}], {"worker 1": GONE}), ([], {"worker 1": FROZEN})):
+        states = itertools.chain(looks, itertools.repeat(last))
+        monkeypatch.setattr(peers, "lost", lambda _, states=states: next(states))
+        with pytest.raises(PeerLost, match=rf"^worker 1 \(b:1\) {last['worker 1']}[:;]"), peers.peers_named():
+            raise tf.errors.UnavailableError(None, None, "")

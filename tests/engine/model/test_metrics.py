@@ -234,7 +234,7 @@ def test_counts_of_several_workers_are_added_in_one_operation(monkeypatch: pytes
     # For counts, Keras reads, adds and writes: between the two, another worker's count is lost.
     assert assignments() == {"AssignVariableOp", "AssignSubVariableOp"}
     monkeypatch.setattr(keras.Variable, "assign_add", keras.Variable.assign_add)  # So that it is restored.
-    for name in ("wait_until_free", "_wait_until_listening", "_end_without_others"):
+    for name in ("check_port", "_wait_until_joined", "_end_without_others"):
         monkeypatch.setattr(parameter_servers, name, lambda *_: None)
     monkeypatch.setattr(parameter_servers, "start_tensorflow", lambda _, timeout, start: start())
     monkeypatch.setattr(tf.distribute, "ParameterServerStrategy", lambda _: SimpleNamespace(extended=SimpleNamespace()))

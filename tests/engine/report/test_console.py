@@ -1,5 +1,6 @@
 """The console: lines of epochs, the live line, the panel at the end, and the table of --check."""
 
+import contextlib
 import io
 import re
 from collections.abc import Callable
@@ -11,13 +12,13 @@ import pytest
 import engine.console
 from config import Config
 from engine import console as live
-from engine.check.check import print_checks
-from engine.check.checks import Check
+from engine.check.command import print_checks
+from engine.check.comparison import Check
 from engine.console import LiveLine, print_result
 from engine.model.metrics import ResultNames
-from engine.report.report import Lines
+from engine.report.report import Report
 
-MODULES = ("engine.console", "engine.check.check", "engine.report.report")
+MODULES = ("engine.console", "engine.check.command", "engine.report.report")
 
 
 class Terminal(io.StringIO):
@@ -58,13 +59,18 @@ def plain(text: str) -> str:
 # --- Lines of epochs --------------------------------------------------------------------------------------------------
 
 
-def test_epoch_line_groups_the_datasets_and_explains_them_once(console: Make) -> None:
-    output = console(80)
+def line_report(run_dir: Path, monitor: str) -> Report:
     names = ResultNames({"train": {}, "validation": {}}, ["train", "validation"])
-    lines = Lines(names, "validation/loss", Path("runs/a/metrics.csv"))
+    names.arrays = {f"validation/f1/{index}": "validation/f1" for index in range(3)}
+    return Report(Config(run_dir=run_dir, monitor=monitor), names, "min", {"epochs": 0, "validation": 0, "step": 0}, [])
+
+
+def test_epoch_line_groups_the_datasets_and_explains_them_once(console: Make, tmp_path: Path) -> None:
+    output = console(80)
+    report = line_report(tmp_path, "validation/loss")
     numbers = {"train/loss": 1.98524, "validation/loss": 0.97771, "train/accuracy": 0.25, "validation/accuracy": 1.0}
     for epoch, is_best in ((1, True), (2, False)):
-        lines.print(f"epoch {epoch}/9", numbers, "0.3 s", "  5,244 examples/s", is_best=is_best)
+        report._print(f"epoch {epoch}/9", numbers, "0.3 s", "  5,244 examples/s", is_best=is_best)
     shown = plain(output()).splitlines()
     assert shown == [
         "Each metric as train / validation",
@@ -74,17 +80,15 @@ def test_epoch_line_groups_the_datasets_and_explains_them_once(console: Make) ->
     assert re.search(r"\x1b\[1;32m *best", output())
 
 
-def test_monitored_result_and_losses_come_before_what_does_not_fit(console: Make) -> None:
+def test_monitored_result_and_losses_come_before_what_does_not_fit(console: Make, tmp_path: Path) -> None:
     output = console(120)
-    names = ResultNames({"train": {}, "validation": {}}, ["train", "validation"])
-    names.arrays = {f"validation/f1/{index}": "validation/f1" for index in range(3)}
-    lines = Lines(names, "validation/f1/2", Path("runs/a/metrics.csv"))
     scores = {f"validation/f1/{index}": index / 4 for index in range(3)}
     numbers = {f"train/metric_{letter}": 0.125 for letter in "abcdef"}
-    lines.print("epoch 1/9", {**numbers, "train/d_loss": 3.0, "validation/d_loss": 4.0, **scores}, is_best=False)
+    shown = {**numbers, "train/d_loss": 3.0, "validation/d_loss": 4.0, **scores}
+    line_report(tmp_path, "validation/f1/2")._print("epoch 1/9", shown, is_best=False)
     assert plain(output()).splitlines() == [
-        "Each metric as train / validation; 5 more in runs/a/metrics.csv",
-        "epoch 1/9  train/metric_a 0.1250  d_loss  3.000 /  4.000  validation/f1/2 0.5000",
+        "Each metric as train / validation",
+        "epoch 1/9  f1/2      - / 0.5000  d_loss  3.000 /  4.000  metric_a 0.1250 /      -",
     ]
 
 
@@ -97,7 +101,7 @@ def test_live_line_shows_the_pass_fits_and_is_gone_before_an_error(
     monkeypatch.setattr(live, "SECONDS_BETWEEN_REFRESHES", -1.0)
     output = console(120)
     line = LiveLine(epochs=3)
-    with pytest.raises(RuntimeError), line.removed_at_end():
+    with pytest.raises(RuntimeError), contextlib.closing(line):
         line.begin("train", 0, done=0, steps=4000)
         for loss in (1.0, 2.0, 6.0):
             line.took(np.full(1000, loss), 1000)
@@ -115,7 +119,7 @@ def test_live_line_shows_the_pass_fits_and_is_gone_before_an_error(
 def test_without_a_terminal_a_long_pass_prints_lines(console: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     output = console(terminal=False, FORCE_COLOR="1")
     line = LiveLine(epochs=3)
-    with line.removed_at_end():
+    with contextlib.closing(line):
         line.begin("test", 0, done=0, steps=100)
         line.took(np.ones(10), 10)
         assert output() == ""  # It has not been minutes.
@@ -138,7 +142,6 @@ def test_panel_has_the_test_the_files_and_what_to_type(console: Make) -> None:
     assert all(len(line) <= 80 for line in shown.splitlines())
     for name, value in (
         ("test/[b]f1", "0.2500"),
-        ("test, arrays", "1 numbers in result.json"),
         ("best epoch", "2 of 3, validation/loss 0.7024"),
         ("trained", "1,234 steps in 1:02:03"),
         ("goodput", "75 % of 40.0 s in 2 starts were training steps that count"),

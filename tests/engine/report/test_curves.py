@@ -10,7 +10,8 @@ import matplotlib.axes
 import matplotlib.figure
 
 from engine.model.metrics import ResultNames
-from engine.report.curves import best_point, figure_of_run
+from engine.report.curves import figure_of_run
+from engine.report.tables import best_point
 
 PLAIN = ResultNames({"train": {}, "validation": {}}, ["train", "validation"])
 
@@ -82,13 +83,13 @@ def test_best_is_the_first_of_equals_and_never_nan() -> None:
     assert best_point(points[:1], "min") is None
 
 
-def test_a_metric_that_falls_far_is_on_a_log_scale() -> None:
+def test_a_loss_that_falls_far_is_on_a_log_scale() -> None:
     cases = {
-        "far": ([2.0, 0.5, 0.05], "log"),
-        "to zero": ([2.0, 0.5, 0.0], "linear"),
+        "loss far": ([2.0, 0.5, 0.05], "log"),
+        "loss to zero": ([2.0, 0.5, 0.0], "linear"),
         "rises, as an accuracy does": ([0.01, 0.5, 0.9], "linear"),
-        "far with a gap": ([2.0, math.nan, 0.05], "log"),
-        "infinite": ([math.inf, 1.0, -math.inf], "linear"),
+        "loss with a gap": ([2.0, math.nan, 0.05], "log"),
+        "infinite loss": ([math.inf, 1.0, -math.inf], "linear"),
     }
     given = rows(3, **{f"train/{name}": values for name, (values, _) in cases.items()})
     drawn = panels(figure("run", PLAIN, given))

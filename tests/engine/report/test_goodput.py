@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from engine.console import goodput_text
-from engine.report import goodput as module
-from engine.report.goodput import Goodput
+from engine.report import report as module
+from engine.report.report import Goodput
 from engine.run.progress import Progress
 
 
@@ -64,11 +64,3 @@ def test_seconds_of_all_starts_are_added_up(tmp_path: Path, clock: SimpleNamespa
     assert found["seconds"] == pytest.approx(expected)
     assert found["fraction"] == pytest.approx(22.5 / sum(expected.values()), abs=1e-4)
     assert goodput_text(found).startswith("29 % of 77.0 s in 3 starts were training steps that count (starting 35 %, r")
-
-
-def test_damaged_file_is_replaced(tmp_path: Path, clock: SimpleNamespace) -> None:
-    for text in ("", "[]", '{"seconds": 3, "starts": 2}', '{"seconds": {"training": "x"}}'):
-        (tmp_path / "goodput.json").write_text(text, encoding="utf-8")
-        progress = Progress(spent={"training": 30.0, "starting": 5.0})
-        found = start(tmp_path, progress, clock).record(progress.spent)["seconds"]
-        assert {kind: seconds for kind, seconds in found.items() if seconds} == {"training": 30.0, "starting": 14.0}

@@ -29,8 +29,8 @@ def row(epoch: int, **metrics: float) -> dict[str, Any]:
 
 
 def opened(run_dir: Path, *, epochs_done: int = 0, validated_step: int = 0) -> Report:
-    position = {"epochs_done": epochs_done, "step": 10 * epochs_done, "validated_step": validated_step}
-    return Report(Config(run_dir=run_dir, epochs=5), NAMES, "min", **position, resumed=[])
+    done = {"epochs": epochs_done, "step": 10 * epochs_done, "validation": validated_step}
+    return Report(Config(run_dir=run_dir, epochs=5), NAMES, "min", done, [])
 
 
 def test_resumed_report_keeps_the_rows_of_the_epochs_done(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_mean_loss_of_steps_counts_each_example_once(tmp_path: Path, monkeypatch
     monkeypatch.setattr(task, "create_model", linear_model)
     monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(0.1))
     monkeypatch.setattr(report_module, "SECONDS_PER_ROW", 1e9)
-    monkeypatch.setattr(report_module, "write_figure", lambda path, figure: None)
+    monkeypatch.setattr(Report, "draw_curves", lambda report: None)
     shown: dict[str, float] = {}
     took = LiveLine.took
 

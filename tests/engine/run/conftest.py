@@ -27,7 +27,7 @@ def use_random_model(patching: pytest.MonkeyPatch) -> None:
 def use_momentum(patching: pytest.MonkeyPatch) -> None:
     """Gives the task an optimizer that is traced faster than its own."""
     patching.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(0.05, momentum=0.9))
-    patching.setattr(report, "write_figure", lambda path, figure: None)  # Fixtures of sessions begin before `quick`.
+    patching.setattr(report.Report, "draw_curves", lambda report: None)  # Fixtures of sessions begin before `quick`.
 
 
 @pytest.fixture(scope="session")

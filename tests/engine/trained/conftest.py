@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(task, "create_model", small_model)
         patching.setattr(task, "create_optimizer", create_optimizer)
-        patching.setattr(report, "write_figure", lambda path, figure: None)
+        patching.setattr(report.Report, "draw_curves", lambda report: None)
         train.main([f"--run-dir={path}", *FLAGS])
     return TrainedRun(path, {variable.path: variable.numpy() for variable in task.model.variables})
 

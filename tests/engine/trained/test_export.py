@@ -18,7 +18,6 @@ from engine.errors import BadInput
 from engine.trained.export import _are_close, _compare, _write_models, _write_saved_model, export
 from engine.trained.loading import load_trained
 from engine.trained.predictions import Predictor
-from engine.trained.saved_model import write_saved_model
 
 FILES = {"model.keras", "model.weights.h5", "saved_model"}
 IMAGES = np.random.default_rng(1).uniform(0, 16, (7, 8, 8, 1)).astype("float32")
@@ -109,7 +108,7 @@ def test_vocabularies_travel_with_the_export(
     run_dir = copied(example=[{"count": "float32[1]", "the word": "string[]"}, "int32[]"])
     trained = load_trained(task, Config(run_dir=run_dir))
     assert str(trained.serve_examples) == "count float32[None, 1], the_word string[None]"
-    write_saved_model(tmp_path / "saved_model", {"serve_examples": trained.serve_examples})
+    _write_saved_model(tmp_path / "saved_model", task, trained)
     moved = shutil.move(tmp_path / "saved_model", tmp_path / "elsewhere")
     (tmp_path / "words.txt").unlink()
     places = [0, 1, 2, *(int(vocabulary.lookup(tf.constant("fish"))) for _ in range(2))]
@@ -143,7 +142,7 @@ def test_records_are_compared_where_the_data_is_and_what_only_labels_need_is_not
     facts = _write_saved_model(tmp_path / "saved_model", task, trained)
     assert facts["serve_examples"] == "endpoint of saved_model: features string[None]"
     monkeypatch.setattr(task, "load_examples", no_examples)
-    note = _compare("serve_examples", trained.serve_examples, trained.serve_examples, task, trained)
+    note = _compare("serve_examples", trained.serve_examples, trained.serve_examples.by_name, task, trained)
     assert note.startswith("; not compared, because examples of the data, if there are any, and made-up ones fail (")
 
 
@@ -267,14 +266,17 @@ def test_run_that_cannot_be_loaded_is_refused_in_one_line(
     def refusal() -> str:
         with pytest.raises(BadInput) as ending:
             trained = load_trained(task, Config(run_dir=path))
-            _compare("serve", trained.serve, trained.serve, task, trained)
+            _compare("serve", trained.serve, trained.serve.by_name, task, trained)
         return str(ending.value)
 
     with monkeypatch.context() as patching:
         patching.setattr(task, "create_model", lambda: small_model(without_last=True))
         assert "belongs to another model or optimizer (2 variables differ: model/sequential/dense_1/bias" in refusal()
     for predict_step, problem in (
-        (lambda features: {"mean": tf.reduce_mean(features)}, "returned 'mean' of shape (): return [n, ...], a row"),
+        (
+            lambda features: {"mean": tf.reduce_mean(features)},
+            "returned 'mean' of shape (): return a tensor [n, ...], a",
+        ),
         (lambda features: {"twice": tf.repeat(features, 2, axis=0)}, "'twice' of shape (6, 8, 8, 1) for 3 examples: r"),
         (lambda features: {"sparse": tf.sparse.from_dense(features)}, "'sparse' as SparseTensor: return a tensor [n,"),
         (None, "task.py has no function predict_step"),

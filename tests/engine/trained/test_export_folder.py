@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.errors import BadInput
-from engine.trained.export_folder import replaced
+from engine.trained.export import replaced
 
 
 def write(path: Path, text: str) -> None:
@@ -24,11 +24,7 @@ def test_export_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
         (folder / "model.keras").write_text("half")
         raise InterruptedError
     assert {each.name: each.read_text() for each in path.iterdir()} == {"model.keras": "first", "model.weights.h5": ""}
-    path.rename(tmp_path / ".export.earlier")  # As a process that is killed between its two renames leaves it,
-    (tmp_path / ".export.part").mkdir()  # or before them.
-    with pytest.raises(InterruptedError), replaced(path, ["model"]):
-        raise InterruptedError
-    assert (path / "model.keras").read_text() == "first"
+    (tmp_path / ".export.0.new").mkdir()  # As a process that is killed leaves it.
     write(path, "second")
     assert [(each.name, each.read_text()) for each in path.iterdir()] == [("model.keras", "second")]
     assert os.listdir(tmp_path) == ["export"]
@@ -48,13 +44,11 @@ def test_export_that_a_server_still_reads_is_removed_later(tmp_path: Path, monke
     assert os.listdir(tmp_path) == ["export"]
 
 
-def test_link_in_place_of_the_export_is_followed_and_leftovers_are_replaced(tmp_path: Path) -> None:
+def test_link_in_place_of_the_export_is_followed(tmp_path: Path) -> None:
     run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     run_dir.mkdir()
     elsewhere.mkdir()
     (run_dir / "export").symlink_to(elsewhere)
-    (tmp_path / ".elsewhere.part").write_text("a file")
-    (tmp_path / ".elsewhere.earlier").symlink_to(run_dir)
     for text in ("first", "second"):
         write(run_dir / "export", text)
         assert (run_dir / "export").is_symlink()

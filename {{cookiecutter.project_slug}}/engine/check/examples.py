@@ -11,7 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.check.results import Check, check_repeats
+from engine.check.comparison import Check, check_repeats
+from engine.data.batches import Batches
 from engine.data.element_spec import sha256_of
 from engine.data.examples import hook_of
 from engine.data.records import Records
@@ -25,75 +26,68 @@ EXAMPLES_READ_TWICE = 200
 BATCHES_LOOKED_AT = 20
 
 
-def read_examples(program: Any, load_examples: Callable[[str], Any]) -> dict[str, Any]:
-    """Returns hashes of the first examples of each split. Raises BadInput if they differ when they are read again."""
-    hashes = {}
+def read_examples(program: Any, load_examples: Callable[[str], Any], hashes: dict[str, Any]) -> None:
+    """Reads the first examples of each split twice, and adds their hashes to `hashes`.
+
+    Raises BadInput if they differ from each other, or from those of an earlier call.
+    """
+
+    def hash_of(examples: Any) -> str:
+        examples = examples.dataset() if isinstance(examples, Records) else examples
+        # Anything else is rejected later.
+        return sha256_of(examples.take(EXAMPLES_READ_TWICE)) if isinstance(examples, tf.data.Dataset) else ""
+
     for split in program.SPLITS:
-        examples = load_examples(split)
-        hashes[split] = each_dataset(examples, _fingerprint)
-        _compare(split, hashes[split], each_dataset(examples, _fingerprint))
-    check_unchanged(hashes, load_examples)
-    return hashes
+        loaded = load_examples(split)
+        for _ in range(2):
+            read = each_dataset(loaded, hash_of)
+            if hashes.setdefault(split, read) != read:
+                raise BadInput(
+                    f"task.load_examples({split!r}) returned other examples the second time: keep their order; the "
+                    "engine shuffles them"
+                )
 
 
-def check_unchanged(hashes: dict[str, Any], load_examples: Callable[[str], Any]) -> None:
-    """Raises BadInput if examples that are loaded now have other hashes."""
-    for split, expected in hashes.items():
-        _compare(split, expected, each_dataset(load_examples(split), _fingerprint))
-
-
-def _compare(split: str, expected: Any, found: Any) -> None:
-    if found != expected:
-        text = "returned other examples the second time: keep their order; the engine shuffles them"
-        raise BadInput(f"task.load_examples({split!r}) {text}")
-
-
-def check_examples(program: Any, settings: Settings, global_batch_size: int) -> Iterator[Check]:
+def check_examples(program: Any, task: Any, settings: Settings, global_batch_size: int) -> Iterator[Check]:
+    """Builds the program on one replica and checks its batches; `global_batch_size` is the user's."""
     program.build(dataclasses.replace(settings, simulated_devices=1))
-    sizes = ", ".join(f"{name} {each.number_of_examples}" for name, each in program.batches.items())
+    sizes = ", ".join(f"{name} {batches.number_of_examples}" for name, batches in program.batches.items())
     yield Check(True, "task.py load_examples", f"{sizes} examples of one structure, in the same order twice")
-    divisors = (str(number) for number in range(1, global_batch_size + 1) if global_batch_size % number == 0)
-    text = f"{global_batch_size} can be shared equally by {', '.join(divisors)} replicas"
     if settings.global_batch_size != global_batch_size:
-        text += f"; one replica and two are compared with {settings.global_batch_size}"
-    yield Check(True, "--global-batch-size", text)
-
-
-def _fingerprint(examples: Any) -> str:
-    """Returns a hash of the first examples; "" for what the engine rejects later."""
-    examples = examples.dataset() if isinstance(examples, Records) else examples
-    return sha256_of(examples.take(EXAMPLES_READ_TWICE)) if isinstance(examples, tf.data.Dataset) else ""
-
-
-def check_batches(program: Any, task: Any) -> Iterator[Check]:
+        text = f"one replica and two are compared with {settings.global_batch_size}, which two can share equally"
+        yield Check(True, "--global-batch-size", text)
     predict = tf.function(lambda features: task.model(features, training=False), autograph=False)
     for name, batches in program.batches.items():
-        assert batches.traced is not None  # --check excludes --eager.
-        draws, python = unrepeatable(batches.traced, "prepare_example")
-        looked_at = itertools.islice(batches.one_by_one(), BATCHES_LOOKED_AT)
-        first_batch = next(looked_at)
-        pairs = zip(tf.nest.flatten(first_batch), tf.nest.flatten(next(batches.one_by_one())), strict=True)
-        repeats = all(np.array_equal(one, two, equal_nan=one.dtype.is_floating) for one, two in pairs)
-        yield from check_repeats("prepare_example", f"batches of {name!r}", draws, python, repeats=repeats)
-        for batch in itertools.chain([first_batch], looked_at):
-            floats = (part for part in tf.nest.flatten(batch[0]) if part.dtype.is_floating)
-            if not all(bool(tf.reduce_all(tf.math.is_finite(part))) for part in floats):
-                raise BadInput(f"task.prepare_example: features of {name!r} are not finite: fix or drop them")
-            for weight in batch[2].numpy():
-                if not 0.0 <= weight < math.inf:
-                    problem = f"or task.prepare_example returned a sample weight of {weight:g}"
-                    raise BadInput(f"{hook_of(name)} {problem}: it must be finite, and not below 0")
-            _check_labels(task, name, batch, predict)
+        yield from _check_batches(task, name, batches, predict)
     yield Check(True, "task.py prepare_example", "finite features, and labels that the model can predict")
+    if hook := getattr(task, "predict_step", None):
+        yield from _check_predictions(program, hook)
+
+
+def _check_batches(task: Any, name: str, batches: Batches, predict: Callable[[Any], Any]) -> Iterator[Check]:
+    assert batches.traced is not None  # --check excludes --eager.
+    draws, python = unrepeatable(batches.traced, "prepare_example")
+    looked_at = list(itertools.islice(batches.one_by_one(), BATCHES_LOOKED_AT))
+    pairs = zip(tf.nest.flatten(looked_at[0]), tf.nest.flatten(next(batches.one_by_one())), strict=True)
+    repeats = all(np.array_equal(first, second, equal_nan=first.dtype.is_floating) for first, second in pairs)
+    yield from check_repeats("prepare_example", f"batches of {name!r}", draws, python, repeats=repeats)
+    for features, labels, sample_weights in looked_at:
+        floats = (part for part in tf.nest.flatten(features) if part.dtype.is_floating)
+        if not all(bool(tf.reduce_all(tf.math.is_finite(part))) for part in floats):
+            raise BadInput(f"task.prepare_example: features of {name!r} are not finite: fix or drop them")
+        for weight in sample_weights.numpy():
+            if not 0.0 <= weight < math.inf:
+                text = f"or task.prepare_example returned a sample weight of {weight:g}: it must be finite, not below 0"
+                raise BadInput(f"{hook_of(name)} {text}")
+        _check_labels(task, name, (features, labels, sample_weights), predict)
 
 
 def _check_labels(task: Any, name: str, batch: Any, predict: Callable[[Any], Any]) -> None:
     features, labels, sample_weights = batch
-    predictions: Any = None
     if tf.is_tensor(labels) and labels.dtype == tf.string:
         raise BadInput(f"task.prepare_example returned text labels for {name!r}: map them to numbers")
-    are_integers = tf.is_tensor(labels) and labels.dtype.is_integer
-    if are_integers and isinstance(task.model, keras.Model):
+    predictions: Any = None
+    if tf.is_tensor(labels) and labels.dtype.is_integer and isinstance(task.model, keras.Model):
         with contextlib.suppress(Exception):  # A step may call it on something else.
             predictions = predict(features)
     if not tf.is_tensor(predictions) or predictions.shape.rank != labels.shape.rank + 1:
@@ -109,7 +103,7 @@ def _check_labels(task: Any, name: str, batch: Any, predict: Callable[[Any], Any
     raise BadInput(f"{hook_of(name)} {text}: fix the labels or the model's last layer")
 
 
-def check_predictions(program: Any, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
+def _check_predictions(program: Any, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
     """Checks the predictions, whose faults would otherwise show after the training, in --export or predict.py."""
     *_, last = program.batches.values()  # The test dataset, if there is one.
     features, _, sample_weights = next(last.one_by_one())

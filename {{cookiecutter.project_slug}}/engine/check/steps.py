@@ -1,210 +1,232 @@
-"""Checks of what the steps use: sample weights, regularizers, metrics; and where their gradients jump.
+"""Checks of the steps: one replica and two have the same results; they use sample weights, regularizers and metrics.
 
 A step is repeated on the same batches with other sample weights. Examples of weight 0 are replaced by others, which
 must change nothing, because padding consists of them. What a step updates, its graph shows.
 """
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+import contextlib
+import math
+from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.check import measure
-from engine.check.measure import LOSS, SAMPLE_WEIGHTS, Arrays, Measured
-from engine.check.results import PROMISE, TOLERANCE, Check, close, differing_metrics, hook_of_step
+from engine.check import comparison, measure
+from engine.check.comparison import LOSS, PROMISE, TOLERANCE, Arrays, BatchStacks, Check, Measured, close, hook_of_step
 from engine.data.batches import Batches
+from engine.errors import BadInput
 from engine.model.global_batch import adds_losses
-from engine.model.variables import by_name, inner_variable, layers_of, trainable_variables
-from engine.tracing import Traced, operations_of, place
+from engine.model.metrics import split_of
+from engine.model.step import step_on
+from engine.model.variables import by_name, trainable_variables
+from engine.tracing import operations_of, place, unrepeatable
 
 FEATURES, LABELS, _, LENGTHS = range(4)  # The parts of a stack; only padded examples have lengths.
-KERAS = Path(keras.__file__).parent
-# Operations whose gradient jumps, by an operation that only their gradient contains, of the same input.
-JUMPS = {"Sign": "Abs", "GreaterEqual": "Maximum", "LessEqual": "Minimum"}
-FLOOR = 1e-6  # The largest epsilon.
-OTHERS = {"layers", "models", "metrics", "optimizers"}  # Folders of Keras.
-SMOOTH = {"huber", "log_cosh"}  # Losses that contain such an operation, and whose gradient does not jump.
+DRAWN = "random numbers depend on the replica{}: draw them from a seed of each example, see docs/steps.md"
+
+
+def check_layers(program: Any, task: Any, one: Measured) -> Iterator[Check]:
+    """Names the layers whose results depend on the replica, and variables without a gradient."""
+    layers = one.layers
+    if layers.unsynchronized:
+        names = ", ".join(map(repr, layers.unsynchronized))
+        text = f"the statistics of {names} are of one replica's batch: use BatchNormalization(synchronized=True)"
+        yield Check(False, "task.py create_model", text)
+    if layers.random:
+        text = f"random in training, so not the same on one replica and two: {', '.join(layers.random)}"
+        yield Check(True, "task.py create_model", text + _draws(program, "train"))
+    if unused := one.without_gradient:
+        text = f"no gradient for {', '.join(unused[:3])}: pass it to apply_gradients and use it in the loss, or freeze "
+        yield Check(False, "task.py train_step", text + "its layer")
+    draws, python = unrepeatable(program.run.traced["train"], "train_step")
+    again = [arrays[LOSS] for arrays in measure.losses_and_gradients(program, task, one.stacks)]
+    yield from comparison.check_repeats("train_step", "losses", draws, python, repeats=close(one.losses, again))
+
+
+def check_same_results(program: Any, task: Any, one: Measured, two: Measured, micro_batches: int) -> Iterator[Check]:
+    """Checks that losses, gradients and metrics agree; `micro_batches` is not 0 if only they make losses differ."""
+    if random := ", ".join(one.layers.still_random):
+        text = f"not compared, because {random} cannot be switched off: augment in task.prepare_example instead"
+        yield Check(True, "task.py train_step", text)
+        return
+    # If the loss differs, gradients and metrics differ for the same reason.
+    if loss_of := comparison.differing_loss(one, two):
+        batch, loss, of_two = loss_of
+        hook, why = _why_losses_differ(program, task, batch, loss, of_two)
+        if micro_batches:
+            why = f"--micro-batches {micro_batches} alone changes it: divide by config.global_batch_size or a sum of "
+            why += "engine.model.sum_over_batch, and a regularization by config.micro_batches"
+        text = f"the loss{batch} is {loss:.7g} on one replica and {of_two:.7g} on two: {why}"
+        yield Check(False, f"task.py {hook}", text)
+        return
+    yield Check(True, "task.py compute_loss", f"loss {one.losses[0]:.6g} on one replica and on two")
+    differing, gradients = comparison.differing_gradients(one, two), trainable_variables(task.model)
+    if assigned := [name for name in differing if name not in gradients]:
+        text = f"the step assigns a value of one replica to {assigned[0].split('/', 1)[1]}: assign what "
+        yield Check(False, "task.py train_step", text + "tf.distribute.get_replica_context().all_reduce returns")
+        return  # Such as a learning rate, which changes the gradients and metrics that are compared.
+    if differing:
+        text = f"the loss agrees, and the gradient of {differing[0]} differs: update with apply_gradients, without "
+        text += "a sum of your own, and look for values that depend on the replica or on the size of its batch"
+    else:
+        text = f"the same gradients of {len(gradients)} variables"
+    yield Check(not differing, "task.py train_step", text)
+    names = program.run.objects.names
+    metrics = comparison.differing_metrics(names, one.metrics, two.metrics)
+    for name in metrics:
+        split = name.split("/")[0]
+        if measure.drawing(program, task, split):
+            continue  # The check of the evaluation names it.
+        hook, why = hook_of_step(task, "update_metrics", split), "update it with values and weights per example"
+        if split != "train" and (places := _draws(program, split)):
+            hook, why = "task.py evaluation_step", DRAWN.format(places)
+        text = f"{name} is {one.metrics[name]:.7g} on one replica and {two.metrics[name]:.7g} on two: {why}"
+        yield Check(False, hook, text)
+    if not metrics:
+        arrays = dict.fromkeys(names.arrays.values())
+        yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(one.metrics), *arrays])}")
+
+
+def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: float) -> tuple[str, str]:
+    """Returns the hook to look at, and likely causes, from the losses of one replica and of two.
+
+    `padded` says of which batch they are, if it is padded. Raises BadInput if a loss is not one of each example.
+    """
+    batch = features, labels, sample_weights = next(program.batches["train"].one_by_one())
+    shape = sample_weights.shape
+    with contextlib.suppress(Exception), step_on(batch):  # The steps of this task may pass it other arguments.
+        shape = task.compute_loss(labels, task.model(features), sample_weights)[1].shape
+    # A loss of each token has the shape of its labels.
+    if shape.rank != 1 and not (tf.is_tensor(labels) and shape == labels.shape):
+        raise BadInput(f"task.compute_loss returned a per-example loss of shape {shape}: return one value per example")
+    if padded or math.isnan(two) or close(two, 2 * one):
+        return "compute_loss", (
+            "it is divided by what one replica's batch contains: divide by config.global_batch_size, or with "
+            "tf.math.divide_no_nan by a sum of engine.model.sum_over_batch"
+        )
+    if close(two, one / 2):
+        return "compute_loss", "it is divided by the number of replicas a second time; remove that division"
+    if unlisted := measure.changed_unlisted(program):
+        return "create_model", (
+            f"the steps change {', '.join(unlisted)}, which is per-replica: to keep it equal on all replicas, assign "
+            "what tf.distribute.get_replica_context().all_reduce returns"
+        )
+    if places := _draws(program, "train"):
+        return "train_step", DRAWN.format(places)
+    return "compute_loss", (
+        "look for a mean over one replica's batch, not by a sum of engine.model.sum_over_batch; for examples compared "
+        "with those of their replica, not with the result of engine.model.gather_batch; for model.losses without "
+        "tf.nn.scale_regularization_loss; for a layer whose add_loss adds a sum over one replica's batch, not a mean"
+    )
+
+
+def _draws(program: Any, split: str) -> str:
+    """Returns the places in hooks of the random operations of a split's steps; "" without any."""
+    operations = operations_of(program.run_steps[split].graph())
+    return "".join(dict.fromkeys(place(each) for each in operations if each.type.startswith("StatelessRandom")))
+
+
+# --- Sample weights, regularizers and metrics -------------------------------------------------------------------------
 
 
 def check_loss(program: Any, task: Any, one: Measured) -> Iterator[Check]:
     """Checks that the loss of training uses sample weights and regularizers. `one` was measured on this program."""
-    stacks, where = one.stacks, hook_of_step(task, "compute_loss")
 
-    def results(factors: Any, *replaced: int) -> list[Arrays]:
-        return measure.losses_and_gradients(program, task, _changed(stacks, factors, *replaced))
+    def results(factors: Any, *replaced: int) -> Arrays:
+        stacks = measure.changed_stacks(program, one.stacks, factors, *replaced)
+        return _of_all_batches(measure.losses_and_gradients(program, task, stacks))
 
-    def losses(results: list[Arrays]) -> np.ndarray:
-        return np.array([each[LOSS] for each in results])
-
-    def are_same(found: list[Arrays], others: list[Arrays], tolerance: float) -> bool:
-        # The losses alone may be equal: of a new model that predicts the same for all examples.
-        return all(
-            close(a[name], b[name], tolerance=tolerance) for a, b in zip(found, others, strict=True) for name in a
-        )
-
-    size = program.batches["train"].global_batch_size
+    size, loss_layers = program.batches["train"].global_batch_size, _loss_layers(task)
     # What a layer normalizes, measures, or adds to the loss, it takes of all features, so only the labels are replaced.
     # In several models the labels of one may be the features of another.
     replaced: tuple[int, ...] = (FEATURES, LABELS, LENGTHS)
     if one.layers.synchronized:
         replaced = () if len(by_name(task.model, "model")) > 1 else (LABELS,)
-    elif _loss_layers(task) or measure.changed_unlisted(program):
+    elif loss_layers or measure.changed_unlisted(program):
         replaced = (LABELS,)
-    halves, others, nothing = results(_first_half(size)), results(_first_half(size), *replaced), results(0.0)
-    uneven, even = results(0.5 ** (np.arange(size) % 4)), losses(results(0.5))
-    rest = np.nan_to_num(losses(nothing))  # Not finite if the loss is divided by the sum of the weights.
-    of_others = nothing if _loss_layers(task) else results(0.0, FEATURES, LABELS)
-    has_weights = any(tf.reduce_any(stack[SAMPLE_WEIGHTS][:, size // 2 :] > 0.0) for stack, _, _ in stacks)
-    text = ""
+    first_half = np.arange(size) < size // 2
+    exact, halves, nothing = _of_all_batches(one.batches), results(first_half), results(0.0)
+    rest = np.nan_to_num(nothing[LOSS])  # Not finite if the loss is divided by the sum of the weights.
+    has_weights = any(tf.reduce_any(stack[measure.SAMPLE_WEIGHTS][:, size // 2 :] > 0.0) for stack, _, _ in one.stacks)
+    where, text = hook_of_step(task, "compute_loss"), ""
     if (
-        not are_same(halves, others, TOLERANCE)
-        or not are_same(nothing, of_others, TOLERANCE)
-        or (has_weights and are_same(one.batches, halves, PROMISE))
+        not _are_same(halves, results(first_half, *replaced), TOLERANCE)
+        or not (loss_layers or _are_same(nothing, results(0.0, FEATURES, LABELS), TOLERANCE))
+        or (has_weights and _are_same(exact, halves, PROMISE))
     ):
         text = "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights, and "
         text += "mask them in a loss that uses engine.model.gather_batch"
-    elif are_same(one.batches, uneven, PROMISE):
+    elif _are_same(exact, results(0.5 ** (np.arange(size) % 4)), PROMISE):
         text = "the loss is the same with sample weights of 1 and of 0.5: multiply each example's loss by its own"
-    elif close(even - rest, (one.losses - rest) / 4):
+    elif close(results(0.5)[LOSS] - rest, (exact[LOSS] - rest) / 4):
         text = "a quarter of the loss is left with half the sample weights: multiply by them once, not twice"
     yield Check(not text, where, text or "examples of weight 0 do not count in the loss, others by their weights")
-    if not np.isfinite(losses(nothing)).all():
-        if any(each.regularizer for model in _models(task) for each in model.trainable_variables):
-            text = "not checked that the loss contains the regularization, because without weights it is not finite: "
-            yield Check(True, where, text + "divide by the sum of the weights with tf.math.divide_no_nan")
-    elif names := _not_added(task, nothing):
+    # Without weights it may be divided by 0, and then does not show what else it contains.
+    if np.isfinite(nothing[LOSS]).all() and (names := _not_added(task, nothing)):
         text = f"the loss does not contain the regularization of {', '.join(names)}: add "
         yield Check(False, where, text + "tf.nn.scale_regularization_loss(model.losses)")
 
 
-def _not_added(task: Any, batches: list[Arrays]) -> list[str]:
+def _of_all_batches(batches: list[Arrays]) -> Arrays:
+    return {name: np.stack([arrays[name] for arrays in batches]) for name in batches[0]}
+
+
+def _are_same(results: Arrays, others: Arrays, tolerance: float) -> bool:
+    # The losses alone may be equal: of a new model that predicts the same for all examples.
+    return all(close(results[name], others[name], tolerance=tolerance) for name in results)
+
+
+def _not_added(task: Any, results: Arrays) -> list[str]:
     """Returns weights and layers whose regularization is not in the results of examples that all have weight 0."""
     names = {id(variable): name for name, variable in trainable_variables(task.model).items()}
-    missing = [
-        each.path
-        for model in _models(task)
-        for each in model.trainable_variables
-        if each.regularizer and float(each.regularizer(each))
-        if (name := names[id(each.value)]) in batches[0] and not any(results[name].any() for results in batches)
+    regularized = [
+        names[id(variable.value)]
+        for model in by_name(task.model, "model").values()
+        for variable in model.trainable_variables
+        if variable.regularizer and float(variable.regularizer(variable))
     ]
-    if missing or any(results[LOSS] for results in batches):
-        return missing
-    return _loss_layers(task)
+    missing = [name for name in regularized if name in results and not results[name].any()]
+    return missing if missing or results[LOSS].any() else _loss_layers(task)
 
 
 def _loss_layers(task: Any) -> list[str]:
     """Returns the layers that add losses of their own, such as regularizers of activities."""
-    return [layer.name for model in _models(task) for layer in layers_of(model) if adds_losses(layer)]
+    return [layer.name for layer in measure.layers_of_task(task) if adds_losses(layer)]
 
 
-def _models(task: Any) -> list[keras.Model]:
-    return list(by_name(task.model, "model").values())
+def check_metrics(program: Any, task: Any, batches: Batches, stacks: BatchStacks) -> Iterator[Check]:
+    """Checks that no metric of a dataset depends on examples of weight 0; `stacks` has a pass over its batches."""
+    size, is_training = batches.global_batch_size, batches.split == "train"
+    first_half = np.arange(size) < size // 2
 
+    def results(stacks: BatchStacks) -> dict[str, float]:
+        with measure.state_restored(program):
+            for stack, first, count in stacks:
+                program.run_steps[batches.split](stack, first, count)
+            return program.run.objects.results(batches.name)
 
-def check_metrics(program: Any, task: Any, batches: Batches, stacks: list[tuple[Any, int, int]]) -> Iterator[Check]:
-    """Checks that no metric of a dataset depends on examples of weight 0; `stacks` has a pass over its batches.
-
-    The steps must leave the model as it is.
-    """
-    half = _first_half(batches.global_batch_size)
-    is_training, state = batches.split == "train", program.run.checkpoints.state
-    variables = state.variables() if is_training else program.run.objects.per_replica_weights.values()
-    local = program.strategy.experimental_local_results
-    initial = [(part, tf.identity(part)) for variable in variables for part in local(variable)]
-
-    def results(stacks: list[tuple[Any, int, int]]) -> dict[str, float]:
-        for stack, first, count in stacks:
-            program.run_steps[batches.split](stack, first, count)
-        found = program.run.objects.results(batches.name)
-        for variable, value in initial:
-            variable.assign(value)
-        return found
-
-    without = results(_changed(stacks, half))
-    replaced = _changed(stacks, half, *((LABELS,) if is_training else (FEATURES, LABELS, LENGTHS)))
-    ((stack, first, _),) = _changed(stacks[:1], 0.0)  # A batch of padding alone.
-    for name in differing_metrics(program.run.objects.names, without, results([*replaced, (stack, first, 1)])):
+    parts = (LABELS,) if is_training else (FEATURES, LABELS, LENGTHS)
+    replaced = measure.changed_stacks(program, stacks, first_half, *parts)
+    ((padding, first, _),) = measure.changed_stacks(program, stacks[:1], 0.0)
+    halves = measure.changed_stacks(program, stacks, first_half)
+    metrics = results(halves), results([*replaced, (padding, first, 1)])
+    for name in comparison.differing_metrics(program.run.objects.names, *metrics):
         text = f"{name} depends on examples of weight 0, such as padding: pass sample_weight=sample_weights to it"
         yield Check(False, hook_of_step(task, "update_metrics", batches.split), text)
 
 
 def check_updated_metrics(program: Any, task: Any) -> Iterator[Check]:
     """Checks that the steps of each split update all metrics of the split, and no others."""
-    local = program.strategy.experimental_local_results
-    owners = {
-        id(one.handle): (split, name)
-        for split, metrics in task.metrics.items()
-        for name, metric in metrics.items()
-        for variable in metric.variables
-        for one in local(inner_variable(variable))
-    }
-    for split, steps in program.run_steps.items():
-        graph, where = steps.graph(), hook_of_step(task, "update_metrics", split)
-        assert graph is not None  # It is None only in other processes.
-        updated = {owners[handle] for handle in Traced(graph).changed if handle in owners}
-        if others := [each for each in owners.values() if each in updated and each[0] != split]:
-            other, name = others[0]
+    metrics = {f"{split}/{name}": metric for split in task.metrics for name, metric in task.metrics[split].items()}
+    for split in program.run_steps:
+        changed, where = measure.changed_by(program, split), hook_of_step(task, "update_metrics", split)
+        updated = [name for name in metrics if any(key.startswith(f"metrics/{name}/") for key in changed)]
+        if of_others := [name for name in updated if split_of(name) != split]:
+            other, name = of_others[0].split("/", 1)
             text = f"the {split} steps update metrics[{other!r}][{name!r}]: update metrics[{split!r}] there"
             yield Check(False, where, text)
             continue
-        for of, name in dict.fromkeys(owners.values()):
-            if of == split and (of, name) not in updated:
-                yield Check(False, where, f"{split}/{name} is never updated: update it, or remove it in create_metrics")
-
-
-def _first_half(size: int) -> np.ndarray:
-    return np.arange(size) < size // 2
-
-
-def _changed(stacks: list[tuple[Any, int, int]], factors: Any, *replaced: int) -> list[tuple[Any, int, int]]:
-    """Returns stacks with the sample weights multiplied by factors ([] or [batch]).
-
-    In the `replaced` parts, the first half of each batch stands in the place of the second half too.
-    """
-    size, changed = stacks[0][0][SAMPLE_WEIGHTS].shape[1], []
-    places = np.arange(size) % max(size // 2, 1)
-    for stack, first, count in stacks:
-        repeated = tf.nest.map_structure(lambda part: tf.gather(part, places, axis=1), stack)
-        parts = [repeated[index] if index in replaced else part for index, part in enumerate(stack)]
-        parts[SAMPLE_WEIGHTS] *= tf.cast(factors, tf.float32)
-        changed.append((tuple(parts), first, count))
-    return changed
-
-
-# --- Operations in the hooks ------------------------------------------------------------------------------------------
-
-
-def jumps(graph: tf.Graph) -> str:
-    """Returns the places of operations in the loss whose gradient jumps; "" without any."""
-    # Such an operation and its gradient's share their first input.
-    found = ((each, JUMPS[each.type]) for each in operations_of(graph) if each.type in JUMPS and _has_gradient(each))
-    return _places(each for one, kind in found for each in one.inputs[0].consumers() if each.type == kind)
-
-
-def _is_floor(operation: tf.Operation) -> bool:
-    """Returns whether one input is an epsilon, which keeps a denominator from 0, as in tf.math.l2_normalize."""
-    values = [tf.get_static_value(each) for each in operation.inputs]
-    return any(value is not None and 0.0 < np.max(value, initial=0.0) <= FLOOR for value in values)
-
-
-def _has_gradient(operation: tf.Operation) -> bool:
-    return operation.inputs[0].dtype.is_floating and not _is_floor(operation)
-
-
-def draws(graph: tf.Graph) -> str:
-    """Returns the places of random operations that hooks call themselves; "" without any."""
-    return _places(each for each in operations_of(graph) if each.type.startswith("StatelessRandom"))
-
-
-def _places(operations: Iterable[tf.Operation]) -> str:
-    return "".join(dict.fromkeys(place(each) for each in operations if _is_of_hook(each)))
-
-
-def _is_of_hook(operation: tf.Operation) -> bool:
-    """Returns whether a hook, or a Keras loss, calls an operation, and not a layer or an optimizer."""
-    frames = [each for each in operation.traceback if KERAS in Path(each.filename).parents]
-    folders = {folder for each in frames for folder in Path(each.filename).relative_to(KERAS).parts[1:2]}
-    return folders.isdisjoint(OTHERS) and SMOOTH.isdisjoint(each.name for each in frames)
+        for name, metric in metrics.items():
+            if split_of(name) == split and metric.variables and name not in updated:
+                yield Check(False, where, f"{name} is never updated: update it, or remove it in create_metrics")

@@ -1,16 +1,21 @@
-"""The cluster that this process belongs to, as TF_CONFIG, Slurm or a Kubernetes Indexed Job describes it."""
+"""The cluster of this process, as TF_CONFIG, Slurm or Kubernetes describes it, and its GPUs. Imports no TensorFlow."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from engine.errors import BadInput
 
 # "host0:12345", "10.0.0.1:12345", "[fe80::1%eth0]:12345": no scheme and no space.
 ADDRESS = re.compile(r"([\w.-]+|\[[\w:.%-]+\]):(?P<port>[0-9]{1,5})")
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # Has a folder for each GPU of the container.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 JOBS = ("chief", "worker", "ps")  # In the order in which processes are counted. A chief is the first worker.
 
 
@@ -25,11 +30,8 @@ class Cluster:
 
     def processes(self) -> dict[str, str]:
         """Returns the address of every process by its name, the chief first: "worker 1" -> "host1:12345"."""
-        return {
-            process_name(job, index): address
-            for job in JOBS
-            for index, address in enumerate(self.addresses.get(job, []))
-        }
+        jobs = {job: self.addresses.get(job, []) for job in JOBS}
+        return {f"{job} {index}": address for job in jobs for index, address in enumerate(jobs[job])}
 
     def others(self) -> dict[str, str]:
         """Returns `processes` without this one."""
@@ -37,7 +39,7 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        return process_name(self.job, self.index)
+        return f"{self.job} {self.index}"
 
     @property
     def is_chief(self) -> bool:
@@ -49,29 +51,21 @@ class Cluster:
         return json.dumps({"cluster": self.addresses, "task": {"type": self.job, "index": self.index}})
 
 
-def process_name(job: str, index: int) -> str:
-    """Returns the name of a process in messages: "chief", "worker 1"."""
-    return "chief" if (job, index) == ("chief", 0) else f"{job} {index}"
-
-
 def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
     """Returns the cluster that the environment describes; None without one, or if it has a single process.
 
     Raises BadInput if the description is malformed or contradicts itself.
     """
-    if _is_evaluator(environment):
-        raise BadInput("TF_CONFIG describes this process as an evaluator: start it with --evaluate-continuously")
+    cluster: Cluster | None = None
     if environment.get("TF_CONFIG"):
         cluster = _from_tf_config(environment["TF_CONFIG"])
-    elif _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
+    elif _number(environment, "SLURM_STEP_NUM_TASKS") > 1:
         cluster = _from_slurm(environment)
-    elif "JOB_COMPLETION_INDEX" in environment and _pods(environment) > 1:
+    elif "JOB_COMPLETION_INDEX" in environment:
         cluster = _from_kubernetes(environment)
-    else:
-        return None
-    if contradiction := next(_contradictions(cluster), ""):
+    if cluster and (contradiction := next(_contradictions(cluster), "")):
         raise BadInput(f"{cluster.source} describes {contradiction}")
-    return cluster if len(cluster.processes()) > 1 else None
+    return cluster if cluster and len(cluster.processes()) > 1 else None
 
 
 def reject_cluster(flag: str) -> None:
@@ -82,19 +76,13 @@ def reject_cluster(flag: str) -> None:
 
 def leave_as_evaluator() -> None:
     """Forgets TF_CONFIG if this process is an evaluator in it, which takes no part in the training."""
-    if _is_evaluator(os.environ):
-        del os.environ["TF_CONFIG"]
-
-
-def _is_evaluator(environment: Mapping[str, str]) -> bool:
-    try:
-        return json.loads(environment["TF_CONFIG"])["task"]["type"] == "evaluator"
-    except (ValueError, LookupError, TypeError):
-        return False
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "evaluator":
+            del os.environ["TF_CONFIG"]
 
 
 def _from_tf_config(text: str) -> Cluster:
-    try:
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
         described = json.loads(text)
         jobs, job, index = described["cluster"], described["task"]["type"], described["task"]["index"]
         has_lists = bool(jobs) and all(isinstance(addresses, list) for addresses in jobs.values())
@@ -102,62 +90,54 @@ def _from_tf_config(text: str) -> Cluster:
             # TensorFlow crashes at a job without processes. An evaluator takes no part in the training.
             used = {name: addresses for name, addresses in jobs.items() if addresses and name != "evaluator"}
             return Cluster("TF_CONFIG", used, job, index)
-    except (ValueError, LookupError, TypeError, AttributeError):
-        pass
     example = '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}'
     raise BadInput(f"TF_CONFIG {text} must be JSON like {example}: fix it, or unset it to train on one machine")
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Cluster:
     """Reads the variables that srun sets for each process of a step (man srun, OUTPUT ENVIRONMENT VARIABLES)."""
-    names = ("SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS")
-    given = {name: environment.get(name, "") for name in names}
-    nodes = given["SLURM_STEP_NODELIST"]
+    nodes, tasks = environment.get("SLURM_STEP_NODELIST", ""), environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    rank, number = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
     try:
         hosts = subprocess.check_output(["scontrol", "show", "hostnames", nodes], text=True, stderr=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError) as problem:
         raise BadInput(f"scontrol cannot read SLURM_STEP_NODELIST={nodes} ({problem}): set TF_CONFIG") from None
     tasks_per_node: list[int] = []
-    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", given["SLURM_STEP_TASKS_PER_NODE"]):
-        tasks_per_node += [int(number)] * int(times or 1)  # "2(x3),1" is 2, 2, 2, 1.
-    host_by_rank = [host for host, number in zip(hosts.split(), tasks_per_node, strict=False) for _ in range(number)]
-    rank = _number(environment, "SLURM_PROCID", 0)
-    if len(host_by_rank) != _number(environment, "SLURM_STEP_NUM_TASKS", 0) or rank >= len(host_by_rank):
-        listed = ", ".join(map("=".join, given.items()))
-        raise BadInput(f"Slurm's variables contradict each other ({listed}): start the program with srun")
-    if (host := environment.get("SLURMD_NODENAME", host_by_rank[rank])) != host_by_rank[rank]:
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        tasks_per_node += [int(count)] * int(times or 1)  # "2(x3),1" is 2, 2, 2, 1.
+    host_by_rank = [host for host, count in zip(hosts.split(), tasks_per_node, strict=False) for _ in range(count)]
+    host = environment.get("SLURMD_NODENAME")
+    if not len(host_by_rank) == number > rank or host not in (None, host_by_rank[rank]):
         raise BadInput(
-            f"SLURM_PROCID {rank} runs on {host}, not on {host_by_rank[rank]}: use srun --distribution=block"
+            f"Slurm's variables contradict each other (SLURM_STEP_NODELIST={nodes}, SLURM_STEP_TASKS_PER_NODE={tasks}, "
+            f"SLURM_STEP_NUM_TASKS={number}, SLURM_PROCID={rank} on {host}): start it with srun --distribution=block"
         )
     # Each job gets its own ports, so that jobs can share a node, below those that systems use for outgoing connections.
-    first = 12000 + _number(environment, "SLURM_JOB_ID", 0) * 37 % (20000 - len(host_by_rank))
-    addresses = [f"{host}:{first + number}" for number, host in enumerate(host_by_rank)]
+    first = 12000 + _number(environment, "SLURM_JOB_ID") * 37 % (20000 - number)
+    addresses = [f"{host}:{first + index}" for index, host in enumerate(host_by_rank)]
     return Cluster("Slurm", {"worker": addresses}, "worker", rank)
 
 
-def _from_kubernetes(environment: Mapping[str, str]) -> Cluster:
+def _from_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
     """Reads the variables of the manifests in deploy/: an Indexed Job's pods are called <job>-<index>.<service>."""
-    if missing := [name for name in ("JOB_NAME", "SERVICE_NAME") if not environment.get(name)]:
-        raise BadInput(f"{', '.join(missing)} is not set beside JOB_COMPLETION_INDEX: see deploy/kubernetes.yaml")
-    job, service = environment["JOB_NAME"], environment["SERVICE_NAME"]
-    port = _number(environment, "PORT", 12345)
-    addresses = [f"{job}-{index}.{service}:{port}" for index in range(_pods(environment))]
-    return Cluster("Kubernetes", {"worker": addresses}, "worker", _number(environment, "JOB_COMPLETION_INDEX", 0))
-
-
-def _pods(environment: Mapping[str, str]) -> int:
-    """Returns the number of pods that train together: WORKERS, or PET_NNODES, which Kubeflow Trainer sets."""
-    given = [name for name in ("WORKERS", "PET_NNODES") if environment.get(name)]
-    if not given and environment.get("JOB_NAME") and environment.get("SERVICE_NAME"):
+    job, service = environment.get("JOB_NAME"), environment.get("SERVICE_NAME")
+    # Kubeflow Trainer has another name for the number of pods.
+    pods = _number(environment, "WORKERS") or _number(environment, "PET_NNODES")
+    if job and service and not pods:
         raise BadInput(
-            f"JOB_NAME={environment['JOB_NAME']} names a cluster, but neither WORKERS nor PET_NNODES is set: set "
-            "WORKERS to the number of pods that train together, as deploy/jobset.yaml does"
+            f"JOB_NAME={job} names a cluster, but neither WORKERS nor PET_NNODES is set: set WORKERS to the number of "
+            "pods that train together, as deploy/jobset.yaml does"
         )
-    return _number(environment, given[0], 1) if given else 1
+    if pods < 2:
+        return None
+    if not (job and service):
+        raise BadInput("SERVICE_NAME or JOB_NAME is not set beside JOB_COMPLETION_INDEX: see deploy/kubernetes.yaml")
+    addresses = [f"{job}-{pod}.{service}:12345" for pod in range(pods)]
+    return Cluster("Kubernetes", {"worker": addresses}, "worker", _number(environment, "JOB_COMPLETION_INDEX"))
 
 
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    value = environment.get(name) or str(default)
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name) or "0"
     if not value.isdecimal():
         raise BadInput(f"{name}={value} in the environment must be a whole number")
     return int(value)
@@ -165,10 +145,10 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 def _contradictions(cluster: Cluster) -> Iterator[str]:
     """Yields contradictions at which TensorFlow would wait or fail without an explanation."""
+    if cluster.job == "evaluator":
+        yield "this process as an evaluator: start it with --evaluate-continuously"
     if unknown := sorted(set(cluster.addresses) - set(JOBS)):
         yield f"the job {', '.join(unknown)}: use only {', '.join(JOBS)}"
-    if len(chiefs := cluster.addresses.get("chief", [])) > 1:
-        yield f"{len(chiefs)} chiefs: keep one, and make the others workers"
     processes = cluster.processes()
     if cluster.name not in processes:
         yield f"this process as {cluster.name}, but only {', '.join(processes)}: fix its type or index"
@@ -179,11 +159,37 @@ def _contradictions(cluster: Cluster) -> Iterator[str]:
     addresses = list(processes.values())
     if shared := [address for address in addresses if addresses.count(address) > 1]:
         yield f"two processes at {shared[0]}: give each process its own address"
-    local = [address for address in addresses if is_loopback(address.rpartition(":")[0])]
+    local = [address for address in addresses if is_loopback(host_and_port(address)[0])]
     if local and len(local) < len(addresses):
         yield f"a process at {local[0]}, which is a different machine on each host: use the name that the others know"
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def is_loopback(host: str) -> bool:
     """Returns whether a host name or address means this machine on every machine."""
-    return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Returns the GPUs that a process with this environment can use, as CUDA_VISIBLE_DEVICES names them."""
+    if VISIBLE not in environment:
+        return [str(index) for index, _ in enumerate(NVIDIA_GPUS.glob("*"))]
+    names = [name.strip() for name in environment[VISIBLE].split(",")]
+    # CUDA uses the GPUs before the first invalid name, such as -1.
+    return list(itertools.takewhile(lambda name: name.isdecimal() or name.startswith(("GPU-", "MIG-")), names))
+
+
+def why_no_gpu(environment: Mapping[str, str]) -> str:
+    """Returns why TensorFlow may list no GPU although this machine has some, with a remedy; "" if it has none."""
+    number = len([*NVIDIA_GPUS.glob("*")])
+    if not number:
+        return ""
+    hidden = f"{VISIBLE} is {environment[VISIBLE]!r}: unset it, or " if VISIBLE in environment else ""
+    return (
+        f"this machine has {number} NVIDIA GPU{'s' * (number > 1)}, and TensorFlow can use none ({hidden}pip install "
+        "'tensorflow[and-cuda]', with a driver that is new enough)"
+    )

@@ -1,11 +1,11 @@
-"""python launch.py: a local cluster of processes that run train.py together, kept running. Needs no TensorFlow."""
+"""train.py as a process that another program starts: one of a local cluster, or a trial. Imports no TensorFlow."""
 
 import argparse
 import contextlib
+import csv
 import ctypes
+import functools
 import os
-import re
-import select
 import signal
 import socket
 import subprocess
@@ -15,11 +15,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from engine.cluster.environment import Cluster
-from engine.cluster.nvidia import VISIBLE, visible_gpus
+from engine import PROJECT
+from engine.cluster.environment import VISIBLE, Cluster, visible_gpus
 from engine.errors import BadInput, CountedLoss, Diverged, PeerLost, Stopped
 
-PROGRAM = Path(__file__).parents[2] / "train.py"
+PROGRAM = PROJECT / "train.py"
 # An environment variable that whatever restarts a stopped program sets to the same value for all restarts.
 START_ID = "TRAINING_START_ID"
 LOST_CODES = (PeerLost.exit_code, CountedLoss.exit_code)  # Another process is the cause.
@@ -29,6 +29,7 @@ FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)  # Exit codes of train.py
 SECONDS_TO_FOLLOW = 300.0
 SECONDS_OF_THE_CAUSE = 20.0  # After a process has lost another one, that one ends within this time, or is frozen.
 SECONDS_BETWEEN_CHECKS = 0.2
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # Loaded before any fork.
 
 
 def start_program(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
@@ -41,20 +42,47 @@ def start_program(arguments: Sequence[str], environment: Mapping[str, str], outp
         stderr=subprocess.STDOUT,
         # Ctrl-C in a terminal goes to this process only, which passes it on.
         start_new_session=True,
-        preexec_fn=_end_with_starter,  # noqa: PLW1509 - There is one thread.
+        # PR_SET_PDEATHSIG. There is one thread.
+        preexec_fn=_prctl and functools.partial(_prctl, 1, signal.SIGKILL),  # noqa: PLW1509
     )
 
 
-def _end_with_starter() -> None:
-    """Has Linux end this process when its starter is gone for any reason; elsewhere the user must end it."""
-    if _prctl:
-        _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != _STARTER:
-            os._exit(1)
+class TrainProcess:
+    """A run in a process of its own."""
+
+    def __init__(self, arguments: Sequence[str], run_dir: Path, gpus: Sequence[str]) -> None:
+        """Starts it. `gpus` are the only ones that it sees, by their names in CUDA_VISIBLE_DEVICES; none: all."""
+        self.run_dir, self._log = run_dir, run_dir.with_name(f"{run_dir.name}.log")
+        with self._log.open("ab") as log:
+            environment = {VISIBLE: ",".join(gpus)} if gpus else {}
+            self.popen = start_program([*arguments, f"--run-dir={run_dir}"], environment, log.fileno())
+
+    def scores(self, column: str) -> dict[int, float]:
+        """Returns the values of a column of metrics.csv by their epochs, which are counted from 1."""
+        path = self.run_dir / "metrics.csv"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())  # The last row may be incomplete.
+        return {int(row["epoch"]): float(row[column]) for row in rows if row.get(column)}
+
+    def error(self) -> str:
+        """Returns the signal that killed it, or else the last line of its output, with RUN_DIR for its directory."""
+        if (code := self.popen.returncode) < 0:
+            return f"ended by {signal.Signals(-code).name}"
+        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
+        return last.replace(str(self.run_dir), "RUN_DIR")
 
 
-_STARTER = os.getpid()
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # Loaded before any fork.
+def stop_all(processes: Sequence[TrainProcess]) -> None:
+    """Has all of them save their state at the same time; returns when they have ended."""
+    for process in processes:
+        process.popen.terminate()
+    for process in processes:
+        try:
+            process.popen.wait(SECONDS_TO_FOLLOW)
+        except subprocess.TimeoutExpired:
+            process.popen.kill()
+            process.popen.wait()
 
 
 class Process:
@@ -65,12 +93,10 @@ class Process:
         self._arguments, self._environment = arguments, {**environment, "TF_CONFIG": cluster.tf_config()}
 
     def start(self) -> None:
-        self._output, its_end = os.pipe()
-        os.set_blocking(self._output, False)
-        self.popen = start_program(self._arguments, self._environment, its_end)
-        os.close(its_end)
-        self._line = b""
-        self.is_open = True  # Until everything that it writes has been read.
+        self.popen = start_program(self._arguments, self._environment, subprocess.PIPE)
+        assert self.popen.stdout is not None
+        self._output, self._line = self.popen.stdout, b""
+        os.set_blocking(self._output.fileno(), False)
 
     def death(self) -> str:
         """Returns how it has ended, for messages."""
@@ -78,32 +104,20 @@ class Process:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"{self.name} {how}"
 
-    def fileno(self) -> int:
-        return self._output
-
-    def show(self) -> bool:
-        """Prints its new output, line by line under its name; returns whether there was any."""
-        try:
-            data = os.read(self._output, 2**16)
-        except BlockingIOError:
-            return False
-        *lines, self._line = (self._line + data).split(b"\n")
-        if not data and self._line:
-            lines, self._line = [self._line], b""
+    def show(self, end: bytes = b"") -> None:
+        """Prints the lines that it has completed, under its name."""
+        *lines, self._line = (self._line + (self._output.read() or b"") + end).split(b"\n")
         for line in lines:
             print_line(self.name, line.decode(errors="replace"))
-        self.is_open = bool(data)
-        return self.is_open
 
     def end(self) -> None:
         """Ends the process and its children at once; shows its last output."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
-        while self.show():
-            pass
-        self.is_open = False
-        os.close(self._output)
+        self.show()
+        self.show(end=b"\n" if self._line else b"")
+        self._output.close()
 
 
 def print_line(name: str, text: str) -> None:
@@ -114,13 +128,10 @@ def print_line(name: str, text: str) -> None:
 class Launcher:
     """Runs the cluster, restarts it if necessary, and passes on the signals that the launcher gets."""
 
-    def __init__(
-        self, jobs: dict[str, int], arguments: list[str], visible: list[str], max_restarts: int, min_workers: int
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, jobs: dict[str, int], visible: list[str]) -> None:
         """`visible` is each worker's CUDA_VISIBLE_DEVICES; it is empty on a machine without GPUs."""
-        self._jobs, self._arguments, self._visible = jobs, arguments, visible
-        self._restarts_left, self._min_workers = max_restarts, min_workers
-        self._first_number = jobs["worker"]
+        self._jobs, self._arguments, self._visible = jobs, options.arguments, visible
+        self._restarts_left, self._min_workers = options.max_restarts, options.min_workers
         self._lost: Process | None = None  # The process because of which a start failed.
         os.environ.setdefault(START_ID, uuid.uuid4().hex)  # So --fresh moves only an older run aside.
         self._signal: int | None = None
@@ -130,16 +141,24 @@ class Launcher:
 
     def run(self) -> int:
         """Returns the exit code of the process that ended the cluster."""
+        first_number = self._jobs["worker"]
         while True:
-            code = self._run_once()
+            code, number = self._run_once(), self._jobs["worker"]
             # A batch that is rejected on fewer workers may be taken by even fewer.
-            is_rejected = code == BadInput.exit_code and self._jobs["worker"] < self._first_number
+            is_rejected = code == BadInput.exit_code and number < first_number
             if code == 0 or (code in FINAL_CODES and not is_rejected) or self._signal:
                 return code
             if not is_rejected and self._may_restart(f"ended with {code}"):
                 continue
-            if not self._may_continue_with_fewer(is_rejected):
+            if number <= self._min_workers:
                 return code
+            # Without the worker that failed, or the last one if all say that another one did.
+            lost = self._lost or self._processes[-1]
+            self._jobs = {**self._jobs, "worker": number - 1}
+            if self._visible:  # Its GPUs may be the cause.
+                del self._visible[lost.index]
+            why = f"{number} workers ended with {code}" if is_rejected else f"{lost.name} is lost"
+            print_line("launcher", f"{why}: resuming with {number - 1} worker(s)")
 
     def _may_restart(self, why: str) -> bool:
         if not self._restarts_left:
@@ -148,30 +167,18 @@ class Launcher:
         print_line("launcher", f"{why}: restarting (restarts left: {self._restarts_left})")
         return True
 
-    def _may_continue_with_fewer(self, is_rejected: bool) -> bool:
-        """Removes the worker that failed, or the last one if all say that another one did, down to the minimum."""
-        lost, number = self._lost or self._processes[-1], self._jobs["worker"]
-        if number <= self._min_workers:
-            return False
-        self._jobs = {**self._jobs, "worker": number - 1}
-        if self._visible:  # Its GPUs may be the cause.
-            del self._visible[lost.index]
-        why = f"{number} workers ended with {BadInput.exit_code}" if is_rejected else f"{lost.name} is lost"
-        print_line("launcher", f"{why}: resuming with {number - 1} worker(s)")
-        return True
-
     def _pass_on(self, number: int, _: object) -> None:
         self._signal = number
         # Beside a chief the others only serve it, and end with it.
-        self._send(number, [process for process in self._processes if process.job == "chief"] or self._processes)
-
-    def _send(self, number: int, processes: Sequence[Process]) -> None:
-        for process in processes:
+        for process in [process for process in self._processes if process.job == "chief"] or self._processes:
             process.popen.send_signal(number)
 
     def _run_once(self) -> int:
-        free = iter(_free_addresses(sum(self._jobs.values())))
-        addresses = {job: [next(free) for _ in range(number)] for job, number in self._jobs.items()}
+        free = [socket.create_server(("127.0.0.1", 0)) for _ in range(sum(self._jobs.values()))]
+        ports = iter([server.getsockname()[1] for server in free])
+        addresses = {job: [f"127.0.0.1:{next(ports)}" for _ in range(number)] for job, number in self._jobs.items()}
+        for server in free:
+            server.close()
         self._processes, self._lost = [], None
         try:
             for job, number in self._jobs.items():
@@ -190,45 +197,40 @@ class Launcher:
 
     def _wait(self) -> int:
         """Shows the processes' output until the cluster has ended; returns its exit code."""
-        # The exit code of the first to end, and how soon after it the others must have ended.
+        # The exit code of the cause or the first to end, and how soon after it the others must have ended.
         ending, deadline, seconds = 0, float("inf"), 0.0
         running = list(self._processes)
         while running:
-            unread = [process for process in self._processes if process.is_open]
-            for process in select.select(unread, [], [], SECONDS_BETWEEN_CHECKS)[0]:
+            time.sleep(SECONDS_BETWEEN_CHECKS)
+            for process in self._processes:
                 process.show()
             for process in [process for process in running if process.popen.poll() is not None]:
                 running.remove(process)
-                code = self._exit_code(process)
-                if code not in (0, *LOST_CODES) and not self._lost:
-                    self._lost = process
                 if self._replaces(process, running):
                     continue
-                if code not in (0, *LOST_CODES) and ending in LOST_CODES:
-                    ending = 0  # This process is the cause of that end.
-                if code not in (0, Stopped.exit_code, *LOST_CODES, *FINAL_CODES):
-                    print_line("launcher", process.death())
-                    return ending or code
-                if process.job == "chief":
-                    return code
-                if not ending:
+                code = process.popen.returncode
+                if code < 0:  # Python had not started when it got the signal of the launcher, or it was killed.
+                    code = Stopped.exit_code if self._signal == -code else 128 - code
+                is_cause = code not in (0, *LOST_CODES) and not self._lost
+                if is_cause:
+                    self._lost = process
+                if is_cause or not ending:
                     seconds = SECONDS_OF_THE_CAUSE if code in LOST_CODES else SECONDS_TO_FOLLOW
                     ending, deadline = code, time.monotonic() + seconds
                     # Stopped by a signal of its own before the rendezvous, where the others would wait for it.
                     if code == Stopped.exit_code and not self._signal:
-                        self._send(signal.SIGTERM, running)
+                        for waiting in running:
+                            waiting.popen.terminate()
+                if code not in (0, Stopped.exit_code, *LOST_CODES, *FINAL_CODES):
+                    print_line("launcher", process.death())
+                    return ending
+                if process.job == "chief":
+                    return code
             if time.monotonic() > deadline:
                 self._lost, names = running[0], ", ".join(process.name for process in running)
                 print_line("launcher", f"{names} did not end within {seconds:g} s of the others")
                 return ending or 1
         return ending
-
-    def _exit_code(self, process: Process) -> int:
-        """Returns how a process has ended: by the signal that it was passed, with its exit code, or as in a shell."""
-        code = process.popen.returncode
-        if code < 0:  # Python had not started when it got the signal of the launcher.
-            return Stopped.exit_code if self._signal == -code else 128 - code
-        return code
 
     def _replaces(self, process: Process, running: list[Process]) -> bool:
         """Restarts a worker that has ended beside a chief, or leaves its work to the others; returns whether."""
@@ -245,15 +247,6 @@ class Launcher:
         return False
 
 
-def _free_addresses(number: int) -> list[str]:
-    with contextlib.ExitStack() as opened:
-        sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        return [f"127.0.0.1:{server.getsockname()[1]}" for server in sockets]
-
-
-# --- The command line -------------------------------------------------------------------------------------------------
-
-
 def main(description: str) -> int:
     """Runs the cluster that the command line asks for; returns its exit code."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -268,25 +261,15 @@ def main(description: str) -> int:
     for name, least in (("workers", 1), ("parameter_servers", 0), ("max_restarts", 0)):
         if (value := getattr(options, name)) < least:
             parser.error(f"--{name.replace('_', '-')} {value} must be {least} or more")
-    workers, gpus = options.workers, visible_gpus(os.environ)
-    min_workers = workers if options.min_workers is None else options.min_workers
-    if not 1 <= min_workers <= workers or (options.min_workers and options.parameter_servers):
-        parser.error(
-            f"--min-workers {min_workers} must be from 1 to the number of --workers, without --parameter-servers"
-        )
-    # Simulated devices need no GPU. Then all GPUs are hidden, so that no process takes their memory.
-    is_simulated = re.search(r"--simulated[-_]devices[ =](?!0\b)", " ".join(options.arguments))
-    used = [] if is_simulated else gpus
-    count, left_over = divmod(len(used), workers)
-    if left_over:
-        fitting = " or ".join(str(number) for number in range(1, len(used) + 1) if len(used) % number == 0)
-        parser.error(
-            f"--workers {workers} cannot share {len(used)} GPU(s) ({', '.join(used)}) equally: use {fitting} "
-            f"worker(s), or choose the GPUs with {VISIBLE} (-1 excludes all)"
-        )
-    visible = [",".join(used[index * count : (index + 1) * count]) or "-1" for index in range(workers)] if gpus else []
-    jobs, arguments = {"worker": workers}, options.arguments
+    workers, gpus, jobs = options.workers, visible_gpus(os.environ), {"worker": options.workers}
+    if options.min_workers and options.parameter_servers:
+        parser.error("--min-workers cannot be combined with --parameter-servers, whose chief continues by itself")
+    options.min_workers = options.min_workers or workers
+    if not 1 <= options.min_workers <= workers:
+        parser.error(f"--min-workers {options.min_workers} must be from 1 to the number of --workers")
     if options.parameter_servers:
         jobs = {"chief": 1, **jobs, "ps": options.parameter_servers}
-        arguments = ["--strategy=parameter_server", *arguments]
-    return Launcher(jobs, arguments, visible, options.max_restarts, min_workers).run()
+        options.arguments.insert(0, "--strategy=parameter_server")
+    shares = [gpus[len(gpus) * index // workers : len(gpus) * (index + 1) // workers] for index in range(workers)]
+    visible = [",".join(share) or "-1" for share in shares] if gpus else []
+    return Launcher(options, jobs, visible).run()

@@ -9,25 +9,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster
-from engine.cluster.rendezvous import (
-    FROZEN,
-    did_not_join,
-    is_listening,
-    kind_of_loss,
-    lost,
-    wait_for,
-    wait_until_free,
-)
-from engine.cluster.tensorflow_start import start_tensorflow
+from engine.cluster.peers import FROZEN, GONE, describe, did_not_join, lost, start_tensorflow
+from engine.cluster.rendezvous import check_port
 from engine.console import console
-from engine.errors import BadInput, CountedLoss, PeerLost
+from engine.errors import CountedLoss, PeerLost
 from engine.settings import Settings
 
 SECONDS_WITHOUT_CHIEF = 5.0  # A chief that does not answer for this long has ended.
@@ -35,10 +27,10 @@ SECONDS_WITHOUT_WORKERS = 30.0  # A chief waits this long for workers that may b
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
-def check(settings: Settings, cluster: Cluster | None) -> Cluster:
-    """Returns the cluster. Raises BadInput if it has no parameter servers, or the settings need steps in an order."""
+def problems(settings: Settings, cluster: Cluster | None) -> Iterator[str]:
+    """Yields why it cannot be: a cluster without parameter servers, or settings that need steps in an order."""
     if cluster is None or not all(cluster.addresses.get(job) for job in ("chief", "worker", "ps")):
-        raise BadInput(
+        yield (
             "--strategy parameter_server needs a cluster with a chief, workers and ps in TF_CONFIG: use python "
             "launch.py --workers 2 --parameter-servers 1 -- ..."
         )
@@ -49,8 +41,7 @@ def check(settings: Settings, cluster: Cluster | None) -> Cluster:
         (settings.precision == "mixed_float16", "--precision mixed_float16", "its loss scale needs steps in order"),
     ):
         if is_given:
-            raise BadInput(f"{flag} cannot be combined with --strategy parameter_server ({why}): remove it")
-    return cluster
+            yield f"{flag} cannot be combined with --strategy parameter_server ({why}): remove it"
 
 
 def start(cluster: Cluster, *, timeout: float) -> tuple[tf.distribute.Strategy, str]:
@@ -59,10 +50,10 @@ def start(cluster: Cluster, *, timeout: float) -> tuple[tf.distribute.Strategy, 
     Any other process serves the chief until that has ended, and then ends here. Raises PeerLost if a process does not
     join within `timeout` seconds.
     """
-    wait_until_free(cluster, timeout)
+    check_port(cluster)
     if cluster.job != "chief":
         _serve(cluster, timeout)
-    _wait_until_listening(cluster, cluster.others(), timeout)
+    _wait_until_joined(cluster, (), timeout)
 
     def connect() -> tf.distribute.Strategy:
         return tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
@@ -80,25 +71,23 @@ def _serve(cluster: Cluster, timeout: float) -> NoReturn:
     config = tf.compat.v1.ConfigProto(gpu_options=tf.compat.v1.GPUOptions(allow_growth=True))
     spec = tf.train.ClusterSpec(cluster.addresses)
     tf.distribute.Server(spec, cluster.job, cluster.index, protocol="grpc", config=config)
-    chief = cluster.processes()["chief"]
-    console.print(f"{cluster.name} serves the chief ({chief})")
-    _wait_until_listening(cluster, ["chief"], timeout)
-    while wait_for(lambda: is_listening(chief), SECONDS_WITHOUT_CHIEF):
-        time.sleep(0.5)
+    console.print(f"{cluster.name} serves the chief ({cluster.processes()['chief 0']})")
+    _wait_until_joined(cluster, ["chief 0"], timeout)
+    answered = time.monotonic()
+    while time.monotonic() < answered + SECONDS_WITHOUT_CHIEF:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+        if lost(cluster, ["chief 0"]).get("chief 0") != GONE:
+            answered = time.monotonic()
     sys.stdout.flush()
     os._exit(0)  # TensorFlow's server cannot be stopped.
 
 
-def _wait_until_listening(cluster: Cluster, names: Iterable[str], timeout: float) -> None:
-    missing = list(names)
-
-    def are_listening() -> bool:
-        missing[:] = [name for name in missing if not is_listening(cluster.processes()[name])]
-        return not missing
-
-    if not wait_for(are_listening, timeout):
-        text = did_not_join(cluster, missing, timeout)
-        raise kind_of_loss(cluster, text)(text)
+def _wait_until_joined(cluster: Cluster, names: Sequence[str], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while missing := lost(cluster, names):
+        if time.monotonic() > deadline:
+            raise did_not_join(cluster, [*missing], timeout)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def _end_without_others(cluster: Cluster) -> None:
@@ -106,15 +95,15 @@ def _end_without_others(cluster: Cluster) -> None:
 
     TensorFlow would wait for them without limit, where nothing can raise.
     """
-    workers = [f"{name} ({address})" for name, address in cluster.others().items() if name.startswith("worker")]
+    workers = {name for name in cluster.others() if name.startswith("worker")}
     healthy = time.monotonic()
     while True:
         time.sleep(SECONDS_BETWEEN_LOOKS)
-        missing = lost(cluster)
-        if frozen := ", ".join(text for text in missing if text.endswith(FROZEN)):
+        states = lost(cluster)
+        if frozen := {name: state for name, state in states.items() if state == FROZEN}:
             # It does not end, and the others end with 0, so this end is counted.
-            loss: PeerLost = CountedLoss(f"{frozen}: end it, then restart the cluster")
-        elif all(f"{worker} is gone" in missing for worker in workers):
+            loss: PeerLost = CountedLoss(f"{describe(cluster, frozen)}: end it, then restart the cluster")
+        elif workers <= states.keys():
             loss = PeerLost("all workers are gone: check their logs, then restart the cluster")
         else:
             healthy = time.monotonic()

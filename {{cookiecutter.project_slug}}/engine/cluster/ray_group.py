@@ -5,16 +5,13 @@ import logging
 import os
 import sys
 import threading
-import time
 from typing import Any
 
 import ray
 from ray import train as ray_train
 
-from engine.cluster.launcher import FINAL_CODES
-from engine.errors import Stopped, first_line
+from engine.errors import BadInput, Diverged, ProgramExit, Stopped, first_line
 
-SECONDS_BETWEEN_CHECKS = 5.0
 DEFAULTS = {
     # Ray gives its workers a low priority (nice 15), with which training is slow beside another busy program.
     "RAY_worker_niceness": "0",
@@ -27,17 +24,6 @@ DEFAULTS = {
 }
 
 
-class WorkerExit(Exception):
-    """A worker has ended with an exit code of train.py that no restart fixes."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)  # Ray copies the exception to another process by its arguments.
-        self.code = code
-
-    def __str__(self) -> str:
-        return f"a worker ended with exit code {self.code}, see its line"
-
-
 class Restarts(ray_train.UserCallback):
     """Ends the training after a final exit code of train.py. Ray restarts after all others, and counts failures."""
 
@@ -47,13 +33,14 @@ class Restarts(ray_train.UserCallback):
         Raises ControllerError, after which Ray does not restart, and PreemptionError, which it does not count.
         """
         codes = {worker: getattr(problem, "code", None) for worker, problem in worker_exceptions.items()}
-        ends = {
-            worker: f"exit code {code}" if code else first_line(worker_exceptions[worker])
-            for worker, code in codes.items()
-        }
-        print(f"ended: {', '.join(f'worker {worker} ({end})' for worker, end in ends.items())}", flush=True)
-        if final := [code for code in codes.values() if code in FINAL_CODES]:
-            raise ray_train.ControllerError(WorkerExit(final[0]))
+        ends = [
+            f"exit code {code}" if code else first_line(worker_exceptions[worker]) for worker, code in codes.items()
+        ]
+        named = ", ".join(f"worker {worker} ({end})" for worker, end in zip(codes, ends, strict=True))
+        print(f"ended: {named}", flush=True)
+        if final := [kind for kind in (BadInput, Diverged) if kind.exit_code in codes.values()]:
+            line = f"a worker ended with exit code {final[0].exit_code}, see its line"
+            raise ray_train.ControllerError(final[0](line))
         if set(codes.values()) == {Stopped.exit_code}:
             raise ray_train.PreemptionError(ray_train.PreemptionInfo(None, {}))
 
@@ -61,7 +48,7 @@ class Restarts(ray_train.UserCallback):
 def code_of(failed: ray_train.TrainingFailedError) -> int:
     """Prints why Ray ended the training; returns the exit code of the worker for which it did, or 1."""
     cause = getattr(failed, "controller_failure", failed)
-    reason, code = (str(cause), cause.code) if isinstance(cause, WorkerExit) else (first_line(cause), 1)
+    reason, code = (str(cause), cause.exit_code) if isinstance(cause, ProgramExit) else (first_line(cause), 1)
     print(f"ERROR: Ray does not start the workers again: {reason}", file=sys.stderr)
     return code
 
@@ -90,33 +77,15 @@ def report_to_ray(task: Any) -> None:
         threading.Thread(target=join_reports, daemon=True).start()
 
 
-def room_for_workers(nodes: list[dict[str, Any]], needs: dict[str, float]) -> int:
-    """Returns how many workers fit on the nodes, as ray.nodes() lists them; `needs` are the resources of a worker."""
-    resources = [node["Resources"] for node in nodes if node["Alive"]]
-    return int(sum(min(of_node.get(name, 0) // need for name, need in needs.items()) for of_node in resources))
-
-
 def start_ray(least: int, needs: dict[str, float]) -> None:
-    """Joins the Ray cluster, or starts one here; from then on a line says when it has room for too few workers.
-
-    `least` is the number of workers that must fit, and `needs` are the resources of each.
-    """
+    """Joins the Ray cluster, or starts one here; says if it has no room for `least` workers with these `needs` each."""
     os.environ.update(DEFAULTS | os.environ)
     ray.init(logging_level=logging.ERROR, logging_config=ray.LoggingConfig(log_level="ERROR"))
-    threading.Thread(target=_report_missing_nodes, args=(least, needs), daemon=True).start()
-
-
-def _report_missing_nodes(least: int, needs: dict[str, float]) -> None:
-    before = least
-    with contextlib.suppress(ray.exceptions.RayError):  # Ray does not answer when the program ends.
-        while True:
-            room = room_for_workers(ray.nodes(), needs)
-            if room < least <= before:
-                size = " and ".join(f"{need:g} {name}" for name, need in needs.items())
-                print(
-                    f"waiting: the nodes have room for {room} worker(s) of {size}, and at least {least} are needed: "
-                    "add nodes, or start again with fewer --workers, or with --min-workers",
-                    flush=True,
-                )
-            before = room
-            time.sleep(SECONDS_BETWEEN_CHECKS)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = int(sum(min(node.get(name, 0) // need for name, need in needs.items()) for node in nodes))
+    if room < least:
+        print(
+            f"waiting: the nodes have room for {room} worker(s) that need {needs}, and at least {least} are needed: "
+            "add nodes, or start again with fewer --workers, or with --min-workers",
+            flush=True,
+        )

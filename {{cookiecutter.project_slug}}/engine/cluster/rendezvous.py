@@ -1,4 +1,4 @@
-"""Waits for all processes of a cluster at start-up; detects lost ones.
+"""Waits for all processes of a cluster at start-up.
 
 TensorFlow waits for a missing process silently and without limit, and accepts different settings. So the processes
 first hold a rendezvous over plain sockets, with a deadline. Each sends a hello, one line of JSON, to whoever connects
@@ -10,33 +10,24 @@ TensorFlow's own ports, which open next, trust everybody: the network must be pr
 
 import asyncio
 import contextlib
-import errno
 import json
-import re
 import socket
-import sys
 import textwrap
 import time
-from collections.abc import Callable
 from typing import Any
 
-from engine.cluster.environment import Cluster, is_loopback
-from engine.errors import BadInput, CountedLoss, PeerLost
+from engine.cluster.environment import Cluster, host_and_port, is_loopback
+from engine.cluster.peers import did_not_join
+from engine.errors import BadInput, CountedLoss
 
 Hello = dict[str, Any]
-KINDS = {"name": str, "cluster": dict, "facts": dict, "own": dict, "verdict": dict}  # The keys of a hello.
-
 SECONDS_BETWEEN_QUESTIONS = 0.2
 SECONDS_PER_CONNECTION = 3.0
-SECONDS_UNTIL_FREE = 90.0  # A process that an earlier start left behind ends within this time.
 SECONDS_FOR_REJECTION = 10.0  # The others usually ask for it within a moment.
-FROZEN = "does not answer, perhaps because it is frozen"
 LONGEST_HELLO = 2**24  # Limits a reply, because another program may own the port. A hello has a few thousand bytes.
 
 
-def rendezvous(
-    cluster: Cluster, facts: dict[str, Any], own: dict[str, Any] | None = None, *, timeout: float
-) -> dict[str, dict[str, Any]]:
+def rendezvous(cluster: Cluster, facts: dict[str, Any], own: Any = None, *, timeout: float) -> dict[str, Any]:
     """Waits until every process answers; returns the `own` of all, by their names.
 
     The `facts` must be equal in all processes. Both are JSON values; of dictionaries, messages name only the keys that
@@ -45,68 +36,34 @@ def rendezvous(
     Raises BadInput if a process has other facts or another description of the cluster, PeerLost or CountedLoss if one
     is missing, and CountedLoss if this one's port is not free.
     """
-    # The chief's verdict is {} until it has one; then its only key is "rejection", "missing" or "everyone".
-    hello: Hello = {"name": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own or {}, "verdict": {}}
+    # The verdict is {} until there is one; then its only key is "rejection", "missing" or "everyone".
+    hello: Hello = {"name": cluster.name, "cluster": cluster.addresses, "facts": facts, "own": own, "verdict": {}}
     hello = json.loads(json.dumps(hello))  # JSON turns a tuple into a list: compare what the others receive.
-    wait_until_free(cluster, timeout)
+    check_port(cluster)
     verdict = asyncio.run(_meet(cluster, hello, timeout))
     if text := verdict.get("rejection"):
         raise BadInput(text)
-    if text := verdict.get("missing"):
-        raise kind_of_loss(cluster, text)(text)
+    if missing := verdict.get("missing"):
+        raise did_not_join(cluster, missing, timeout)
     return verdict["everyone"]
 
 
-def did_not_join(cluster: Cluster, missing: list[str], timeout: float) -> str:
-    """Returns the message for missing processes, which has their addresses."""
-    addresses = [cluster.processes()[name] for name in missing]
-    named = ", ".join(f"{name} ({address})" for name, address in zip(missing, addresses, strict=True))
-    late = f"{named} did not join within {timeout:g} s (--cluster-timeout)"
-    if unknown := next((address for address in addresses if not _is_resolved(address)), None):
-        host, _ = _host_and_port(unknown)
-        return f"{late}: {cluster.name} cannot resolve the name {host}, so correct it, or the DNS"
-    return f"{late}: check its log, and that {cluster.name} can reach that address"
+def check_port(cluster: Cluster) -> None:
+    """Raises CountedLoss if this process cannot listen at its address.
 
-
-def kind_of_loss(cluster: Cluster, text: str) -> type[PeerLost]:
-    """Returns with which error this process ends. `text` names the others that do not answer, as `lost` does.
-
-    A process that "is gone" is counted by its own end. One that is missing or does not answer may never end, so the
-    first of the others is counted for it. That first process may be gone by now, because it ended for the same reason.
+    Listens nowhere, because other processes would take that for the start of TensorFlow.
     """
-    named = [name for name in cluster.processes() if f"{name} (" in text]
-    unanswered = [name for name in named if not re.search(rf"{name} \([^)]*\) is gone", text)]
-    if named and not unanswered:
-        return PeerLost
-    first = next(name for name in cluster.processes() if name not in unanswered)
-    return CountedLoss if first == cluster.name else PeerLost
-
-
-def wait_for(function: Callable[[], Any], seconds: float) -> Any:
-    """Calls a function until its result is true, or `seconds` have passed; returns its last result."""
-    deadline = time.monotonic() + seconds
-    while not (result := function()) and time.monotonic() < deadline:
-        time.sleep(SECONDS_BETWEEN_QUESTIONS)
-    return result
-
-
-def wait_until_free(cluster: Cluster, timeout: float) -> None:
-    """Waits while another program uses this process's port, which may be about to end.
-
-    Raises CountedLoss if it does not end in time, and BadInput if this process may not use the port.
-    """
-    address, seconds = cluster.processes()[cluster.name], min(timeout, SECONDS_UNTIL_FREE)
-    place = f"{cluster.source} puts {cluster.name} at {address}"
-    try:
-        if _is_free(address):
-            return
-        line = f"{place}, which another program uses: waits up to {seconds:g} s for the port"
-        print(line, file=sys.stderr, flush=True)
-        if wait_for(lambda: _is_free(address), seconds):
-            return
-    except OSError as problem:
-        raise BadInput(f"{place}, where it cannot listen ({problem.strerror}): choose another port") from None
-    raise CountedLoss(f"{place}, which another program uses: end that program, or choose another port")
+    address = cluster.processes()[cluster.name]
+    host, port = host_and_port(address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # An ended process may have left connections.
+        try:
+            bound.bind((host if is_loopback(host) else "", port))
+        except OSError as problem:
+            raise CountedLoss(
+                f"{cluster.source} puts {cluster.name} at {address}, where it cannot listen ({problem.strerror}): end "
+                "the program that uses the port, or choose another one"
+            ) from None
 
 
 async def _meet(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any]:
@@ -117,87 +74,64 @@ async def _meet(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any
             writer.write(json.dumps(hello).encode() + b"\n")
             await asyncio.wait_for(writer.drain(), SECONDS_PER_CONNECTION)
 
-    host, port = _host_and_port(cluster.processes()[cluster.name])
+    host, port = host_and_port(cluster.processes()[cluster.name])
     # None: at all addresses of this machine, as TensorFlow listens afterwards.
-    server = await asyncio.start_server(answer, host if is_loopback(host) else None, port)
-    try:
-        return await (_decide if cluster.is_chief else _ask_chief)(cluster, hello, timeout)
-    finally:
-        server.close()
+    with contextlib.closing(await asyncio.start_server(answer, host if is_loopback(host) else None, port)):
+        return await _agree(cluster, hello, timeout)
 
 
-async def _decide(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any]:
-    """Asks the others until all answer; returns the chief's verdict as soon as they know it."""
-    others, deadline = cluster.others(), time.monotonic() + timeout
+async def _agree(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any]:
+    """Returns the verdict, which it puts into `hello`, as soon as those know it from whom others need it."""
+    processes = cluster.processes()
+    chief = next(iter(processes))
+    peers = cluster.others() if cluster.is_chief else {chief: processes[chief]}
+    deadline = time.monotonic() + timeout
 
-    async def ask_all() -> dict[str, Hello]:
-        answers = zip(others, await asyncio.gather(*map(_ask, others.values())), strict=True)
+    async def ask_peers() -> dict[str, Hello]:
+        answers = zip(peers, await asyncio.gather(*map(_ask, peers.values())), strict=True)
         return {name: answer for name, answer in answers if answer}
 
     while not hello["verdict"]:
-        answers = await ask_all()
-        missing = [name for name in others if name not in answers]
+        answers = await ask_peers()
         differences = (_difference(name, answer, hello) for name, answer in answers.items())
         if difference := next(filter(None, differences), ""):
             hello["verdict"] = {"rejection": difference}
-        elif not missing:
-            everyone = {cluster.name: hello, **answers}
-            hello["verdict"] = {"everyone": {name: answer["own"] for name, answer in everyone.items()}}
-        elif time.monotonic() > deadline:
-            hello["verdict"] = {"missing": did_not_join(cluster, missing, timeout)}
+        elif missing := [name for name in peers if name not in answers]:
+            hello["verdict"] = {"missing": missing} if time.monotonic() > deadline else {}
+        elif cluster.is_chief:
+            hello["verdict"] = {"everyone": {name: said["own"] for name, said in {chief: hello, **answers}.items()}}
         else:
-            await asyncio.sleep(SECONDS_BETWEEN_QUESTIONS)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout if "everyone" in hello["verdict"] else SECONDS_FOR_REJECTION):
-            # A process that knows the verdict no longer answers. A second chief has one too.
-            while not all(answer["verdict"] for answer in (await ask_all()).values()):
-                await asyncio.sleep(SECONDS_BETWEEN_QUESTIONS)
-    return hello["verdict"]
-
-
-async def _ask_chief(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any]:
-    """Asks the chief until it has a verdict; returns that, or this process's own if the chief does not fit or join."""
-    chief, address = next(iter(cluster.processes().items()))
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if answer := await _ask(address):
-            if difference := _difference(chief, answer, hello):
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SECONDS_FOR_REJECTION):
-                        # Until the chief has found the difference too, or is gone.
-                        while (reply := await _ask(address)) and not reply["verdict"]:
-                            await asyncio.sleep(SECONDS_BETWEEN_QUESTIONS)
-                return {"rejection": difference}
-            if answer["verdict"]:
-                return answer["verdict"]
+            hello["verdict"] = answers[chief]["verdict"]
             deadline = time.monotonic() + timeout  # The chief has a deadline too, and knows who is missing.
         await asyncio.sleep(SECONDS_BETWEEN_QUESTIONS)
-    return {"missing": did_not_join(cluster, [chief], timeout)}
+    deadline = time.monotonic() + (timeout if "everyone" in hello["verdict"] else SECONDS_FOR_REJECTION)
+    # A process that knows the verdict soon answers no longer.
+    while not all(answer["verdict"] for answer in answers.values()) and time.monotonic() < deadline:
+        await asyncio.sleep(SECONDS_BETWEEN_QUESTIONS)
+        answers = await ask_peers()
+    return hello["verdict"]
 
 
 async def _ask(address: str) -> Hello | None:
     """Returns the hello of the process at an address; None if nothing answers, or another program."""
     try:
         async with asyncio.timeout(SECONDS_PER_CONNECTION):
-            received, writer = await asyncio.open_connection(*_host_and_port(address), limit=LONGEST_HELLO)
+            received, writer = await asyncio.open_connection(*host_and_port(address), limit=LONGEST_HELLO)
             with contextlib.closing(writer):
                 # If TensorFlow has started there, its first byte differs, and it does not end.
                 if (first := await received.read(1)) != b"{":
                     return None
-                hello = json.loads(first + await received.readline())
-    except (OSError, ValueError, RecursionError):
+                return json.loads(first + await received.readline())
+    except (OSError, ValueError):
         return None
-    return hello if all(isinstance(hello.get(key), kind) for key, kind in KINDS.items()) else None
 
 
 def _difference(name: str, answer: Hello, own: Hello) -> str:
     """Returns why the process at the address of `name` cannot train with this one; "" if it can."""
-    if answer["name"] == own["name"]:
-        return f"two processes are {own['name']} of the cluster: give each its own index"
+    if answer["name"] != name:
+        return f"{answer['name']} answers at the address of {name}: give each process its own index"
     if answer["cluster"] != own["cluster"]:
         return f"{name} describes the cluster as {answer['cluster']}, but {own['name']} as {own['cluster']}"
-    if answer["name"] != name:
-        return f"{answer['name']} answers at the address of {name}: check the index of both"
     differing: list[str] = []
     for fact in {**own["facts"], **answer["facts"]}:
         here, there = own["facts"].get(fact), answer["facts"].get(fact)
@@ -207,68 +141,3 @@ def _difference(name: str, answer: Hello, own: Hello) -> str:
             differing.append(f"{fact} {there} there and {here} here")
     listed = textwrap.shorten(", ".join(differing), 500, placeholder=" ...")
     return f"{name} was started with other settings or code ({listed}): start all with the same" if listed else ""
-
-
-# --- Sockets ----------------------------------------------------------------------------------------------------------
-
-
-def _is_free(address: str) -> bool:
-    """Returns whether no other program uses the port. Raises OSError if this one may not use it.
-
-    Listens nowhere, because other processes would take that for the start of TensorFlow.
-    """
-    host, port = _host_and_port(address)
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # An ended process may have left connections.
-        try:
-            bound.bind((host if is_loopback(host) else "", port))
-        except OSError as problem:
-            if problem.errno != errno.EADDRINUSE:
-                raise
-            return False
-    return True
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def _is_resolved(address: str) -> bool:
-    """Returns whether the host of an address has a known name."""
-    with contextlib.suppress(OSError, UnicodeError):
-        return bool(socket.getaddrinfo(*_host_and_port(address)))
-    return False
-
-
-def _connect(address: str) -> socket.socket:
-    return socket.create_connection(_host_and_port(address), timeout=2.0)
-
-
-# --- After the rendezvous ---------------------------------------------------------------------------------------------
-
-
-def lost(cluster: Cluster) -> list[str]:
-    """Returns "NAME (ADDRESS) does not answer, ..." and "... is gone" for the other processes that are lost."""
-    silent, gone = [], []
-    for name, address in cluster.others().items():
-        try:
-            with _connect(address) as connection:
-                # A gRPC server speaks first. The system also accepts connections for a stopped process. A process that
-                # was started again waits in the rendezvous, where it sends JSON.
-                if connection.recv(1) in (b"", b"{"):
-                    raise ConnectionResetError
-        except TimeoutError:
-            silent.append(f"{name} ({address}) {FROZEN}")
-        except OSError:
-            gone.append(f"{name} ({address}) is gone")
-    return silent + gone  # In this order, because processes end when another one is silent.
-
-
-def is_listening(address: str) -> bool:
-    """Returns whether anything answers at "host:port"."""
-    try:
-        _connect(address).close()
-    except OSError:
-        return False
-    return True

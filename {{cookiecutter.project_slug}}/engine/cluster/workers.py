@@ -4,28 +4,22 @@ A process that leaves a loop earlier than the others, or saves where they do not
 that only one process knows (a signal, a file, how long a step took) is shared before anything depends on it.
 """
 
-import contextlib
 import os
 import pickle
-import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from engine.cluster.environment import Cluster, find_cluster, process_name
-from engine.cluster.rendezvous import FROZEN, kind_of_loss, lost, wait_for
-from engine.errors import DIFFERENT_CALLS, BadInput, CannotWrite, Damaged, PeerLost, Unavailable, is_broken_connection
+from engine.cluster.environment import Cluster, find_cluster
+from engine.cluster.peers import NOT_TOGETHER
+from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
 
+Arrays = dict[str, np.ndarray]
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
 HEAD = 256  # Bytes of a result in the first operation of `from_chief`; most results fit.
-NOT_TOGETHER = (
-    "the workers no longer do the same{}: a condition in train.py or a hook (a clock, a file, the environment) differs "
-    "between them; decide it together, by `if run.on_any_worker(condition):`"
-)
-SECONDS_UNTIL_GONE = 5.0  # A process that is ending may keep its port for a moment.
 
 
 class Workers:
@@ -33,10 +27,8 @@ class Workers:
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy
-        cluster = Cluster("", {"worker": [""]}, "worker", 0)
-        if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-            resolver = strategy.cluster_resolver
-            cluster = Cluster("", resolver.cluster_spec().as_dict(), resolver.task_type, resolver.task_id)
+        are_several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        cluster = (are_several and find_cluster(os.environ)) or Cluster("", {"worker": [""]}, "worker", 0)
         self.names = list(cluster.processes())
         self.count = len(self.names)
         self.index = self.names.index(cluster.name)
@@ -62,9 +54,7 @@ class Workers:
         per_replica = self._strategy.run(lambda: next(of_replicas, tf.zeros_like(losses)))
         return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None)
 
-    def gather(
-        self, values: dict[str, np.ndarray], doing: str = "", *, to_chief: bool = False
-    ) -> dict[str, np.ndarray]:
+    def gather(self, values: Arrays, doing: str = "", *, to_chief: bool = False) -> Arrays:
         """Returns the `values` [...] as [workers, ...], of all workers in their order, bit for bit.
 
         Every worker gets all values, so they should be small: 1,000 workers with 100 kB each need 100 MB in each. With
@@ -119,33 +109,33 @@ class Workers:
         """
         if self.count == 1:
             return function()
-        outcome: tuple[Any, Exception | None] = (None, None)
-        message: Any = b""
+        value, error = None, None
         if self.is_chief:
             try:
-                outcome = (function(), None)
+                value = function()
             except (BadInput, CannotWrite, Damaged) as problem:
-                outcome = (None, problem)
-            message = pickle.dumps(outcome, protocol=5)
+                error = problem
+        message: Any = pickle.dumps((value, error), protocol=5) if self.is_chief else b""
         # The size of the message in 64 bits, and its first bytes.
         head = np.frombuffer((len(message).to_bytes(8, "little") + message[:HEAD]).ljust(8 + HEAD, b"\0"), np.uint8)
         name = getattr(getattr(function, "func", function), "__qualname__", "a decision of the chief")
         chiefs = self.gather({"head": head}, name)["head"][0].tobytes()
         size = int.from_bytes(chiefs[:8], "little")
         message = chiefs[8:] if size <= HEAD else self._send(message, size)
-        value, error = outcome if self.is_chief else pickle.loads(message)
-        if isinstance(error, CannotWrite | Unavailable) and not self.is_chief:
-            raise PeerLost(str(error))  # The chief's end is counted, once.
+        if not self.is_chief:
+            value, error = pickle.loads(message)
+            if isinstance(error, CannotWrite | Unavailable):
+                raise PeerLost(str(error))  # The chief's end is counted, once.
         if error is not None:
             raise error
         return value
 
     def _send(self, message: bytes, size: int) -> np.ndarray:
         """Returns the chief's message of `size` bytes ([size], uint8) on all workers."""
-        received = np.frombuffer(message, np.uint8) if self.is_chief else np.empty(size, np.uint8)
+        received = np.frombuffer(message, np.uint8) if self.is_chief else np.zeros(size, np.uint8)
         for first in range(0, size, 4 * CHUNK):
             piece = received[first : first + 4 * CHUNK]
-            summed = self._sum(_as_integers(piece.tobytes() if self.is_chief else bytes(piece.size)))
+            summed = self._sum(_as_integers(piece.tobytes()))
             if not self.is_chief:
                 piece[:] = summed.view(np.uint8)[: piece.size]
         return received
@@ -153,53 +143,3 @@ class Workers:
 
 def _as_integers(packed: bytes) -> np.ndarray:
     return np.frombuffer(packed + bytes(-len(packed) % 4), np.int32)
-
-
-@contextlib.contextmanager
-def peers_named() -> Iterator[None]:
-    """Turns TensorFlow's errors about other processes into one line.
-
-    A broken connection becomes PeerLost, which names the process that is gone; different calls become BadInput.
-    """
-    try:
-        yield
-    except tf.errors.OpError as problem:
-        if DIFFERENT_CALLS.search(str(problem)):
-            raise BadInput(NOT_TOGETHER.format("")) from problem
-        cluster = find_cluster(os.environ)
-        # What the others get when a step fails on one worker may have the class of that failure.
-        if cluster is None or not (is_broken_connection(problem) or "Collective ops is abort" in str(problem)):
-            raise
-        missing = ", ".join(_lost_for_good(cluster))
-        if not missing and (accused := _accused(str(problem), cluster)):
-            missing = f"{accused} does not answer, or failed"
-        if not missing:
-            raise
-        frozen = "; or this process was frozen for 10 s or more" if "is gone" in missing else ""
-        raise kind_of_loss(cluster, missing)(
-            f"{missing}{frozen}: check its log, then start the same command, without --fresh, on all; everything saved "
-            "is intact"
-        ) from problem
-
-
-def _lost_for_good(cluster: Cluster) -> list[str]:
-    """Returns what `lost` returns, once all processes in it have ended or some seconds have passed."""
-    missing: list[str] = []
-
-    def have_ended() -> bool:
-        missing[:] = lost(cluster)
-        # A process that is ending may be silent before it is gone.
-        return bool(missing) and not any(text.endswith(FROZEN) for text in missing)
-
-    wait_for(have_ended, SECONDS_UNTIL_GONE)
-    return missing
-
-
-def _accused(message: str, cluster: Cluster) -> str:
-    """Returns the other processes that TensorFlow's message says failed; "" if it is about something else."""
-    tasks, others = re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", message), cluster.others()
-    names = [process_name(job, int(index)) for job, index in tasks]
-    if "CoordinationService" in message:  # The first worker runs it.
-        names.append(next(iter(cluster.processes())))
-    accused = ", ".join(f"{name} ({others[name]})" for name in dict.fromkeys(names) if name in others)
-    return accused or ("another worker" if "Collective ops is aborted" in message else "")

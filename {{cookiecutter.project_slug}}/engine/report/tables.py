@@ -1,17 +1,24 @@
-"""Tables of numbers as CSV files: metrics.csv, validations.csv, evaluations.csv and steps.csv."""
+"""Tables: the CSV files metrics.csv, validations.csv, evaluations.csv and steps.csv; and --compare."""
 
 import csv
 import io
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import rich.table
+
+from engine.console import console
 from engine.errors import BadInput
-from engine.files import exists, sync, until_read, until_written, write_atomically, writing
+from engine.files import exists, read_json, sync, until_read, until_written, write_atomically, writing
+from engine.settings import CONFIG, flag, recorded_settings
 
 # The columns of metrics.csv before the metrics; with several optimizers, each has its "learning_rate/<name>".
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
 COUNTS = COLUMNS[:2]
+INTACT = re.compile(rb"\d+(,[-+.\da-z]*)+\n")  # A row that was written completely.
 
 Row = dict[str, Any]  # Column -> number; a blank cell has no entry.
 
@@ -75,7 +82,12 @@ def append_row(path: Path, row: Row, *, synced: bool = False) -> None:
 
     A long run has 100,000 rows and more, so the file is replaced only if the row, like the first one, has new columns.
     """
-    columns, _ = _header(path) if exists(path) else ([], 0)
+
+    def header() -> str:
+        with path.open(encoding="utf-8") as lines:
+            return lines.readline()
+
+    columns = next(csv.reader([until_read(header, path)]), []) if exists(path) else []
     if not row.keys() <= set(columns):
         write_rows(path, [*read_rows(path, "step"), row])
         return
@@ -83,8 +95,7 @@ def append_row(path: Path, row: Row, *, synced: bool = False) -> None:
 
     def append() -> None:
         with path.open("a", encoding="utf-8", newline="") as lines:
-            if lines.tell() > size:  # An attempt that failed has left a part of the row.
-                lines.truncate(size)
+            lines.truncate(size)  # An attempt that failed may have left a part of the row.
             csv.DictWriter(lines, columns, lineterminator="\n").writerow(row)
         if synced:
             sync(path)
@@ -93,38 +104,86 @@ def append_row(path: Path, row: Row, *, synced: bool = False) -> None:
         until_written(append, path)
 
 
-def cut_rows(path: Path, step: int) -> None:
-    """Removes the rows after a step, and a damaged end that a killed run has left. "step" is the first column.
+def cut_rows(path: Path, last: int) -> None:
+    """Removes the rows whose first column is above `last`, and a damaged end that a killed run has left.
 
     Damage does not end a run, because a run resumes without these rows. They are not parsed: a run of a month has 2.6
     million, which take about two seconds. Raises CannotWrite.
     """
-    if not exists(path):
-        return
-    columns, start = _header(path)
-    intact = re.compile(rb"(\d+)" + (len(columns) - 1) * rb",[-+.\da-z]*" + rb"\n")
 
     def cut() -> None:
-        end, last = start, -1
         with path.open("r+b") as file:
-            file.seek(start)
+            header, number = file.readline(), -1
+            end = file.tell()
             for row in file:
-                number = int(match[1]) if (match := intact.fullmatch(row)) else -1
-                if not last < number <= step:
+                is_intact = INTACT.fullmatch(row) and row.count(b",") == header.count(b",")
+                if not is_intact or not number < int(row.split(b",")[0]) <= last:
                     break
-                end, last = end + len(row), number
+                end, number = end + len(row), int(row.split(b",")[0])
             file.truncate(end)
 
-    with writing(path):
-        until_written(cut, path)
+    if exists(path):
+        with writing(path):
+            until_written(cut, path)
 
 
-def _header(path: Path) -> tuple[list[str], int]:
-    """Returns the columns of a file, and the bytes of its first line."""
+# --- Several runs in one table: python train.py --compare runs/a runs/b -----------------------------------------------
 
-    def read() -> bytes:
-        with path.open("rb") as file:
-            return file.readline()
+DIGITS = range(4, 18)  # 17 significant digits tell any two numbers of 64 bits apart.
+# These settings do not affect the results of a run.
+NOT_COMPARED = ("run_dir", "fresh", "settings_from", "compare", "check", "evaluate_only", "evaluate_continuously")
 
-    line = until_read(read, path)
-    return next(csv.reader([line.decode(errors="replace")]), []), len(line)
+
+def compare(paths: Sequence[Path]) -> None:
+    """Prints a table of the runs in some directories: how they ended, and the settings that differ.
+
+    Raises BadInput if a directory contains no run.
+    """
+    runs = [_facts(path) for path in paths]
+    table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("", no_wrap=True)
+    for path in paths:
+        table.add_column(str(path), overflow="fold")
+    for label in dict.fromkeys(label for run in runs for label in run):
+        texts = _as_texts([run.get(label, "") for run in runs])
+        if not label.startswith("--") or len(set(texts)) > 1:
+            table.add_row(label, *texts)
+    console.print(table, soft_wrap=False)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """Returns the lines of a run's column: numbers as floats, and everything else as texts."""
+    settings = recorded_settings(path) if path.is_dir() else None
+    if settings is None:
+        raise BadInput(f"--compare {path} contains no run ({CONFIG} is missing): pass directories of runs")
+    config, result = read_json(path / CONFIG) or {}, read_json(path / "result.json") or {}
+    rows, monitor = read_rows(path / "metrics.csv"), settings.get("monitor", "")
+    seconds = sum(row.get("seconds", 0.0) for row in rows)
+    best = best_point([(row["epoch"], row[monitor]) for row in rows if monitor in row], config["monitor_direction"])
+    if result:
+        best = result["best_epoch"], result[f"best_{monitor}"]
+    return {
+        "state": "finished" if result else "unfinished",
+        "strategy": config["strategy"],
+        "replicas": str(config["replicas"]),
+        "epochs": f"{rows[-1]['epoch'] if rows else 0} of {settings.get('epochs', '?')}",
+        "time": f"{seconds / 60:,.1f} min" if seconds >= 60 else f"{seconds:.1f} s",
+        f"best {monitor}": float(best[1]) if best else "",
+        "in epoch": f"{best[0]:g}" if best else "",
+        "goodput": f"{100 * result['goodput']['fraction']:.0f} %" if result.get("goodput") else "",
+        # The name of an array's element ends in its index.
+        **{name: value for name, value in result.items() if re.fullmatch(r"test/(.*/)?(?!\d+$)[^/]+", name)},
+        **{flag(name): str(value) for name, value in settings.items() if name not in NOT_COMPARED},
+    }
+
+
+def _as_texts(cells: Sequence[Any]) -> list[str]:
+    """Returns the cells of a line; numbers have four digits, or as many as tell different ones apart."""
+    by_digits = ([f"{cell:.{digits}g}" if isinstance(cell, float) else cell for cell in cells] for digits in DIGITS)
+    return next(texts for texts in by_digits if len(set(texts)) == len(set(map(str, cells))))
+
+
+def best_point(points: list[tuple[float, float]], direction: str) -> tuple[float, float] | None:
+    """Returns the first (epoch, score) with the best score, as a run chooses its best weights; None without numbers."""
+    numbers = [point for point in points if not math.isnan(point[1])]
+    return min(numbers, key=lambda point: point[1] if direction == "min" else -point[1], default=None)

@@ -1,5 +1,6 @@
 """Evaluation without training: once, of the best weights, or of every checkpoint of a run as it appears."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from engine.data.stacks import CompiledSteps
 from engine.errors import BadInput, Damaged, Unavailable
 from engine.files import exists
 from engine.model.metrics import split_of
-from engine.report.summaries import TENSORBOARD, Summaries
+from engine.report.report import TENSORBOARD, Summaries
 from engine.report.tables import read_rows, write_rows
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoints import restore_best
@@ -106,7 +107,7 @@ def _validate_as_they_appear(program: Any, settings: Settings) -> None:
         if not run.traced:
             run.trace(evaluation_steps(program))
         run.objects.reset("validation")  # The checkpoint may be from the middle of a validation.
-        with run.evaluation_weights(), run.live.removed_at_end():
+        with run.evaluation_weights(), contextlib.closing(run.live):
             metrics = program.validate()
         seen.add(step := step_of(path))
         texts = [f"{name} {digits(value)}" for name, value in names.lines(metrics).items()]

@@ -15,7 +15,7 @@ from engine.console import console
 from engine.data.batches import Batches
 from engine.data.stacks import StackIterator
 from engine.errors import BadInput, Diverged
-from engine.report.summaries import TENSORBOARD
+from engine.report.report import TENSORBOARD
 from engine.run.progress import Progress
 from engine.settings import Settings
 

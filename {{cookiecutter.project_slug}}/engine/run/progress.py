@@ -38,7 +38,7 @@ class Progress:
     rates_of_epoch: dict[str, float] = dataclasses.field(default_factory=dict)
     """The learning rates with which the last training ended, or those to which train.py has changed them since."""
     spent: dict[str, float] = dataclasses.field(default_factory=dict)
-    """A kind of engine/report/goodput.py -> the seconds that led to this state, of this start and of earlier ones."""
+    """A kind of engine/report/report.py -> the seconds that led to this state, of this start and of earlier ones."""
     user_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What train.py keeps in `run.user_state`."""
     format: int = FORMAT

@@ -9,14 +9,14 @@ from typing import Any, Self
 import tensorflow as tf
 
 from engine.cluster.launcher import START_ID
-from engine.cluster.workers import Workers, peers_named
+from engine.cluster.peers import peers_named
+from engine.cluster.workers import Workers
 from engine.console import console, print_result
 from engine.data.batches import Batches
 from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes, user_errors_named
 from engine.files import read_json, until_written, write_json, writing
 from engine.model.rows import slow_reads
-from engine.report.goodput import Goodput
-from engine.report.report import Report
+from engine.report.report import Goodput, Report
 from engine.run.agreement import check_objects, same_data
 from engine.run.directory import RESULT, Directory
 from engine.run.progress import Progress
@@ -123,8 +123,8 @@ class RunDirectory(Directory):
         # First of all, because a directory with other files and without it counts as foreign.
         write_json(self.path / CONFIG, config)
         resumed = [start["step"] for start in starts if 0 < start["step"] <= progress.step]
-        done = {"epochs_done": progress.epoch, "validated_step": progress.validated_step or 0, "step": progress.step}
-        run.report = Report(self.settings, run.objects.names, direction, resumed=resumed, **done)
+        done = {"epochs": progress.epoch, "validation": progress.validated_step or 0, "step": progress.step}
+        run.report = Report(self.settings, run.objects.names, direction, done, resumed)
         run.goodput = Goodput(self.path, progress.spent, run.began)
         with writing(self.path / RESULT):
             until_written(lambda: (self.path / RESULT).unlink(missing_ok=True), self.path / RESULT)

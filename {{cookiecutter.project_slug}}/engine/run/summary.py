@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import PROJECT
-from engine.cluster.devices import describe_arithmetic
-from engine.cluster.strategy import strategy_info
+from engine.cluster.strategy import describe_arithmetic, strategy_info
 from engine.console import print_facts
 from engine.data import element_spec
 from engine.data.batches import BYTES_KEPT, Batches

@@ -20,8 +20,7 @@ from engine.model.metrics import split_of
 from engine.model.objects import TaskObjects
 from engine.model.rejections import check_changes, traced
 from engine.model.variables import Variables
-from engine.report.goodput import Goodput, start_time
-from engine.report.report import Report
+from engine.report.report import Goodput, Report, start_time
 from engine.run.checkpoints import Checkpoints, Writer
 from engine.run.directory import BEST, CHECKPOINTS, RESULT
 from engine.run.passes import Executions, Pass
@@ -284,7 +283,7 @@ class Run:
     def steps_named(self) -> Iterator[None]:
         """Turns an exception of the user's code into BadInput with its place and the steps."""
         try:
-            with user_errors_named(lambda: str(self.passes[-1] if self.passes else "")), self.live.removed_at_end():
+            with user_errors_named(lambda: str(self.passes[-1] if self.passes else "")), contextlib.closing(self.live):
                 yield
         except InterruptedStep as problem:
             one_pass = self.passes[-1] if self.passes else None

@@ -9,8 +9,13 @@ Every file is loaded again and compared with the model before the export replace
 """
 
 import contextlib
+import dataclasses
 import gc
-from collections.abc import Iterator
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +27,18 @@ from engine.console import print_facts
 from engine.data.records import Records
 from engine.data.splits import named
 from engine.errors import BadInput, ProgramExit, first_line, user_errors_named
-from engine.files import writing
-from engine.model.build import set_up
+from engine.files import sync, writing
+from engine.model.build import build_models, set_up
 from engine.model.variables import by_name, is_seed, model_variables
-from engine.settings import Settings
-from engine.trained.export_folder import SAVED_MODEL, replaced
-from engine.trained.loading import (
-    NO_TENSORS,
-    Trained,
-    check_outputs,
-    compiled_predict_step,
-    load_trained,
-    new_model,
-    without_init_only,
-)
-from engine.trained.saved_model import Endpoint, write_saved_model
+from engine.settings import INIT_ONLY, Settings, marked
+from engine.tracing import Traced
+from engine.trained.loading import NO_TENSORS, Endpoint, Trained, check_outputs, load_trained, predict_endpoint, two_of
 
 TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
 TIES = 1e-3  # Allowed fraction of differing integers, such as the classes of pixels: rounding decides a tie.
 EXAMPLES, UNKNOWN_SIZE = 3, 8  # The number of made-up examples, and the sizes that their element spec leaves open.
+# What an export of models contains, with the files that TensorFlow writes.
+OWN_FILES = r"({})\.(keras|weights\.h5)|saved_model(/(\w+\.pb|variables(/variables\.[^/]+)?|assets(/[^/]+)?))?"
 
 Facts = dict[str, Any]  # File or endpoint -> the text to print.
 
@@ -52,7 +50,10 @@ def export(task: Any, settings: Settings) -> None:
     Call it in the chief, outside any strategy. task.model is then the model with those weights. Raises CannotWrite, or
     BadInput if something cannot be exported, or differs from the model once it is loaded again.
     """
-    trained, path = load_trained(task, without_init_only(settings)), settings.run_dir / "export"
+    kind, path = type(settings), settings.run_dir / "export"
+    # Of those that describe how the run started, the files may be gone.
+    defaults = {name: getattr(kind, name) for name in marked(kind, INIT_ONLY) if hasattr(kind, name)}
+    trained = load_trained(task, dataclasses.replace(settings, **defaults))
     facts: Facts = {"weights": trained.weights}
     with replaced(path, trained.models) as folder:
         if unlisted := ", ".join(trained.unlisted):
@@ -61,22 +62,37 @@ def export(task: Any, settings: Settings) -> None:
             for write in (_write_models, _write_weights):
                 facts |= write(folder, task, trained)
                 gc.collect()  # Frees the copies that were compared.
-        facts |= _write_saved_model(folder / SAVED_MODEL, task, trained)
+        facts |= _write_saved_model(folder / "saved_model", task, trained)
     print_facts(f"Exported to {path}", facts)
 
 
 @contextlib.contextmanager
-def _failing_as(text: str) -> Iterator[None]:
-    """Turns any exception but a ProgramExit into BadInput with `text` and the reason: a user's layer may raise any."""
+def replaced(path: Path, models: Collection[str]) -> Iterator[Path]:
+    """Yields a new folder, which replaces the one at `path` at the end; after an exception `path` is unchanged.
+
+    `models` are the names of the run's models. Raises BadInput if `path` contains anything that no export of them has
+    written.
+    """
+    path = Path(os.path.realpath(path))  # A link is followed, as to a larger disk.
+    own = re.compile(OWN_FILES.format("|".join(map(re.escape, models))))
+    for file in [path] if path.is_file() else path.rglob("*"):
+        if not own.fullmatch(file.relative_to(path).as_posix()):
+            raise BadInput(f"--export: {file} is not of an export, which would replace it: move it elsewhere")
+    new, old = (path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.{kind}") for kind in ("new", "old"))
     try:
-        yield
-    except ProgramExit:
-        raise
-    except Exception as problem:
-        raise BadInput(f"{text} ({first_line(problem)})") from problem
-
-
-# --- Files for Keras --------------------------------------------------------------------------------------------------
+        with writing(path):
+            new.mkdir()
+        yield new
+        with writing(path):
+            sync(*new.rglob("*"), new)
+            if path.exists():
+                path.rename(old)
+            new.rename(path)
+        # On NFS, files that a server still reads stay, and so do those of a process that was killed. They go now.
+        for leftover in path.parent.glob(f".{path.name}.*.*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def _write_models(folder: Path, task: Any, trained: Trained) -> Facts:
@@ -87,8 +103,9 @@ def _write_models(folder: Path, task: Any, trained: Trained) -> Facts:
         try:
             with writing(file):
                 model.save(file)
-            loaded[name], options = _load(file)
-            facts[file.name] = f"for keras.models.load_model{options}"
+            loaded[name] = keras.models.load_model(file, compile=False, safe_mode=False)
+            _check_weights(file, model, loaded[name])
+            facts[file.name] = "for keras.models.load_model"
         except ProgramExit:
             raise
         except Exception as problem:  # noqa: BLE001 - A user's layer may raise any.
@@ -97,85 +114,102 @@ def _write_models(folder: Path, task: Any, trained: Trained) -> Facts:
                 f"skipped: Keras cannot save and load this model ({first_line(problem)}): layers of your own need "
                 "@keras.saving.register_keras_serializable() and get_config"
             )
-    note = _compare_models(".keras", loaded, task, trained)
+    task.model = loaded if isinstance(trained.model, dict) else loaded["model"]
+    try:
+        loaded_step = predict_endpoint(task, trained.serve.spec).by_name
+        note = _compare(", ".join(facts), trained.serve, loaded_step, task, trained)
+    finally:
+        task.model = trained.model
     return {name: text + note for name, text in facts.items()}
-
-
-def _load(file: Path) -> tuple[keras.Model, str]:
-    """Returns the model in a file, and the options that load_model needs."""
-    with contextlib.suppress(Exception):
-        return keras.models.load_model(file, compile=False), ""
-    return keras.models.load_model(file, compile=False, safe_mode=False), "(..., safe_mode=False)"
 
 
 def _write_weights(folder: Path, task: Any, trained: Trained) -> Facts:
     set_up(task, trained.settings)  # Starts the names of layers over, so that the new models have the same.
-    loaded = by_name(new_model(task, trained.settings, trained.serve.spec), "model")
+    new = by_name(build_models(task.create_model(), two_of(trained.serve.spec, trained.settings)), "model")
+    facts: Facts = {}
     for name, model in trained.models.items():
         file = folder / f"{name}.weights.h5"
-        with _failing_as(f"--export: {file.name} cannot be written and loaded"):
-            with writing(file):
-                model.save_weights(file)
-            loaded[name].load_weights(file)
-    note = _compare_models(".weights.h5", loaded, task, trained)
-    return {f"{name}.weights.h5": f"for load_weights and --init-from{note}" for name in loaded}
+        with writing(file):
+            model.save_weights(file)
+        new[name].load_weights(file)
+        _check_weights(file, model, new[name])
+        facts[file.name] = "for load_weights and --init-from"
+    return facts
 
 
-# --- Files for TensorFlow ---------------------------------------------------------------------------------------------
+def _check_weights(file: Path, *models: keras.Model) -> None:
+    """Raises BadInput unless a model and the one loaded from a file have the same weights."""
+    expected, loaded = (
+        [variable.numpy() for path, variable in model_variables(model).items() if not is_seed(path)] for model in models
+    )
+    if len(expected) != len(loaded) or not all(map(np.array_equal, expected, loaded)):
+        raise BadInput(
+            f"--export: {file.name}, once loaded, has other weights than the model: create the weights of your own "
+            "layers with add_weight, and return every argument in get_config"
+        )
 
 
 def _write_saved_model(folder: Path, task: Any, trained: Trained) -> Facts:
-    """Writes the endpoints that a file can contain. Raises BadInput unless they return the same once loaded."""
-    endpoints = {"serve": trained.serve}
+    """Writes the endpoints that a file can contain; the first one is also the default for requests.
+
+    Raises BadInput unless they return the same once loaded.
+    """
+    endpoints, facts = {"serve": trained.serve}, Facts()
     if trained.serve_examples:
         endpoints["serve_examples"] = trained.serve_examples
-    with _failing_as("--export: the SavedModel cannot be written and loaded"):
-        loaded, skipped = write_saved_model(folder, endpoints)
-    if not trained.serve_examples:
-        skipped["serve_examples"] = NO_TENSORS
-    facts = {name: f"skipped: {reason}" for name, reason in skipped.items()}
-    for name, endpoint in loaded.items():
-        note = _compare(name, endpoints[name], endpoint, task, trained)
-        facts[name] = f"endpoint of {folder.name}: {endpoint}{note}"
+    else:
+        facts["serve_examples"] = f"skipped: {NO_TENSORS}"
+    signatures: dict[str, Any] = {}
+    for name, endpoint in endpoints.items():
+        signature = tf.function(endpoint.by_name, autograph=False).get_concrete_function(**endpoint.inputs)
+        if calls := Traced(signature.graph).python_calls:
+            facts[name] = f"skipped: no file can contain the Python function of {', '.join(calls)}"
+        else:
+            signatures[name] = signature
+    if signatures:
+        default = {"serving_default": next(iter(signatures.values()))}
+        with writing(folder):
+            tf.saved_model.save(_resources(signatures.values()), str(folder), {**signatures, **default})
+        loaded = tf.saved_model.load(str(folder)).signatures
+    for name in signatures:
+        note = _compare(name, endpoints[name], loaded[name], task, trained)
+        facts[name] = f"endpoint of {folder.name}: {endpoints[name]}{note}"
     return facts
+
+
+def _resources(signatures: Iterable[Any]) -> tf.Module:
+    """Returns a module of the variables and lookup tables that the signatures use, so that the file contains them."""
+    graphs = [signature.graph for signature in signatures]
+    handles = {id(handle) for graph in graphs for handle, _ in graph.captures}
+    module = tf.Module()
+    module.weights = [variable for graph in graphs for variable in graph.variables]
+    module.tables = [
+        resource
+        for resource in gc.get_objects()
+        if issubclass(type(resource), tf.saved_model.experimental.TrackableResource)
+        and id(vars(resource).get("_resource_handle_value")) in handles
+    ]
+    return module
 
 
 # --- Comparison -------------------------------------------------------------------------------------------------------
 
 
-def _compare_models(kind: str, loaded: dict[str, keras.Model], task: Any, trained: Trained) -> str:
-    """Returns a note as `_compare` does. Raises BadInput unless the models have the same weights and outputs."""
-    for name, model in trained.models.items():
-        weights, loaded_weights = _weights(model), _weights(loaded[name])
-        if len(weights) != len(loaded_weights) or not all(map(np.array_equal, weights, loaded_weights)):
-            raise BadInput(
-                f"--export: {name}{kind}, once loaded, has other weights than the model: create the weights of your "
-                "own layers with add_weight, and return every argument in get_config"
-            )
-    task.model = loaded if isinstance(trained.model, dict) else loaded["model"]
-    try:
-        serve = Endpoint(compiled_predict_step(task, trained.serve.spec), trained.serve.spec)
-        return _compare(", ".join(f"{name}{kind}" for name in loaded), trained.serve, serve, task, trained)
-    finally:
-        task.model = trained.model
+def _compare(name: str, expected: Endpoint, loaded: Callable[..., Any], task: Any, trained: Trained) -> str:
+    """Returns "", or why the outputs cannot be compared. Raises BadInput if those of `loaded` differ.
 
-
-def _weights(model: keras.Model) -> list[np.ndarray]:
-    return [variable.numpy() for path, variable in model_variables(model).items() if not is_seed(path)]
-
-
-def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Any, trained: Trained) -> str:
-    """Returns "", or why the endpoints cannot be compared. Raises BadInput if they return different outputs."""
+    `loaded` takes the features by name.
+    """
     reason = ""
     tolerance = TOLERANCE if trained.settings.precision == "float32" else TOLERANCE_OF_MIXED_PRECISION
     for features in _few_features(expected, task, trained):
         try:
             outputs = expected.function(features)
-        except tf.errors.OpError as problem:
+        except (tf.errors.OpError, TypeError) as problem:  # The second one: the data is of another element spec now.
             reason = first_line(problem)
             continue
         check_outputs(outputs, len(tf.nest.flatten(features)[0]))
-        loaded_outputs = loaded.function(features)
+        loaded_outputs = loaded(**dict(zip(expected.inputs, tf.nest.flatten(features), strict=True)))
         for output, values in outputs.items():
             if not _are_close(values, loaded_outputs[output], tolerance):
                 raise BadInput(
@@ -187,21 +221,15 @@ def _compare(name: str, expected: Endpoint, loaded: Endpoint, task: Any, trained
 
 
 def _few_features(endpoint: Endpoint, task: Any, trained: Trained) -> Iterator[Any]:
-    """Yields features of a few examples: made-up ones, and those of the data, which come first if they have text."""
-    leaves, made_up = tf.nest.flatten(endpoint.spec), tf.nest.map_structure(_made_up, endpoint.spec)
-    have_text = any(leaf.dtype == tf.string for leaf in leaves)  # It may be records, which cannot be made up.
-    if not have_text:
-        yield made_up
+    """Yields the features of an example of the data, which may be records, and of a few made-up ones."""
     if endpoint is trained.serve_examples:
-        count = EXAMPLES if all(leaf.shape[1:].is_fully_defined() for leaf in leaves) else 1
         with contextlib.suppress(Exception):  # The data need not be on this machine.
             splits = (named(split, task.load_examples(split)) for split in ("test", "validation", "train"))
             examples = next(dataset for datasets in splits for dataset in datasets.values())
             examples = examples.dataset() if isinstance(examples, Records) else examples
             # Labels, if there are any, follow the features in a tuple.
-            yield next(iter(examples.map(lambda *example: example[0]).batch(count)))
-    if have_text:
-        yield made_up
+            yield next(iter(examples.map(lambda *example: example[0]).batch(1)))
+    yield tf.nest.map_structure(_made_up, endpoint.spec)
 
 
 def _made_up(leaf: tf.TensorSpec) -> tf.Tensor:

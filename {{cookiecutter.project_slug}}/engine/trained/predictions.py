@@ -19,12 +19,8 @@ from engine.trained.loading import NO_TENSORS, Trained, check_outputs
 Arrays = dict[str, np.ndarray]  # Features or outputs, by name.
 Name = int | str  # The name of an example: its number, for instance, or its file.
 
-PAIRS = "yield pairs of a name and features"
-RETRY = "run the same command again, or pass another --output"
-RESERVED = ("example", "file")  # The first column of a .csv file, and a parameter of np.savez.
 # UnicodeDecodeError is raised where TensorFlow's message quotes bytes that are not text.
 FAILURES = (tf.errors.OpError, UnicodeDecodeError)
-COLUMNS = (rich.progress.TextColumn("{task.completed:,} {task.description}"), rich.progress.TimeElapsedColumn())
 
 
 class Predictor:
@@ -45,7 +41,7 @@ class Predictor:
 
         Raises BadInput if these are not examples of the run, or one cannot be prepared.
         """
-        arrays = {name: _as_array(values) for name, values in leaves(examples).items()}
+        arrays = _as_arrays(examples)
         lengths = {array.shape[:1] for array in arrays.values()}
         if len(lengths) != 1 or lengths == {()}:
             raise BadInput(f"{', '.join(arrays)} must be arrays [n, ...] of the same number n of examples")
@@ -59,16 +55,15 @@ class Predictor:
         Raises BadInput, which names the first one that is not an example of the run, or cannot be prepared.
         """
         if not isinstance(examples, Iterable):
-            raise BadInput(f"task.read_inputs returned {type(examples).__name__}: {PAIRS}")
+            raise BadInput(f"task.read_inputs returned {type(examples).__name__}: yield pairs of a name and features")
         names: list[Name] = []
         parts: list[Arrays] = []
-        with rich.progress.Progress(*COLUMNS, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("predictions", total=None)
-            for batch_names, arrays in _batches(examples, batch_size):
-                features = _as_tensors(batch_names, arrays, self._serve.spec)
-                parts.append(self._predict_batch(batch_names, features, first=len(names)))
-                names += batch_names
-                bar.update(task, completed=len(names))
+        options: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
+        for batch_names, arrays in rich.progress.track(_batches(examples, batch_size), "predicting", **options):
+            parts.append(
+                self._predict_batch(batch_names, _as_tensors(batch_names, arrays, self._serve.spec), len(names))
+            )
+            names += batch_names
         if not parts:
             raise BadInput("there are no examples to predict")
         for name in parts[0]:
@@ -76,15 +71,29 @@ class Predictor:
                 raise BadInput(f"task.predict_step returned {name!r} of several sizes ({sorted(shapes)}): return one")
         return names, {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
+    def _predict_batch(self, names: Sequence[Name], features: Any, first: int) -> Arrays:
+        try:
+            outputs = self._serve.function(features, first)
+        except FAILURES as problem:
+            if len(names) == 1:
+                place, reason = where_raised(problem), first_line(problem)
+                raise BadInput(f"example {names[0]}: {place}: {reason} (its labels are placeholders)") from problem
+            for number, name in enumerate(names):  # One of them raises an exception with its name.
+                example = tf.nest.map_structure(lambda part, number=number: part[number : number + 1], features)
+                self._predict_batch([name], example, first + number)
+            raise
+        check_outputs(outputs, len(names))
+        return {name: _from_tensor(output) for name, output in outputs.items()}
+
     def choose_output(self, *paths: Path) -> Path:
         """Returns the first path whose kind of file can contain the outputs of task.predict_step.
 
         Raises BadInput if none can.
         """
-        if reserved := [name for name in RESERVED if name in self._outputs]:
-            raise BadInput(f"task.predict_step returns {reserved[0]!r}, which is a reserved name: rename it")
         problem = ""
         for name, output in self._outputs.items():
+            if name in ("example", "file"):  # The first column of a .csv file, and a parameter of np.savez.
+                raise BadInput(f"task.predict_step returns {name!r}, which is a reserved name: rename it")
             outer, _, number = name.rpartition("/")
             if output.shape.rank not in (1, 2):
                 problem = f"{name!r} is of shape {output.shape}"
@@ -95,29 +104,14 @@ class Predictor:
                 return path
         raise BadInput(f"--output {paths[0]}: {problem}: pass an .npz file")
 
-    def _predict_batch(self, names: Sequence[Name], features: Any, first: int) -> Arrays:
-        try:
-            outputs = self._serve.function(features, first)
-        except FAILURES:
-            for number, name in enumerate(names):
-                example = tf.nest.map_structure(lambda part, number=number: part[number : number + 1], features)
-                try:
-                    self._serve.function(example, first + number)
-                except FAILURES as problem:
-                    place, reason = where_raised(problem), first_line(problem)
-                    raise BadInput(f"example {name}: {place}: {reason} (its labels are placeholders)") from problem
-            raise
-        check_outputs(outputs, len(names))
-        return {name: _from_tensor(output) for name, output in outputs.items()}
-
 
 def _batches(examples: Iterable[tuple[Name, Any]], size: int) -> Iterator[tuple[Sequence[Name], Arrays]]:
     """Yields batches of examples of the same shapes that follow each other."""
 
     def row(example: tuple[Name, Any]) -> tuple[Name, Arrays]:
         if not isinstance(example, tuple) or len(example) != 2:
-            raise BadInput(f"task.read_inputs yields {type(example).__name__}: {PAIRS}")
-        return example[0], {name: _as_array(values) for name, values in leaves(example[1]).items()}
+            raise BadInput(f"task.read_inputs yields {type(example).__name__}: yield pairs of a name and features")
+        return example[0], _as_arrays(example[1])
 
     rows = map(row, examples)
     for _, group in itertools.groupby(rows, lambda row: {name: array.shape for name, array in row[1].items()}):
@@ -126,16 +120,16 @@ def _batches(examples: Iterable[tuple[Name, Any]], size: int) -> Iterator[tuple[
             yield names, {name: np.stack([arrays[name] for arrays in features]) for name in features[0]}
 
 
-def _as_array(values: Any) -> np.ndarray:
-    """Returns values as an array; bytes become objects, because NumPy's own type drops zeros at their end.
-
-    Raises BadInput if they are lists of several lengths.
-    """
-    elements = values if isinstance(values, list | tuple) else [values]
-    try:
-        return np.asarray(values, dtype=object if any(isinstance(element, bytes) for element in elements) else None)
-    except ValueError as problem:
-        raise BadInput(f"features must be arrays: {first_line(problem)}") from problem
+def _as_arrays(features: Any) -> Arrays:
+    """Returns features as arrays; bytes become objects, because NumPy's own type drops zeros at their end."""
+    arrays = {}
+    for name, values in leaves(features).items():
+        has_bytes = any(isinstance(part, bytes) for part in (values if isinstance(values, list | tuple) else [values]))
+        try:
+            arrays[name] = np.asarray(values, dtype=object if has_bytes else None)
+        except ValueError as problem:  # They are lists of several lengths.
+            raise BadInput(f"features must be arrays: {first_line(problem)}") from problem
+    return arrays
 
 
 def _as_tensors(names: Sequence[Name], arrays: Arrays, spec: Any) -> Any:
@@ -167,7 +161,7 @@ def _from_tensor(output: tf.Tensor) -> np.ndarray:
 
 
 def write_predictions(path: Path, names: Sequence[Name], predictions: Arrays) -> None:
-    """Writes an .npz file with an array for each output, or a .csv file with a row for each example.
+    """Writes an .npz file with an array for each output, or a .csv file with a row for each example, and prints that.
 
     An output [n, k] has the columns "name/0", "name/1" and so on. Raises CannotWrite.
     """
@@ -187,14 +181,12 @@ def write_predictions(path: Path, names: Sequence[Name], predictions: Arrays) ->
             writer.writerow(columns)
             writer.writerows(zip(*columns.values(), strict=True))
 
-    write_atomically(path, write, RETRY)
-
-
-def report_infinite(names: Sequence[Name], predictions: Arrays) -> None:
-    """Prints which outputs are not finite, as those of an example that contains NaN."""
+    write_atomically(path, write, "run the same command again, or pass another --output")
     for name, values in predictions.items():
-        if values.dtype.kind == "f":
-            places = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
-            if len(places):
-                count, first = f"{len(places):,}", names[places[0]]
-                console.print(f"{name!r} is not finite for {count} of the examples, example {first} first")
+        is_finite = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
+        places = np.flatnonzero(~is_finite.reshape(len(values), -1).all(axis=1))
+        if len(places):
+            console.print(
+                f"{name!r} is not finite for {len(places):,} of the examples, example {names[places[0]]} first"
+            )
+    console.print(f"{len(names):,} predictions ({', '.join(predictions)}) in {path}")

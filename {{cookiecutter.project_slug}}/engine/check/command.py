@@ -1,0 +1,207 @@
+"""python train.py --check: runs the checks one after the other, and prints a table of their results.
+
+One replica and two simulated ones must get the same results for the same batches. Randomness inside the model is
+switched off for that. An unsynchronized BatchNormalization is reported and then synchronized, so that it hides no other
+cause.
+"""
+
+import dataclasses
+import math
+import re
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from rich.text import Text
+
+from engine.check import measure, steps
+from engine.check.comparison import BatchStacks, Check, Layers, differing_arrays, differing_loss
+from engine.check.examples import check_examples, read_examples
+from engine.cluster.environment import reject_cluster
+from engine.cluster.strategy import create_strategy
+from engine.console import columns, console
+from engine.errors import BadInput, Diverged, first_line, where_raised
+from engine.model.rows import slow_reads
+from engine.model.variables import by_name, is_random_state
+from engine.settings import Settings
+
+PARTS = ("examples", "results", "evaluation", "updates")
+REPEATED_STEPS = 40
+
+
+def check_task(program: Any, task: Any, settings: Settings, only: Collection[str] = PARTS) -> bool:
+    """Prints a table of checks of task.py, with the settings of training; returns whether all passed. Saves nothing.
+
+    `only` names the PARTS to run: a test of one hook needs one of them.
+    """
+    reject_cluster("--check")
+    tf.get_logger().setLevel("ERROR")  # Otherwise it warns of the many functions that are compiled here.
+    checks: list[Check] = []
+    with tempfile.TemporaryDirectory() as folder:
+        comparable = _comparable_settings(settings, Path(folder))
+        try:
+            checks.extend(_run_checks(program, task, comparable, settings.global_batch_size, only, checks))
+        except BadInput as problem:
+            # It names a line of a file, a hook, or a setting.
+            line, hook = (
+                re.match(r"\S+\.py:\d+ \S+(?=: )", str(problem)),
+                re.search(r"\btask\.(?!py\b)\w+", str(problem)),
+            )
+            where = line[0] if line else hook[0].replace(".", ".py ") if hook else "settings"
+            checks.append(Check(False, where, str(problem)))
+        except Diverged as problem:
+            text = f"{problem}: a batch may be padding alone, so divide with tf.math.divide_no_nan"
+            checks.append(Check(False, "task.py compute_loss", text))
+        except Exception as problem:  # noqa: BLE001 - Whatever the hooks raise is a failed check.
+            checks.append(Check(False, where_raised(problem), f"raised {first_line(problem)}"))
+    print_checks(checks)
+    return all(check.ok for check in checks)
+
+
+def print_checks(checks: Sequence[Check]) -> None:
+    """Prints a line for each check, then how many failed. A terminal wraps long texts."""
+    if console.is_terminal:
+        ok, fail = Text("ok", "green"), Text("FAIL", "bold red")
+        rows = [(ok if check.ok else fail, Text(check.where), Text(check.text)) for check in checks]
+        console.print(columns(rows), soft_wrap=False)
+    else:
+        width = max(len(check.where) for check in checks)
+        for check in checks:
+            console.print(f"{'ok' if check.ok else 'FAIL':<4}  {check.where:<{width}}  {check.text}")
+    if failed := sum(not check.ok for check in checks):
+        console.print(f"{failed} of {len(checks)} checks failed", style="bold red")
+    else:
+        console.print(f"All {len(checks)} checks passed.", style="green")
+
+
+def _comparable_settings(settings: Settings, folder: Path) -> Settings:
+    """Returns settings for two simulated replicas, without the options that hide a fault or cannot cause one."""
+    unit = 2 * settings.micro_batches  # Two replicas must be able to share a batch, in micro-batches.
+    evaluated = settings.evaluation_batch_size
+    return dataclasses.replace(
+        settings,
+        run_dir=folder,
+        strategy="auto",
+        simulated_devices=2,
+        precision="float32",
+        jit=False,
+        all_reduce="auto",
+        profile=False,
+        global_clipnorm=None,  # Clipping makes a gradient that is too large look right.
+        global_batch_size=max(unit, settings.global_batch_size // unit * unit),
+        evaluation_batch_size=evaluated and max(2, evaluated // 2 * 2),
+        steps_per_epoch=None,
+        limit_steps=None,
+        checkpoint_every_steps=None,
+        validate_every_steps=None,
+        steps_per_execution=measure.BATCHES - 1,  # Executions of unequal length show whether they share a trace.
+    )
+
+
+def _run_checks(
+    program: Any, task: Any, settings: Settings, global_batch_size: int, only: Collection[str], checks: list[Check]
+) -> Iterator[Check]:
+    """Yields the results of the checks, which the caller adds to `checks`; any exception of a hook ends them.
+
+    `global_batch_size` is the user's; the one in `settings` can be shared by two replicas. Tracing takes most of the
+    time, so the evaluation is checked with the program whose results are compared.
+    """
+    create_strategy(settings)
+    task.config = settings  # task.load_examples is called before anything is built.
+    load_examples = task.load_examples  # Of all examples, also under `few_examples`.
+    hashes: dict[str, str] = {}
+    read_examples(program, load_examples, hashes)
+    if "examples" in only:
+        yield from check_examples(program, task, settings, global_batch_size)
+    with measure.few_examples(task, settings.global_batch_size):
+        with measure.recording_optimizers(task):
+            two = measure.measure(program, task, settings, 2) if "results" in only else None
+            # A synchronized layer has the statistics of a micro-batch; else all results must be of the complete batch.
+            alone = settings if not two or two.layers.synchronized else dataclasses.replace(settings, micro_batches=1)
+            program.build(dataclasses.replace(alone, simulated_devices=1))
+            if "evaluation" in only:
+                yield from _check_evaluation(program, task)
+            one = measure.results(program, task) if two else None
+            micro_batches = 0  # How many of them alone make losses differ.
+            if one and two and alone != settings and differing_loss(one, two):
+                complete = measure.measure(program, task, alone, 2)
+                one = measure.measure(program, task, alone, 1)
+                micro_batches = 0 if differing_loss(one, complete) else settings.micro_batches
+                two = two if micro_batches else complete
+        read_examples(program, load_examples, hashes)
+        if one and two:
+            yield from steps.check_layers(program, task, one)
+            yield from steps.check_same_results(program, task, one, two, micro_batches)
+            yield from steps.check_updated_metrics(program, task)
+            yield from steps.check_metrics(program, task, program.batches["train"], one.stacks)
+            yield from steps.check_loss(program, task, one)
+            retraced = ", ".join(split for split, compiled in program.run_steps.items() if compiled.trace_count() != 1)
+            text = f"the {retraced} steps were traced more than once: use stacks.compile"
+            text = text if retraced else "every split's steps were traced once"
+            yield Check(not retraced, "train.py compile_steps", text)
+        if "updates" in only:
+            # Steps that differ make the updates differ, too. That is one cause, so it is reported once.
+            yield from _check_updates(program, task, settings, compare=all(check.ok for check in checks))
+
+
+def _check_evaluation(program: Any, task: Any) -> Iterator[Check]:
+    """Checks that validation and test leave the model unchanged, draw nothing, and count no examples of weight 0.
+
+    The program is a new one on one replica, whose random layers are as the hooks made them.
+    """
+    where = "task.py evaluation_step"
+    for split, evaluate in (("validation", program.validate), ("test", program.test)):
+        if split not in program.run_steps:
+            continue
+        changed = measure.changed_by(program, split).keys() & program.run.objects.weights.keys()
+        if weights := [name for name in sorted(changed) if not is_random_state(name)]:
+            # The metrics of changed weights cannot be compared.
+            yield Check(False, where, f"{split} changes {weights[0]}: call the model with training=False")
+            continue
+        yield Check(True, where, f"{split} changes nothing")
+        layers = measure.drawing(program, task, split)
+        if layers and measure.depends_on_seeds(program, evaluate):
+            # A layer of Keras draws in training only, unlike one that is written to sample.
+            of_keras = [name for name, layer in layers.items() if type(layer).__module__.startswith("keras.")]
+            text = f"random in {split}, so not the same on one replica and two: {', '.join(layers)}: draw from a seed "
+            text += "of each example, see docs/steps.md"
+            if of_keras:
+                text = f"{split} draws random numbers in {of_keras[0]}: call the model with training=False"
+            yield Check(not of_keras, where, text)
+        for name, batches in program.batches.items():
+            if batches.split == split:
+                yield from steps.check_metrics(program, task, batches, measure.first_stacks(program, name))
+
+
+def _check_updates(program: Any, task: Any, settings: Settings, *, compare: bool) -> Iterator[Check]:
+    """Checks that one replica and two make the same updates, and that the loss falls."""
+    epochs = math.ceil(REPEATED_STEPS / measure.BATCHES)  # A schedule ends within these steps.
+
+    def build(replicas: int) -> tuple[Layers, BatchStacks]:
+        program.build(dataclasses.replace(settings, simulated_devices=replicas, epochs=epochs))
+        return measure.make_comparable(program, task, "train"), measure.first_stacks(program)
+
+    if compare:
+        two = measure.measure_updates(program, task, build(2)[1])
+    layers, stacks = build(1)
+    if compare and not layers.still_random:
+        one = measure.measure_updates(program, task, stacks)
+        rounding = measure.rounding_of([one], program, task, lambda: [measure.measure_updates(program, task, stacks)])
+        if differing := differing_arrays(one, two, rounding):
+            text = f"the gradients agree, and two replicas change {differing[0]} by another amount than one: look for "
+            text += "an optimizer that changes a replica's gradients or counts in Python, and pass epsilon=1e-5 if it "
+            text += "has a smaller one, with which rounding may decide the update where a gradient is almost 0"
+            yield Check(False, "task.py create_optimizer", text)
+    for text in slow_reads(program.run.objects.model, program.run.traced["train"]):
+        yield Check(True, "task.py train_step", text)
+    stack, first, _ = stacks[0]
+    losses = [float(program.run_steps["train"](stack, first, 1)[0]) for _ in range(REPEATED_STEPS)]
+    # Opposing losses, as in a GAN, need not decrease; that of a batch whose weights are all 0 cannot.
+    cannot_fall = len(by_name(task.optimizer, "optimizer")) > 1 or not np.any(stack[measure.SAMPLE_WEIGHTS][first])
+    falls = cannot_fall or bool(np.mean(losses[-5:]) < losses[0])
+    text = f"the loss goes from {losses[0]:.4g} to {losses[-1]:.4g} in {REPEATED_STEPS} steps on one batch"
+    rule = ": it must fall; check --learning-rate, and how task.create_optimizer uses it"
+    yield Check(falls, "task.py create_optimizer", text + rule * (not falls))
