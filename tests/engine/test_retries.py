@@ -289,7 +289,7 @@ def test_long_fault_ends_the_run_with_code_1_and_the_next_start_gives_the_same_b
 ) -> None:
     monkeypatch.setattr(task, "create_model", linear_model)
     stream(monkeypatch, buffer_size=100)
-    monkeypatch.setattr(stacks, "STEPS_OF_STACK", 1)  # Two stacks of 16 and 3 batches for an epoch.
+    monkeypatch.setattr(stacks, "STEPS_OF_STACK", (1, 1))  # Two stacks of 16 and 3 batches for an epoch.
 
     def run(name: str) -> str:
         return train.main([f"--run-dir={tmp_path / name}", *FLAGS])["weights_sha256"]
@@ -333,7 +333,7 @@ def test_run_that_is_stopped_while_it_waits_for_data_ends_with_its_state_saved(
 ) -> None:
     monkeypatch.setattr(task, "create_model", linear_model)
     stream(monkeypatch, buffer_size=100)
-    monkeypatch.setattr(stacks, "STEPS_OF_STACK", 1)  # Two stacks of 16 and 3 batches for an epoch.
+    monkeypatch.setattr(stacks, "STEPS_OF_STACK", (1, 1))  # Two stacks of 16 and 3 batches for an epoch.
     next_stack, fails = StackIterator._next_stack, Faults(*range(5, 100))
 
     def failing(iterator: StackIterator) -> Any:

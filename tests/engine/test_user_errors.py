@@ -154,7 +154,7 @@ def test_steps_before_an_unreadable_example_are_counted_and_no_others(
     """One call of seventeen steps takes several stacks: of those that could be read every step is taken and saved."""
     stream(monkeypatch, buffer_size=100)
     monkeypatch.setattr(batches, "BATCHES_AT_ONCE", 4)  # A stack then has four batches.
-    monkeypatch.setattr(stacks, "STEPS_OF_STACK", 4)
+    monkeypatch.setattr(stacks, "STEPS_OF_STACK", (4, 4))
     monkeypatch.setattr(task, "load_examples", lambda split: generated(split, claimed=1258, fails_at=900))
     ended("--steps-per-execution=17")
     assert saved_steps(tmp_path / "run") == [train.run.progress.step] == [int(train.task.optimizer.iterations.numpy())]

@@ -1,7 +1,10 @@
 """The batches of one dataset, made from hooks."""
 
+import dataclasses
 import inspect
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,8 @@ def batches_of(
     pipelines: tuple[int, int] = (1, 0),
 ) -> Batches:
     """Returns the batches of one process; `pipelines` is the number of processes, and which of them it is."""
+    # The indexes of record files are written beside the run, and a default run directory is in the current folder.
+    config = dataclasses.replace(config, run_dir=Path(tempfile.gettempdir(), config.run_dir))
     count, index = pipelines
     contexts = [tf.distribute.InputContext(count, number) for number in range(count)]
     (examples,) = load_datasets(split, load_examples, config, contexts[index]).values()

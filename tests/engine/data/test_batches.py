@@ -176,7 +176,7 @@ def test_process_goes_on_with_the_stack_of_the_next_unseen_batch_and_prepares_it
     if is_streamed:
         stream(monkeypatch, buffer_size=20)
     monkeypatch.setattr(data_batches, "BATCHES_AT_ONCE", 1)
-    monkeypatch.setattr(stacks, "STEPS_OF_STACK", 2)
+    monkeypatch.setattr(stacks, "STEPS_OF_STACK", (2, 2))
     prepared = []
 
     def noted(features, labels, *, seed):

@@ -282,6 +282,6 @@ def test_record_that_cannot_be_prepared_or_has_wrong_data_is_named(
     with pytest.raises(BadInput) as refused:
         whole(batches(loaded))
     assert str(refused.value) == (
-        f"task.load_examples('train') failed on record 17, counted from 0, of {path} (corrupted record at {place}): "
-        "fix it, or drop it"
+        f"task.load_examples('train') failed on record 17, counted from 0, of {path} (DataLossError: corrupted record "
+        f"at {place + 12}): fix it, or drop it"
     )

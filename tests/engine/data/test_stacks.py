@@ -76,7 +76,7 @@ def test_stacks_fit_their_size_and_have_complete_calls() -> None:
         size = stack_size(steps, bytes_of_batch, at_once)
         assert size % at_once == 0
         assert size == 1 or 1 < size <= BYTES_OF_STACK // bytes_of_batch
-        assert size < min(steps, STEPS_OF_STACK) + at_once  # A step waits for its stack only so long.
+        assert size < min(steps, max(STEPS_OF_STACK)) + at_once  # A step waits for its stack only so long.
 
 
 def test_stacks_hold_more_steps_the_smaller_the_share_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

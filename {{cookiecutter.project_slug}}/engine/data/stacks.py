@@ -18,7 +18,8 @@ from engine.data.preparation import Padding
 from engine.errors import BadInput, Unavailable
 
 BYTES_OF_STACK = 2**22  # The size of a stack at most, for all replicas of a process together.
-STEPS_OF_STACK = 64  # At most, because a step can be taken only when its complete stack is ready.
+# The steps of a stack: a quarter of an epoch within these limits. A step can be taken when its complete stack is ready.
+STEPS_OF_STACK = 64, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,8 @@ def stack_size(steps_per_epoch: int, bytes_of_share: int, batches_at_once: int) 
 
     `bytes_of_share` is the size of a batch on all replicas of a process together.
     """
-    wanted = min(steps_per_epoch, STEPS_OF_STACK)
+    at_least, at_most = STEPS_OF_STACK
+    wanted = min(steps_per_epoch, max(at_least, min(at_most, steps_per_epoch // 4)))
     calls = min(BYTES_OF_STACK // bytes_of_share // batches_at_once, -(-wanted // batches_at_once))
     return max(1, calls) * batches_at_once
 
