@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from short_runs import ONE_REPLICA, random_model, run, stop
+from short_runs import ONE_REPLICA, run, stop
 from small import linear_model
 
 import task
@@ -36,7 +36,8 @@ class Shifted(keras.layers.Layer):
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         if training or self.always:
-            self.shift.assign_add(0.25)
+            # In evaluations replicas then differ, as their examples do.
+            self.shift.assign_add(0.25 + float(self.always) * tf.reduce_mean(tf.abs(inputs)))
         return inputs + self.shift
 
 
@@ -148,11 +149,15 @@ def test_evaluation_leaves_all_variables_but_those_of_metrics_as_it_found_them(
 def test_stop_within_an_evaluation_gives_back_what_it_has_changed_and_averaged(
     flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task, "create_model", lambda: random_model(Shifted(always=True)))
-    flags = (*flags, *FLAGS, "--ema-decay=0.5", "--steps-per-execution=2", "--simulated-devices=2")
+    def create_model() -> keras.Model:
+        return keras.Sequential([keras.Input((8, 8, 1)), Shifted(always=True), *linear_model().layers])
+
+    monkeypatch.setattr(task, "create_model", create_model)
+    flags = (*flags, *FLAGS, "--ema-decay=0.5", "--steps-per-execution=1", "--simulated-devices=2")
+    flags = (*flags, "--validate-every-steps=2")
     whole = run(tmp_path / "whole", *flags)
-    stop(3, tmp_path / "stopped", *flags)  # Two executions train.
-    assert train.run.progress.steps_of_pass == {"validation": 0}
+    stop(4, tmp_path / "stopped", *flags)
+    assert train.run.progress.steps_of_pass == {"train": 2, "validation": 0}
     assert run(tmp_path / "stopped", *flags) == whole
 
 

@@ -16,12 +16,8 @@ from engine.model.rows import read_rows
 from engine.model.variables import by_name, layers_of
 from engine.settings import Settings
 
-RESERVED = {
-    "average",
-    "hidden",
-    "metrics",
-    "optimizer",
-}  # What names of variables in a checkpoint start with, besides models.
+# Names of variables in a checkpoint start with these, or with the name of a model.
+RESERVED = {"average", "hidden", "metrics", "optimizer"}
 
 
 def set_up(task: Any, settings: Settings) -> None:
