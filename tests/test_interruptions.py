@@ -49,6 +49,7 @@ save = Checkpoints.save
 def save_then_limit(self, *arguments):
     saved = save(self, *arguments)
     if self.directory.name == "checkpoints":
+        self.writer.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
     return saved
 

@@ -186,9 +186,10 @@ def assert_same_numbers(one: Path, other: Path) -> None:
 
 
 def weights(run_dir: Path, names: str = "(model|average)/.*") -> dict[str, np.ndarray]:
-    """Returns the variables of the newest checkpoint whose names match a pattern."""
+    """Returns the variables of the newest checkpoint whose names match a pattern; of statistics the replicas' mean."""
     newest = max((run_dir / "checkpoints").glob("step-*"))
     reader = tf.train.load_checkpoint(str(newest / "state"))
     found = [name for name in reader.get_variable_to_shape_map() if re.fullmatch(names, name)]
     assert found
-    return {name: reader.get_tensor(name) for name in found}
+    values = {name: reader.get_tensor(name) for name in found}
+    return {name: value.mean(axis=0) if "/moving_" in name else value for name, value in values.items()}

@@ -68,7 +68,7 @@ def test_equal_numbers_look_equal_and_different_ones_do_not(
 
     score = 0.12345678901234567
     next_score = math.nextafter(score, 1)
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(console, "_width", 120)
     paths = [run("one", [0.5], result(score, 0.25)), run("two", [0.5], result(score, 0.250004))]
     paths += [run("two-b", [0.5], result(next_score, 0.3))]
     train.main(["--compare", *map(str, paths)])
@@ -83,7 +83,7 @@ def test_equal_numbers_look_equal_and_different_ones_do_not(
 
 
 def test_long_texts_are_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(console, "_width", 80)
     runs = [run(f"run_{number}", [0.5], note="x" * 25 if number else "z" * 40) for number in range(5)]
     train.main(["--compare", *map(str, runs)])
     text = capsys.readouterr().out

@@ -43,7 +43,7 @@ def test_killed_run_ends_bit_equal_and_is_traced_once(
     flags = (*FLAGS, "--steps-per-execution=6", "--checkpoint-every-steps=7")
     before, after = tmp_path / "before", tmp_path / "elsewhere" / "after"
     kill(9, before, *flags)
-    assert traces() == {"train": 1, "validation": 1, "test": 0}
+    assert traces() == {"train": 1, "validation": 1, "test": 1}
     *_, older, newest = train.run.checkpoints.paths()
     data = newest / "state.data-00000-of-00001"
     data.write_bytes(data.read_bytes()[:1000])

@@ -58,7 +58,8 @@ def load_initial_weights(path: Path, model: Any, unlisted: Variables | None = No
     variables |= unlisted or {}
     initial = {name: variable.numpy() for name, variable in variables.items()}
     # No file has weights that are all infinite: a variable that still is after the loading was not in it.
-    floats = [name for name, value in initial.items() if variables[name].dtype.is_floating and np.isfinite(value).any()]
+    floats = [name for name, variable in variables.items() if variable.dtype.is_floating]
+    floats = [name for name in floats if not np.isposinf(initial[name]).all()]
     for name in floats:
         variables[name].assign(np.full_like(initial[name], np.inf))
     with _failures_named(path, "" if partial else "; --init-partial loads what matches"):
