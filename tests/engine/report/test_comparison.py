@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import train
+from engine.console import console
 from engine.report.tables import write_rows
 
 
