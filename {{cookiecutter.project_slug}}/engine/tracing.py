@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from engine.errors import BadInput
@@ -102,7 +101,9 @@ class Traced:
         }
         # Operations that count their draws by themselves, from 0 in each process, whatever their seed is: not stateless
         # ones, nor operations of a generator, which keeps its state in a variable.
-        self.random_operations = described(_draws)
+        kinds = {operation.type: operation for operation in operations}
+        drawing = {kind for kind, operation in kinds.items() if _draws(operation)}
+        self.random_operations = described(drawing.__contains__)
         self.python_calls = described(PYTHON_CALLS.__contains__)
         self.table_changes = described(TABLE_CHANGES.__contains__)
         # The shapes of the variables that it reads as one tensor, and an operation that does.
@@ -135,9 +136,9 @@ def _graphs(graph: tf.Graph) -> list[tf.Graph]:
     return [graph, *(function.graph for function in graph._functions.values())]
 
 
-def _draws(kind: str) -> bool:
-    definition = op_def_registry.get(kind)
-    if definition is None or not definition.is_stateful or kind.startswith(DRAW_NOTHING):
+def _draws(operation: tf.Operation) -> bool:
+    kind, definition = operation.type, operation.op_def
+    if not definition.is_stateful or kind.startswith(DRAW_NOTHING):
         return False
     names = {attribute.name for attribute in definition.attr}
     return "seed" in names or kind in ("NonDeterministicInts", "Timestamp")  # A clock repeats no more than a draw does.

@@ -174,7 +174,9 @@ def changed_unlisted(program: Any) -> list[str]:
 
 def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer | None]:
     """Returns by name the layers from whose random generators the steps of a split draw, and generators of no layer."""
-    owners = {id(seed.state.value): layer for layer in layers_of_task(task) for seed in layer._seed_generators}
+    attributes = [(layer, attribute) for layer in layers_of_task(task) for attribute in vars(layer).values()]
+    seeds = [(layer, seed) for layer, seed in attributes if isinstance(seed, keras.random.SeedGenerator)]
+    owners = {id(seed.state.value): layer for layer, seed in seeds}
     drawing: dict[str, keras.layers.Layer | None] = {}
     for name, state in changed_by(program, split).items():
         if is_random_state(name):

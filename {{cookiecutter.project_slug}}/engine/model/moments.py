@@ -22,10 +22,12 @@ def _moments_of_all(
     if not layer.synchronized or replica is None:
         return KERAS_MOMENTS(layer, inputs, mask)
 
+    axes = [axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank]
+
     def total(values: tf.Tensor) -> tf.Tensor:
         if mask is not None:
             values = tf.where(tf.cast(mask, tf.bool)[..., None], values, tf.zeros_like(values))
-        return tf.reduce_sum(values, layer._reduction_axes, keepdims=True)
+        return tf.reduce_sum(values, axes, keepdims=True)
 
     local = total(inputs)
     rows = tf.ones_like(local) * tf.cast(tf.size(inputs, tf.int64) / tf.size(local, tf.int64), inputs.dtype)
@@ -36,4 +38,4 @@ def _moments_of_all(
     # at the mean, so the gradient by the mean is 0.
     squares = replica.all_reduce("SUM", total(tf.math.squared_difference(inputs, tf.stop_gradient(mean))))
     variance = tf.math.divide_no_nan(squares, count)
-    return tf.squeeze(mean, layer._reduction_axes), tf.squeeze(variance, layer._reduction_axes)
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)

@@ -27,7 +27,7 @@ from engine.run.state import State, as_array, one_of_replicas, portions
 from engine.settings import Settings
 
 FORMS = "a run directory, a checkpoint in one, a .weights.h5 or .keras file, or the prefix of a tf.train.Checkpoint"
-NOT_WEIGHTS = {"optimizer", "_optimizer", "_seed_generators", "seed_generator"}  # Groups in a Keras file.
+NOT_WEIGHTS = {"optimizer", "seed_generators", "seed_generator"}  # Groups in a Keras file, some with "_" before.
 
 
 def initialize(settings: Settings, strategy: tf.distribute.Strategy, workers: Workers, objects: TaskObjects) -> None:
@@ -160,7 +160,7 @@ def _count_weights(path: Path) -> int:
     names: list[str] = []
 
     def add(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset) and NOT_WEIGHTS.isdisjoint(name.split("/")):
+        if isinstance(item, h5py.Dataset) and NOT_WEIGHTS.isdisjoint(part.lstrip("_") for part in name.split("/")):
             names.append(name)
 
     # All bytes are read, which compares the archive's checksums.
