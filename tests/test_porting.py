@@ -81,8 +81,8 @@ def numbers_of_the_project(port: ModuleType, settings: Config) -> tuple[list, li
         return losses[-1]
 
     train.run_steps["train"] = noted_steps
-    rows = [train.train_epoch(epoch) | train.validate(epoch) for epoch in range(EPOCHS)]
-    rows[-1] |= train.test()
+    rows = [train.train_epoch(epoch) | train.evaluate_split("validation", epoch) for epoch in range(EPOCHS)]
+    rows[-1] |= train.evaluate_split("test")
     weights = [variable.numpy() for variable in port.model.trainable_variables]
     return np.concatenate(losses).tolist(), rows, weights
 

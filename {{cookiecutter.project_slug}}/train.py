@@ -148,7 +148,7 @@ def train_epoch(epoch: int = 0) -> dict[str, float]:
 
 
 def evaluate_split(split: str, epoch: int | None = None) -> dict[str, float]:
-    """Returns the metrics of a split's datasets for the weights as they are; {} without datasets."""
+    """Returns the metrics of a split's datasets, within an epoch of training or not; {} without datasets."""
     for dataset in datasets(split):
         evaluation = run.start_pass(dataset, epoch)
         while evaluation.steps_left:
@@ -161,20 +161,10 @@ def evaluate_split(split: str, epoch: int | None = None) -> dict[str, float]:
     return run.results(split)
 
 
-def validate(epoch: int | None = None) -> dict[str, float]:
-    """Returns the validation metrics of the weights as they are; `epoch`, counted from 0, is the one around it."""
-    return evaluate_split("validation", epoch)
-
-
-def test() -> dict[str, float]:
-    """Returns the test metrics of the weights as they are."""
-    return evaluate_split("test")
-
-
 def validate_and_keep_best(epoch: int) -> dict[str, float]:
     """Returns the validation metrics; saves the weights if --monitor has never been better."""
     with run.evaluation_weights():  # With --ema-decay these are the averages.
-        metrics = validate(epoch)
+        metrics = evaluate_split("validation", epoch)
         run.save_if_best(metrics)
     return metrics
 
@@ -219,7 +209,7 @@ def train(settings: Config) -> dict[str, Any]:
             run.trace(run_steps)  # Not before, because layers make constants of what they compute from their weights.
             with directory.recording(run, batches):
                 run_epochs()
-            result = run.finish(test)
+            result = run.finish(lambda: evaluate_split("test"))
     if settings.export:
         directory.workers.from_chief(lambda: export(task, settings))
     return result

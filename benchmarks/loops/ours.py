@@ -42,7 +42,7 @@ task.load_examples, task.prepare_example = load_examples, prepare_example
 task.create_model = lambda: workload.model(keras)
 task.create_optimizer = lambda total_steps: keras.optimizers.Adam(1e-3)
 
-record_losses, validate, epoch, save = Run.record_losses, train.validate, Report.epoch, Checkpoints.save
+record_losses, evaluate, epoch, save = Run.record_losses, train.evaluate_split, Report.epoch, Checkpoints.save
 marks = []
 validating = []
 saving = []
@@ -55,10 +55,11 @@ def measured_losses(self, one_pass, losses):
     record_losses(self, one_pass, losses)
 
 
-def measured_validation(*arguments):
+def measured_evaluation(split, *arguments):
     started = time.perf_counter()
-    metrics = validate(*arguments)
-    validating.append(time.perf_counter() - started)
+    metrics = evaluate(split, *arguments)
+    if split == "validation":
+        validating.append(time.perf_counter() - started)
     return metrics
 
 
@@ -75,9 +76,9 @@ def measured_save(self, *arguments):
     return path
 
 
-Run.record_losses, train.validate, Report.epoch, Checkpoints.save = (
+Run.record_losses, train.evaluate_split, Report.epoch, Checkpoints.save = (
     measured_losses,
-    measured_validation,
+    measured_evaluation,
     measured_epoch,
     measured_save,
 )

@@ -88,7 +88,7 @@ def test_class_weight_metrics_clipping_and_val_loss_are_those_of_fit(
     monkeypatch.setattr(task, "create_optimizer", lambda total_steps: keras.optimizers.SGD(**clipped))
     history, expected = fit(keras.optimizers.SGD(**clipped), class_weight=dict(enumerate(task.CLASS_WEIGHTS)))
     train.build(Config(epochs=2, global_batch_size=BATCH, simulated_devices=2))
-    rows = [train.train_epoch(epoch) | train.validate(epoch) for epoch in range(2)]
+    rows = [train.train_epoch(epoch) | train.evaluate_split("validation", epoch) for epoch in range(2)]
     for weight, wanted in zip(task.model.get_weights(), expected, strict=True):
         np.testing.assert_allclose(weight, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
     assert [row["validation/loss"] for row in rows] == pytest.approx(history["val_loss"], rel=1e-5)
@@ -129,7 +129,9 @@ def test_only_what_is_better_by_min_delta_counts(apply: Apply, small: None, monk
     apply("EarlyStopping with min_delta")
     monkeypatch.setattr(train, "MIN_DELTA", 0.25)
     scores = iter([2.0, 1.5, 1.4, 1.3, 1.26])
-    monkeypatch.setattr(train, "validate", lambda epoch=0: {"validation/loss": next(scores)})
+    monkeypatch.setattr(
+        train, "evaluate_split", lambda split, *_: {"validation/loss": next(scores)} if split == "validation" else {}
+    )
     result, rows = run(tmp_path / "run", "--epochs=9", "--patience=3")
     assert len(rows) == 5
     assert (result["best_epoch"], result["best_validation/loss"]) == (2, 1.5)

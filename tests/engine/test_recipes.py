@@ -96,7 +96,9 @@ def test_state_of_ones_own_ends_a_run_after_a_stop_too(
 ) -> None:
     apply("State of your own that a resumed run keeps")
     scores = iter([5.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    monkeypatch.setattr(train, "validate", lambda epoch=0: {"validation/loss": next(scores)})
+    monkeypatch.setattr(
+        train, "evaluate_split", lambda split, *_: {"validation/loss": next(scores)} if split == "validation" else {}
+    )
     run(tmp_path / "run", "--epochs=3")
     result, _ = run(tmp_path / "run", "--epochs=9")
     assert result["epochs"] == 5
@@ -109,7 +111,9 @@ def test_two_rates_are_halved_together_and_stay_so_after_a_stop(
     apply("Two learning rates, for encoder and head")
     apply("A smaller rate when nothing improves")
     scores = iter([1.0, *[2.0] * 20])  # The first epoch stays the best one.
-    monkeypatch.setattr(train, "validate", lambda epoch=0: {"validation/loss": next(scores)})
+    monkeypatch.setattr(
+        train, "evaluate_split", lambda split, *_: {"validation/loss": next(scores)} if split == "validation" else {}
+    )
     flags = ("--limit-steps=1", "--learning-rate=0.01")
     run(tmp_path / "run", "--epochs=3", *flags)  # Stopped after two of three epochs without a better one.
     _, rows = run(tmp_path / "run", "--epochs=5", *flags)
@@ -195,7 +199,7 @@ def test_confidence_is_the_mean_over_all_examples(apply: Apply, linear: None) ->
     logits = task.model(images, training=False).numpy().astype("float64")
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     expected = probabilities[np.arange(len(labels)), labels].mean()
-    assert train.test()["test/confidence"] == pytest.approx(expected, rel=1e-5)
+    assert train.evaluate_split("test")["test/confidence"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.long

@@ -120,9 +120,9 @@ def test_training_equals_numpy(replicas: int, global_batch_size: int) -> None:
     np.testing.assert_allclose(task.model.layers[0].bias.numpy(), bias, rtol=1e-5, atol=1e-6)
     with train.run.evaluation_weights():
         np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), mean_kernel, rtol=1e-5, atol=1e-6)
-        results = train.validate()
+        results = train.evaluate_split("validation")
         assert results == pytest.approx({f"validation/{name}": each for name, each in expected.items()}, rel=1e-5)
-        assert train.validate() == results
+        assert train.evaluate_split("validation") == results
     np.testing.assert_allclose(task.model.layers[0].kernel.numpy(), kernel, rtol=1e-5, atol=1e-6)
     # A step returns its batch's loss.
     features, labels, weights = (part.numpy() for part in next(batches.one_by_one()))
@@ -140,7 +140,7 @@ def test_result_is_of_the_best_weights_and_the_fingerprint_of_the_last(tmp_path,
     scores = [float(row["validation/accuracy"]) for row in rows]
     assert result["best_epoch"] == 1 + scores.index(max(scores)) < 4
     # The test ended with the best weights in place.
-    assert train.test()["test/loss"] == pytest.approx(result["test/loss"], rel=1e-6)
+    assert train.evaluate_split("test")["test/loss"] == pytest.approx(result["test/loss"], rel=1e-6)
     assert weights_sha256(model_variables(task.model)) != result["weights_sha256"]
     train.run.checkpoints.restore(train.run.checkpoints.paths()[-1])
     assert weights_sha256(model_variables(task.model)) == result["weights_sha256"]

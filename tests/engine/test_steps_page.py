@@ -187,7 +187,7 @@ def results_on_one_replica(title: str, settings: dict[str, Any]) -> tuple[list[f
     # Nothing depends on the bias with which a critic ends.
     still = [name for name, value in before.items() if np.array_equal(value, weights()[name])]
     assert not [name for name in still if not name.endswith("bias")]
-    return losses, weights(), train.run.objects.results("train") | train.validate()
+    return losses, weights(), train.run.objects.results("train") | train.evaluate_split("validation")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_recipe_gives_the_loss_of_its_formula_and_the_same_results_on_several_re
 ) -> None:
     settings = {"learning_rate": 0.01, **apply(title)}
     build(replicas, keep_last_batch=True, limit_steps=2, **settings)
-    found = take_steps(2), weights(), train.run.objects.results("train") | train.validate()
+    found = take_steps(2), weights(), train.run.objects.results("train") | train.evaluate_split("validation")
     assert_close(found, results_on_one_replica(title, settings))
 
 

@@ -52,7 +52,7 @@ def test_predictions_have_a_row_for_each_example() -> None:
 def test_everything_is_traced_once() -> None:
     for epoch in range(3):
         train.train_epoch(epoch)
-        train.validate()
-    train.test()
+        train.evaluate_split("validation")
+    train.evaluate_split("test")
     traces = {split: function.trace_count() for split, function in train.run_steps.items()}
     assert traces == dict.fromkeys(train.run_steps, 1)

@@ -68,4 +68,4 @@ def test_padding_does_not_count(settings: Config) -> None:
 
 
 def evaluate() -> dict[str, float]:
-    return {**train.validate(), **train.test()}
+    return train.evaluate_split("validation") | train.evaluate_split("test")

@@ -107,10 +107,10 @@ def test_metrics_of_every_kind_agree_on_one_replica_and_on_two_and_with_numpy(mo
         settings = {"monitor": "validation/few/f1/3", "global_batch_size": 20, "evaluation_batch_size": size}
         train.build(Config(simulated_devices=replicas, **settings))
         assert task.optimizer.iterations.numpy() == 0  # The step that built metrics was undone.
-        results.append(train.validate())
+        results.append(train.evaluate_split("validation"))
         assert train.run.objects.monitor_direction == "max"  # As Keras says of F1.
     assert results[1] == pytest.approx(results[0], rel=1e-5)
-    assert train.validate() == results[1]  # They were reset.
+    assert train.evaluate_split("validation") == results[1]  # They were reset.
     assert "metrics/train/r2/r2_score/sum" in train.run.checkpoints.state.per_replica
 
     for name, each in SETS.items():

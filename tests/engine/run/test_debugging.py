@@ -34,7 +34,7 @@ def test_hooks_in_python_are_clipped_averaged_and_taken_in_micro_batches(monkeyp
         train.build(Config(global_batch_size=12, limit_steps=2, simulated_devices=1, **options))
         trained = train.train_epoch()["train/loss"]
         with train.run.evaluation_weights():
-            return [trained, train.validate()["validation/loss"]]
+            return [trained, train.evaluate_split("validation")["validation/loss"]]
 
     # A BatchNormalization has the statistics of a micro-batch, and gradient descent shows how long a gradient is.
     monkeypatch.setattr(task, "create_model", lambda: linear_model(keras.layers.BatchNormalization()))

@@ -30,14 +30,14 @@ pytestmark = pytest.mark.usefixtures("linear")
 def test_deleted_directory_ends_the_run_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Ended
 ) -> None:
-    validate = train.validate
+    evaluate = train.evaluate_split
 
-    def move_and_validate(epoch: int = 0) -> dict[str, float]:
+    def move_and_evaluate(*arguments: Any) -> dict[str, float]:
         train.run.checkpoints.writer.wait()
         (tmp_path / "run").rename(tmp_path / "elsewhere")
-        return validate(epoch)
+        return evaluate(*arguments)
 
-    monkeypatch.setattr(train, "validate", move_and_validate)
+    monkeypatch.setattr(train, "evaluate_split", move_and_evaluate)
     code, line = ended(tmp_path / "run", *ONE_REPLICA, "--epochs=2", "--checkpoint-every-steps=10")
     assert code == 1
     assert "cannot be written" in line

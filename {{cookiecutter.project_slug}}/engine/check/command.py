@@ -153,7 +153,7 @@ def _check_evaluation(program: Any, task: Any) -> Iterator[Check]:
     The program is a new one on one replica, whose random layers are as the hooks made them.
     """
     where = "task.py evaluation_step"
-    for split, evaluate in (("validation", program.validate), ("test", program.test)):
+    for split in ("validation", "test"):
         if split not in program.run_steps:
             continue
         changed = measure.changed_by(program, split).keys() & program.run.objects.weights.keys()
@@ -163,7 +163,7 @@ def _check_evaluation(program: Any, task: Any) -> Iterator[Check]:
             continue
         yield Check(True, where, f"{split} changes nothing")
         layers = measure.drawing(program, task, split)
-        if layers and measure.depends_on_seeds(program, evaluate):
+        if layers and measure.depends_on_seeds(program, split):
             # A layer of Keras draws in training only, unlike one that is written to sample.
             of_keras = [name for name, layer in layers.items() if type(layer).__module__.startswith("keras.")]
             text = f"random in {split}, so not the same on one replica and two: {', '.join(layers)}: draw from a seed "

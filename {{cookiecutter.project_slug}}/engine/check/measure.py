@@ -61,7 +61,7 @@ def results(program: Any, task: Any) -> Measured:
     with state_restored(program) as initial:
         metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
         with program.run.evaluation_weights():
-            metrics |= {**program.validate(), **program.test()}
+            metrics |= program.evaluate_split("validation") | program.evaluate_split("test")
         for split in program.SPLITS:  # Another split's steps may have updated them by mistake.
             program.run.objects.reset(split)
         for name, value in state.values().items():
@@ -185,13 +185,13 @@ def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer
     return drawing
 
 
-def depends_on_seeds(program: Any, evaluate: Callable[[], dict[str, float]]) -> bool:
+def depends_on_seeds(program: Any, split: str) -> bool:
     """Returns whether other states of the random generators give an evaluation other results; changes none of them."""
     with state_restored(program) as initial:
-        results = evaluate()
+        results = program.evaluate_split(split)
         others = {name: np.asarray(value) + 1 for name, value in initial.items() if is_random_state(name)}
         program.run.checkpoints.state.assign(initial | others)
-        return not np.array_equal([*evaluate().values()], [*results.values()], equal_nan=True)
+        return not np.array_equal([*program.evaluate_split(split).values()], [*results.values()], equal_nan=True)
 
 
 # --- What is measured, each time from the same state ------------------------------------------------------------------

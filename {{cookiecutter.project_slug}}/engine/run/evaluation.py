@@ -42,7 +42,7 @@ def evaluate(program: Any, settings: Settings, read_settings: Callable[[], Setti
     with signals.listening(), run.steps_named():
         weights = run.objects.source if settings.init_from else str(_restore_best(run))
         run.trace(evaluation_steps(program))
-        metrics = {**program.validate(), **program.test()}
+        metrics = program.evaluate_split("validation") | program.evaluate_split("test")
         print_facts(f"Evaluation of {weights}", run.objects.names.lines(metrics))  # All digits, as no file has them.
     return metrics
 
@@ -108,7 +108,7 @@ def _validate_as_they_appear(program: Any, settings: Settings) -> None:
             run.trace(evaluation_steps(program))
         run.objects.reset("validation")  # The checkpoint may be from the middle of a validation.
         with run.evaluation_weights(), contextlib.closing(run.live):
-            metrics = program.validate()
+            metrics = program.evaluate_split("validation")
         seen.add(step := step_of(path))
         texts = [f"{name} {digits(value)}" for name, value in names.lines(metrics).items()]
         console.print("  ".join([path.name, *texts]))

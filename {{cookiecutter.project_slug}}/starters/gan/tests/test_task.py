@@ -45,7 +45,7 @@ def test_layers_of_both_models_know_whether_they_train(settings: Config, monkeyp
     train.train_epoch()
     assert set(called) == {("generator", True), ("discriminator", True)}
     called.clear()
-    train.validate()
+    train.evaluate_split("validation")
     assert set(called) == {("generator", False), ("discriminator", False)}
 
 
