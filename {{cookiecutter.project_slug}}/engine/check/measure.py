@@ -202,8 +202,10 @@ def state_restored(program: Any) -> Iterator[Values]:
     """Yields the values of the program's state, and gives them back to it at the end."""
     state = program.run.checkpoints.state
     initial = state.values()
-    yield initial
-    state.assign(initial)
+    try:
+        yield initial
+    finally:
+        state.assign(initial)
 
 
 def first_stacks(program: Any, name: str = "train") -> BatchStacks:

@@ -167,7 +167,6 @@ class WorkerBatches(Batches):
             first_step = 0
 
     @tf.autograph.experimental.do_not_convert
-    @tf.autograph.experimental.do_not_convert
     def on_worker(self, number: int, first_step: int) -> tf.data.Dataset:
         """Returns the batches of a worker in a pass, again and again, in its graph."""
         # Loaded where they are used, because a dataset of the chief's cannot be sent to a worker.

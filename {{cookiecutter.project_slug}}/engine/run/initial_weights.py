@@ -56,32 +56,29 @@ def load_initial_weights(path: Path, model: Any, unlisted: Variables | None = No
     models = by_name(model, "model")
     variables = {name: variable for name, variable in model_variables(model).items() if not is_seed(name)}
     variables |= unlisted or {}
-    initial = {name: variable.numpy() for name, variable in variables.items()}
-    # No file has weights that are all infinite: a variable that still is after the loading was not in it.
-    floats = [name for name, variable in variables.items() if variable.dtype.is_floating]
-    floats = [name for name in floats if not np.isposinf(initial[name]).all()]
-    for name in floats:
-        variables[name].assign(np.full_like(initial[name], np.inf))
+    checkpoint = _find_checkpoint(path)
     with _failures_named(path, "" if partial else "; --init-partial loads what matches"):
-        source, unused = _load(path, models, variables, partial=partial)
+        if checkpoint:
+            loaded, unused = _load_checkpoint(checkpoint, variables)
+        else:
+            loaded, unused = _load_file(path, models, variables, partial=partial)
+    floats = [name for name in variables if name in loaded and variables[name].dtype.is_floating]
     if nan := [name for name in floats if np.isnan(variables[name].numpy()).any()]:
         raise BadInput(f"--init-from {path} contains NaN in {', '.join(nan[:3])}: pass weights from before it diverged")
-    missing = [name for name in floats if np.isposinf(variables[name].numpy()).all()]
-    for name in missing:
-        variables[name].assign(initial[name])
+    missing = [name for name in variables if name not in loaded]
 
-    report = f"{len(variables) - len(missing)} of the model's {len(variables)} variables from {source}"
+    report = f"{len(loaded)} of the model's {len(variables)} variables from {checkpoint or path}"
     if missing:
         report += f"; without {', '.join(missing[:3])}{', ...' if missing[3:] else ''}"
     if unused:
         report += f"; {unused} in the file are unused"
-    if len(missing) == len(floats):
+    if not floats:
         raise BadInput(
             f"--init-from {path} matches none of the model's variables: pass weights of this model, or load those of a "
             "part of it in task.create_model"
         )
     # Variables that Keras does not list are in checkpoints of runs alone.
-    needed = [name for name in missing if _find_checkpoint(path) or name not in (unlisted or {})]
+    needed = [name for name in missing if checkpoint or name not in (unlisted or {})]
     if (needed or unused) and not partial:
         raise BadInput(f"--init-from {path} gives {report}: --init-partial loads what matches")
     return report
@@ -106,10 +103,17 @@ def _failures_named(path: Path, hint: str) -> Iterator[None]:
         raise BadInput(f"--init-from {path} does not fit the model ({first_line(problem)}){hint}") from problem
 
 
-def _load(path: Path, models: dict[str, keras.Model], variables: Variables, *, partial: bool) -> tuple[str, int]:
-    """Loads what fits into the variables; returns the source, and how many of its values are unused."""
-    if checkpoint := _find_checkpoint(path):
-        return str(checkpoint), _load_checkpoint(checkpoint, variables)
+def _load_file(
+    path: Path, models: dict[str, keras.Model], variables: Variables, *, partial: bool
+) -> tuple[set[str], int]:
+    """Loads what fits of a file of Keras or TensorFlow; returns the variables loaded, and how many values are unused.
+
+    Variables of integers count as loaded, because neither library says what it has loaded.
+    """
+    initial = {name: variable.numpy() for name, variable in variables.items() if variable.dtype.is_floating}
+    for name, value in initial.items():
+        variables[name].assign(np.full_like(value, np.inf))
+    unused = 0
     if path.is_file() and path.name.endswith((".weights.h5", ".keras")):
         if len(models) > 1:
             raise BadInput(
@@ -117,19 +121,24 @@ def _load(path: Path, models: dict[str, keras.Model], variables: Variables, *, p
             )
         (model,) = models.values()
         listed = sum(not name.startswith("hidden/") for name in variables)
-        count = _count_weights(path)  # Before anything is loaded, because Keras's reason would not be that of a damage.
+        # Counted before anything is loaded: of a damaged file, Keras would name another reason.
+        unused = max(0, _count_weights(path) - listed)
         with warnings.catch_warnings(action="ignore"):  # The report names the missing variables.
             model.load_weights(path, skip_mismatch=partial)
-        return str(path), max(0, count - listed)
-    if Path(f"{path}.index").is_file():
+    elif Path(f"{path}.index").is_file():
         roots = [tf.train.Checkpoint(**models)]  # The models may be attributes of the saved object.
         if len(models) == 1:
             roots.append(tf.train.Checkpoint(*models.values()))  # Or the model is the object itself.
         for root in roots:
             with plain_name(path) as readable:
                 root.read(readable).expect_partial()  # Only what the file has under the root's names.
-        return str(path), 0
-    raise BadInput(f"--init-from {path} contains no weights: it must be {FORMS}")
+    else:
+        raise BadInput(f"--init-from {path} contains no weights: it must be {FORMS}")
+    # No file has weights that are all infinite: a variable that still is was not in it.
+    missing = {name for name in initial if np.isposinf(variables[name].numpy()).all()}
+    for name in missing:
+        variables[name].assign(initial[name])
+    return {name for name in variables if name not in missing or np.isposinf(initial[name]).all()}, unused
 
 
 def _find_checkpoint(path: Path) -> Path | None:
@@ -138,21 +147,24 @@ def _find_checkpoint(path: Path) -> Path | None:
     return next((paths[-1] for folder in (BEST, CHECKPOINTS) if (paths := checkpoint_paths(path / folder))), None)
 
 
-def _load_checkpoint(checkpoint: Path, variables: Variables) -> int:
+def _load_checkpoint(checkpoint: Path, variables: Variables) -> tuple[set[str], int]:
+    """Loads what fits of a checkpoint of a run; returns the variables loaded, and how many weights are unused."""
     values = StoredValues(checkpoint)
     read_record(checkpoint)  # It compares the checksum of the index.
     kinds = {name.split("/", 1)[0] for name in variables} - {"hidden"}
     found = {name for name in values if (name.split("/", 1)[0] in kinds or name in variables) and not is_seed(name)}
-    used = 0
+    loaded = set()
     for names in portions({name: variable for name, variable in variables.items() if name in found}):
         for name, value in values.read(names).items():
-            shape, is_of_steps = variables[name].shape, name.startswith("hidden/") or not variables[name].trainable
-            if is_of_steps and value.shape[1:] == shape and value.shape != shape:
+            variable = variables[name]
+            # A checkpoint has the values of all replicas, [replicas, ...], of variables that may differ between them.
+            may_differ = name.startswith("hidden/") or not variable.trainable
+            if may_differ and value.shape[1:] == variable.shape and value.shape != variable.shape:
                 value = as_array(one_of_replicas(as_array(value)))
-            if value.shape == shape:
-                variables[name].assign(tf.cast(value, variables[name].dtype))
-                used += 1
-    return len(found) - used
+            if value.shape == variable.shape:
+                variable.assign(tf.cast(value, variable.dtype))
+                loaded.add(name)
+    return loaded, len(found) - len(loaded)
 
 
 def _count_weights(path: Path) -> int:
