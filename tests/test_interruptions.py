@@ -18,7 +18,7 @@ from rendering import PROJECT, run
 
 sys.path.insert(0, str(PROJECT))
 
-from engine.run.checkpoint_files import read_checkpoint
+from small_states import read_checkpoint
 
 LIVES = Path(__file__).parent / "helpers/lives.py"
 # Small chunks and frequent saves, so that a life can end in many kinds of moments.

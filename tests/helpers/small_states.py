@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from engine.cluster.workers import Workers
+from engine.run.checkpoint_files import StoredValues, read_record
 from engine.run.checkpoints import Checkpoints, Writer
 from engine.run.state import State
 
@@ -29,3 +30,8 @@ class WrittenAtOnce(Writer):
 
 def make_checkpoints(directory: Path, named: dict[str, tf.Variable], **options: Any) -> Checkpoints:
     return Checkpoints(directory, state_of(named), **{"keep": 1, "writer": WrittenAtOnce(), **options})
+
+
+def read_checkpoint(path: Path) -> tuple[StoredValues, dict[str, Any]]:
+    """Returns the values and the record of the checkpoint at `path`."""
+    return StoredValues(path), read_record(path)

@@ -22,12 +22,6 @@ def versions() -> dict[str, str]:
     return {**packages, "python": platform.python_version()}
 
 
-def shared_facts() -> dict[str, Any]:
-    """Returns the versions and the code, which must be the same in all processes of a cluster."""
-    # Patch releases of Python may differ.
-    return {"code": code_sha256(), **versions(), "python": ".".join(platform.python_version_tuple()[:2])}
-
-
 def code_sha256() -> dict[str, str]:
     """Returns the SHA-256 of each imported file of the project, by its path; not of files that a hook imports later."""
     prefixes = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]

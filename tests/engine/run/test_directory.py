@@ -129,16 +129,16 @@ def test_code_and_versions_that_changed_are_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(machine, "PROJECT", project.resolve())
     monkeypatch.setattr(sys, "prefix", str(project / "env"))
 
-    facts, recorded = machine.shared_facts(), machine.versions()
-    assert facts["code"].keys() == {"helper.py", "mine/losses.py"}
+    code, recorded = machine.code_sha256(), machine.versions()
+    assert code.keys() == {"helper.py", "mine/losses.py"}
     settings = Config(run_dir=tmp_path / "run")
-    started(tmp_path / "run", code_sha256=facts["code"], versions=recorded)
+    started(tmp_path / "run", code_sha256=code, versions=recorded)
     at(tmp_path / "run").check_same_run()
     assert capsys.readouterr().out == ""
 
     (project / "helper.py").write_text("# Another one.\n")
     (project / "mine" / "losses.py").unlink()
-    config = {"settings": settings.as_json(), "code_sha256": facts["code"], "versions": {**recorded, "keras": "3.0.0"}}
+    config = {"settings": settings.as_json(), "code_sha256": code, "versions": {**recorded, "keras": "3.0.0"}}
     write_json(tmp_path / "run" / "config.json", config)
     at(tmp_path / "run").check_same_run()
     changes = f"helper.py has changed, mine/losses.py is gone, keras 3.0.0 has become {keras.__version__}"

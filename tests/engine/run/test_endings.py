@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from short_runs import ONE_REPLICA, run
+from small_states import read_checkpoint
 
 import task
 import train
 from config import Config
 from engine.errors import Stopped, end_at_signals
 from engine.model.build import set_up
-from engine.run.checkpoint_files import read_checkpoint
 from engine.run.signals import Signals, signals
 
 Ended = Callable[..., tuple[int, str]]

@@ -11,13 +11,14 @@ import pytest
 import tensorflow as tf
 from short_runs import ONE_REPLICA, random_model, stop
 from small import linear_model
+from small_states import read_checkpoint
 
 import task
 import train
 from config import Config
 from engine.errors import BadInput
 from engine.model.variables import model_variables
-from engine.run.checkpoint_files import checkpoint_paths, read_checkpoint
+from engine.run.checkpoint_files import checkpoint_paths
 from engine.run.initial_weights import load_initial_weights
 
 FORMS = {

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from short_runs import FLAGS, kill, rows, run
+from small_states import read_checkpoint
 
 import task
 import train
@@ -18,7 +19,7 @@ from config import Config
 from engine.command_line import read_settings
 from engine.report.tables import COLUMNS
 from engine.run import RunDirectory
-from engine.run.checkpoint_files import checkpoint_paths, read_checkpoint
+from engine.run.checkpoint_files import checkpoint_paths
 
 pytestmark = pytest.mark.usefixtures("same_model")
 

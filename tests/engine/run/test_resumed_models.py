@@ -9,13 +9,13 @@ import pytest
 import tensorflow as tf
 from short_runs import ONE_REPLICA, interrupted, rows, run, stop
 from small import linear_model
+from small_states import read_checkpoint
 
 import task
 import train
 from config import Config
 from engine.errors import Stopped
 from engine.run import RunDirectory
-from engine.run.checkpoint_files import read_checkpoint
 from engine.run.progress import Progress
 from engine.run.start import saving_on_exit
 from engine.run.state import State

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from engine.cluster.peers import start_tensorflow
 from engine.cluster.rendezvous import rendezvous
 from engine.console import console
 from engine.errors import BadInput, first_line
-from engine.machine import shared_facts
+from engine.machine import code_sha256, versions
 from engine.settings import Settings, flag
 
 
@@ -174,7 +175,8 @@ def _multi_worker(cluster: Cluster, gpus: int, devices: str, settings: Settings)
     console.print(f"{cluster.name} of {', '.join(map(' '.join, cluster.processes().items()))}")
     # Only the chief uses --run-dir.
     facts = {flag(name): value for name, value in settings.as_json().items() if name != "run_dir"}
-    facts |= {**shared_facts(), "GPUs": gpus}
+    python = ".".join(platform.python_version_tuple()[:2])  # Patch releases may differ.
+    facts |= {"code": code_sha256(), **versions(), "python": python, "GPUs": gpus}
     workers = rendezvous(cluster, facts, devices, timeout=settings.cluster_timeout)
     console.quiet = not cluster.is_chief
     # Without timeout_seconds, which keeps two threads per sum for that time: `peers_named` finds who is gone.

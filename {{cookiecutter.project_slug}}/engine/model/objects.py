@@ -24,6 +24,7 @@ class TaskObjects:
     """The objects that the steps use and change. train.build() makes them one after the other.
 
     Attributes:
+        recording: returns a context that records the variables that hooks make: all of them belong to the state.
         model: a keras.Model, or a dict of them by name.
         optimizer: an optimizer, or a dict of them under the models' names.
         metrics: split -> name -> metric.
@@ -43,6 +44,7 @@ class TaskObjects:
         """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
         set_up(task, settings)
         self._task, self._settings, self._recorder = task, settings, Recorder()
+        self.recording = self._recorder.recording
         self.model = self.optimizer = None
         self.metrics: Metrics = {}
         self.weights: Variables = {}
@@ -50,12 +52,6 @@ class TaskObjects:
         self.source = "with new weights"  # Or which weights were loaded.
 
     # --- How they are made: inside `recording`, in this order, in the strategy's scope --------------------------------
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Records the variables that the hooks make inside: all of them belong to the state."""
-        with self._recorder.recording():
-            yield
 
     def build_models(self, model: Any, features_spec: Any) -> Any:
         """Returns the model, or the dict of models, with all variables made. Raises BadInput as `build_models` does."""

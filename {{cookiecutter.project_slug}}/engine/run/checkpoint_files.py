@@ -92,12 +92,6 @@ class StoredValues(Mapping[str, np.ndarray]):
         return len(self.kinds)
 
 
-def read_checkpoint(path: Path) -> tuple[StoredValues, dict[str, Any]]:
-    """Returns the values and the record of the checkpoint at `path`. Raises as `read_record` does."""
-    record = read_record(path)
-    return StoredValues(path), record
-
-
 def read_record(path: Path) -> dict[str, Any]:
     """Returns a checkpoint's record. Raises Damaged unless it is as written, Unavailable if it cannot be read."""
 
