@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import tensorflow as tf
+from clusters import weights
 from programs import Program
 
 from rendering import STARTERS, Bake, rendered
@@ -22,6 +22,7 @@ SMALL = {
     # Among all test users, some have two items whose scores differ by rounding only, so one may be the tenth or not.
     "recommendation": ("--limit-steps=15", "--global-batch-size=256"),
 }
+WEIGHTS = "(model|generator|discriminator|user|item|ranking)/(?!.*seed).*"
 TIMES = ("seconds", "examples_per_second", "goodput")
 
 
@@ -39,16 +40,6 @@ def starter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def rows(project: Bake, run_dir: str) -> list[dict[str, float]]:
     lines = project.read(f"{run_dir}/metrics.csv").splitlines()
     return [{name: float(text) for name, text in row.items() if name not in TIMES} for row in csv.DictReader(lines)]
-
-
-def weights(project: Bake, run_dir: str) -> dict[str, np.ndarray]:
-    """Returns the weights of all models at the end of a run, without the states of random numbers."""
-    newest = max((project.folder / run_dir / "checkpoints").iterdir())
-    reader = tf.train.load_checkpoint(str(newest / "state"))
-    kinds = ("model/", "generator/", "discriminator/", "user/", "item/", "ranking/")
-    names = [name for name in reader.get_variable_to_shape_map() if name.startswith(kinds) and "seed" not in name]
-    assert names
-    return {name: reader.get_tensor(name) for name in names}
 
 
 @pytest.mark.long
@@ -69,7 +60,7 @@ def test_starter_gives_the_same_numbers_on_one_replica_and_after_a_kill(starter:
     project.run("python", *flags, "--run-dir=runs/one")
     for one, two in zip(rows(project, "runs/one"), rows(project, "runs/two"), strict=True):
         assert two == pytest.approx(one, rel=1e-4)
-    one, two = (weights(project, run_dir) for run_dir in ("runs/one", "runs/two"))
+    one, two = (weights(project.folder / run_dir, WEIGHTS) for run_dir in ("runs/one", "runs/two"))
     assert one.keys() == two.keys()
     for variable, value in one.items():
         # Rounding alone moves the bias of attention's keys, which changes no output.
