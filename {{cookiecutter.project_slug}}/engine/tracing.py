@@ -155,7 +155,7 @@ def place(operation: tf.Operation) -> str:
 def unrepeatable(traced: Traced, hook: str) -> tuple[list[str], list[str]]:
     """Returns what of prepare_example or train_step a resumed run would not repeat: draws, and Python functions.
 
-    These may draw too, or keep state. Each text contains advice.
+    Python functions may draw or keep state, too. Every text contains advice.
     """
     if hook == "prepare_example":
         instead = "take the parameter `seed` and draw with tf.random.stateless_* or tf.image.stateless_random_*"

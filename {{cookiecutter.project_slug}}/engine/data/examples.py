@@ -1,6 +1,6 @@
 """The examples of a dataset in their order: picked from memory where they fit, else streamed through a shuffle buffer.
 
-The order follows from the seed alone. An example's place is its number in that order.
+The order follows from the seed and, where examples are streamed, from the size of the buffer. An example's place is its number in that order.
 """
 
 import copy
@@ -41,7 +41,7 @@ BYTES_AHEAD = 2**30  # What a pipeline may prepare ahead; but always two calls, 
 class Shard:
     """The examples that one process reads in a pass."""
 
-    examples_per_batch: int  # The process reads some of them.
+    examples_per_batch: int  # Of the batch of all processes.
     places: slice  # The places in each batch that it reads.
     end: int  # The place after the last batch. Copies of an example fill the places behind the last example.
 

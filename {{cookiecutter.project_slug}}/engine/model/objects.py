@@ -179,7 +179,7 @@ class TaskObjects:
 
     @contextlib.contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Gives all replicas the mean of their own weights; with --ema-decay, averages take the weights' place before.
+        """Gives all replicas the mean of their weights, or with --ema-decay of the averages of their weights.
 
         At the end all weights are as they were.
         """
