@@ -1,6 +1,7 @@
 """The examples of a dataset in their order: picked from memory where they fit, else streamed through a shuffle buffer.
 
-The order follows from the seed and, where examples are streamed, from the size of the buffer. An example's place is its number in that order.
+The order follows from the seed and, where examples are streamed, from the size of the buffer. An example's place is its
+number in that order.
 """
 
 import copy
