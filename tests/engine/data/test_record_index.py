@@ -96,7 +96,7 @@ CACHES: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("case", CACHES)
-def test_cache_that_does_not_fit_is_made_anew(case: str, file: Path, made: list[str], tmp_path: Path) -> None:
+def test_cache_that_does_not_fit_is_replaced(case: str, file: Path, made: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "indexes"
     (expected,) = index_files([str(file)], folder)
     (cache,) = folder.iterdir()

@@ -71,7 +71,7 @@ def test_stacks_fit_their_size_and_have_complete_calls() -> None:
     for steps, at_once, bytes_of_batch in itertools.product(
         (1, 2, 39, 64, 65, 1000, 12345), (1, 5, 16), (1, BYTES_OF_STACK // 100, 3 * BYTES_OF_STACK)
     ):
-        if at_once * bytes_of_batch > 2**20 and at_once > 1:  # As in Batches.
+        if at_once * bytes_of_batch > 2**20 and at_once > 1:  # Batches asks for no such stacks.
             continue
         size = stack_size(steps, bytes_of_batch, at_once)
         assert size % at_once == 0

@@ -79,7 +79,7 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
             report.steps(10 * epoch, epoch, np.array([1.0]), 1, 2.0, dict)
             report.epoch(row(epoch, train__loss=first + epoch / 8), is_best=False)
         report.result(10 * last, {"test/loss": float(last)}, best=1.0)
-        # As a kill leaves the file that is being written.
+        # A kill leaves half a record at the end of the file that is being written.
         with max((folder / "train").iterdir(), key=lambda path: path.stat().st_mtime_ns).open("ab") as events:
             events.write(b"half a record")
         time.sleep(1.1)  # TensorBoard reads files in the order of their names, which begin with the second.

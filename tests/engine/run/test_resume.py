@@ -70,7 +70,7 @@ def test_every_variable_is_restored_on_another_number_of_replicas(whole: Path, t
     assert restored.keys() == saved.keys()
     for name, value in saved.items():
         if name in train.run.checkpoints.state.per_replica:
-            # Of the seeds the first replica's stays. Metrics are 0 after an epoch; statistics become their mean.
+            # The first replica keeps its seeds. Metrics are 0 after an epoch; statistics become their mean.
             count = 1 if "seed_generator" in name else 3
             expected = value.mean(axis=0) if name.endswith(("moving_mean", "moving_variance")) else value[0]
             np.testing.assert_allclose(restored[name][:count], [expected] * count, rtol=1e-6, err_msg=name)

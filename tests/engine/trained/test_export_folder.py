@@ -24,7 +24,7 @@ def test_export_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
         (folder / "model.keras").write_text("half")
         raise InterruptedError
     assert {each.name: each.read_text() for each in path.iterdir()} == {"model.keras": "first", "model.weights.h5": ""}
-    (tmp_path / ".export.0.new").mkdir()  # As a process that is killed leaves it.
+    (tmp_path / ".export.0.new").mkdir()  # A process that is killed leaves such a folder.
     write(path, "second")
     assert [(each.name, each.read_text()) for each in path.iterdir()] == [("model.keras", "second")]
     assert os.listdir(tmp_path) == ["export"]

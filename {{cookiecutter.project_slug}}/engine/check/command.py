@@ -111,7 +111,7 @@ def _run_checks(
     """
     create_strategy(settings)
     task.config = settings  # task.load_examples is called before anything is built.
-    load_examples = task.load_examples  # Of all examples, also under `few_examples`.
+    load_examples = task.load_examples  # `few_examples` replaces it below, and the hashes need all examples.
     hashes: dict[str, str] = {}
     read_examples(program, load_examples, hashes)
     if "examples" in only:

@@ -8,8 +8,8 @@ import numpy as np
 from engine.errors import BadInput
 from engine.model.metrics import ResultNames
 
-TOLERANCE = 1e-4  # Of gradients and updates, whose rounding is larger than that of the results made of them.
-PROMISE = 1e-5  # Of losses and metrics.
+TOLERANCE = 1e-4  # For gradients and updates: they round more than losses and metrics do.
+PROMISE = 1e-5  # For losses and metrics.
 MARGIN = 10  # One replica and two round many more numbers differently, not only the weights.
 LOSS = "loss"  # Beside the names of the variables.
 
@@ -29,9 +29,9 @@ class Layers(NamedTuple):
     """The names of the layers that make one replica and two differ."""
 
     random: list[str]
-    still_random: list[str]  # Those of them that cannot be switched off.
+    still_random: list[str]  # Random layers that cannot be switched off.
     synchronized: list[str]  # They normalize the batches of all replicas together.
-    unsynchronized: list[str]  # Those of them that the check has synchronized.
+    unsynchronized: list[str]  # Layers that were not synchronized until the check did it.
 
 
 class Measured(NamedTuple):

@@ -42,7 +42,7 @@ BYTES_AHEAD = 2**30  # What a pipeline may prepare ahead; but always two calls, 
 class Shard:
     """The examples that one process reads in a pass."""
 
-    examples_per_batch: int  # Of the batch of all processes.
+    examples_per_batch: int  # The size of the batch of all processes.
     places: slice  # The places in each batch that it reads.
     end: int  # The place after the last batch. Copies of an example fill the places behind the last example.
 

@@ -99,7 +99,7 @@ def _cached(path: str, folder: Path | None) -> FileIndex:
     size, changed = _size_and_time(path)
     if folder is None:
         return _make(path, size)
-    # Of each state of a file, because workers may have other files of the same name.
+    # The key contains size and time, because the files of two workers may have one name.
     key = f"{VERSION} {path if is_remote(path) else os.path.abspath(path)} {size} {changed}"
     cache = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.index"
     with contextlib.suppress(OSError):

@@ -53,7 +53,7 @@ class Report:
         cut_rows(self.run_dir / STEPS, done["step"])
         self._summaries = Summaries(self.run_dir / TENSORBOARD, names)
         self._summaries.resume_after(done["step"])
-        self._datasets: list[str] = []  # As the last line had them.
+        self._datasets: list[str] = []  # The datasets of the last line that was printed.
         self.direction, self._resumed = direction, resumed
         self._curves_drawn = time.monotonic()
         self._sums = np.zeros(4)  # Since the last row of steps.csv: steps, their losses, full batches and seconds.

@@ -45,7 +45,7 @@ class RunDirectory(Directory):
     def __exit__(self, *problem: object) -> None:
         with self._listening:
             super().__exit__(*problem)
-            if not any(problem) and self.settings.export:  # Which a signal would end at once.
+            if not any(problem) and self.settings.export:  # A signal is heeded now: the export does not listen.
                 signals.check(self.workers)
 
     def result(self) -> dict[str, Any] | None:

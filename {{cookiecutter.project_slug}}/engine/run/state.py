@@ -23,7 +23,7 @@ from engine.model.variables import Variables, is_seed, spread_seeds
 Values = dict[str, np.ndarray | tf.Tensor]
 PORTION = 2**26  # Bytes of variables that are restored together.
 LARGE = 2**18  # Numbers in a variable from which on it is looked at on its device.
-ROUNDING = 1e-3  # Of a variable's largest value. Machines of several kinds may differ by this much between two saves.
+ROUNDING = 1e-3  # Machines of several kinds may differ by this fraction of a variable's largest value.
 
 
 class State:
@@ -98,7 +98,7 @@ class State:
         def value(name: str) -> Any:
             return read[name] if name in read else self.mirrored_values(name)[name]
 
-        mirrored = [name for name in self.mirrored if not is_seed(name)]  # Of the best weights, seeds are the chief's.
+        mirrored = [name for name in self.mirrored if not is_seed(name)]  # In the best weights, seeds are the chief's.
         digests = np.array([_digest(value(name)) for name in mirrored], np.uint32)
         rows = self.workers.gather({"digests": digests}, "the check of the weights")["digests"]  # [workers, variables]
         differing = [name for name, column in zip(mirrored, rows.T, strict=True) if (column != column[0]).any()]

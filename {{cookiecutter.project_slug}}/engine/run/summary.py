@@ -36,7 +36,7 @@ def describe_run(run: Run, batches: dict[str, Batches], earlier: dict[str, Any])
         "devices": info.devices,
         "arithmetic": describe_arithmetic(settings.precision, settings.simulated_devices),
         "versions": versions(),
-        "code_sha256": {**code_sha256(), **earlier.get("code_sha256", {})},  # As the run started.
+        "code_sha256": {**code_sha256(), **earlier.get("code_sha256", {})},  # The code of the first start stays.
         # --export and predict.py have no data, so they read the element specs here.
         "example": element_spec.encode(last.examples.element_spec),
         "features": element_spec.encode(last.features_spec),

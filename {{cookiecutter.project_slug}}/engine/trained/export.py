@@ -51,7 +51,7 @@ def export(task: Any, settings: Settings) -> None:
     BadInput if something cannot be exported, or differs from the model once it is loaded again.
     """
     kind, path = type(settings), settings.run_dir / "export"
-    # Of those that describe how the run started, the files may be gone.
+    # Settings that say how the run started may name files that are gone.
     defaults = {name: getattr(kind, name) for name in marked(kind, INIT_ONLY) if hasattr(kind, name)}
     trained = load_trained(task, dataclasses.replace(settings, **defaults))
     facts: Facts = {"weights": trained.weights}
