@@ -156,9 +156,9 @@ def _settings_from(kind: type[Settings], path: Path, per_launch: set[str]) -> tu
 
 def _decoded(value: Any, hint: Any) -> Any:
     """Returns a JSON value as a setting of the type `hint`, as tyro reads it from the words of a command line."""
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         hints = get_type_hints(hint)
-        return hint(**{name: _decoded(part, hints[name]) for name, part in value.items()})  # type: ignore[operator]
+        return hint(**{name: _decoded(part, hints[name]) for name, part in value.items()})
     spec: Any = ConstructorRegistry.get_primitive_spec(constructors.PrimitiveTypeInfo.make(hint, set()))
     words = _words(value)
     if (spec.choices and not {*words} <= {*spec.choices}) or spec.nargs not in ("*", len(words)):
