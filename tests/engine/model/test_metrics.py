@@ -1,6 +1,5 @@
 """Metrics of every kind, also arrays and dictionaries: a name for each number, the same on any number of replicas."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -13,12 +12,13 @@ from small import linear_model
 import task
 import train
 from config import Config
-from engine.cluster import parameter_servers
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model import sum_over_batch
 from engine.model.metrics import LARGEST_SHOWN, ResultNames, drifting, in_float64, metric_results
 from engine.model.rejections import monitor_direction
+from engine.model.variables import add_in_one_operation
+from engine.tracing import operations_of
 
 
 class Total(keras.metrics.Metric):
@@ -112,6 +112,8 @@ def test_metrics_of_every_kind_agree_on_one_replica_and_on_two_and_with_numpy(mo
     assert results[1] == pytest.approx(results[0], rel=1e-5)
     assert train.evaluate_split("validation") == results[1]  # They were reset.
     assert "metrics/train/r2/r2_score/sum" in train.run.checkpoints.state.per_replica
+    operations = operations_of(train.run_steps["validation"].graph())
+    assert "AssignAddVariableOp" in {operation.type for operation in operations}
 
     for name, each in SETS.items():
         found = task.model(images[each]).numpy().argmax(axis=-1)
@@ -213,35 +215,26 @@ def test_result_that_cannot_be_written_is_refused(value: Any, reason: str) -> No
     ResultNames({"test": {"one": Fixed(np.zeros([25, 40]))}}, ["test"])
 
 
-def test_counts_of_several_workers_are_added_in_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with parameter servers, whose workers change the same variables without waiting for each other."""
+def test_counts_are_added_in_one_operation() -> None:
+    """Between Keras's reading and assigning, another worker of parameter servers loses its count."""
+    mean, optimizer = keras.metrics.Mean(), keras.optimizers.SGD(0.1)
+    optimizer.build([keras.Variable([1.0])])
 
     def assignments() -> set[str]:
-        mean, optimizer = keras.metrics.Mean(), keras.optimizers.SGD(0.1)
-        weight = keras.Variable([1.0])
-        optimizer.build([weight])
-
         @tf.function
         def step() -> None:
             mean.update_state([1.0, 2.0], sample_weight=[1.0, 0.0])
             optimizer.apply([tf.constant([0.5])])
 
-        kinds = {each.type for each in step.get_concrete_function().graph.get_operations()}
+        kinds = {operation.type for operation in step.get_concrete_function().graph.get_operations()}
         step()
-        assert (float(mean.result()), int(optimizer.iterations)) == (1.0, 1)
-        return {each for each in kinds if each.startswith("Assign")}
+        return {kind for kind in kinds if kind.startswith("Assign")}
 
-    # For counts, Keras reads, adds and writes: between the two, another worker's count is lost.
     assert assignments() == {"AssignVariableOp", "AssignSubVariableOp"}
-    monkeypatch.setattr(keras.Variable, "assign_add", keras.Variable.assign_add)  # So that it is restored.
-    for name in ("check_port", "_wait_until_joined", "_end_without_others"):
-        monkeypatch.setattr(parameter_servers, name, lambda *_: None)
-    monkeypatch.setattr(parameter_servers, "start_tensorflow", lambda _, timeout, start: start())
-    monkeypatch.setattr(tf.distribute, "ParameterServerStrategy", lambda _: SimpleNamespace(extended=SimpleNamespace()))
-    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}}')
-    chief = SimpleNamespace(job="chief", addresses={"worker": []}, others=list)
-    parameter_servers.start(chief, timeout=1.0)
+    add_in_one_operation([*mean.variables, *optimizer.variables])
     assert assignments() == {"AssignAddVariableOp", "AssignSubVariableOp"}
+    mean.update_state([1.0, 2.0], sample_weight=[1.0, 0.0])  # Outside of the replicas.
+    assert (float(mean.count), float(mean.result()), int(optimizer.iterations)) == (3.0, 1.0, 2)
 
 
 # --- Sums in float64: as right after ten million examples as after ten ------------------------------------------------

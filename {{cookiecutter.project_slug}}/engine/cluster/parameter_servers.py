@@ -10,9 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import keras
 import tensorflow as tf
 
 from engine.cluster.environment import Cluster
@@ -60,7 +59,6 @@ def start(cluster: Cluster, *, timeout: float) -> tuple[tf.distribute.Strategy, 
 
     strategy = start_tensorflow(cluster, timeout, connect)
     strategy.extended._allow_run_without_coordinator = True  # The chief evaluates by itself.
-    keras.Variable.assign_add = _add_atomically
     threading.Thread(target=_end_without_others, args=(cluster,), daemon=True).start()
     return strategy, f"{len(cluster.addresses['worker'])} worker(s), asynchronous: each takes its own steps"
 
@@ -110,8 +108,3 @@ def _end_without_others(cluster: Cluster) -> None:
         if time.monotonic() > healthy + SECONDS_WITHOUT_WORKERS:
             print(f"ERROR: {loss}", file=sys.stderr, flush=True)
             os._exit(loss.exit_code)
-
-
-def _add_atomically(variable: keras.Variable, value: Any) -> tf.Tensor:
-    """Replaces keras.Variable.assign_add, which reads, adds and writes, and so loses counts of other workers."""
-    return variable.value.assign_add(tf.cast(value, variable.dtype))

@@ -108,6 +108,9 @@ class TaskObjects:
         # A model or an optimizer may be older than this build: task.py keeps it.
         listed = [*self.weights.values(), *variables.named(by_name(self.optimizer, "optimizer")).values()]
         build_metrics(task, strategy, batch_specs, [*listed, *self._recorder.variables()])
+        counting = [metric for metrics in self.metrics.values() for metric in metrics.values()]
+        counting += by_name(self.optimizer, "optimizer").values()
+        variables.add_in_one_operation(variable for owner in counting for variable in owner.variables)
         self.names = ResultNames(self.metrics, batch_specs)
         self.monitor_direction = rejections.monitor_direction(self.names, settings.monitor, settings.monitor_direction)
         self._name_others()
