@@ -196,6 +196,26 @@ def test_strangers_do_not_disturb_the_rendezvous_which_no_other_address_can_reac
         assert first.result().keys() == {"worker 0", "worker 1"}
 
 
+def test_question_in_the_last_moment_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (process,) = local(1)
+
+    async def agree(*_: Any) -> dict[str, Any]:
+        """Ends while the answer begins, as asyncio.run does with what is under way."""
+        with socket.create_connection(host_and_port(process.processes()[process.name])):
+            for _ in range(10):
+                await asyncio.sleep(0)
+                for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                    if "accept" not in str(task.get_coro()):
+                        task.cancel()
+        return {"everyone": {}}
+
+    monkeypatch.setattr(module, "_agree", agree)
+    assert rendezvous(process, {}, timeout=5.0) == {}
+    assert not caplog.records
+
+
 def test_process_listens_everywhere_where_the_address_is_not_a_loopback_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -69,10 +69,10 @@ def check_port(cluster: Cluster) -> None:
 async def _meet(cluster: Cluster, hello: Hello, timeout: float) -> dict[str, Any]:
     """Returns the verdict; meanwhile it sends the current `hello` to whoever connects to this process's address."""
 
-    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.CancelledError), contextlib.closing(writer):
-            writer.write(json.dumps(hello).encode() + b"\n")
-            await asyncio.wait_for(writer.drain(), SECONDS_PER_CONNECTION)
+    # Not a coroutine: Python 3.11 prints the traceback of one that is cancelled before it has begun.
+    def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(json.dumps(hello).encode() + b"\n")
+        writer.close()  # When all is sent.
 
     host, port = host_and_port(cluster.processes()[cluster.name])
     # None: at all addresses of this machine, as TensorFlow listens afterwards.
