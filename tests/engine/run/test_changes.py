@@ -204,14 +204,14 @@ def fingerprint(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "ended", "changed", "left", "reset", "end"),
+    ("steps", "ended", "changed", "left", "reset"),
     [
         # Within an epoch, and in a validation inside it, of which one dataset has ended.
-        ({"train": 3}, [], "validation/a", ["train"], [], None),
-        ({"train": 3, "validation/b": 1}, ["validation/a"], "train", [], ["train", "validation/b"], 13 + 2 * 4),
+        ({"train": 3}, [], "validation/a", ["train"], []),
+        ({"train": 3, "validation/b": 1}, ["validation/a"], "train", [], ["train", "validation/b"]),
         # In the validation after an epoch, which is not trained again; between epochs.
-        ({"validation/b": 1}, ["train", "validation/a"], "train", ["train"], ["validation/b"], 13 + 4),
-        ({}, [], "train", [], [], 13 + 2 * 4),
+        ({"validation/b": 1}, ["train", "validation/a"], "train", ["train"], ["validation/b"]),
+        ({}, [], "train", [], []),
     ],
 )
 def test_passes_over_changed_examples_start_over_and_so_do_scores(
@@ -220,7 +220,6 @@ def test_passes_over_changed_examples_start_over_and_so_do_scores(
     changed: str,
     left: list[str],
     reset: list[str],
-    end: int | None,
     begin: Callable[..., Run],
 ) -> None:
     run = begin(epochs=3, allow_changed_data=True, monitor="validation/a/loss")
@@ -230,12 +229,7 @@ def test_passes_over_changed_examples_start_over_and_so_do_scores(
     progress, message = resume(run, progress, *before, data={**before, changed: fingerprint(4)})
     assert [*progress.steps_of_pass, *progress.metrics] == left
     assert run.objects.resets == reset
-    assert message == f"resumed from step-00000013; {changed!r} has changed (5 examples then, 4 now)" + (
-        "; 5 steps per epoch then, 4 now: the learning-rate schedule spans 12 steps instead of 15, and the training "
-        f"ends after step {end}"
-        if end
-        else ""
-    )
+    assert message == f"resumed from step-00000013; {changed!r} has changed (5 examples then, 4 now)"
     # The scores of other examples cannot be compared, and --patience counts from here.
     assert (progress.best_epoch, progress.best_score) == ((1, None) if changed == "validation/a" else (0, 0.5))
 

@@ -238,7 +238,7 @@ def restore_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, P
 def restore_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
     """Restores the weights that the newest checkpoint names as the best; returns their path.
 
-    Raises BadInput if there are none yet, Damaged if a file is damaged. Every worker must call it.
+    Raises BadInput if there are none yet, or a file is damaged. Every worker must call it.
     """
 
     def find() -> Path:
@@ -249,8 +249,11 @@ def restore_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
             raise BadInput(f"{paths[-1]} was saved before the first validation: continue the training first")
         return best.path(step)
 
-    path = checkpoints.state.workers.from_chief(find)
-    best.restore(path)
+    try:
+        path = checkpoints.state.workers.from_chief(find)
+        best.restore(path)
+    except Damaged as problem:
+        raise BadInput(f"{problem}: restore it from a backup, or try again if the run is still training") from problem
     return path
 
 

@@ -11,7 +11,7 @@ from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.console import console, digits, print_facts
 from engine.data.stacks import CompiledSteps
-from engine.errors import BadInput, Damaged, Unavailable
+from engine.errors import BadInput, Damaged
 from engine.files import exists
 from engine.model.metrics import split_of
 from engine.report.report import TENSORBOARD, Summaries
@@ -20,7 +20,6 @@ from engine.run.checkpoint_files import step_of
 from engine.run.checkpoints import restore_best
 from engine.run.directory import RESULT, Directory
 from engine.run.signals import signals
-from engine.run.training import Run
 from engine.settings import CONFIG, Settings
 
 
@@ -40,7 +39,7 @@ def evaluate(program: Any, settings: Settings, read_settings: Callable[[], Setti
     if run.objects.names.datasets == ("train",):
         raise BadInput("--evaluate-only: task.load_examples returned None for 'validation' and 'test': return one")
     with signals.listening(), run.steps_named():
-        weights = run.objects.source if settings.init_from else str(_restore_best(run))
+        weights = run.objects.source if settings.init_from else restore_best(run.checkpoints, run.best)
         run.trace(evaluation_steps(program))
         metrics = program.evaluate_split("validation") | program.evaluate_split("test")
         print_facts(f"Evaluation of {weights}", run.objects.names.lines(metrics))  # All digits, as no file has them.
@@ -50,16 +49,6 @@ def evaluate(program: Any, settings: Settings, read_settings: Callable[[], Setti
 def evaluation_steps(program: Any) -> dict[str, CompiledSteps]:
     """Returns the steps of the splits that are evaluated."""
     return {split: steps for split, steps in program.run_steps.items() if split != "train"}
-
-
-def _restore_best(run: Run) -> Path:
-    """Restores the weights that the newest checkpoint names as the best; returns their path."""
-    try:
-        return restore_best(run.checkpoints, run.best)
-    except Unavailable:
-        raise
-    except (BadInput, Damaged) as problem:
-        raise BadInput(f"--evaluate-only: {problem}; pass --init-from to evaluate other weights") from problem
 
 
 def _evaluate_continuously(program: Any, settings: Settings, read_settings: Callable[[], Settings]) -> None:

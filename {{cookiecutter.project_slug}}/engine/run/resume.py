@@ -67,8 +67,8 @@ def resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tuple
     if any(settings.monitor.startswith(f"{name}/") for name in changed) and progress.epoch < settings.epochs:
         # The scores of other examples cannot be compared: the next one is the best, and --patience counts from here.
         progress.best_score, progress.best_epoch = None, progress.epoch
-    message = f"resumed from {path.name}{_set_changed_rates(run, progress, created)}"
-    return progress, message + _describe_changes(settings, progress, changed, data)
+    changes = "".join(f"; {name!r} has changed ({difference})" for name, difference in changed.items())
+    return progress, f"resumed from {path.name}{_set_changed_rates(run, progress, created)}{changes}"
 
 
 def created_rates(run: Run) -> dict[str, float]:
@@ -94,17 +94,3 @@ def _set_changed_rates(run: Run, progress: Progress, created: dict[str, float]) 
             if name in run.objects.optimizers:
                 run.objects.optimizers[name].learning_rate = rate
     return "".join(f"; {where} {change}" for change, where in texts.items())
-
-
-def _describe_changes(settings: Settings, progress: Progress, changed: dict[str, str], data: dict[str, Any]) -> str:
-    """Returns which datasets have changed, and what that does to the schedule, to append to "resumed from ..."."""
-    text = "".join(f"; {name!r} has changed ({difference})" for name, difference in changed.items())
-    before, now = (fingerprints["train"]["steps_per_epoch"] if changed else 0 for fingerprints in (progress.data, data))
-    if before == now:
-        return text
-    epochs = settings.epochs
-    end = progress.step + (epochs - progress.epoch - ("train" in progress.metrics)) * now
-    return (
-        f"{text}; {before} steps per epoch then, {now} now: the learning-rate schedule spans {epochs * now} steps "
-        f"instead of {epochs * before}, and the training ends after step {end}"
-    )

@@ -13,7 +13,7 @@ import tensorflow as tf
 from engine.cluster.workers import Workers
 from engine.data.element_spec import as_text, batched, decode, leaf_text, leaves
 from engine.data.preparation import Preparation, evaluation_seed, of_largest_length
-from engine.errors import BadInput, Damaged
+from engine.errors import BadInput
 from engine.files import read_json
 from engine.model.objects import TaskObjects
 from engine.model.variables import by_name, name_in_hook
@@ -87,10 +87,7 @@ def load_trained(task: Any, settings: Settings) -> Trained:
     workers = Workers(strategy)
     state = State(strategy, workers, objects.mirrored_weights, objects.per_replica_weights, objects.finalize_layers)
     checkpoints = Checkpoints(settings.run_dir / CHECKPOINTS, State(strategy, workers, {}), keep=1)
-    try:
-        weights = restore_best(checkpoints, Checkpoints(settings.run_dir / BEST, state, keep=1))
-    except Damaged as problem:
-        raise BadInput(f"{problem}: restore it from a backup, or try again if the run is still training") from problem
+    weights = restore_best(checkpoints, Checkpoints(settings.run_dir / BEST, state, keep=1))
     serve = predict_endpoint(task, features_spec)
     traced = serve.function.get_concrete_function()
     check_outputs(outputs := traced.structured_outputs)
