@@ -14,13 +14,12 @@ from engine.cluster.workers import Workers
 from engine.data.element_spec import as_text, batched, decode, leaf_text, leaves
 from engine.data.preparation import Preparation, evaluation_seed, of_largest_length
 from engine.errors import BadInput
-from engine.files import read_json
 from engine.model.objects import TaskObjects
 from engine.model.variables import by_name, name_in_hook
 from engine.run.checkpoints import Checkpoints, restore_best
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
-from engine.settings import CONFIG, Settings
+from engine.settings import CONFIG, Settings, read_config
 from engine.tracing import Traced, converted
 
 NO_TENSORS = "task.load_examples returns something other than plain tensors (ragged or sparse)"
@@ -74,7 +73,7 @@ def load_trained(task: Any, settings: Settings) -> Trained:
 
     Raises BadInput if no such run has best weights yet, its files are damaged, or task.py does not fit it.
     """
-    recorded = read_json(settings.run_dir / CONFIG) or {}
+    recorded = read_config(settings.run_dir) or {}
     if not {"example", "features"} <= recorded.keys():
         raise BadInput(f"{settings.run_dir / CONFIG} does not describe an example: restore it")
     features_spec = batched(decode(recorded["features"]))
