@@ -184,7 +184,7 @@ def user_errors_named(during: Callable[[], str] = lambda: "") -> Iterator[None]:
 
     try:
         yield
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         if not is_users(problem):
             raise
         # An operation failed, or hooks run in Python.
