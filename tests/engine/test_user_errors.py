@@ -181,7 +181,7 @@ def test_fault_of_a_network_in_a_hook_may_pass(ended: Callable[..., str], monkey
 @pytest.mark.parametrize("hook", ["create_model", "train_step"])
 def test_exit_in_a_hook_is_an_error(hook: str, ended: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {}
-    exec(compile("def leave(*_):\n    raise SystemExit", str(task.__file__), "exec"), names)  # As if it stood there.
+    exec(compile("def leave(*_):\n    raise SystemExit", str(task.__file__), "exec"), names)  # noqa: S102
     monkeypatch.setattr(task, hook, names["leave"])
     assert "task.py:2 leave: SystemExit" in ended()
 
