@@ -87,7 +87,8 @@ class RunDirectory(Directory):
         resumed = None if is_fresh else resume(run, batches, data)
         progress, self._start = resumed or (Progress(learning_rates=created_rates(run)), run.objects.source)
         check_objects(run.workers, run.checkpoints.state, run.objects)
-        run.checkpoints.state.check_workers({}, "something in task.create_model or create_optimizer")
+        cause = "something in task.create_model or create_optimizer"
+        run.checkpoints.state.check_workers({}, cause, is_start=resumed is None)
         progress.workers, progress.data = run.workers.count, data
         run.start(progress)
 
