@@ -158,10 +158,6 @@ FAULTY_HOOKS = {
         {"create_metrics": lambda split: {"loss": one_mean()}},
         "task.create_metrics('validation') returned 'loss', which it also returned for 'train': make new metrics",
     ),
-    "no loss": (
-        {"compute_loss": lambda labels, predictions, weights: (None, None)},
-        "task.train_step gave apply_gradients None as the loss",
-    ),
     "no metrics": (
         {"create_metrics": lambda split: {}},
         "--monitor validation/loss is not measured, because task.create_metrics returned none: return a dict",

@@ -15,7 +15,7 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput, user_errors_named
 from engine.model import rows
-from engine.model.gradients import apply_gradients, in_micro_batches
+from engine.model.gradients import apply_gradients, replica_step
 from engine.model.optimizers import prepare_optimizer
 from engine.tracing import operations_of
 
@@ -102,7 +102,7 @@ def trained(
         rows.choose_lazy_rows(model, lazy_rows)
 
     train_step = updating(optimizer, model.trainable_variables, lambda ids, labels, _: loss_of(model, ids, labels))
-    step = in_micro_batches(train_step, config)
+    step = replica_step(train_step, config)
 
     def step_alone(batch: Any) -> None:  # Like Keras's: a graph that returns its loss is rounded in another way.
         step(batch)
