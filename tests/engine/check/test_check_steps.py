@@ -9,7 +9,19 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from planted import L2, ORIGINAL, Fault, assert_found, average, cases, label_losses, linear_model, loss_of, plain_rate
+from planted import (
+    L2,
+    ORIGINAL,
+    Fault,
+    assert_found,
+    average,
+    cases,
+    few_examples,
+    label_losses,
+    linear_model,
+    loss_of,
+    plain_rate,
+)
 
 import task
 import train
@@ -253,3 +265,18 @@ def test_exception_in_a_hook_is_named_by_line_with_what_it_says(check: Any, monk
     assert not passed
     (line,) = [line for line in lines if line.startswith("FAIL")]
     assert re.match(r"FAIL  test_check_steps\.py:\d+ loss_with_numpy  raised KeyError: 'label'", line), line
+
+
+@pytest.mark.parametrize("shift", [1, pytest.param(-1, marks=pytest.mark.long)])
+def test_label_without_a_class_is_named_by_tensorflow(check: Any, shift: int) -> None:
+    def load_examples(split: str) -> Any:
+        few = few_examples(split) if split == "train" else None
+        return few and few.map(lambda features, label: (features, label + shift))
+
+    passed, lines = check({"load_examples": load_examples}, only=("results",))
+    assert not passed
+    (line,) = [line for line in lines if line.startswith("FAIL")]
+    assert re.match(
+        rf"FAIL  task\.py:\d+ compute_loss  raised InvalidArgumentError: .* label value of {10 if shift > 0 else -1}",
+        line,
+    )

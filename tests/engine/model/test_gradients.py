@@ -286,5 +286,5 @@ def test_step_without_a_gradient_is_refused() -> None:
     linear = Linear()
     for variables in ([], [linear.weight]):
         step = replica_step(updating(linear.optimizer, variables, tf.reduce_sum), Config())
-        with pytest.raises(BadInput, match="^task.train_step gave apply_gradients a loss that .*: pass trainable"):
+        with pytest.raises(BadInput, match=r"^task.train_step gave apply_gradients a loss that .*: pass trainable"):
             step((tf.ones([4, 2]),))

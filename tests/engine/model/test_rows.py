@@ -200,21 +200,8 @@ def test_step_reads_and_writes_no_complete_table(monkeypatch: pytest.MonkeyPatch
     }
     assert not complete
     train.run.trace(train.run_steps)
-    assert not rows.slow_reads(task.model, train.run.traced["train"])
     way = f"changes the rows that it looks up: sequential/embedding/embeddings ({ROWS} x {WIDTH})"
     assert way in rows.describe_tables(task.model)
-
-
-def test_table_that_is_read_as_one_tensor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Taken(keras.layers.Embedding):
-        def call(self, inputs: tf.Tensor) -> tf.Tensor:
-            return keras.ops.take(self.embeddings, inputs, axis=0)
-
-    monkeypatch.setattr(rows, "LARGE", ROWS)
-    build(monkeypatch, lambda: Taken(ROWS, WIDTH, name="users"))
-    train.run.trace(train.run_steps)
-    (line,) = rows.slow_reads(task.model, train.run.traced["train"])
-    assert line.startswith("the step reads the table sequential/users/embeddings as one tensor (test_rows.py:")
 
 
 def build(

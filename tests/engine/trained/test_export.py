@@ -19,7 +19,7 @@ from engine.trained.export import _are_close, _compare, _write_models, _write_sa
 from engine.trained.loading import load_trained
 from engine.trained.predictions import Predictor
 
-FILES = {"model.keras", "model.weights.h5", "saved_model"}
+FILES = {"model.keras", "saved_model"}
 IMAGES = np.random.default_rng(1).uniform(0, 16, (7, 8, 8, 1)).astype("float32")
 
 
@@ -56,7 +56,7 @@ def test_exported_weights_are_the_moving_average(trained: Any, exported: Path) -
         np.testing.assert_array_equal(variable.numpy(), average.astype("float32"))
         assert not np.array_equal(average, trained)
     by_weights = small_model()
-    by_weights.load_weights(exported / "export/model.weights.h5")
+    by_weights.load_weights(exported / "export/model.keras")
     for found, expected in zip(by_weights.weights, model.weights, strict=True):
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
     expected = tf.nn.softmax(model(IMAGES / 16.0))

@@ -24,7 +24,6 @@ from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.console import columns, console
 from engine.errors import BadInput, Diverged, first_line, where_raised
-from engine.model.rows import slow_reads
 from engine.model.variables import by_name, is_random_state
 from engine.settings import Settings
 
@@ -46,11 +45,8 @@ def check_task(program: Any, task: Any, settings: Settings, only: Collection[str
             checks.extend(_run_checks(program, task, comparable, settings.global_batch_size, only, checks))
         except BadInput as problem:
             # It names a line of a file, a hook, or a setting.
-            line, hook = (
-                re.match(r"\S+\.py:\d+ \S+(?=: )", str(problem)),
-                re.search(r"\btask\.(?!py\b)\w+", str(problem)),
-            )
-            where = line[0] if line else hook[0].replace(".", ".py ") if hook else "settings"
+            found = re.search(r"^\S+\.py:\d+ \S+(?=: )|\btask\.(?!py\b)\w+", str(problem))
+            where = re.sub(r"^task\.(?!py\b)", "task.py ", found[0]) if found else "settings"
             checks.append(Check(False, where, str(problem)))
         except Diverged as problem:
             text = f"{problem}: a batch may be padding alone, so divide with tf.math.divide_no_nan"
@@ -165,12 +161,10 @@ def _check_evaluation(program: Any, task: Any) -> Iterator[Check]:
         layers = measure.drawing(program, task, split)
         if layers and measure.depends_on_seeds(program, split):
             # A layer of Keras draws in training only, unlike one that is written to sample.
-            of_keras = [name for name, layer in layers.items() if type(layer).__module__.startswith("keras.")]
-            text = f"random in {split}, so not the same on one replica and two: {', '.join(layers)}: draw from a seed "
-            text += "of each example, see docs/steps.md"
-            if of_keras:
-                text = f"{split} draws random numbers in {of_keras[0]}: call the model with training=False"
-            yield Check(not of_keras, where, text)
+            is_of_keras = any(type(layer).__module__.startswith("keras.") for layer in layers.values())
+            text = f"random in {split}, so not the same on one replica and two: {', '.join(layers)}: "
+            text += "call the model with training=False, or draw from a seed of each example, see docs/steps.md"
+            yield Check(not is_of_keras, where, text)
         for name, batches in program.batches.items():
             if batches.split == split:
                 yield from steps.check_metrics(program, task, batches, measure.first_stacks(program, name))
@@ -195,8 +189,6 @@ def _check_updates(program: Any, task: Any, settings: Settings, *, compare: bool
             text += "an optimizer that changes a replica's gradients or counts in Python, and pass epsilon=1e-5 if it "
             text += "has a smaller one, with which rounding may decide the update where a gradient is almost 0"
             yield Check(False, "task.py create_optimizer", text)
-    for text in slow_reads(program.run.objects.model, program.run.traced["train"]):
-        yield Check(True, "task.py train_step", text)
     stack, first, _ = stacks[0]
     losses = [float(program.run_steps["train"](stack, first, 1)[0]) for _ in range(REPEATED_STEPS)]
     # Opposing losses, as in a GAN, need not decrease; that of a batch whose weights are all 0 cannot.

@@ -1,13 +1,11 @@
 """Checks of the examples, of the batches made of them, and of the predictions."""
 
-import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -18,7 +16,6 @@ from engine.data.examples import hook_of
 from engine.data.records import Records
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
-from engine.model.step import step_on
 from engine.settings import Settings
 from engine.tracing import unrepeatable
 
@@ -56,22 +53,21 @@ def check_examples(program: Any, task: Any, settings: Settings, global_batch_siz
     if settings.global_batch_size != global_batch_size:
         text = f"one replica and two are compared with {settings.global_batch_size}, which two can share equally"
         yield Check(True, "--global-batch-size", text)
-    predict = tf.function(lambda features: task.model(features, training=False), autograph=False)
     for name, batches in program.batches.items():
-        yield from _check_batches(task, name, batches, predict)
-    yield Check(True, "task.py prepare_example", "finite features, and labels that the model can predict")
+        yield from _check_batches(name, batches)
+    yield Check(True, "task.py prepare_example", "finite features, and the same batches twice")
     if hook := getattr(task, "predict_step", None):
         yield from _check_predictions(program, hook)
 
 
-def _check_batches(task: Any, name: str, batches: Batches, predict: Callable[[Any], Any]) -> Iterator[Check]:
+def _check_batches(name: str, batches: Batches) -> Iterator[Check]:
     assert batches.traced is not None  # --check excludes --eager.
     draws, python = unrepeatable(batches.traced, "prepare_example")
     looked_at = list(itertools.islice(batches.one_by_one(), BATCHES_LOOKED_AT))
     pairs = zip(tf.nest.flatten(looked_at[0]), tf.nest.flatten(next(batches.one_by_one())), strict=True)
     repeats = all(np.array_equal(first, second, equal_nan=first.dtype.is_floating) for first, second in pairs)
     yield from check_repeats("prepare_example", f"batches of {name!r}", draws, python, repeats=repeats)
-    for features, labels, sample_weights in looked_at:
+    for features, _, sample_weights in looked_at:
         floats = (part for part in tf.nest.flatten(features) if part.dtype.is_floating)
         if not all(bool(tf.reduce_all(tf.math.is_finite(part))) for part in floats):
             raise BadInput(f"task.prepare_example: features of {name!r} are not finite: fix or drop them")
@@ -79,28 +75,6 @@ def _check_batches(task: Any, name: str, batches: Batches, predict: Callable[[An
             if not 0.0 <= weight < math.inf:
                 text = f"or task.prepare_example returned a sample weight of {weight:g}: it must be finite, not below 0"
                 raise BadInput(f"{hook_of(name)} {text}")
-        _check_labels(task, name, (features, labels, sample_weights), predict)
-
-
-def _check_labels(task: Any, name: str, batch: Any, predict: Callable[[Any], Any]) -> None:
-    features, labels, sample_weights = batch
-    if tf.is_tensor(labels) and labels.dtype == tf.string:
-        raise BadInput(f"task.prepare_example returned text labels for {name!r}: map them to numbers")
-    predictions: Any = None
-    if tf.is_tensor(labels) and labels.dtype.is_integer and isinstance(task.model, keras.Model):
-        with contextlib.suppress(Exception):  # A step may call it on something else.
-            predictions = predict(features)
-    if not tf.is_tensor(predictions) or predictions.shape.rank != labels.shape.rank + 1:
-        return
-    classes, low, high = predictions.shape[-1], int(tf.reduce_min(labels)), int(tf.reduce_max(labels))
-    if classes == 1 or 0 <= low <= high < classes:
-        return
-    # Labels may mark padding, or may not be classes at all: only the loss knows.
-    with contextlib.suppress(tf.errors.InvalidArgumentError), step_on(batch):
-        if math.isfinite(float(task.compute_loss(labels, predictions, sample_weights)[0])):
-            return
-    text = f"returned labels from {low} to {high}, and the model predicts {classes} classes, 0 to {classes - 1}"
-    raise BadInput(f"{hook_of(name)} {text}: fix the labels or the model's last layer")
 
 
 def _check_predictions(program: Any, predict_step: Callable[[Any], Any]) -> Iterator[Check]:

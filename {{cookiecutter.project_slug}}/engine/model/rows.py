@@ -15,7 +15,6 @@ from engine.errors import OUTSIDE_TABLE, BadInput
 from engine.machine import memory_of_machine
 from engine.model.step import Gradient, current_step
 from engine.model.variables import by_name, layers_of
-from engine.tracing import Traced, place
 
 KERAS_CALL, KERAS_BUILD = keras.layers.Embedding.call, keras.layers.Embedding.build
 LARGE = 10_000  # The run summary describes tables of at least as many rows.
@@ -122,17 +121,6 @@ def describe_tables(model: Any) -> str:
         if hasattr(table, "updated") and (table.shape[0] >= LARGE or hasattr(table, "has_lazy_rows")):
             by_way.setdefault(table.updated, []).append(f"{table.path} ({table.shape[0]:,} x {table.shape[1]})")
     return "; ".join(f"a step changes {way}: {', '.join(names)}" for way, names in by_way.items())
-
-
-def slow_reads(model: Any, step: Traced) -> list[str]:
-    """Returns a text for each large table that is updated by row, but that a step reads as one tensor."""
-    return [
-        f"the step reads the table {table.path} as one tensor{place(operation)}, which takes time in proportion to its "
-        "rows: see docs/tables.md"
-        for table in tables(model)
-        if (operation := step.complete_reads.get(tuple(table.shape))) and table.shape[0] >= LARGE
-        if getattr(table, "updated", "").startswith("the rows")
-    ]
 
 
 def changes_used_rows_only(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -196,7 +196,7 @@ def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable])
 
 def compile_averaging(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> Callable[[], None]:
     """Returns a function that gives all replicas the mean of their floating values ([...] each)."""
-    if strategy.num_replicas_in_sync == 1 or not variables:
+    if not variables:
         return lambda: None
 
     def average() -> None:

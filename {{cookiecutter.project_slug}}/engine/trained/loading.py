@@ -80,8 +80,9 @@ def load_trained(task: Any, settings: Settings) -> Trained:
     features_spec = batched(decode(recorded["features"]))
     task.config = settings
     objects = TaskObjects(task, settings)
+    two = tf.nest.map_structure(lambda leaf: tf.TensorSpec([2, *leaf.shape[1:]], leaf.dtype), features_spec)
     with objects.recording():
-        task.model = objects.build_models(task.create_model(), two_of(features_spec, settings))
+        task.model = objects.build_models(task.create_model(), of_largest_length(two, settings.pad_to or ()))
     objects.name_weights()
     strategy = tf.distribute.get_strategy()
     workers = Workers(strategy)
@@ -98,12 +99,6 @@ def load_trained(task: Any, settings: Settings) -> Trained:
         example_spec = decode(recorded["example"])
     serve_examples = None if example_spec is None else _with_preparation(task, settings, serve, example_spec)
     return Trained(settings, task.model, weights, unlisted, outputs, serve, serve_examples)
-
-
-def two_of(features_spec: Any, settings: Settings) -> Any:
-    """Returns the element spec of two examples, of the largest length."""
-    two = tf.nest.map_structure(lambda leaf: tf.TensorSpec([2, *leaf.shape[1:]], leaf.dtype), features_spec)
-    return of_largest_length(two, settings.pad_to or ())
 
 
 def predict_endpoint(task: Any, features_spec: Any) -> Endpoint:
