@@ -36,6 +36,10 @@ def shuffled_validation(split):
     return {**found, "hard": found["hard"].shuffle(50)} if split == "validation" else found
 
 
+def labels_as_texts(features, labels):
+    return features / 16.0, tf.strings.as_string(labels)
+
+
 FAULTS = {
     "NaN features": Fault({"prepare_example": broken_features}, "prepare_example", "not finite"),
     "endless": Fault(
@@ -60,6 +64,7 @@ FAULTS = {
         "draws different numbers after a resume: take the parameter `seed`",
         long=True,
     ),
+    "texts as labels": Fault({"prepare_example": labels_as_texts}, "prepare_example", "map them to numbers"),
     "mean-reduced loss": Fault(
         {"create_loss_objects": lambda: {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}},
         "create_loss_objects",

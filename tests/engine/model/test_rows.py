@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 
 @pytest.fixture(autouse=True)
 def by_row() -> None:
-    rows.read_rows()
+    keras.layers.Embedding.call = rows.look_up
 
 
 def batches(count: int, dtype: str = "int64") -> list[tuple[np.ndarray, np.ndarray]]:
@@ -325,10 +325,3 @@ def test_id_outside_of_the_table_is_named(
     with pytest.raises(BadInput, match=line), user_errors_named():
         for stack, first, count in train.batches["train"].iterator().take(8):
             train.run_steps["train"](stack, first, count)
-
-
-def test_table_that_does_not_fit_into_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "memory_of_machine", lambda: 10 * 2**30)
-    line = "the table embedding does not fit: 100,000,000 rows of 64 take 23.8 GB .* this machine has 10.0 GB"
-    with pytest.raises(BadInput, match=line):
-        build(monkeypatch, lambda: keras.layers.Embedding(100_000_000, 64))

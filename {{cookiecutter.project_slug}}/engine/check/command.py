@@ -18,7 +18,7 @@ import tensorflow as tf
 from rich.text import Text
 
 from engine.check import measure, steps
-from engine.check.comparison import BatchStacks, Check, Layers, differing_arrays, differing_loss
+from engine.check.comparison import BatchStacks, Check, Layers, differing_arrays
 from engine.check.examples import check_examples, read_examples
 from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
@@ -42,7 +42,7 @@ def check_task(program: Any, task: Any, settings: Settings, only: Collection[str
     with tempfile.TemporaryDirectory() as folder:
         comparable = _comparable_settings(settings, Path(folder))
         try:
-            checks.extend(_run_checks(program, task, comparable, settings.global_batch_size, only, checks))
+            checks.extend(_run_checks(program, task, comparable, only, checks))
         except BadInput as problem:
             # It names a line of a file, a hook, or a setting.
             found = re.search(r"^\S+\.py:\d+ \S+(?=: )|\btask\.(?!py\b)\w+", str(problem))
@@ -98,12 +98,11 @@ def _comparable_settings(settings: Settings, folder: Path) -> Settings:
 
 
 def _run_checks(
-    program: Any, task: Any, settings: Settings, global_batch_size: int, only: Collection[str], checks: list[Check]
+    program: Any, task: Any, settings: Settings, only: Collection[str], checks: list[Check]
 ) -> Iterator[Check]:
     """Yields the results of the checks, which the caller adds to `checks`; any exception of a hook ends them.
 
-    `global_batch_size` is the user's; the one in `settings` can be shared by two replicas. Tracing takes most of the
-    time, so the evaluation is checked with the program whose results are compared.
+    Tracing takes most of the time, so the evaluation is checked with the program whose results are compared.
     """
     create_strategy(settings)
     task.config = settings  # task.load_examples is called before anything is built.
@@ -111,7 +110,7 @@ def _run_checks(
     hashes: dict[str, str] = {}
     read_examples(program, load_examples, hashes)
     if "examples" in only:
-        yield from check_examples(program, task, settings, global_batch_size)
+        yield from check_examples(program, task, settings)
     with measure.few_examples(task, settings.global_batch_size):
         with measure.recording_optimizers(task):
             two = measure.measure(program, task, settings, 2) if "results" in only else None
@@ -121,15 +120,10 @@ def _run_checks(
             if "evaluation" in only:
                 yield from _check_evaluation(program, task)
             one = measure.results(program, task) if two else None
-            micro_batches = 0  # How many of them alone make losses differ.
-            if one and two and alone != settings and differing_loss(one, two):
-                complete = measure.measure(program, task, alone, 2)
-                one = measure.measure(program, task, alone, 1)
-                micro_batches = 0 if differing_loss(one, complete) else settings.micro_batches
-                two = two if micro_batches else complete
         read_examples(program, load_examples, hashes)
         if one and two:
             yield from steps.check_layers(program, task, one)
+            micro_batches = settings.micro_batches if alone.micro_batches == 1 else 1
             yield from steps.check_same_results(program, task, one, two, micro_batches)
             yield from steps.check_updated_metrics(program, task)
             yield from steps.check_metrics(program, task, program.batches["train"], one.stacks)

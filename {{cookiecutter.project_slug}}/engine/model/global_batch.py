@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from engine.errors import BadInput
 from engine.model.step import current_step
-from engine.model.variables import by_name, layers_of
+from engine.model.variables import layers_of
 from engine.settings import Settings
 from engine.tracing import Traced, converted
 
@@ -128,7 +128,7 @@ def layers_that_count_padding(model: Any) -> Iterator[str]:
     Read it at the end of the step, while that is still being traced.
     """
     changed = None if tf.executing_eagerly() else Traced(tf.compat.v1.get_default_graph()).changed
-    for layer in (layer for part in by_name(model, "model").values() for layer in layers_of(part)):
+    for layer in layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
             # With --eager there is no graph to tell whether the step calls the layer with training=False.
             if changed is None or id(layer.moving_mean.handle) in changed:

@@ -30,6 +30,8 @@ class TaskObjects:
         metrics: split -> name -> metric.
         names: the names of the metrics' results.
         weights: every variable of the models that Keras lists, by name.
+        mirrored: the variables of the state that have one value on all replicas, by name.
+        per_replica: the variables of the state that may differ between replicas.
         average: averages the weights and statistics, with --ema-decay.
         monitor_direction: "min" or "max".
         on_report: task.on_report, or None.
@@ -37,6 +39,8 @@ class TaskObjects:
     """
 
     names: ResultNames
+    mirrored: Variables
+    per_replica: Variables
     average: MovingAverage
     monitor_direction: str
 
@@ -104,6 +108,11 @@ class TaskObjects:
         self._spread()
         averaged = variables.trainable_variables(self.model) | variables.statistics(self.model)
         self.average = MovingAverage(averaged, self._settings.ema_decay)
+        self.mirrored = self.mirrored_weights | self._of_optimizers
+        self.per_replica = self.per_replica_weights | self._of_steps
+        for name, average in self.average.state.items():
+            state = self.per_replica if name in self.per_replica_weights else self.mirrored
+            state[f"average/{name}"] = average
 
     def _check(self) -> None:
         """Raises BadInput for objects that would train wrongly; chooses the tables that --lazy-rows names."""
@@ -158,38 +167,21 @@ class TaskObjects:
         known = [*self._of_optimizers.values(), *self._of_steps.values()]
         self._of_steps |= self._recorder.unlisted(known, "optimizer", "metrics")
 
-    @property
-    def mirrored(self) -> Variables:
-        """The variables that have one value on all replicas."""
-        return self.mirrored_weights | self._of_optimizers | self._averages(of_mirrored=True)
-
-    @property
-    def per_replica(self) -> Variables:
-        """The variables that may differ between replicas."""
-        return self.per_replica_weights | self._of_steps | self._averages(of_mirrored=False)
-
-    def _averages(self, *, of_mirrored: bool) -> Variables:
-        state = self.average.state.items()
-        return {
-            f"average/{name}": average for name, average in state if (name in self.per_replica_weights) != of_mirrored
-        }
-
     def finalize_layers(self) -> None:
         """Makes again what layers compute from their variables, such as the mean of a Normalization.
 
         Call it after the variables were assigned, and before a step is traced, which makes constants of such values.
         """
-        for model in by_name(self.model, "model").values():
-            for layer in variables.layers_of(model):
-                own = (kind for kind in type(layer).__mro__ if not kind.__module__.startswith("keras."))
-                if callable(finalize := getattr(layer, "finalize_state", None)):
-                    finalize()
-                elif any("load_own_variables" in vars(kind) for kind in own):
-                    # It gives all replicas one value, and they may differ.
-                    with variables.given_back(self._strategy, map(inner_variable, layer.variables)):
-                        store: dict[str, Any] = {}
-                        layer.save_own_variables(store)
-                        layer.load_own_variables(store)
+        for layer in variables.layers_of(self.model):
+            own = (kind for kind in type(layer).__mro__ if not kind.__module__.startswith("keras."))
+            if callable(finalize := getattr(layer, "finalize_state", None)):
+                finalize()
+            elif any("load_own_variables" in vars(kind) for kind in own):
+                # It gives all replicas one value, and they may differ.
+                with variables.given_back(self._strategy, map(inner_variable, layer.variables)):
+                    store: dict[str, Any] = {}
+                    layer.save_own_variables(store)
+                    layer.load_own_variables(store)
 
     # --- How they are used --------------------------------------------------------------------------------------------
 

@@ -125,6 +125,20 @@ def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
     return known or "min"
 
 
+def check_outputs(outputs: Any, count: int | None = None) -> None:
+    """Raises BadInput unless task.predict_step returned tensors by name with `count` rows; None while it is traced."""
+    if not isinstance(outputs, dict) or not outputs or not all(isinstance(name, str) for name in outputs):
+        raise BadInput(f"task.predict_step returned {outputs!r}: return a dict of tensors by name, [n, ...] each")
+    for name, output in outputs.items():
+        is_tensor = isinstance(output, tf.Tensor)
+        if not is_tensor or (output.shape.rank is not None and output.shape[:1].as_list() != [count]):
+            shape = f"of shape {output.shape}" if is_tensor else f"as {type(output).__name__}"
+            examples = f" for {count} examples" if count else ""
+            raise BadInput(
+                f"task.predict_step returned {name!r} {shape}{examples}: return a tensor [n, ...], a row per example"
+            )
+
+
 def traced(steps: Any) -> Traced | None:
     """Returns what compiled steps do, traced now if they were not before; None if no graph runs in this process."""
     try:

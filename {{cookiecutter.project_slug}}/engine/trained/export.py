@@ -27,10 +27,11 @@ from engine.data.records import Records
 from engine.data.splits import named
 from engine.errors import BadInput, ProgramExit, first_line, user_errors_named
 from engine.files import sync, writing
+from engine.model.rejections import check_outputs
 from engine.model.variables import is_seed, model_variables
 from engine.settings import INIT_ONLY, Settings, marked
 from engine.tracing import Traced
-from engine.trained.loading import NO_TENSORS, Endpoint, Trained, check_outputs, load_trained, predict_endpoint
+from engine.trained.loading import NO_TENSORS, Endpoint, Trained, load_trained, predict_endpoint
 
 TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
 TIES = 1e-3  # Allowed fraction of differing integers, such as the classes of pixels: rounding decides a tie.

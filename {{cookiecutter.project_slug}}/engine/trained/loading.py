@@ -16,6 +16,7 @@ from engine.data.preparation import Preparation, evaluation_seed, of_largest_len
 from engine.errors import BadInput
 from engine.files import read_json
 from engine.model.objects import TaskObjects
+from engine.model.rejections import check_hooks, check_outputs
 from engine.model.variables import by_name, name_in_hook
 from engine.run.checkpoints import Checkpoints, restore_best
 from engine.run.directory import BEST, CHECKPOINTS
@@ -75,8 +76,6 @@ def load_trained(task: Any, settings: Settings) -> Trained:
     Raises BadInput if no such run has best weights yet, its files are damaged, or task.py does not fit it.
     """
     recorded = read_json(settings.run_dir / CONFIG) or {}
-    if not {"example", "features"} <= recorded.keys():
-        raise BadInput(f"{settings.run_dir / CONFIG} does not describe an example: restore it")
     features_spec = batched(decode(recorded["features"]))
     task.config = settings
     objects = TaskObjects(task, settings)
@@ -103,10 +102,8 @@ def load_trained(task: Any, settings: Settings) -> Trained:
 
 def predict_endpoint(task: Any, features_spec: Any) -> Endpoint:
     """Returns task.predict_step compiled for the model that is in task.model at the first call."""
-    predict_step = getattr(task, "predict_step", None)
-    if not callable(predict_step):
-        raise BadInput("task.py has no function predict_step(features): add one that returns a dict of outputs")
-    function = tf.function(converted(predict_step), input_signature=[features_spec], autograph=False)
+    check_hooks(task, export=True)
+    function = tf.function(converted(task.predict_step), input_signature=[features_spec], autograph=False)
     return Endpoint(function, features_spec)
 
 
@@ -146,17 +143,3 @@ def _placeholder(leaf: tf.TensorSpec, features: list[tf.Tensor]) -> tf.Tensor:
     sizes = [known[axis] if size is None else size for axis, size in enumerate(sizes)]
     zeros = tf.zeros([tf.shape(features[0])[0], *sizes], leaf.dtype)
     return tf.ensure_shape(zeros, tf.TensorShape([None]).concatenate(leaf.shape))
-
-
-def check_outputs(outputs: Any, count: int | None = None) -> None:
-    """Raises BadInput unless task.predict_step returned tensors by name with `count` rows; None while it is traced."""
-    if not isinstance(outputs, dict) or not outputs or not all(isinstance(name, str) for name in outputs):
-        raise BadInput(f"task.predict_step returned {outputs!r}: return a dict of tensors by name, [n, ...] each")
-    for name, output in outputs.items():
-        is_tensor = isinstance(output, tf.Tensor)
-        if not is_tensor or (output.shape.rank is not None and output.shape[:1].as_list() != [count]):
-            shape = f"of shape {output.shape}" if is_tensor else f"as {type(output).__name__}"
-            examples = f" for {count} examples" if count else ""
-            raise BadInput(
-                f"task.predict_step returned {name!r} {shape}{examples}: return a tensor [n, ...], a row per example"
-            )
