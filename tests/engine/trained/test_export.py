@@ -275,10 +275,13 @@ def test_run_that_cannot_be_loaded_is_refused_in_one_line(
     for predict_step, problem in (
         (
             lambda features: {"mean": tf.reduce_mean(features)},
-            "returned 'mean' of shape (): return a tensor [n, ...], a",
+            "returned 'mean', a SymbolicTensor of shape (), for n examples: return a tensor [n, ...], a",
         ),
-        (lambda features: {"twice": tf.repeat(features, 2, axis=0)}, "'twice' of shape (6, 8, 8, 1) for 3 examples: r"),
-        (lambda features: {"sparse": tf.sparse.from_dense(features)}, "'sparse' as SparseTensor: return a tensor [n,"),
+        (
+            lambda features: {"twice": tf.repeat(features, 2, axis=0)},
+            "'twice', a EagerTensor of shape (6, 8, 8, 1), for 3 examples: r",
+        ),
+        (lambda features: {"sparse": tf.sparse.from_dense(features)}, "'sparse', a SparseTensor of shape "),
         (None, "task.py has no function predict_step"),
     ):
         with monkeypatch.context() as patching:

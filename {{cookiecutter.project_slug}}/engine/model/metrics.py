@@ -110,9 +110,8 @@ def _arrays(name: str, result: Any, subject: str) -> Iterator[tuple[str, np.ndar
             yield from _arrays(f"{name}/{key}", part, subject)
         return
     try:
-        array = np.asarray(
-            tf.convert_to_tensor(inner_variable(result)) if isinstance(result, keras.Variable | tf.Variable) else result
-        )
+        result = inner_variable(result)
+        array = np.asarray(tf.convert_to_tensor(result) if isinstance(result, tf.Variable) else result)
         if array.dtype.kind in "OSU":
             raise ValueError(f"of type {type(result).__name__}")
         yield name, array.astype(np.float64)

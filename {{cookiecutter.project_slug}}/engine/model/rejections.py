@@ -10,7 +10,7 @@ import tensorflow as tf
 from engine.errors import BadInput
 from engine.model.metrics import Metrics, ResultNames, split_of
 from engine.model.optimizers import inner_optimizers
-from engine.model.variables import by_name, inner_variable, is_seed, trainable_variables, variable_path
+from engine.model.variables import by_name, inner_variable, trainable_variables, variable_path
 from engine.tracing import Traced
 
 CREATE_HOOKS = ("create_model", "create_optimizer", "create_loss_objects", "create_metrics")
@@ -130,12 +130,13 @@ def check_outputs(outputs: Any, count: int | None = None) -> None:
     if not isinstance(outputs, dict) or not outputs or not all(isinstance(name, str) for name in outputs):
         raise BadInput(f"task.predict_step returned {outputs!r}: return a dict of tensors by name, [n, ...] each")
     for name, output in outputs.items():
-        is_tensor = isinstance(output, tf.Tensor)
-        if not is_tensor or (output.shape.rank is not None and output.shape[:1].as_list() != [count]):
-            shape = f"of shape {output.shape}" if is_tensor else f"as {type(output).__name__}"
-            examples = f" for {count} examples" if count else ""
+        has_rows = isinstance(output, tf.Tensor) and (
+            output.shape.rank is None or output.shape[:1].as_list() == [count]
+        )
+        if not has_rows:
             raise BadInput(
-                f"task.predict_step returned {name!r} {shape}{examples}: return a tensor [n, ...], a row per example"
+                f"task.predict_step returned {name!r}, a {type(output).__name__} of shape {getattr(output, 'shape', '?')}, "
+                f"for {count or 'n'} examples: return a tensor [n, ...], a row per example"
             )
 
 
@@ -158,8 +159,6 @@ def check_changes(
     for split, step in steps.items():
         hook = "train_step" if split == "train" else "evaluation_step"
         lost = [name for handle, name in step.changed.items() if name and handle not in handles]
-        if lost and is_seed(lost[0]):
-            raise BadInput(UNSEEDED)
         if lost:
             raise BadInput(
                 f"task.{hook} changes the variable {lost[0]}, which no checkpoint contains: make it in a create_* "
