@@ -275,13 +275,13 @@ def test_run_that_cannot_be_loaded_is_refused_in_one_line(
     for predict_step, problem in (
         (
             lambda features: {"mean": tf.reduce_mean(features)},
-            "returned 'mean', a SymbolicTensor of shape (), for n examples: return a tensor [n, ...], a",
+            "returned 'mean' as SymbolicTensor of shape () for n examples: return a tensor [n, ...], a",
         ),
         (
             lambda features: {"twice": tf.repeat(features, 2, axis=0)},
-            "'twice', a EagerTensor of shape (6, 8, 8, 1), for 3 examples: r",
+            "'twice' as EagerTensor of shape (6, 8, 8, 1) for 3 examples: r",
         ),
-        (lambda features: {"sparse": tf.sparse.from_dense(features)}, "'sparse', a SparseTensor of shape "),
+        (lambda features: {"sparse": tf.sparse.from_dense(features)}, "'sparse' as SparseTensor of shape "),
         (None, "task.py has no function predict_step"),
     ):
         with monkeypatch.context() as patching:

@@ -134,9 +134,10 @@ def check_outputs(outputs: Any, count: int | None = None) -> None:
             output.shape.rank is None or output.shape[:1].as_list() == [count]
         )
         if not has_rows:
+            shape = getattr(output, "shape", "unknown")
             raise BadInput(
-                f"task.predict_step returned {name!r}, a {type(output).__name__} of shape {getattr(output, 'shape', '?')}, "
-                f"for {count or 'n'} examples: return a tensor [n, ...], a row per example"
+                f"task.predict_step returned {name!r} as {type(output).__name__} of shape {shape} for {count or 'n'} "
+                "examples: return a tensor [n, ...], a row per example"
             )
 
 
