@@ -106,9 +106,6 @@ class Traced:
         self.random_operations = described(drawing.__contains__)
         self.python_calls = described(PYTHON_CALLS.__contains__)
         self.table_changes = described(TABLE_CHANGES.__contains__)
-        # The shapes of the variables that it reads as one tensor, and an operation that does.
-        reads = (operation for operation in operations if operation.type == "ReadVariableOp")
-        self.complete_reads = {tuple(read.outputs[0].shape): read for read in reads if read.outputs[0].shape.rank}
         # Values that Python draws while the function is traced: each call uses the same ones.
         drawn = (name for part in _graphs(graph) for name in part.get_collection(DRAWN_ONCE))
         self.drawn_once = list(dict.fromkeys(drawn))
@@ -118,9 +115,8 @@ def differing_value(one: tf.Graph, again: tf.Graph) -> list[str]:
     """Returns the first value that differs between two traces of a function, such as a clock's; none if all agree."""
 
     def described(operation: tf.Operation) -> tuple[str, bytes]:
-        is_number = (
-            operation.type == "Const" and operation.outputs[0].dtype != tf.string
-        )  # Texts may contain addresses.
+        # Texts may contain addresses.
+        is_number = operation.type == "Const" and operation.outputs[0].dtype != tf.string
         return operation.type, operation.get_attr("value").SerializeToString() if is_number else b""
 
     pairs = zip(operations_of(one), operations_of(again), strict=False)

@@ -15,7 +15,6 @@ from engine.console import console, print_result
 from engine.data.batches import Batches
 from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes, user_errors_named
 from engine.files import read_json, until_written, write_json, writing
-from engine.model.rows import slow_reads
 from engine.report.report import Goodput, Report
 from engine.run.agreement import check_objects, same_data
 from engine.run.directory import RESULT, Directory
@@ -132,11 +131,10 @@ class RunDirectory(Directory):
 
 
 def _warn(run: Run, batches: dict[str, Batches]) -> None:
-    """Prints which operations in the hooks a resumed run may not repeat, and which reads of tables are slow."""
+    """Prints which operations in the hooks a resumed run may not repeat."""
     warnings = []
     if step := run.traced.get("train"):
         warnings += [f"task.train_step: {text}" for texts in unrepeatable(step, "train_step") for text in texts]
-        warnings += slow_reads(run.objects.model, step)
     for traced in filter(None, (dataset.traced for dataset in batches.values())):  # It is None with --eager.
         warnings += [
             f"task.prepare_example: {text}" for texts in unrepeatable(traced, "prepare_example") for text in texts
