@@ -14,6 +14,7 @@ from engine.model.build import build_models, build_optimizers, set_up
 from engine.model.metrics import Metrics, ResultNames, build_metrics, in_float64, metric_results, split_of
 from engine.model.optimizers import inner_optimizers
 from engine.model.rows import choose_lazy_rows
+from engine.model.traced_once import TakenFromPython, names_in_steps
 from engine.model.variables import Recorder, Variables, by_name, inner_variable, is_random_state, is_seed
 from engine.settings import Settings
 
@@ -92,6 +93,10 @@ class TaskObjects:
         with in_float64():
             yield
 
+    def taken_from_python(self) -> TakenFromPython:
+        """Returns what steps that are traced now take from Python."""
+        return TakenFromPython(self._task)
+
     def finish(self, batch_specs: Mapping[str, Any]) -> None:
         """Checks the objects, makes the variables that are missing, and spreads random states over the replicas.
 
@@ -119,6 +124,7 @@ class TaskObjects:
         for metrics in self.metrics.values():
             rejections.check_scope(self._strategy, metrics, "task.create_metrics")
         rejections.check_metrics(self.metrics)
+        names_in_steps(self._task)
         rejections.check_loss_objects(self._task.loss_objects)
         if not self._settings.evaluates:
             rejections.check_float8(self.model)

@@ -131,14 +131,14 @@ class RunDirectory(Directory):
 
 
 def _warn(run: Run, batches: dict[str, Batches]) -> None:
-    """Prints which operations in the hooks a resumed run may not repeat."""
-    warnings = []
-    if step := run.traced.get("train"):
-        warnings += [f"task.train_step: {text}" for texts in unrepeatable(step, "train_step") for text in texts]
-    for traced in filter(None, (dataset.traced for dataset in batches.values())):  # It is None with --eager.
-        warnings += [
-            f"task.prepare_example: {text}" for texts in unrepeatable(traced, "prepare_example") for text in texts
-        ]
+    """Prints what of the hooks a resumed run may not repeat, which random numbers are correlated, and other faults."""
+    hooks = [("prepare_example", dataset.traced) for dataset in batches.values()]
+    hooks.append(("train_step", run.traced.get("train")))
+    warnings = list(run.objects.warnings())
+    for hook, traced in hooks:
+        if traced:  # It is None with --eager.
+            draws, calls = unrepeatable(traced, hook)
+            warnings += [f"task.{hook}: {text}" for text in (*draws, *calls, *traced.shared_seeds)]
     for text in dict.fromkeys(warnings):
         console.print(text)
 

@@ -19,6 +19,7 @@ from engine.files import write_json
 from engine.model.metrics import split_of
 from engine.model.objects import TaskObjects
 from engine.model.rejections import check_changes, traced
+from engine.model.traced_once import TakenFromPython
 from engine.model.variables import Variables, is_of_metrics
 from engine.report.report import Goodput, Report, start_time
 from engine.run.checkpoints import Checkpoints, Writer
@@ -66,6 +67,7 @@ class Run:
         self._executions = Executions(settings, workers, strategy_info(strategy).all_reduce)
         self.passes: list[Pass] = []
         self._changed_by_evaluation: list[tf.Variable] = []
+        self._from_python: TakenFromPython | None = None
         self._examples = 0  # Examples in an epoch of training.
         self._saved_step: int | None = None
 
@@ -84,6 +86,7 @@ class Run:
         BadInput if a step changes anything besides the variables of the state.
         """
         self.traced = {split: step for split in steps if (step := traced(steps[split]))}
+        self._from_python = self.objects.taken_from_python() if self.traced else None
         check_changes(self.traced, self.strategy, self.checkpoints.state.variables())
         # Without a graph, as with --eager, everything that an evaluation may change is given back.
         mirrored, per_replica = self.objects.mirrored if self.traced else {}, self.objects.per_replica
@@ -103,6 +106,8 @@ class Run:
             self.passes.append(one_pass)
             if one_pass.split == "train":
                 self.progress.report_changes(self.objects.learning_rates())
+                for text in self._from_python.changes() if self._from_python else ():
+                    console.print(text)
             self.live.begin(one_pass.name, one_pass.epoch, one_pass.done, one_pass.steps)
         return one_pass
 
