@@ -98,9 +98,9 @@ def test_kubernetes_indexed_job_is_a_cluster() -> None:
     assert find_cluster({**pod, "WORKERS": "", "PET_NNODES": "2"}) == cluster
     for given, reason in {
         ("WORKERS", "two"): "WORKERS=two in the environment must be a whole number",
-        ("JOB_NAME", ""): "JOB_NAME is not set beside JOB_COMPLETION_INDEX",
+        ("JOB_NAME", ""): "JOB_NAME=, SERVICE_NAME=peers and WORKERS=2 .* name a cluster only together",
         # A runtime of another version may set neither number.
-        ("WORKERS", ""): "JOB_NAME=digits names a cluster, but neither WORKERS nor PET_NNODES is",
+        ("WORKERS", ""): "JOB_NAME=digits, SERVICE_NAME=peers and WORKERS=None .* name a cluster only together",
     }.items():
         with pytest.raises(BadInput, match=reason):
             find_cluster({**pod, given[0]: given[1]})

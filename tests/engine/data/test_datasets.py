@@ -69,7 +69,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"train": tf.data.Dataset.range(9)}, r"'labels' \(task.prepare_example gets .*: int64\[\], as task.load_examples"),
     (
         {"train": numbers(0, 9).map(lambda number, label: (number, label, [1.0, 2.0]))},
-        r"returned sample weights of float32\[2\]: each must be one number",
+        r"returned sample weights of \(2,\): each must be one number",
     ),
     (
         {"train": tf.data.Dataset.range(9).map(lambda length: (tf.ones(length), 0))},

@@ -123,15 +123,13 @@ def _from_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
     job, service = environment.get("JOB_NAME"), environment.get("SERVICE_NAME")
     # Kubeflow Trainer has another name for the number of pods.
     pods = _number(environment, "WORKERS") or _number(environment, "PET_NNODES")
-    if job and service and not pods:
-        raise BadInput(
-            f"JOB_NAME={job} names a cluster, but neither WORKERS nor PET_NNODES is set: set WORKERS to the number of "
-            "pods that train together, as deploy/jobset.yaml does"
-        )
-    if pods < 2:
+    if pods < 2 and not (job and service):
         return None
-    if not (job and service):
-        raise BadInput("SERVICE_NAME or JOB_NAME is not set beside JOB_COMPLETION_INDEX: see deploy/kubernetes.yaml")
+    if not (job and service and pods):
+        raise BadInput(
+            f"JOB_NAME={job}, SERVICE_NAME={service} and WORKERS={pods or None} (or PET_NNODES) name a cluster only "
+            "together: set all of them, as deploy/kubernetes.yaml does"
+        )
     addresses = [f"{job}-{pod}.{service}:12345" for pod in range(pods)]
     return Cluster("Kubernetes", {"worker": addresses}, "worker", _number(environment, "JOB_COMPLETION_INDEX"))
 

@@ -19,7 +19,6 @@ from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
 
 Arrays = dict[str, np.ndarray]
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
-HEAD = 256  # Bytes of a result in the first operation of `from_chief`; most results fit.
 
 
 class Workers:
@@ -116,14 +115,11 @@ class Workers:
             except (BadInput, CannotWrite, Damaged) as problem:
                 error = problem
         message: Any = pickle.dumps((value, error), protocol=5) if self.is_chief else b""
-        # The size of the message in 64 bits, and its first bytes.
-        head = np.frombuffer((len(message).to_bytes(8, "little") + message[:HEAD]).ljust(8 + HEAD, b"\0"), np.uint8)
         name = getattr(getattr(function, "func", function), "__qualname__", "a decision of the chief")
-        chiefs = self.gather({"head": head}, name)["head"][0].tobytes()
-        size = int.from_bytes(chiefs[:8], "little")
-        message = chiefs[8:] if size <= HEAD else self._send(message, size)
+        size = self.gather({"size": np.array(len(message))}, name)["size"][0]
+        received = self._send(message, size)
         if not self.is_chief:
-            value, error = pickle.loads(message)
+            value, error = pickle.loads(received)
             if isinstance(error, CannotWrite | Unavailable):
                 raise PeerLost(str(error))  # The chief's end is counted, once.
         if error is not None:

@@ -20,10 +20,6 @@ from engine.data.element_spec import as_text, is_static, unbatched
 from engine.errors import BadInput, first_line, where_raised
 from engine.tracing import Traced, converted, differing_value
 
-# What the hook may raise because it expects other examples.
-OF_OTHER_EXAMPLES = (AttributeError, LookupError, TypeError, ValueError, tf.errors.InvalidArgumentError)
-ONE_WEIGHT = "each must be one number; return weights by output as a part of the labels (docs/from_keras_fit.md)"
-
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
@@ -120,21 +116,15 @@ class Preparation:
         `hook` is the call that loads the examples, for messages. With `eager`, the hook runs on the `first_example`.
         """
         if (key := str(example_spec)) not in self._prepared:
-            _, weight = self._arguments(example_spec)
-            if weight is not None and (not isinstance(weight, tf.TensorSpec) or weight.shape.rank != 0):
-                raise BadInput(f"{hook} returned sample weights of {as_text(weight)}: {ONE_WEIGHT}")
             try:
                 self._prepared[key] = self._trace(example_spec, first_example)
             except BadInput:
                 raise
             except Exception as problem:
-                text = f"{where_raised(problem)}: {first_line(problem)}"
-                if isinstance(problem, OF_OTHER_EXAMPLES):
-                    text += (
-                        " (task.prepare_example gets examples one by one, the parts of a tuple as arguments: "
-                        f"{as_text(example_spec)}, as {hook} returned them)"
-                    )
-                raise BadInput(text) from problem
+                raise BadInput(
+                    f"{where_raised(problem)}: {first_line(problem)} (task.prepare_example gets examples one by one, "
+                    f"the parts of a tuple as arguments: {as_text(example_spec)}, as {hook} returned them)"
+                ) from problem
         self._check_batches(self._prepared[key], hook)
         return self._prepared[key]
 
@@ -230,7 +220,10 @@ class Preparation:
         weight = weights[0] if weights else 1.0 if weight is None else weight
         if isinstance(weight, dict | tuple) or (weight := tf.cast(weight, tf.float32)).shape.rank != 0:
             kind = getattr(weight, "shape", f"a {type(weight).__name__}")
-            raise BadInput(f"task.prepare_example returned sample weights of {kind}: {ONE_WEIGHT}")
+            raise BadInput(
+                f"a hook returned sample weights of {kind}: each must be one number; return weights by output as a "
+                "part of the labels (docs/from_keras_fit.md)"
+            )
         if self.is_eager:
             features, labels = tf.nest.map_structure(tf.convert_to_tensor, (features, labels))
         return features, labels, tf.where(place < length, weight, 0.0)

@@ -142,8 +142,6 @@ def _make(path: str, size: int) -> FileIndex:
             if asked_to_stop.is_set():
                 raise Unavailable(f"stopped by a signal while the index of {path} was made")
             if offsets[-1] > size:
-                if _size_and_time(path)[0] > size:
-                    raise BadInput(f"{path} is still being written: start again when it is complete")
                 raise _damaged(path, first + len(offsets) - 2, offsets[-2], "it is cut short")
             digest.update(headers.tobytes())
             all_checksums += checksums
