@@ -241,16 +241,13 @@ def test_indexes_are_cached_beside_the_run(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("runs/first"))
 
 
-def test_records_without_a_file_and_of_workers_files_are_refused(files: Records) -> None:
+def test_records_without_a_file_are_refused() -> None:
     for given, reason in {
         "*.none": "task.load_examples('train') returned Records('*.none'), which matches no file: give the path of",
         ".": ". cannot be read (Is a directory)",
     }.items():
         with pytest.raises(BadInput, match=re.escape(reason)):
             batches(Records(given))
-    config = Config(simulated_devices=2, global_batch_size=8)
-    with pytest.raises(BadInput, match="takes an input_context and returned Records: remove it from load_examples"):
-        batches_of("train", lambda split, input_context=None: files, number_of, config, pipelines=(2, 0))
 
 
 def test_index_in_memory_does_not_grow_with_the_files(files: Records, monkeypatch: pytest.MonkeyPatch) -> None:

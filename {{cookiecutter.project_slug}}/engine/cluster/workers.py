@@ -114,7 +114,7 @@ class Workers:
                 value = function()
             except (BadInput, CannotWrite, Damaged) as problem:
                 error = problem
-        message: Any = pickle.dumps((value, error), protocol=5) if self.is_chief else b""
+        message = pickle.dumps((value, error), protocol=5) if self.is_chief else b""
         name = getattr(getattr(function, "func", function), "__qualname__", "a decision of the chief")
         size = self.gather({"size": np.array(len(message))}, name)["size"][0]
         received = self._send(message, size)
@@ -126,15 +126,15 @@ class Workers:
             raise error
         return value
 
-    def _send(self, message: bytes, size: int) -> np.ndarray:
-        """Returns the chief's message of `size` bytes ([size], uint8) on all workers."""
+    def _send(self, message: bytes, size: int) -> memoryview:
+        """Returns the chief's message of `size` bytes on all workers."""
         received = np.frombuffer(message, np.uint8) if self.is_chief else np.zeros(size, np.uint8)
         for first in range(0, size, 4 * CHUNK):
             piece = received[first : first + 4 * CHUNK]
             summed = self._sum(_as_integers(piece.tobytes()))
             if not self.is_chief:
                 piece[:] = summed.view(np.uint8)[: piece.size]
-        return received
+        return received.data
 
 
 def _as_integers(packed: bytes) -> np.ndarray:

@@ -56,7 +56,7 @@ Elements = tuple[tf.data.Dataset, Callable[..., tuple[tf.Tensor, Any]]]
 
 
 class Examples:
-    """A finite number of single examples: all of a dataset, or those in the files that one process loads.
+    """A finite number of single examples.
 
     In the methods, `first` is a place at the beginning of a batch (int64), and `seed` (int64, scalar) shuffles the
     examples; None keeps them in the order of task.load_examples.
