@@ -27,8 +27,8 @@ from engine.console import console
 from engine.errors import BadInput, Unavailable, asked_to_stop
 from engine.files import until_read
 
-VERSION = 4
-BYTES_OF_POINT = 2**15  # The first record at or after each multiple of this is a point.
+VERSION = 5
+BYTES_OF_POINT = 2**18  # The first record at or after each multiple of this is a point.
 POINTS_OF_SMALL_FILE = 1024  # The points of a small file are closer, and there are about this many.
 RECORDS_AT_ONCE = 2**16  # Records that are checked together while an index is made.
 FILES_AT_ONCE = 16  # Storage may answer late.
