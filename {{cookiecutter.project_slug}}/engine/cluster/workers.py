@@ -37,20 +37,15 @@ class Workers:
 
     def _sum(self, integers: np.ndarray) -> np.ndarray:
         """Returns the sum of all workers' `integers` ([n], int32)."""
-        # One of a worker's replicas carries its integers.
-        first = iter([integers])
-        per_replica = self._strategy.experimental_distribute_values_from_function(
-            lambda _: tf.constant(next(first, np.zeros_like(integers)))
-        )
-        return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None).numpy()
+        return self.sum(tf.constant(integers)).numpy()
 
     @tf.autograph.experimental.do_not_convert
-    def sum(self, losses: tf.Tensor) -> tf.Tensor:
-        """Returns the sum of the `losses` (any shape) of all workers, on each of them; in a graph."""
+    def sum(self, values: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of the `values` (any shape) of all workers, on each of them; also in a graph."""
         if self.count == 1:
-            return losses
-        of_replicas = iter([losses])  # One of a worker's replicas carries its losses.
-        per_replica = self._strategy.run(lambda: next(of_replicas, tf.zeros_like(losses)))
+            return values
+        of_replicas = iter([values])  # One of a worker's replicas carries its values.
+        per_replica = self._strategy.run(lambda: next(of_replicas, tf.zeros_like(values)))
         return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None)
 
     def gather(self, values: Arrays, doing: str = "", *, to_chief: bool = False) -> Arrays:
