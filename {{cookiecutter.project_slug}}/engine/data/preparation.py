@@ -91,6 +91,17 @@ class Prepared:
     padding: Padding | None  # None where no sequences are padded.
     traced: Traced | None  # What the hook does; None if it runs in Python, with --eager.
 
+    def features(self, places: tf.Tensor, examples: Any, seed: tf.Tensor) -> Any:
+        """Returns the prepared features of examples ([n, ...]), in the graph that is being built.
+
+        Operations that only the labels need do not run, unless they have an effect, as tf.debugging.Assert has.
+        """
+        length = tf.constant(tf.int64.max, tf.int64)
+        if self.batch:
+            return self.batch(places, examples, length, seed)[0]
+        one = tf.autograph.experimental.do_not_convert(lambda element: self.one(*element, length, seed)[0])
+        return tf.map_fn(one, (places, examples), fn_output_signature=self.spec[0])
+
 
 class Preparation:
     """Prepares examples, and gives each a sample weight: its own or 1, and 0 to the padding behind the last one."""
@@ -181,21 +192,6 @@ class Preparation:
                 f"--pad-to {' '.join(map(str, self._pad_to))}: {returned}, where no tensor's first size differs: "
                 "remove --pad-to, or do not pad in prepare_example"
             )
-
-    def features(self, prepared: Prepared, places: tf.Tensor, batch: Any, seed: tf.Tensor) -> Any:
-        """Returns the prepared features of a batch of examples ([n, ...]), in the graph that is being built.
-
-        Operations that only the labels need do not run, unless they have an effect, as tf.debugging.Assert has.
-        `places` (int64, [n]) and `seed` are as in Prepared.
-        """
-
-        def prepare(element: tuple[tf.Tensor, Any]) -> Any:
-            example = self._prepare_one(*element, tf.int64.max, seed)
-            return (prepared.padding.pad(example) if prepared.padding else example)[0]
-
-        if prepared.batch:
-            return tf.vectorized_map(prepare, (places, batch), fallback_to_while_loop=False)
-        return tf.map_fn(prepare, (places, batch), fn_output_signature=prepared.spec[0])
 
     def _prepare_batch(self, places: tf.Tensor, examples: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
         # Without fallback, because an operation that cannot be vectorized would run for one example after the other.
