@@ -53,7 +53,6 @@ def test_splits_may_be_missing_and_have_several_sets() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"train": None}, r"task.load_examples\('train'\) returned a NoneType"),
     ({"train": {"one": numbers(0, 20)}}, r"task.load_examples\('train'\) returned a dict"),
-    ({"validation": {}}, r"task.load_examples\('validation'\) returned an empty dict: return None"),
     ({"test": {"a/b": numbers(0, 9)}}, r"task.load_examples\('test'\) returned a dataset called 'a/b': use letters"),
     ({"test": {7: numbers(0, 9)}}, r"task.load_examples\('test'\) returned a dataset called 7: use letters"),
     ({"test": {"a": numbers(0, 9), "b": None}}, r"task.load_examples\('test'\)\['b'\] returned a NoneType"),

@@ -85,18 +85,17 @@ def load_datasets(split: str, load_examples: Callable[..., Any], settings: Setti
 def named(split: str, loaded: Any) -> dict[str, Any]:
     """Returns the datasets that task.load_examples returned, as "validation" or "validation/<dataset>".
 
-    Raises BadInput for an empty dictionary, and for a name of other characters than letters, digits, "_", "-" and ".".
+    Raises BadInput for a name of other characters than letters, digits, "_", "-" and ".".
     """
     if split == "train":  # There must be one; None or a dictionary is rejected where it is read.
         return {split: loaded}
     if not isinstance(loaded, Mapping):
         return {} if loaded is None else {split: loaded}
-    hook = hook_of(split)
-    if not loaded:
-        raise BadInput(f"{hook} returned an empty dict: return None if there is no {split}")
     for name in loaded:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            raise BadInput(f"{hook} returned a dataset called {name!r}: use letters, digits, '_', '-' and '.'")
+            raise BadInput(
+                f"{hook_of(split)} returned a dataset called {name!r}: use letters, digits, '_', '-' and '.'"
+            )
     return {f"{split}/{name}": dataset for name, dataset in loaded.items()}
 
 
