@@ -94,9 +94,7 @@ def test_gpus_that_tensorflow_cannot_use_are_reported_once(
     create()
     create()
     (warning,) = capsys.readouterr().out.splitlines()
-    assert (
-        "this machine has 2 NVIDIA GPU(s), and TensorFlow can use none (CUDA_VISIBLE_DEVICES is '-1': " in warning
-    )
+    assert "this machine has 2 NVIDIA GPU(s), and TensorFlow can use none (CUDA_VISIBLE_DEVICES is '-1': " in warning
     assert "pip install 'tensorflow[and-cuda]'" in warning
     with pytest.raises(BadInput, match="--strategy mirrored needs GPUs and this machine has 2 NVIDIA GPU"):
         create(strategy="mirrored")

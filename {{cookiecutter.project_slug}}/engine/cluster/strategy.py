@@ -107,7 +107,7 @@ def _problems(name: str, settings: Settings, gpus: int, cluster: Cluster | None)
         reason = why_no_gpu(os.environ) or "this machine shows none"
         yield f"--strategy mirrored needs GPUs and {reason}: use --simulated-devices N, or --strategy one_device"
     possible = ["auto"]
-    if gpus and name != "tpu":
+    if gpus and name in ("mirrored", "one_device", "multi_worker"):
         possible += ["nccl"]
     if name in ("mirrored", "one_device"):
         possible += ["one_device"]

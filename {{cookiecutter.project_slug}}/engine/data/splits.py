@@ -91,11 +91,10 @@ def named(split: str, loaded: Any) -> dict[str, Any]:
         return {split: loaded}
     if not isinstance(loaded, Mapping):
         return {} if loaded is None else {split: loaded}
+    hook = hook_of(split)
     for name in loaded:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            raise BadInput(
-                f"{hook_of(split)} returned a dataset called {name!r}: use letters, digits, '_', '-' and '.'"
-            )
+            raise BadInput(f"{hook} returned a dataset called {name!r}: use letters, digits, '_', '-' and '.'")
     return {f"{split}/{name}": dataset for name, dataset in loaded.items()}
 
 
