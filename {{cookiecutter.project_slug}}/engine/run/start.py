@@ -88,7 +88,7 @@ class RunDirectory(Directory):
         check_objects(run.workers, run.checkpoints.state, run.objects)
         cause = "something in task.create_model or create_optimizer"
         run.checkpoints.state.check_workers({}, cause, is_start=resumed is None)
-        progress.workers, progress.data = run.workers.count, data
+        progress.data = data
         run.start(progress)
 
     @contextlib.contextmanager
