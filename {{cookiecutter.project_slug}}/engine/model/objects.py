@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from engine.console import console
 from engine.errors import Diverged
 from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
@@ -30,6 +31,7 @@ class TaskObjects:
         optimizer: an optimizer, or a dict of them under the models' names.
         metrics: split -> name -> metric.
         names: the names of the metrics' results.
+        names_in_steps: the names that the code of the steps contains.
         weights: every variable of the models that Keras lists, by name.
         mirrored: the variables of the state that have one value on all replicas, by name.
         per_replica: the variables of the state that may differ between replicas.
@@ -40,6 +42,7 @@ class TaskObjects:
     """
 
     names: ResultNames
+    names_in_steps: set[str]
     mirrored: Variables
     per_replica: Variables
     average: MovingAverage
@@ -93,10 +96,6 @@ class TaskObjects:
         with in_float64():
             yield
 
-    def taken_from_python(self) -> TakenFromPython:
-        """Returns what steps that are traced now take from Python."""
-        return TakenFromPython(self._task)
-
     def finish(self, batch_specs: Mapping[str, Any]) -> None:
         """Checks the objects, makes the variables that are missing, and spreads random states over the replicas.
 
@@ -124,7 +123,7 @@ class TaskObjects:
         for metrics in self.metrics.values():
             rejections.check_scope(self._strategy, metrics, "task.create_metrics")
         rejections.check_metrics(self.metrics)
-        names_in_steps(self._task)
+        self.names_in_steps = names_in_steps(self._task)
         rejections.check_loss_objects(self._task.loss_objects)
         if not self._settings.evaluates:
             rejections.check_float8(self.model)
@@ -213,6 +212,15 @@ class TaskObjects:
             for inner_name, inner in ({inner.name: inner for inner in inner_optimizers(outer)} or {"": outer}).items():
                 optimizers["/".join(filter(None, ["learning_rate", name, inner_name]))] = inner
         return optimizers
+
+    def start_to_compare_python(self, *, is_needed: bool) -> None:
+        """Call it when the steps have been traced; it `is_needed` unless they run in Python."""
+        self._from_python = TakenFromPython(self._task) if is_needed else None
+
+    def report_changes_of_python(self) -> None:
+        """Prints what has changed in Python since the steps were traced, or since the last call."""
+        for text in self._from_python.changes() if self._from_python else ():
+            console.print(text)
 
     def results(self, name: str) -> dict[str, float]:
         """Returns the metrics of a dataset as "<name>/<metric>", and resets them: datasets of a split share them."""

@@ -134,7 +134,9 @@ def _warn(run: Run, batches: dict[str, Batches]) -> None:
     """Prints what of the hooks a resumed run may not repeat, which random numbers are correlated, and other faults."""
     hooks = [("prepare_example", dataset.traced) for dataset in batches.values()]
     hooks.append(("train_step", run.traced.get("train")))
-    warnings = list(run.objects.warnings())
+    warnings = []
+    if "summary" in run.objects.names_in_steps:
+        warnings.append("task.py: tf.summary writes nothing in a step; write summaries in on_report")
     for hook, traced in hooks:
         if traced:  # It is None with --eager.
             draws, calls = unrepeatable(traced, hook)
