@@ -135,7 +135,8 @@ def exists(path: Path) -> bool:
 
 def file_sha256(path: Path) -> str:
     """Returns the SHA-256 of a file's bytes, in hex."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(*paths: Path) -> None:

@@ -1,10 +1,11 @@
-"""What a program runs on: the code of the project, the versions of packages, and the memory of the machine."""
+"""What a program runs on: the code of the project, files of the task, versions of packages, memory of the machine."""
 
 import contextlib
 import inspect
 import os
 import platform
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from engine import PROJECT
-from engine.files import file_sha256
+from engine.errors import BadInput, first_line
+from engine.files import file_sha256, until_read
 
 
 def versions() -> dict[str, str]:
@@ -37,14 +39,34 @@ def code_sha256() -> dict[str, str]:
     return dict(sorted(sha256_by_path.items()))
 
 
+def data_files_sha256(data_files: Callable[[], Any]) -> dict[str, str]:
+    """Returns the SHA-256 of each file that task.data_files returns, by its name: its folder may change.
+
+    The hashes of files with one name are joined. Raises BadInput, naming the file, if one cannot be read.
+    """
+
+    def hashed() -> dict[str, str]:
+        sha256_by_name: dict[str, str] = {}
+        for path in map(Path, data_files()):
+            sha256_by_name[path.name] = f"{sha256_by_name.get(path.name, '')} {file_sha256(path)}".strip()
+        return sha256_by_name
+
+    try:
+        return until_read(hashed, "task.data_files", obeys_signals=True)
+    except (OSError, TypeError) as problem:
+        raise BadInput(f"task.data_files: {first_line(problem)}: return a list of files that can be read") from problem
+
+
+def changed_files(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Returns a text for each file whose SHA-256 has changed; files that are new are not compared."""
+    different = [name for name, sha256 in then.items() if now.get(name) != sha256]
+    return [f"{name} {'has changed' if name in now else 'is gone'}" for name in different]
+
+
 def changes_since(recorded: dict[str, Any]) -> list[str]:
     """Returns the changes since a run wrote `recorded`, its config.json. Compares the files on disk."""
-    changes = []
-    for name, sha256 in recorded.get("code_sha256", {}).items():
-        if not (PROJECT / name).exists():
-            changes.append(f"{name} is gone")
-        elif file_sha256(PROJECT / name) != sha256:
-            changes.append(f"{name} has changed")
+    code = recorded.get("code_sha256", {})
+    changes = changed_files(code, {name: file_sha256(PROJECT / name) for name in code if (PROJECT / name).exists()})
     earlier = recorded.get("versions", {})
     for name, now in versions().items():
         if earlier.get(name, now) != now:

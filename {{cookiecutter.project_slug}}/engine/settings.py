@@ -113,8 +113,8 @@ class Settings:
     pad_to: tuple[int, ...] | None = None
     """Lengths for sequences of different lengths: each batch is padded with zeros to the smallest one that fits."""
     allow_changed_data: PerLaunch[bool] = False
-    """Resume although load_examples returns other examples than before; a pass over them that had not ended starts
-    over."""
+    """Resume although load_examples or data_files returns other data than before; a pass over them that had not ended
+    starts over."""
 
     eager: PerLaunch[bool] = False
     """Run the hooks in Python, so that print() and breakpoint() work in them, best on one replica. Slow."""
@@ -241,7 +241,7 @@ def check_is_local(name: str, path: Path) -> None:
 def read_config(run_dir: Path) -> dict[str, Any] | None:
     """Returns the contents of a run's config.json; None without that file. Raises BadInput if it is damaged."""
     kinds: dict[str, type] = {"settings": dict, "versions": dict, "code_sha256": dict, "starts": list}
-    kinds |= {"monitor_direction": str, "strategy": str, "replicas": int, "data": dict}
+    kinds |= {"monitor_direction": str, "strategy": str, "replicas": int, "data": dict, "files": dict}
     config = read_json(run_dir / CONFIG, **kinds)
     if config is not None and not config["settings"]:
         raise BadInput(f"{run_dir / CONFIG} has no settings: restore it, or start a new run")

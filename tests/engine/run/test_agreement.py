@@ -1,6 +1,8 @@
 """Processes that train together: what each of them makes is compared at the start."""
 
+import hashlib
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,21 +46,30 @@ def outcome(call: Any, first: Any, second: Any) -> Any:
     return found[1]
 
 
-def batches(*names: str, **different: Any) -> tuple[dict[str, Any]]:
+def data(*names: str, file: Path | None = None, **different: Any) -> tuple[dict[str, Any], Any]:
     fingerprint = {"examples": 9, "sha256": "a" * 64, "steps_per_epoch": 3, "steps_per_pass": 3, **different}
     one = SimpleNamespace(fingerprint=lambda: fingerprint)
-    return (dict.fromkeys(names or ("train",), one),)
+    return dict.fromkeys(names or ("train",), one), lambda: [file] if file else []
 
 
-def test_other_examples_or_another_order_of_datasets_than_in_the_first_process_are_rejected() -> None:
-    assert outcome(same_data, batches(), batches()) == {"train": batches()[0]["train"].fingerprint()}
-    for here, there in (
-        (batches(), batches(sha256="b" * 64)),
-        (batches(), batches(steps_per_pass=4)),
-        (batches("train", "validation/a", "validation/b"), batches("train", "validation/b", "validation/a")),
+def test_other_data_than_in_the_first_process_are_rejected(tmp_path: Path) -> None:
+    for content in ("ab", "ba"):
+        (tmp_path / content).mkdir()
+        (tmp_path / content / "vocabulary.txt").write_text(content)
+    ab, ba = (data(file=tmp_path / content / "vocabulary.txt") for content in ("ab", "ba"))
+    hashes = [hashlib.sha256(content).hexdigest() for content in (b"ba", b"ab")]
+    assert outcome(same_data, ab, ab) == ({"train": ab[0]["train"].fingerprint()}, {"vocabulary.txt": hashes[1]})
+    orders = [("train", *(f"validation/{name}" for name in names)) for names in ("ab", "ba")]
+    for here, there, told in (
+        (data(), data(sha256="b" * 64), f"train/sha256 is {'b' * 64}, there {'a' * 64}"),
+        (data(), data(steps_per_pass=4), "train/steps_per_pass is 4, there 3"),
+        (*(data(*names) for names in orders), f"datasets is {[*orders[1]]}, there {[*orders[0]]}"),
+        (ab, ba, f"files/vocabulary.txt is {hashes[0]}, there {hashes[1]}"),
+        (ab, data(), f"files/vocabulary.txt is None, there {hashes[1]}"),
     ):
         found = outcome(same_data, here, there)
-        assert "worker 1: task.load_examples returned other examples than in the first process" in found
+        what = "worker 1: task.load_examples or task.data_files returned other data than in the first process"
+        assert found == f"{what} (here {told}): give all processes the same files"
 
 
 def made(names: tuple[str, ...] = ("model/a", "model/b"), rate: float = 0.1, rows: int = 3) -> tuple[Any, Any]:

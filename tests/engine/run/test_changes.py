@@ -1,6 +1,9 @@
 """What may change when a run is resumed, what may not, and which words say so."""
 
+import hashlib
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 import tensorflow as tf
 from short_runs import ONE_REPLICA, rows, run, stop
 
+import predict
 import task
 import train
 from config import Config
@@ -17,11 +21,13 @@ from engine.cluster.launcher import START_ID
 from engine.errors import BadInput
 from engine.files import write_json
 from engine.run import resume as resume_module
+from engine.run.agreement import check_files
 from engine.run.directory import Directory
 from engine.run.progress import Progress
 from engine.run.resume import created_rates
 from engine.run.start import RunDirectory
 from engine.run.training import Run
+from engine.settings import read_config
 
 Ended = Callable[..., tuple[int, str]]
 SGD = keras.optimizers.SGD
@@ -56,7 +62,7 @@ def test_every_optimizer_takes_a_changed_rate_or_schedule_and_keeps_what_a_hook_
         train.run.save()
 
     def resume() -> tuple[Progress, str]:
-        resumed = resume_module.resume(train.run, train.batches, {})
+        resumed = resume_module.resume(train.run, train.batches, {}, {})
         assert resumed is not None
         return resumed
 
@@ -105,8 +111,8 @@ def test_changed_examples_are_refused_and_used_on_purpose(
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     use(180)
     code, line = ended(tmp_path, *flags)
-    told = "task.load_examples('train') returned other examples than the run has used so far (240 examples then, 180"
-    assert (code, f"{told} now): restore the data, use another --run-dir or --fresh" in line) == (2, True), line
+    told = "the examples of task.load_examples('train') differ from those that the run has used so far (240 examples"
+    assert (code, f"{told} then, 180 now): restore the data, use another --run-dir" in line) == (2, True), line
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
     capsys.readouterr()
@@ -120,6 +126,52 @@ def test_changed_examples_are_refused_and_used_on_purpose(
     counts = {name: each["examples"] for name, each in config["data"].items()}
     assert counts == {"train": 180, "validation": 179, "test": 180}
     assert [(start["step"], start["learning_rate"]) for start in config["starts"]] == [(0, 0.003), (6, 0.01)]
+
+
+@pytest.mark.usefixtures("linear")
+def test_other_files_of_the_task_are_named_and_refused_by_everything_that_uses_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ended: Ended
+) -> None:
+    file, folder, flags = tmp_path / "items.jsonl", tmp_path / "run", (*ONE_REPLICA, "--limit-steps=1")
+    file.write_bytes(b"ab")
+    monkeypatch.setattr(task, "data_files", lambda: [file], raising=False)
+    run(folder, *flags, "--epochs=1")
+    assert read_config(folder)["files"] == {"items.jsonl": hashlib.sha256(b"ab").hexdigest()}
+    # The folder may be another one, and the task may use more files than before.
+    file = shutil.copytree(tmp_path, tmp_path / "moved") / file.name
+    added = [shutil.copy(file, tmp_path / "more.txt"), str(shutil.copy(file, folder / file.name))]
+    monkeypatch.setattr(task, "data_files", lambda: [file, added[0]])
+    check_files(task.data_files, folder)
+
+    file.write_bytes(b"ba")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    others = f"the run in {folder} used other files of task.data_files (items.jsonl has changed): restore"
+    so_far = "the files of task.data_files differ from those that the run has used so far (items.jsonl has changed): "
+    for way, told in (
+        ((*flags, "--epochs=2"), so_far),
+        (("--evaluate-only",), others),
+        (("--evaluate-continuously=9",), others),
+        ((*flags, "--epochs=1", "--export"), others),
+    ):
+        code, line = ended(folder, *way)
+        assert (code, told in line) == (2, True), (way, line)
+    with pytest.raises(BadInput, match=r"\(items\.jsonl has changed\)"):
+        predict.load(folder)
+    for files, told in (
+        ([], "(items.jsonl is gone)"),
+        ([file, added[1]], "(items.jsonl has changed)"),  # Two of one name.
+        ([tmp_path / "none.txt"], f"No such file or directory: '{tmp_path / 'none.txt'}': return a list of files"),
+        (None, "task.data_files: TypeError: 'NoneType' object is not iterable: return a list of files"),
+    ):
+        with pytest.raises(BadInput, match=re.escape(told)):
+            check_files(lambda files=files: files, folder)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+    monkeypatch.setattr(task, "data_files", lambda: [file])
+    capsys.readouterr()
+    run(folder, *flags, "--epochs=2", "--allow-changed-data")
+    assert "'train' has changed (items.jsonl has changed); 'validation' has changed (items" in capsys.readouterr().out
+    check_files(task.data_files, folder)
 
 
 # --- Runs that have ended, and --fresh --------------------------------------------------------------------------------
@@ -156,13 +208,19 @@ def test_fresh_begins_once_in_all_lives_of_a_start(tmp_path: Path, monkeypatch: 
 # --- What a checkpoint says -------------------------------------------------------------------------------------------
 
 
-def resume(run: Run, progress: Progress, *names: str, data: dict[str, Any] | None = None) -> tuple[Progress, str]:
+def resume(
+    run: Run,
+    progress: Progress,
+    *names: str,
+    data: dict[str, Any] | None = None,
+    files: dict[str, str] | None = None,
+) -> tuple[Progress, str]:
     """Resumes from a checkpoint with this progress; `names` are the datasets, and `data` has their fingerprints."""
     newest = (Path(f"step-{progress.step:08d}"), progress)
     batches: Any = dict.fromkeys(names)
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(resume_module, "restore_newest", lambda *_: newest)
-        resumed = resume_module.resume(run, batches, data or {})
+        resumed = resume_module.resume(run, batches, data or {}, files or {})
     assert resumed is not None
     return resumed
 
@@ -173,10 +231,10 @@ def test_fewer_epochs_than_were_begun_and_lost_checkpoints_are_refused(begin: Ca
         resume(begin(epochs=1), progress, "train")
     assert resume(begin(epochs=2), progress, "train")[0] == progress
     run = begin()
-    assert resume_module.resume(run, {}, {}) is None
+    assert resume_module.resume(run, {}, {}, {}) is None
     (run.settings.run_dir / "result.json").touch()
     with pytest.raises(BadInput, match="checkpoints is empty although the run has gone far"):
-        resume_module.resume(run, {}, {})
+        resume_module.resume(run, {}, {}, {})
 
 
 def fingerprint(count: int) -> dict[str, Any]:
@@ -192,6 +250,8 @@ def fingerprint(count: int) -> dict[str, Any]:
         # In the validation after an epoch, which is not trained again; between epochs.
         ({"validation/b": 1}, ["train", "validation/a"], "train", ["train"], ["validation/b"]),
         ({}, [], "train", [], []),
+        # A file on which all datasets depend.
+        ({"train": 3}, [], "file", [], ["train"]),
     ],
 )
 def test_passes_over_changed_examples_start_over_and_so_do_scores(
@@ -205,13 +265,20 @@ def test_passes_over_changed_examples_start_over_and_so_do_scores(
     run = begin(epochs=3, allow_changed_data=True, monitor="validation/a/loss")
     before = {name: fingerprint(5) for name in ("train", "validation/a", "validation/b")}
     metrics = {name: {f"{name}/loss": 1.0} for name in ended}
-    progress = Progress(1, 13, steps, metrics, best_epoch=0, best_step=10, best_score=0.5, data=before)
-    progress, message = resume(run, progress, *before, data={**before, changed: fingerprint(4)})
+    files = {"file": "a"}
+    progress = Progress(1, 13, steps, metrics, best_epoch=0, best_step=10, best_score=0.5, data=before, files=files)
+    if changed == "file":
+        progress, message = resume(run, progress, *before, data=before, files={"file": "b"})
+        texts = [f"{name!r} has changed (file has changed)" for name in before]
+    else:
+        progress, message = resume(run, progress, *before, data={**before, changed: fingerprint(4)}, files=files)
+        texts = [f"{changed!r} has changed (5 examples then, 4 now)"]
     assert [*progress.steps_of_pass, *progress.metrics] == left
     assert run.objects.resets == reset
-    assert message == f"resumed from step-00000013; {changed!r} has changed (5 examples then, 4 now)"
+    assert message == "; ".join(["resumed from step-00000013", *texts])
     # The scores of other examples cannot be compared, and --patience counts from here.
-    assert (progress.best_epoch, progress.best_score) == ((1, None) if changed == "validation/a" else (0, 0.5))
+    is_monitored = changed in ("validation/a", "file")
+    assert (progress.best_epoch, progress.best_score) == ((1, None) if is_monitored else (0, 0.5))
 
 
 def test_sets_that_are_gone_are_forgotten_at_a_resume(begin: Callable[..., Run]) -> None:

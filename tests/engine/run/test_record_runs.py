@@ -71,9 +71,7 @@ def test_killed_damaged_and_changed_files_end_bit_equal_or_are_refused(data: Pat
 
     # Refused while the files are others, with as many records.
     write(path, range(301, 401))
-    with pytest.raises(
-        BadInput, match=r"\('train'\) returned other examples .* \(700 .* then and now, not the same ones"
-    ):
+    with pytest.raises(BadInput, match=r"\('train'\) differ from those .* \(700 .* then and now, not the same ones"):
         trained(folder)
 
     # A record whose data are damaged ends it when it is read, and nothing is lost.

@@ -38,6 +38,7 @@ class TaskObjects:
         average: averages the weights and statistics, with --ema-decay.
         monitor_direction: "min" or "max".
         on_report: task.on_report, or None.
+        data_files: task.data_files, or a function that returns no files.
         source: which weights the models start with.
     """
 
@@ -56,7 +57,7 @@ class TaskObjects:
         self.model = self.optimizer = None
         self.metrics: Metrics = {}
         self.weights: Variables = {}
-        self.on_report = getattr(task, "on_report", None)
+        self.on_report, self.data_files = getattr(task, "on_report", None), getattr(task, "data_files", list)
         self.source = "with new weights"  # Or which weights were loaded.
 
     # --- How they are made: inside `recording`, in this order, in the strategy's scope --------------------------------

@@ -1,7 +1,9 @@
-"""What must be the same in all processes before they train: the examples, the objects of task.py, Keras's defaults."""
+"""What must be the same in all processes before they train: data, the objects of task.py, Keras's defaults."""
 
 import contextlib
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -9,25 +11,32 @@ import keras
 from engine.cluster.workers import Workers
 from engine.data.batches import Batches
 from engine.errors import BadInput
+from engine.machine import changed_files, data_files_sha256
 from engine.model.objects import TaskObjects
 from engine.run.state import State
+from engine.settings import read_config
 
 
-def same_data(workers: Workers, batches: dict[str, Batches]) -> dict[str, dict[str, Any]]:
-    """Returns the fingerprint of each dataset.
+def same_data(
+    workers: Workers, batches: dict[str, Batches], data_files: Callable[[], Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Returns the fingerprint of each dataset, and the SHA-256 of each file of task.data_files.
 
-    Raises BadInput in every process if their examples differ, or the order of their datasets: each would take its shard
-    of another order.
+    Raises BadInput in every process if they differ, or the order of the datasets: each would take its shard of another
+    order.
     """
-    own = {name: dataset.fingerprint() for name, dataset in batches.items()}
-    data = workers.from_chief(lambda: own)
-    if others := workers.names_where(list(own.items()) != list(data.items())):
-        counts = ", ".join(f"{fingerprint['examples']:,} for {name!r}" for name, fingerprint in own.items())
-        raise BadInput(
-            f"{', '.join(others)}: task.load_examples returned other examples than in the first process (here "
-            f"{counts}): give all processes the same files"
-        )
-    return data
+    data, files = {name: dataset.fingerprint() for name, dataset in batches.items()}, data_files_sha256(data_files)
+    values = {f"{name}/{key}": value for name, one in {**data, "files": files}.items() for key, value in one.items()}
+    what = "task.load_examples or task.data_files returned other data"
+    _check_same(workers, {"datasets": [*data], **values}, what, "give all processes the same files")
+    return data, files
+
+
+def check_files(data_files: Callable[[], Any], run_dir: Path) -> None:
+    """Raises BadInput if a file of task.data_files differs from the one that the run in a directory used last."""
+    then = (read_config(run_dir) or {}).get("files", {})
+    if changes := ", ".join(changed_files(then, data_files_sha256(data_files))):
+        raise BadInput(f"the run in {run_dir} used other files of task.data_files ({changes}): restore them")
 
 
 def check_objects(workers: Workers, state: State, objects: TaskObjects) -> None:

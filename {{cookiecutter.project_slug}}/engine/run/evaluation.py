@@ -16,6 +16,7 @@ from engine.files import exists
 from engine.model.metrics import split_of
 from engine.report.report import TENSORBOARD, Summaries
 from engine.report.tables import read_rows, write_rows
+from engine.run.agreement import check_files
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoints import restore_best
 from engine.run.directory import RESULT, Directory
@@ -36,6 +37,8 @@ def evaluate(program: Any, settings: Settings, read_settings: Callable[[], Setti
         Workers(create_strategy(settings)).from_chief(lambda: Directory(settings).check_same_run())
     program.build(settings)
     run = program.run
+    if not settings.init_from:
+        run.workers.from_chief(lambda: check_files(run.objects.data_files, settings.run_dir))
     if run.objects.names.datasets == ("train",):
         raise BadInput("--evaluate-only: task.load_examples returned None for 'validation' and 'test': return one")
     with signals.listening(), run.steps_named():
@@ -66,6 +69,7 @@ def _evaluate_continuously(program: Any, settings: Settings, read_settings: Call
     settings = read_settings()
     Directory(settings).check_same_run()
     program.build(settings)
+    check_files(program.run.objects.data_files, settings.run_dir)
     if not any(split_of(name) == "validation" for name in program.run.objects.names.datasets):
         raise BadInput(
             "--evaluate-continuously: task.load_examples('validation') returned None, so there is no validation: "

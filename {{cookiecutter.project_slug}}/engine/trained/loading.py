@@ -17,6 +17,7 @@ from engine.errors import BadInput
 from engine.model.objects import TaskObjects
 from engine.model.rejections import check_hooks, check_outputs
 from engine.model.variables import by_name, name_in_hook
+from engine.run.agreement import check_files
 from engine.run.checkpoints import Checkpoints, restore_best
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
@@ -80,6 +81,7 @@ def load_trained(task: Any, settings: Settings) -> Trained:
     features_spec = batched(decode(recorded["features"]))
     task.config = settings
     objects = TaskObjects(task, settings)
+    check_files(objects.data_files, settings.run_dir)
     two = tf.nest.map_structure(lambda leaf: tf.TensorSpec([2, *leaf.shape[1:]], leaf.dtype), features_spec)
     with objects.recording():
         task.model = objects.build_models(task.create_model(), of_largest_length(two, settings.pad_to or ()))

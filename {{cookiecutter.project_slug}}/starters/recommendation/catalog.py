@@ -27,6 +27,11 @@ class Catalog:
         return len(self.item_ids) - 1
 
 
+def catalog_files(records: Path, *, known_items: bool) -> list[Path]:
+    """Returns the files of the catalog, in which the place of a line is a row of the tables, and of `read_known_items`."""
+    return [records / name for name in (USERS, ITEMS, *["train.tfrecord"] * known_items)]
+
+
 @functools.cache
 def read_catalog(records: Path, user_columns: tuple[str, ...], item_columns: tuple[str, ...]) -> Catalog:
     """Returns the catalog of a folder that prepare_data.py made. Raises BadInput if it cannot be used."""

@@ -12,7 +12,7 @@ from config import Config
 import keras
 import tensorflow as tf
 
-from catalog import Catalog, read_catalog, read_known_items
+from catalog import Catalog, catalog_files, read_catalog, read_known_items
 from engine.data import Records
 from engine.errors import BadInput
 from engine.model import apply_gradients, gather_batch, places_in_batch
@@ -44,6 +44,11 @@ def load_examples(split: str) -> Records:
     path = config.records / f"{split}.tfrecord"
     check_records(path, {name: catalog().tables[name] for name in USER_COLUMNS})
     return Records(path)
+
+
+def data_files() -> list[Path]:
+    """Returns the files on which results depend besides the examples; a run is rejected with others."""
+    return catalog_files(config.records, known_items=config.new_items_only)
 
 
 def prepare_example(record: tf.Tensor):
