@@ -92,7 +92,7 @@ class Batches:
         if not self.steps_per_pass:
             raise BadInput(
                 f"--global-batch-size {size} is larger than the {self.number_of_examples} examples of "
-                f"{hook_of(self.name)}: use a smaller one, or --keep-last-batch"
+                f"{hook_of(self.name)}: use a smaller one, or --keep-last-batch; if these are batches, unbatch() them"
             )
         self.steps_per_epoch = (self._is_training and settings.steps_per_epoch) or self.steps_per_pass
         self.steps_per_epoch = min(self.steps_per_epoch, settings.limit_steps or self.steps_per_epoch)

@@ -185,7 +185,7 @@ class Preparation:
             or_pad = ", or use --pad-to 64 128 256" if any(are_sequences(example)) else ""
             raise BadInput(
                 f"{returned}: each must be a tensor of static shape, the same for all examples; resize or pad, then "
-                f"tf.ensure_shape{or_pad}"
+                f"tf.ensure_shape{or_pad}; if task.load_examples returns batches, unbatch() them"
             )
         if self._pad_to and not prepared.padding:
             raise BadInput(

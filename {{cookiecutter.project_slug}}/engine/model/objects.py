@@ -122,6 +122,7 @@ class TaskObjects:
         """Raises BadInput for objects that would train wrongly; chooses the tables that --lazy-rows names."""
         for metrics in self.metrics.values():
             rejections.check_scope(self._strategy, metrics, "task.create_metrics")
+        rejections.check_floatx()  # Again, because a hook may have changed it.
         rejections.check_metrics(self.metrics)
         self.names_in_steps = names_in_steps(self._task)
         rejections.check_loss_objects(self._task.loss_objects)
