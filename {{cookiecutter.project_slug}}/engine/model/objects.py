@@ -56,6 +56,7 @@ class TaskObjects:
         self.model = self.optimizer = None
         self.metrics: Metrics = {}
         self.weights: Variables = {}
+        self._from_python: TakenFromPython | None = None
         self.on_report = getattr(task, "on_report", None)
         self.source = "with new weights"  # Or which weights were loaded.
 
