@@ -92,7 +92,7 @@ def test_kubernetes_indexed_job_is_a_cluster() -> None:
     assert find_cluster({**pod, "WORKERS": "", "PET_NNODES": "2"}) == cluster
     for given, reason in {
         ("WORKERS", "two"): "WORKERS=two in the environment must be a whole number",
-        ("JOB_NAME", ""): "JOB_NAME=, SERVICE_NAME=peers .* and WORKERS=2 .* name a cluster only together",
+        ("JOB_NAME", ""): "JOB_NAME=, SERVICE_NAME=peers, .* and WORKERS=2 .* name a cluster only together",
         # A runtime of another version may set neither number.
         ("WORKERS", ""): "JOB_NAME=digits, SERVICE_NAME=peers, .* and WORKERS=None .* name a cluster only together",
     }.items():
