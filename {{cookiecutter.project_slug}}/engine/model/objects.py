@@ -56,6 +56,7 @@ class TaskObjects:
         self.model = self.optimizer = None
         self.metrics: Metrics = {}
         self.weights: Variables = {}
+        self._from_python: TakenFromPython | None = None
         self.on_report = getattr(task, "on_report", None)
         self.source = "with new weights"  # Or which weights were loaded.
 
@@ -122,6 +123,7 @@ class TaskObjects:
         """Raises BadInput for objects that would train wrongly; chooses the tables that --lazy-rows names."""
         for metrics in self.metrics.values():
             rejections.check_scope(self._strategy, metrics, "task.create_metrics")
+        rejections.check_floatx()  # Again, because a hook may have changed it.
         rejections.check_metrics(self.metrics)
         self.names_in_steps = names_in_steps(self._task)
         rejections.check_loss_objects(self._task.loss_objects)

@@ -29,6 +29,15 @@ def check_hooks(task: Any, *, export: bool) -> None:
         raise BadInput(f"task.py has no function {', '.join(missing)}: it needs {', '.join(needed)}")
 
 
+def check_floatx() -> None:
+    """Raises BadInput if Keras was set to another dtype than float32."""
+    if (floatx := keras.config.floatx()) != "float32":
+        raise BadInput(
+            f"keras.config.floatx() is {floatx}, and the engine computes in float32: remove that from task.py and "
+            "~/.keras/keras.json, and use --precision"
+        )
+
+
 def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> None:
     """Raises BadInput unless models, optimizers or metrics were made inside the strategy's scope."""
     for made in by_name(objects, hook).values():
