@@ -88,7 +88,10 @@ def task_with(**more: object) -> SimpleNamespace:
     """A task whose step calls a function, which uses a number."""
 
     def train_step(batch):
-        return (lambda: helper(batch))()  # noqa: F821 - A name of the task.
+        def inner():
+            return helper(batch)  # noqa: F821 - A name of the task.
+
+        return inner()
 
     def scaled(batch):
         return batch * RATE  # noqa: F821 - A name of the task.

@@ -132,10 +132,13 @@ class Preparation:
             except BadInput:
                 raise
             except Exception as problem:
-                raise BadInput(
-                    f"{where_raised(problem)}: {first_line(problem)} (task.prepare_example gets examples one by one, "
-                    f"the parts of a tuple as arguments: {as_text(example_spec)}, as {hook} returned them)"
-                ) from problem
+                text = f"{where_raised(problem)}: {first_line(problem)}"
+                if isinstance(problem, TypeError | ValueError | LookupError):  # As examples of another structure cause.
+                    text += (
+                        " (task.prepare_example gets examples one by one, the parts of a tuple as arguments: "
+                        f"{as_text(example_spec)}, as {hook} returned them)"
+                    )
+                raise BadInput(text) from problem
         self._check_batches(self._prepared[key], hook)
         return self._prepared[key]
 
@@ -185,7 +188,7 @@ class Preparation:
             or_pad = ", or use --pad-to 64 128 256" if any(are_sequences(example)) else ""
             raise BadInput(
                 f"{returned}: each must be a tensor of static shape, the same for all examples; resize or pad, then "
-                f"tf.ensure_shape{or_pad}"
+                f"tf.ensure_shape{or_pad}; if task.load_examples returns batches, unbatch() them"
             )
         if self._pad_to and not prepared.padding:
             raise BadInput(

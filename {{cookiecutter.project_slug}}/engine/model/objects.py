@@ -57,6 +57,7 @@ class TaskObjects:
         self.model = self.optimizer = None
         self.metrics: Metrics = {}
         self.weights: Variables = {}
+        self._from_python: TakenFromPython | None = None
         self.on_report, self.data_files = getattr(task, "on_report", None), getattr(task, "data_files", list)
         self.source = "with new weights"  # Or which weights were loaded.
 
@@ -123,6 +124,7 @@ class TaskObjects:
         """Raises BadInput for objects that would train wrongly; chooses the tables that --lazy-rows names."""
         for metrics in self.metrics.values():
             rejections.check_scope(self._strategy, metrics, "task.create_metrics")
+        rejections.check_floatx()  # Again, because a hook may have changed it.
         rejections.check_metrics(self.metrics)
         self.names_in_steps = names_in_steps(self._task)
         rejections.check_loss_objects(self._task.loss_objects)
@@ -214,9 +216,10 @@ class TaskObjects:
                 optimizers["/".join(filter(None, ["learning_rate", name, inner_name]))] = inner
         return optimizers
 
-    def start_to_compare_python(self, *, is_needed: bool) -> None:
-        """Call it when the steps have been traced; it `is_needed` unless they run in Python."""
-        self._from_python = TakenFromPython(self._task) if is_needed else None
+    def note_tracing(self, *, has_graphs: bool) -> None:
+        """Call it when the steps have been traced. Raises BadInput if a metric keeps a tensor of a graph."""
+        rejections.check_kept_tensors(self.metrics)
+        self._from_python = TakenFromPython(self._task) if has_graphs else None
 
     def report_changes_of_python(self) -> None:
         """Prints what has changed in Python since the steps were traced, or since the last call."""

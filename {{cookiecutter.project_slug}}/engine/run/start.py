@@ -180,9 +180,10 @@ def saving_on_exit(run: Run) -> Iterator[None]:
                 f"The last good checkpoint is {paths[-1]}; nothing later was saved. Start a new --run-dir with "
                 f"--init-from {paths[-1]}"
             )
-        raise Diverged(
-            f"{problem}. {advice} and a smaller --learning-rate or --global-clipnorm, or find the cause with --check"
-        ) from problem
+        remedy = "a smaller --learning-rate or --global-clipnorm, or find the cause with --check"
+        if run.settings.precision == "mixed_float16":
+            remedy = f"--precision mixed_bfloat16, because mixed_float16 has no numbers above 65,504; or with {remedy}"
+        raise Diverged(f"{problem}. {advice} and {remedy}") from problem
     except BadInput as problem:
         # A step that failed may be half done, and unrecorded steps cannot be saved. Other workers may not know of
         # the failure, and a save would wait for them.

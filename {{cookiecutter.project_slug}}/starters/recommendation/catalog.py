@@ -28,7 +28,7 @@ class Catalog:
 
 
 def catalog_files(records: Path, *, known_items: bool) -> list[Path]:
-    """Returns the files of the catalog, in which the place of a line is a row of the tables, and of `read_known_items`."""
+    """Returns the files of the catalog, where the place of a line is a row of a table, and of `read_known_items`."""
     return [records / name for name in (USERS, ITEMS, *["train.tfrecord"] * known_items)]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -378,12 +379,21 @@ def test_best_items_are_numpys_and_have_texts_as_ids(small: Config) -> None:
     np.testing.assert_allclose(outputs["liked"][:, 3], tf.sigmoid(task.model["ranking"](pair))[:, 0], rtol=1e-4)
 
 
-def test_vectors_of_all_items_are_written(small: Config, tmp_path: Path) -> None:
+def test_vectors_of_all_items_are_written_unless_the_items_have_another_order(
+    records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir, path = tmp_path / "run", tmp_path / "vectors.npz"
-    flags = ["--epochs=1", "--limit-steps=1", "--global-batch-size=8", f"--records={small.records}"]
+    records = Path(shutil.copytree(records, tmp_path / "records"))
+    flags = ["--epochs=1", "--limit-steps=1", "--global-batch-size=8", f"--records={records}"]
     train.main([*flags, f"--run-dir={run_dir}", "--items-at-once=7"])
     expected = all_vectors()
     item_vectors.main([str(run_dir), str(path)])
     written = np.load(path)
     assert written["item_ids"].tolist() == [f"item_{each:05d}" for each in range(100)]
     np.testing.assert_allclose(written["vectors"], expected, rtol=1e-5, atol=1e-6)
+    lines = (records / ITEMS).read_text().splitlines(keepends=True)
+    (records / ITEMS).write_text("".join(lines[::-1]))
+    with pytest.raises(SystemExit, match="2"):
+        item_vectors.main([str(run_dir), str(tmp_path / "others.npz")])
+    assert "used other files of task.data_files (items.jsonl has changed): restore" in capsys.readouterr().err
+    assert not (tmp_path / "others.npz").exists()
