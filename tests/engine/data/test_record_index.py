@@ -108,6 +108,17 @@ def test_cache_that_does_not_fit_is_replaced(case: str, file: Path, made: list[s
     assert made == [str(file)]
 
 
+def test_other_contents_are_noticed_where_size_and_time_stayed(file: Path, tmp_path: Path) -> None:
+    folder, status = tmp_path / "indexes", file.stat()
+    (before,) = index_files([str(file)], folder)
+    write(file, [LENGTHS[-1], *LENGTHS[1:-1], LENGTHS[0]])
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    (cached,), (made,) = index_files([str(file)], folder), index_files([str(file)])
+    assert cached.points.tolist() == made.points.tolist() != before.points.tolist()
+    assert cached.sha256 == made.sha256 != before.sha256
+
+
 def change(offset: int) -> Callable[[bytes], bytes]:
     return lambda content: content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :]
 

@@ -96,11 +96,11 @@ def _index(path: str, folder: Path | None) -> FileIndex:
 
 def _cached(path: str, folder: Path | None) -> FileIndex:
     """Returns the index of a file from its cache, or makes and caches it, completely or not at all."""
-    size, changed = _size_and_time(path)
+    size, times = _size_and_times(path)
     if folder is None:
         return _make(path, size)
-    # The key contains size and time, because the files of two workers may have one name.
-    key = f"{VERSION} {path if is_remote(path) else os.path.abspath(path)} {size} {changed}"
+    # The key contains size and times, because the files of two workers may have one name.
+    key = f"{VERSION} {path if is_remote(path) else os.path.abspath(path)} {size} {times}"
     cache = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.index"
     with contextlib.suppress(OSError):
         digest, body = (content := cache.read_bytes())[:32], content[32:]
@@ -116,11 +116,13 @@ def _cached(path: str, folder: Path | None) -> FileIndex:
     return index
 
 
-def _size_and_time(path: str) -> tuple[int, int]:
+def _size_and_times(path: str) -> tuple[int, str]:
     if is_remote(path):
-        status = tf.io.gfile.stat(path)
-        return status.length, status.mtime_nsec
-    return os.stat(path).st_size, os.stat(path).st_mtime_ns  # TensorFlow would round the time to seconds.
+        remote = tf.io.gfile.stat(path)
+        return remote.length, str(remote.mtime_nsec)
+    # TensorFlow would round the time to seconds. A copy that keeps the time of its source changes st_ctime alone.
+    status = os.stat(path)
+    return status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def _make(path: str, size: int) -> FileIndex:
