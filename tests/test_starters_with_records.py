@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rendering import Bake, rendered
+from rendering import Bake, rendered, run
 
 ROWS = b"label\tsentence1\tsentence2\n1\tOne.\tTwo.\n"
 # Starter and flag -> files of a folder, and what is said of it.
@@ -17,6 +17,7 @@ BAD_DATA = {
     ("language_model", "texts"): [
         ({"validation.txt": b"\xff"}, "{}/validation.txt cannot be read"),
         ({"validation.txt": b"\n \n"}, "{}/validation.txt contains no text"),
+        ({"test.txt": b"Text.", "a\udcff.txt": b"Text."}, "{}/a\udcff.txt cannot be read ('utf-8' codec can't encode"),
     ],
     ("text_pair_classification", "pairs"): [
         ({"train.tsv": ROWS, "new.tsv": ROWS + b"1\t\xff\tTwo.\n"}, "{}/new.tsv cannot be read"),
@@ -27,6 +28,7 @@ BAD_DATA = {
         ({"train.tsv": ROWS + b"0\t \tFour.\n"}, "{}/train.tsv, row 3 has an empty sentence"),
         ({"pairs.txt": ROWS}, "--pairs {} holds no .tsv file"),
         ({"new.tsv": ROWS}, "--pairs {} holds no train.tsv"),
+        ({"a\udcff.tsv": ROWS}, "{}/a\udcff.tsv cannot be read ('utf-8' codec can't encode"),
     ],
 }
 
@@ -49,7 +51,11 @@ def test_bad_data_are_named_and_nothing_is_written(starter: str, flag: str, tmp_
 # What prepare_data.py, then train.py, are given, and what they say of it.
 USER_ERRORS = {
     "language_model": (
-        {},
+        {
+            "--sequence-length=1": "--sequence-length 1 must be at least 2",
+            "--sequence-len=5": "Unrecognized options: --sequence-len=5: use --sequence-length INT",
+            "--texts=a\udcff": "--texts a\udcff must be text in UTF-8 without null characters",
+        },
         {
             "--sequence-length=64": "--sequence-length 64 does not fit data/records/train.tfrecord, whose rows have ",
             "--records=elsewhere": "--records elsewhere has no train.tfrecord: ",
@@ -61,6 +67,7 @@ USER_ERRORS = {
         {
             "--users=0": "--users 0 must be at least 1: pass --users 1 or more",
             "--items=10": "--items 10 must be at least 11: pass --items 11 or more",
+            f"--items={2**63}": f"--items {2**63} must fit into 64 bits",
         },
         {
             "--records=elsewhere": "--records elsewhere has no users.jsonl: make it as docs/starter.md shows",
@@ -105,6 +112,56 @@ def test_records_are_the_same_again_the_command_is_printed_and_user_errors_are_o
         assert lines == [f"{name}: {value:.4f}" for name, value in found.items()]
         for path in made.iterdir():  # The same seed gives the same bytes.
             assert path.read_bytes() == (project.folder / "data/records" / path.name).read_bytes(), path.name
+
+
+# The last argument is what happens while the first record file is written.
+ENDED = """
+import resource, signal
+import tensorflow as tf
+
+module, case = sys.argv.pop(1), sys.argv.pop()
+writer = tf.io.TFRecordWriter
+
+
+def interrupted(path):
+    if case == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, 2**10))
+    elif case.startswith("SIG"):
+        assert os.path.exists(os.path.dirname(path))
+        os.kill(os.getpid(), getattr(signal, case))
+    return writer(path)
+
+
+tf.io.TFRecordWriter = interrupted
+program = __import__(module)
+program.main(*[sys.argv[1:]] * (module == "train"))
+"""
+STOPPED = "nothing was lost: start the same command again"
+MEMORY = r"ERROR: prepare_data\.py:\d+ \w+: MemoryError: Unable to allocate 7\.28 TiB"
+# Starter -> module, arguments and what happens; then the exit code and the line.
+ENDS: dict[str, list[tuple[list[str], int, str]]] = {
+    "recommendation": [
+        (["prepare_data", *SMALL, "SIGTERM"], 42, f"stopped by SIGTERM; {STOPPED}"),
+        (["prepare_data", *SMALL, "SIGINT"], 130, f"stopped by SIGINT; {STOPPED}"),
+        (["prepare_data", *SMALL, "full disk"], 1, r"ERROR: data/records cannot be written \(.*File too large\): free"),
+        (["prepare_data", f"--users={10**12}", ""], 2, MEMORY),
+    ],
+    "language_model": [
+        (["train", "full disk"], 1, r"ERROR: data/records cannot be written \(.*File too large\): free disk space"),
+    ],
+}
+
+
+@pytest.mark.parametrize("starter", ENDS)
+def test_making_records_ends_with_a_line_and_leaves_nothing(starter: str, tmp_path: Path) -> None:
+    project, program = rendered(tmp_path / "rendered", starter=starter), tmp_path / "program.py"
+    program.write_text(f"import os, sys\nsys.path.insert(0, os.getcwd())\n{ENDED}", encoding="utf-8")
+    files = {path.name for path in (project.folder / "data").iterdir()}
+    for arguments, code, line in ENDS[starter]:
+        done = run("python", program, *arguments, folder=project.folder)
+        *_, last = done.stderr.splitlines()
+        assert (done.returncode, bool(re.match(line, last))) == (code, True), done.stderr
+        assert {path.name for path in (project.folder / "data").iterdir()} == files
 
 
 MAKE = """

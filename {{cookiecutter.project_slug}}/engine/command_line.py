@@ -17,7 +17,7 @@ from tyro.constructors import MISSING_NONPROP, ConstructorRegistry, StructFieldS
 
 from engine.errors import BadInput, end_at_signals, exit_codes, first_line, is_users, where_raised
 from engine.files import read_json
-from engine.settings import CONFIG, INIT_ONLY, PER_LAUNCH, SECTIONS, Settings, flag, marked, read_config
+from engine.settings import CONFIG, INIT_ONLY, PER_LAUNCH, SECTIONS, Settings, broken_rule, flag, marked, read_config
 
 Kind = TypeVar("Kind", bound=Settings)
 # These settings decide whether the defaults of the others come from a run or file.
@@ -34,6 +34,23 @@ def check_command_line(kind: type[Settings]) -> None:
         sys.excepthook = _end_with_a_line
         with exit_codes():
             read_settings(kind)
+
+
+@contextlib.contextmanager
+def program(kind: type[Any]) -> Iterator[Any]:
+    """Yields the command line of a program of the task, such as prepare_data.py, as the dataclass `kind`.
+
+    The program ends as train.py does: with one line, and a code of engine/errors.py.
+    """
+    end_at_signals()
+    sys.excepthook = _end_with_a_line
+    with exit_codes():
+        with errors_in_one_line():
+            arguments = tyro.cli(kind, config=(tyro.conf.FlagCreatePairsOff,))
+        for name, value in vars(arguments).items():
+            if rule := broken_rule(value):
+                raise BadInput(f"{flag(name)} {value} {rule}")
+        yield arguments
 
 
 def _end_with_a_line(kind: type[BaseException], problem: BaseException, trace: types.TracebackType | None) -> None:

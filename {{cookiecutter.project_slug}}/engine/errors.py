@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from engine import PROJECT
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 asked_to_stop = threading.Event()  # Set as soon as a signal asks a run to stop, until its end.
+half_made: set[Path] = set()  # Folders that `end_at_signals` removes.
 
 
 class ProgramExit(Exception):
@@ -89,6 +91,8 @@ def end_at_signals() -> None:
 
     def end(number: int, _: object) -> None:
         line = f"stopped by {signal.Signals(number).name}; nothing was lost: start the same command again"
+        for folder in half_made.copy():
+            shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError, RuntimeError):  # Nobody reads it, or another line was being printed.
             print(line, file=sys.stderr, flush=True)
             sys.stdout.flush()

@@ -10,12 +10,13 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.errors import BadInput, CannotWrite, Unavailable, asked_to_stop, first_line, may_pass
+from engine.errors import BadInput, CannotWrite, Unavailable, asked_to_stop, first_line, half_made, may_pass
 
 RESUME = "run the same command again, without --fresh; everything saved before is intact"
 SECONDS_TO_WAIT = (1, 2, 4, 8, 16, 32, 60, 60, 60)  # Before each further attempt: about four minutes.
@@ -100,6 +101,26 @@ def write_atomically(path: Path, write: Callable[[Path], object], then: str = RE
 
     with writing(path, then):
         until_written(attempt, path)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yields a folder that is renamed to `path` at the end; of several processes that make the same, one is first.
+
+    Raises CannotWrite if the disk is full or the parent folder is read-only; then, or after a signal, nothing is left.
+    """
+    with writing(path, "run the same command again"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as hidden:
+            half_made.add(Path(hidden))
+            (complete := Path(hidden, path.name)).mkdir()
+            yield complete
+            try:
+                complete.rename(path)
+            except OSError:
+                if not path.is_dir():
+                    raise
+        half_made.discard(Path(hidden))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -164,12 +164,7 @@ class Settings:
                 fits = isinstance(value, int | float if hint is float else hint)
                 yield name, fits, f"must be of the type that it has in config.py, {hint.__name__}"
             for part in value if isinstance(value, tuple) else (value,):
-                # TensorFlow, JSON and file systems accept no other text.
-                is_text = str(part).encode(errors="ignore").decode() == str(part) and "\0" not in str(part)
-                yield name, is_text, "must be text in UTF-8 without null characters"
-                yield name, type(part) is not int or -(2**63) <= part < 2**63, "must fit into 64 bits"
-                # A resumed run would never match its own settings.
-                yield name, part == part, "must not be NaN"  # noqa: PLR0124 - NaN != NaN.
+                yield name, not (rule := broken_rule(part)), rule
                 if isinstance(part, Path):
                     check_is_local(flag(name), part)
                 # The engine's numbers are counts and amounts.
@@ -224,6 +219,16 @@ def marked(kind: type[Settings], *marks: str) -> set[str]:
     """Returns the settings with one of the marks; the engine's keep theirs when config.py declares them again."""
     hints = get_type_hints(kind, include_extras=True) | get_type_hints(Settings, include_extras=True)
     return {name for name, hint in hints.items() if {*marks} & {*getattr(hint, "__metadata__", ())}}
+
+
+def broken_rule(value: Any) -> str:
+    """Returns the rule that a value of any setting breaks, or ""."""
+    # TensorFlow, JSON and file systems accept no other text.
+    if str(value).encode(errors="ignore").decode() != str(value) or "\0" in str(value):
+        return "must be text in UTF-8 without null characters"
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return "must fit into 64 bits"
+    return "" if value == value else "must not be NaN"  # noqa: PLR0124 - A resumed run would not match its settings.
 
 
 def check_is_local(name: str, path: Path) -> None:

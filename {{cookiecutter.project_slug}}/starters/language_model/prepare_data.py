@@ -12,13 +12,12 @@ import dataclasses
 import hashlib
 import re
 import shlex
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import tyro
-
-from engine.errors import BadInput, CannotWrite, exit_codes
+from engine.command_line import program
+from engine.errors import BadInput
+from engine.files import new_folder
 
 VOCABULARY_SIZE = 257
 END = VOCABULARY_SIZE - 1
@@ -64,22 +63,11 @@ def make_records(arguments: Arguments) -> None:
     if not paths:
         raise BadInput(f"--texts {arguments.texts} contains no .txt file: pass a folder of them")
     documents = {path.stem: read_documents(path) for path in paths}
-    records = arguments.records
-    try:
-        records.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{records.name}.", dir=records.parent) as beside:
-            complete = Path(beside, "records")
-            complete.mkdir()
-            for name, each in documents.items():
-                write_records(complete / f"{name}.tfrecord", pack(each, arguments.sequence_length))
-            (complete / TEXTS).write_text(hash_of(arguments.texts), encoding="utf-8")
-            try:
-                complete.rename(records)
-            except OSError:
-                if not records.is_dir():  # Otherwise another process was faster, and has made the same.
-                    raise
-    except OSError as problem:
-        raise CannotWrite(f"{records} cannot be written ({problem})") from problem
+    texts = hash_of(arguments.texts)
+    with new_folder(arguments.records) as folder:
+        for name, each in documents.items():
+            write_records(folder / f"{name}.tfrecord", pack(each, arguments.sequence_length))
+        (folder / TEXTS).write_text(texts, encoding="utf-8")
 
 
 def hash_of(texts: Path) -> str:
@@ -93,9 +81,10 @@ def hash_of(texts: Path) -> str:
 def read_documents(path: Path) -> list[str]:
     """Returns the documents of a text file. Raises BadInput if it cannot be used."""
     try:
+        path.name.encode()
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise BadInput(f"{path} cannot be read ({problem}): pass a text file in UTF-8") from problem
+    except (OSError, UnicodeError) as problem:
+        raise BadInput(f"{path} cannot be read ({problem}): pass a text file in UTF-8, with such a name") from problem
     documents = [each.strip("\n").rstrip() for each in re.split(r"\n(?:[ \t]*\n)+", text) if each.strip()]
     if not documents:
         raise BadInput(f"{path} contains no text: remove it, or put text into it")
@@ -210,8 +199,7 @@ def summaries(folder: Path) -> Iterator[str]:
 
 def main() -> None:
     """Makes the folder that the command line asks for."""
-    with exit_codes():
-        arguments = tyro.cli(Arguments, config=(tyro.conf.FlagCreatePairsOff,))
+    with program(Arguments) as arguments:
         records = arguments.records
         if records.exists():
             raise BadInput(f"--records {records} exists already: remove it, or pass another folder")

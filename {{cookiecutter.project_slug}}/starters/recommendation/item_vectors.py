@@ -16,7 +16,7 @@ from config import Config
 import tyro
 
 from engine.command_line import errors_in_one_line, settings_of_run
-from engine.errors import BadInput, exit_codes
+from engine.errors import BadInput, end_at_signals, exit_codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,4 +62,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_at_signals()
     main()

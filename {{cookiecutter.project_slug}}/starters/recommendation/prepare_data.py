@@ -11,15 +11,15 @@ Zipf's law. Of each user's choices, one is for validation and one for test. A us
 import dataclasses
 import json
 import shlex
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
-from engine.errors import BadInput, CannotWrite, exit_codes
+from engine.command_line import program
+from engine.errors import BadInput
+from engine.files import new_folder
 
 USERS, ITEMS, RECALL = "users.jsonl", "items.jsonl", "recall.json"  # Beside the record files.
 LABEL = "liked"
@@ -207,26 +207,14 @@ def make_records(arguments: Arguments) -> dict[str, float]:
 
     world = draw_world(arguments)
     found = recalls(world)
-    records = arguments.records
-    try:
-        records.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{records.name}.", dir=records.parent) as beside:
-            complete = Path(beside, "records")
-            complete.mkdir()
-            for name, rows in ((USERS, world.users), (ITEMS, world.items)):
-                (complete / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            for split, lines in interactions(world, np.random.default_rng([arguments.seed, 1])):
-                with tf.io.TFRecordWriter(str(complete / f"{split}.tfrecord")) as file:
-                    for line in lines:
-                        file.write(line)
-            (complete / RECALL).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-            try:
-                complete.rename(records)
-            except OSError:
-                if not records.is_dir():  # Otherwise another process was faster, and has made the same.
-                    raise
-    except OSError as problem:
-        raise CannotWrite(f"{records} cannot be written ({problem})") from problem
+    with new_folder(arguments.records) as folder:
+        for name, rows in ((USERS, world.users), (ITEMS, world.items)):
+            (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        for split, lines in interactions(world, np.random.default_rng([arguments.seed, 1])):
+            with tf.io.TFRecordWriter(str(folder / f"{split}.tfrecord")) as file:
+                for line in lines:
+                    file.write(line)
+        (folder / RECALL).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return found
 
 
@@ -307,8 +295,7 @@ def read_first(path: Path) -> Iterator[bytes]:
 
 def main() -> None:
     """Makes the folder that the command line asks for."""
-    with exit_codes():
-        arguments = tyro.cli(Arguments, config=(tyro.conf.FlagCreatePairsOff,))
+    with program(Arguments) as arguments:
         records = arguments.records
         if records.exists():
             raise BadInput(f"--records {records} exists already: remove it, or pass another folder")

@@ -9,14 +9,13 @@ if it is too long, and padded.
 
 import csv
 import dataclasses
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from engine.errors import BadInput, CannotWrite, exit_codes
+from engine.command_line import program
+from engine.errors import BadInput
+from engine.files import new_folder
 
 COLUMNS = ("label", "sentence1", "sentence2")
 MARKS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -67,34 +66,18 @@ def make_records(arguments: Arguments) -> None:
             f"--pairs {arguments.pairs} holds no train.tsv to make a vocabulary of: give one, or --vocabulary"
         )
     tokenizer = create_tokenizer(arguments, pairs.get("train", []))
-    try:
-        write_folder(arguments, pairs, tokenizer)
-    except OSError as problem:
-        raise CannotWrite(f"{arguments.records} cannot be written ({problem})") from problem
-
-
-def write_folder(arguments: Arguments, pairs: dict[str, list[Pair]], tokenizer) -> None:
-    """Writes the folder beside its place, and renames it."""
-    records = arguments.records
-    records.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{records.name}.", dir=records.parent) as beside:
-        complete = Path(beside, "records")
-        complete.mkdir()
+    with new_folder(arguments.records) as folder:
         for name, each in pairs.items():
-            write_records(complete / f"{name}.tfrecord", each, tokenizer, arguments.sequence_length)
+            write_records(folder / f"{name}.tfrecord", each, tokenizer, arguments.sequence_length)
         lines = "".join(f"{token}\n" for token in tokenizer.get_vocabulary())
-        (complete / "vocab.txt").write_text(lines, encoding="utf-8")
-        try:
-            complete.rename(records)
-        except OSError:
-            if not records.is_dir():  # Otherwise another process was faster, and has made the same.
-                raise
+        (folder / "vocab.txt").write_text(lines, encoding="utf-8")
 
 
 def read_pairs(path: Path) -> list[Pair]:
     """Returns the pairs of a TSV file. Raises BadInput for the first row that cannot be used."""
     pairs = []
     try:
+        path.name.encode()
         with path.open(encoding="utf-8", newline="") as lines:
             rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
             names = next(rows, [])
@@ -109,8 +92,8 @@ def read_pairs(path: Path) -> list[Pair]:
                 if not (first and second):
                     raise BadInput(f"{path}, row {number} has an empty sentence: fill it in, or leave the row out")
                 pairs.append((int(label), first, second))
-    except (OSError, UnicodeDecodeError, csv.Error) as problem:
-        raise BadInput(f"{path} cannot be read ({problem}): give a TSV file in UTF-8") from problem
+    except (OSError, UnicodeError, csv.Error) as problem:
+        raise BadInput(f"{path} cannot be read ({problem}): give a TSV file in UTF-8, with such a name") from problem
     if not pairs:
         raise BadInput(f"{path} holds no pairs: give at least one")
     return pairs
@@ -207,8 +190,7 @@ def check_records(path: Path, *, sequence_length: int, vocabulary_size: int, cla
 
 def main() -> None:
     """Makes the folder that the command line asks for."""
-    with exit_codes():
-        arguments = tyro.cli(Arguments, config=(tyro.conf.FlagCreatePairsOff,))
+    with program(Arguments) as arguments:
         if arguments.records.exists():
             raise BadInput(f"--records {arguments.records} is there already: remove it, or give another folder")
         make_records(arguments)
