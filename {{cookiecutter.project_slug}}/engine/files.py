@@ -120,7 +120,6 @@ def new_folder(path: Path) -> Iterator[Path]:
             except OSError:
                 if not path.is_dir():
                     raise
-        half_made.discard(Path(hidden))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -58,14 +58,15 @@ def test_other_data_than_in_the_first_process_are_rejected(tmp_path: Path) -> No
         (tmp_path / content / "vocabulary.txt").write_text(content)
     ab, ba = (data(file=tmp_path / content / "vocabulary.txt") for content in ("ab", "ba"))
     hashes = [hashlib.sha256(content).hexdigest() for content in (b"ba", b"ab")]
-    assert outcome(same_data, ab, ab) == ({"train": ab[0]["train"].fingerprint()}, {"vocabulary.txt": hashes[1]})
+    files = [{"vocabulary.txt": hash} for hash in hashes]
+    assert outcome(same_data, ab, ab) == {"train": {**ab[0]["train"].fingerprint(), "files": files[1]}}
     orders = [("train", *(f"validation/{name}" for name in names)) for names in ("ab", "ba")]
     for here, there, told in (
         (data(), data(sha256="b" * 64), f"train/sha256 is {'b' * 64}, there {'a' * 64}"),
         (data(), data(steps_per_pass=4), "train/steps_per_pass is 4, there 3"),
         (*(data(*names) for names in orders), f"datasets is {[*orders[1]]}, there {[*orders[0]]}"),
-        (ab, ba, f"files/vocabulary.txt is {hashes[0]}, there {hashes[1]}"),
-        (ab, data(), f"files/vocabulary.txt is None, there {hashes[1]}"),
+        (ab, ba, f"train/files is {files[0]}, there {files[1]}"),
+        (ab, data(), f"train/files is {{}}, there {files[1]}"),
     ):
         found = outcome(same_data, here, there)
         what = "worker 1: task.load_examples or task.data_files returned other data than in the first process"

@@ -62,7 +62,7 @@ def test_every_optimizer_takes_a_changed_rate_or_schedule_and_keeps_what_a_hook_
         train.run.save()
 
     def resume() -> tuple[Progress, str]:
-        resumed = resume_module.resume(train.run, train.batches, {}, {})
+        resumed = resume_module.resume(train.run, train.batches, {})
         assert resumed is not None
         return resumed
 
@@ -111,8 +111,8 @@ def test_changed_examples_are_refused_and_used_on_purpose(
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     use(180)
     code, line = ended(tmp_path, *flags)
-    told = "the examples of task.load_examples('train') differ from those that the run has used so far (240 examples"
-    assert (code, f"{told} then, 180 now): restore the data, use another --run-dir" in line) == (2, True), line
+    told = "the data of task.load_examples('train') differ from those that the run has used so far (240 examples then"
+    assert (code, f"{told}, 180 now): restore them, use another --run-dir" in line) == (2, True), line
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
     capsys.readouterr()
@@ -146,7 +146,7 @@ def test_other_files_of_the_task_are_named_and_refused_by_everything_that_uses_t
     file.write_bytes(b"ba")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     others = f"the run in {folder} used other files of task.data_files (items.jsonl has changed): restore"
-    so_far = "the files of task.data_files differ from those that the run has used so far (items.jsonl has changed): "
+    so_far = "('train') differ from those that the run has used so far (items.jsonl has changed): restore them, use"
     for way, told in (
         ((*flags, "--epochs=2"), so_far),
         (("--evaluate-only",), others),
@@ -208,19 +208,13 @@ def test_fresh_begins_once_in_all_lives_of_a_start(tmp_path: Path, monkeypatch: 
 # --- What a checkpoint says -------------------------------------------------------------------------------------------
 
 
-def resume(
-    run: Run,
-    progress: Progress,
-    *names: str,
-    data: dict[str, Any] | None = None,
-    files: dict[str, str] | None = None,
-) -> tuple[Progress, str]:
+def resume(run: Run, progress: Progress, *names: str, data: dict[str, Any] | None = None) -> tuple[Progress, str]:
     """Resumes from a checkpoint with this progress; `names` are the datasets, and `data` has their fingerprints."""
     newest = (Path(f"step-{progress.step:08d}"), progress)
     batches: Any = dict.fromkeys(names)
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(resume_module, "restore_newest", lambda *_: newest)
-        resumed = resume_module.resume(run, batches, data or {}, files or {})
+        resumed = resume_module.resume(run, batches, data or {})
     assert resumed is not None
     return resumed
 
@@ -231,14 +225,15 @@ def test_fewer_epochs_than_were_begun_and_lost_checkpoints_are_refused(begin: Ca
         resume(begin(epochs=1), progress, "train")
     assert resume(begin(epochs=2), progress, "train")[0] == progress
     run = begin()
-    assert resume_module.resume(run, {}, {}, {}) is None
+    assert resume_module.resume(run, {}, {}) is None
     (run.settings.run_dir / "result.json").touch()
     with pytest.raises(BadInput, match="checkpoints is empty although the run has gone far"):
-        resume_module.resume(run, {}, {}, {})
+        resume_module.resume(run, {}, {})
 
 
-def fingerprint(count: int) -> dict[str, Any]:
-    return {"examples": count, "element_spec": "int32[]", "sha256": "a", "steps_per_epoch": count}
+def fingerprint(count: int, file: str = "a") -> dict[str, Any]:
+    spec = {"element_spec": "int32[]", "steps_per_epoch": count}
+    return {"examples": count, "sha256": "a", "files": {"file": file}, **spec}
 
 
 @pytest.mark.parametrize(
@@ -265,14 +260,14 @@ def test_passes_over_changed_examples_start_over_and_so_do_scores(
     run = begin(epochs=3, allow_changed_data=True, monitor="validation/a/loss")
     before = {name: fingerprint(5) for name in ("train", "validation/a", "validation/b")}
     metrics = {name: {f"{name}/loss": 1.0} for name in ended}
-    files = {"file": "a"}
-    progress = Progress(1, 13, steps, metrics, best_epoch=0, best_step=10, best_score=0.5, data=before, files=files)
+    progress = Progress(1, 13, steps, metrics, best_epoch=0, best_step=10, best_score=0.5, data=before)
+    data, texts = {**before, changed: fingerprint(4)}, [f"{changed!r} has changed (5 examples then, 4 now)"]
     if changed == "file":
-        progress, message = resume(run, progress, *before, data=before, files={"file": "b"})
-        texts = [f"{name!r} has changed (file has changed)" for name in before]
-    else:
-        progress, message = resume(run, progress, *before, data={**before, changed: fingerprint(4)}, files=files)
-        texts = [f"{changed!r} has changed (5 examples then, 4 now)"]
+        data, texts = (
+            dict.fromkeys(before, fingerprint(5, "b")),
+            [f"{name!r} has changed (file has changed)" for name in before],
+        )
+    progress, message = resume(run, progress, *before, data=data)
     assert [*progress.steps_of_pass, *progress.metrics] == left
     assert run.objects.resets == reset
     assert message == "; ".join(["resumed from step-00000013", *texts])

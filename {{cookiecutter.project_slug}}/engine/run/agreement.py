@@ -20,17 +20,18 @@ from engine.settings import read_config
 
 def same_data(
     workers: Workers, batches: dict[str, Batches], data_files: Callable[[], Any]
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Returns the fingerprint of each dataset, and the SHA-256 of each file of task.data_files.
+) -> dict[str, dict[str, Any]]:
+    """Returns the fingerprint of each dataset, with the files of task.data_files, on which all of them depend.
 
     Raises BadInput in every process if they differ, or the order of the datasets: each would take its shard of another
     order.
     """
-    data, files = {name: dataset.fingerprint() for name, dataset in batches.items()}, data_files_sha256(data_files)
-    values = {f"{name}/{key}": value for name, one in {**data, "files": files}.items() for key, value in one.items()}
+    files = {"files": data_files_sha256(data_files)}
+    data = {name: dataset.fingerprint() | files for name, dataset in batches.items()}
+    values = {f"{name}/{key}": value for name, one in data.items() for key, value in one.items()}
     what = "task.load_examples or task.data_files returned other data"
     _check_same(workers, {"datasets": [*data], **values}, what, "give all processes the same files")
-    return data, files
+    return data
 
 
 def check_files(data_files: Callable[[], Any], run_dir: Path) -> None:

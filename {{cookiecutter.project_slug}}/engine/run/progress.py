@@ -34,7 +34,6 @@ class Progress:
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     """The last --learning-rate, and the constant rate that task.create_optimizer gave to each optimizer."""
     data: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # dataset -> its fingerprint
-    files: dict[str, str] = dataclasses.field(default_factory=dict)  # name of a file of task.data_files -> its SHA-256
     rates_of_epoch: dict[str, float] = dataclasses.field(default_factory=dict)
     """The learning rates with which the last training ended, or those to which train.py has changed them since."""
     spent: dict[str, float] = dataclasses.field(default_factory=dict)

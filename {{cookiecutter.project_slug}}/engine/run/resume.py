@@ -15,36 +15,29 @@ from engine.run.training import Run
 from engine.settings import Settings
 
 
-def _changed_data(settings: Settings, before: Progress, data: dict[str, Any], files: dict[str, str]) -> dict[str, str]:
-    """Returns how each dataset differs from what the run has used so far. Raises BadInput unless that is allowed.
-
-    If a file of task.data_files differs, all datasets do.
-    """
-    changes = ", ".join(changed_files(before.files, files))
-    changed = dict.fromkeys(data, changes) if changes else {}
+def _changed_data(settings: Settings, before: dict[str, Any], data: dict[str, Any]) -> dict[str, str]:
+    """Returns how each dataset differs from what the run has used so far. Raises BadInput unless that is allowed."""
+    changed: dict[str, str] = {}
     for name, now in data.items():
-        then = before.data.get(name, now)
+        then = before.get(name, now)
         shown = {"examples": "{} examples then, {} now", "element_spec": "{} then, {} now"}
         texts = [text.format(then[key], now[key]) for key, text in shown.items() if then[key] != now[key]]
-        if not changes and (texts or then["sha256"] != now["sha256"]):
+        texts += changed_files(then["files"], now["files"])
+        if texts or then["sha256"] != now["sha256"]:
             changed[name] = ", ".join(texts) or f"{now['examples']} examples then and now, not the same ones"
     if changed and not settings.allow_changed_data:
         name, text = next(iter(changed.items()))
-        what = "the files of task.data_files" if changes else f"the examples of {hook_of(name)}"
         raise BadInput(
-            f"{what} differ from those that the run has used so far ({text}): restore the data, use another --run-dir "
-            "or --fresh, or continue with these data with --allow-changed-data"
+            f"the data of {hook_of(name)} differ from those that the run has used so far ({text}): restore them, use "
+            "another --run-dir or --fresh, or continue with these data with --allow-changed-data"
         )
     return changed
 
 
-def resume(
-    run: Run, batches: dict[str, Batches], data: dict[str, Any], files: dict[str, str]
-) -> tuple[Progress, str] | None:
+def resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tuple[Progress, str] | None:
     """Restores the newest intact checkpoint; returns its progress and "resumed from ...", or None if there is none.
 
-    `data` has the fingerprints of the datasets, `files` those of task.data_files. Raises BadInput if the run cannot be
-    resumed.
+    `data` has the fingerprints of the datasets. Raises BadInput if the run cannot be resumed.
     """
     settings, from_chief = run.settings, run.workers.from_chief
     created = created_rates(run)
@@ -59,7 +52,7 @@ def resume(
     path, progress = newest
     if (reached := progress.epochs_started()) > settings.epochs:
         raise BadInput(f"--epochs {settings.epochs}: the run already reached epoch {reached}; pass at least {reached}")
-    changed = _changed_data(settings, progress, data, files)
+    changed = _changed_data(settings, progress.data, data)
     kept: Collection[str] = batches
     if changed:  # An evaluation starts over anyway, but an epoch only if its own examples have changed.
         kept = ["train"] if "train" not in changed or "train" in progress.metrics else []

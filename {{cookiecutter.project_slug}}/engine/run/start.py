@@ -81,14 +81,14 @@ class RunDirectory(Directory):
         """
         for dataset in batches.values():
             dataset.examples.cache()  # Examples that cannot be read are rejected before anything is written.
-        data, files = same_data(run.workers, batches, run.objects.data_files)
+        data = same_data(run.workers, batches, run.objects.data_files)
         is_fresh = run.workers.from_chief(lambda: self.is_fresh)
-        resumed = None if is_fresh else resume(run, batches, data, files)
+        resumed = None if is_fresh else resume(run, batches, data)
         progress, self._start = resumed or (Progress(learning_rates=created_rates(run)), run.objects.source)
         check_objects(run.workers, run.checkpoints.state, run.objects)
         cause = "something in task.create_model or create_optimizer"
         run.checkpoints.state.check_workers({}, cause, is_start=resumed is None)
-        progress.data, progress.files = data, files
+        progress.data = data
         run.start(progress)
 
     @contextlib.contextmanager

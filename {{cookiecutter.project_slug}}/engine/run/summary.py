@@ -41,7 +41,7 @@ def describe_run(run: Run, batches: dict[str, Batches], earlier: dict[str, Any])
         "example": element_spec.encode(last.examples.element_spec),
         "features": element_spec.encode(last.features_spec),
         "data": run.progress.data,
-        "files": run.progress.files,
+        "files": run.progress.data["train"]["files"],
     }
 
 
