@@ -38,10 +38,7 @@ def check_command_line(kind: type[Settings]) -> None:
 
 @contextlib.contextmanager
 def program(kind: type[Any]) -> Iterator[Any]:
-    """Yields the command line of a program of the task, such as prepare_data.py, as the dataclass `kind`.
-
-    The program ends as train.py does: with one line, and a code of engine/errors.py.
-    """
+    """Yields the command line of a program as the dataclass `kind`; the program ends with one line, as train.py does."""
     end_at_signals()
     sys.excepthook = _end_with_a_line
     with exit_codes():

@@ -9,6 +9,7 @@ if it is too long, and padded.
 
 import csv
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from engine.files import new_folder
 
 COLUMNS = ("label", "sentence1", "sentence2")
 MARKS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PAIRS = "pairs.sha256"  # In the folder of records: of which pairs they are made.
 
 Pair = tuple[int, str, str]
 
@@ -65,12 +67,28 @@ def make_records(arguments: Arguments) -> None:
         raise BadInput(
             f"--pairs {arguments.pairs} holds no train.tsv to make a vocabulary of: give one, or --vocabulary"
         )
-    tokenizer = create_tokenizer(arguments, pairs.get("train", []))
+    made_of, tokenizer = hash_of(arguments.pairs), create_tokenizer(arguments, pairs.get("train", []))
     with new_folder(arguments.records) as folder:
         for name, each in pairs.items():
             write_records(folder / f"{name}.tfrecord", each, tokenizer, arguments.sequence_length)
         lines = "".join(f"{token}\n" for token in tokenizer.get_vocabulary())
         (folder / "vocab.txt").write_text(lines, encoding="utf-8")
+        (folder / PAIRS).write_text(made_of, encoding="utf-8")
+
+
+def hash_of(pairs: Path) -> str:
+    """Returns a fingerprint of the .tsv files of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(pairs.glob("*.tsv")):
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def check_pairs(records: Path, pairs: Path) -> None:
+    """Raises BadInput if the records are made of other pairs than the folder contains now."""
+    made_of = records / PAIRS
+    if made_of.exists() and made_of.read_text(encoding="utf-8") != hash_of(pairs):
+        raise BadInput(f"{records} is made of other pairs than {pairs} contains now: remove it, and it is made again")
 
 
 def read_pairs(path: Path) -> list[Pair]:

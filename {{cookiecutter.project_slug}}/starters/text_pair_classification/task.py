@@ -17,7 +17,7 @@ import tensorflow as tf
 from engine.data import Records
 from engine.errors import BadInput
 from engine.model import apply_gradients
-from prepare_data import Arguments, check_records, load_preset, make_records
+from prepare_data import Arguments, check_pairs, check_records, load_preset, make_records
 
 # --- Data -------------------------------------------------------------------------------------------------------------
 
@@ -29,8 +29,10 @@ def load_examples(split: str) -> Records:
     """
     # TODO(you): Load your examples.
     sizes: dict[str, Any] = {"sequence_length": config.sequence_length, "vocabulary_size": config.vocabulary_size}
-    if config.records == Config.records and not config.records.exists():
-        make_records(Arguments(**sizes))  # From the shipped pairs.
+    if config.records == Config.records:  # From the pairs in data/.
+        if not config.records.exists():
+            make_records(Arguments(**sizes))
+        check_pairs(config.records, Arguments.pairs)
     path = config.records / f"{split}.tfrecord"
     check_records(path, **sizes, classes=config.classes)
     return Records(path)

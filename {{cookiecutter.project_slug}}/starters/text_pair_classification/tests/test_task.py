@@ -12,7 +12,8 @@ import tensorflow as tf
 
 import task
 import train
-from prepare_data import Arguments, make_records
+from engine.errors import BadInput
+from prepare_data import Arguments, check_pairs, make_records
 
 TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "sat", "down", "."]
 
@@ -84,6 +85,13 @@ def test_records_hold_the_tokens_of_both_sentences(short: Config) -> None:
     segments = [[0] * 7 + [1] * 3 + [0], [0] * 4 + [1] * 7]
     assert [features["segment_ids"].numpy().tolist() for features, _ in prepared] == segments
     assert [int(label) for _, label in prepared] == [1, 0]
+
+
+def test_records_of_other_pairs_are_rejected(short: Config, tmp_path: Path) -> None:
+    check_pairs(short.records, tmp_path)
+    (tmp_path / "test.tsv").write_text("label\tsentence1\tsentence2\n1\tThe cat.\tThe cats.\n", encoding="utf-8")
+    with pytest.raises(BadInput, match=r"is made of other pairs than .* contains now: remove it"):
+        check_pairs(short.records, tmp_path)
 
 
 def test_padding_changes_no_prediction(settings: Config) -> None:
