@@ -38,7 +38,7 @@ def check_command_line(kind: type[Settings]) -> None:
 
 @contextlib.contextmanager
 def program(kind: type[Any]) -> Iterator[Any]:
-    """Yields the command line of a program as the dataclass `kind`; the program ends with one line, as train.py does."""
+    """Yields the command line of a program as the dataclass `kind`; errors and signals end it as they end train.py."""
     end_at_signals()
     sys.excepthook = _end_with_a_line
     with exit_codes():
