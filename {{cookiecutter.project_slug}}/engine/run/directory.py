@@ -18,8 +18,8 @@ from engine.errors import BadInput, Stopped, Unavailable, may_pass
 from engine.files import read_json
 from engine.machine import changes_since
 from engine.run.checkpoint_files import checkpoint_paths
-from engine.run.signals import signals
 from engine.settings import CONFIG, Settings, recorded_settings
+from engine.signals import signals
 
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"

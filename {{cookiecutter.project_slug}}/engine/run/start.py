@@ -21,10 +21,10 @@ from engine.run.agreement import check_objects, same_data
 from engine.run.directory import RESULT, Directory
 from engine.run.progress import Progress
 from engine.run.resume import created_rates, resume
-from engine.run.signals import signals
 from engine.run.summary import describe_run, describe_start, print_summary
 from engine.run.training import Run
 from engine.settings import CONFIG, Settings
+from engine.signals import signals
 from engine.tracing import unrepeatable
 
 

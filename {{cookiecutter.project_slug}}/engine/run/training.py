@@ -25,9 +25,9 @@ from engine.run.checkpoints import Checkpoints, Writer
 from engine.run.directory import BEST, CHECKPOINTS, RESULT
 from engine.run.passes import Executions, Pass
 from engine.run.progress import Progress
-from engine.run.signals import signals
 from engine.run.state import State, weights_sha256
 from engine.settings import Settings
+from engine.signals import signals
 from engine.tracing import Traced
 
 

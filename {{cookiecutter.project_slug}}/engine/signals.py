@@ -1,6 +1,6 @@
 """SIGTERM and Ctrl-C: the first one ends the program after the running steps, a second one at once.
 
-Batch systems and clouds send SIGTERM before they take the machine back.
+Batch systems and clouds send SIGTERM before they take the machine back. Imports no TensorFlow.
 """
 
 import contextlib
@@ -9,10 +9,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from engine.cluster.workers import Workers
 from engine.console import console
 from engine.errors import SIGNALS, Stopped, asked_to_stop
+
+if TYPE_CHECKING:
+    from engine.cluster.workers import Workers
 
 SECONDS_AS_ONE = 1.0  # A terminal, or a program that ends a group of processes, may send the same signal twice.
 
@@ -24,7 +27,7 @@ class Signals:
         self.signal: str | None = None
         self._pipe: tuple[int, ...] = ()  # Its ends for reading and for writing, while this listens.
 
-    def check(self, workers: Workers) -> None:
+    def check(self, workers: "Workers") -> None:
         """Raises Stopped, on every worker, if any of them got a signal. Call it between executions."""
         if stopped := workers.names_where(self.signal is not None):
             self.signal = self.signal or f"a signal to {', '.join(stopped)}"
