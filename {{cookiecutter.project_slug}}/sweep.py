@@ -9,7 +9,6 @@ trials included. Several programs may share a --sweep-dir: see docs/recipes.md.
 
 import argparse
 import contextlib
-import errno
 import importlib.util
 import io
 import os
@@ -33,7 +32,7 @@ from engine.cluster.launcher import LOST_CODES, PROGRAM, TrainProcess, stop_all
 from engine.command_line import read_settings
 from engine.console import console
 from engine.errors import BadInput, CannotWrite, Diverged, ProgramExit, Stopped
-from engine.files import read_json
+from engine.files import read_json, writing
 from engine.settings import check_is_local
 from engine.signals import signals
 
@@ -162,16 +161,11 @@ def main() -> None:
 
         settings = train_settings(options.arguments, options.sweep_dir)
         direction = settings.monitor_direction.replace("auto", "min")
-        try:
+        with writing(options.sweep_dir, "start the same command again"):
             trials = Trials(options.sweep_dir, direction, PRUNERS[options.pruner])
             with signals.listening():
                 run_trials(trials, options, settings.monitor)
             summarize(trials, options)
-        except OSError as problem:
-            is_full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or errors.may_pass(problem)
-            remedy = "free disk space, then start the same command again" if is_full else "use another one"
-            text = f"--sweep-dir {options.sweep_dir} cannot be used ({problem.strerror}): {remedy}"
-            raise (CannotWrite if is_full else BadInput)(text) from problem
         if options.trials and not trials.ranked():
             raise BadInput("no trial has completed: correct the causes in the table, then use another --sweep-dir")
 

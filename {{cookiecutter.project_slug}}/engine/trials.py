@@ -46,7 +46,7 @@ class Trials:
 
         `pruner` is the name of a class in optuna.pruners, which is used with its defaults.
 
-        Raises BadInput, and changes nothing, if the folder contains anything but a study with this direction; OSError.
+        Raises BadInput, and changes nothing, if the folder contains anything but a study with this direction.
         """
         self._folder = folder
         self._locks: dict[int, filelock.BaseFileLock] = {}  # The system releases them if this program is killed.
@@ -54,30 +54,32 @@ class Trials:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         wanted = StudyDirection.MINIMIZE if direction == "min" else StudyDirection.MAXIMIZE
         options: dict[str, Any] = {"pruner": getattr(optuna.pruners, pruner)(), "load_if_exists": True}
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise BadInput(f"--sweep-dir {folder} cannot be used ({problem.strerror}): use another one") from None
         # Optuna's own lock would outlive a program that is killed while it has it.
         with self._lock("journal") as lock:
-            path, is_used = folder / "journal.log", any(not file.name.startswith(".") for file in folder.iterdir())
+            path = folder / "journal.log"
+            others = [file for file in folder.iterdir() if not file.name.startswith(".") and file != path]
             first = path.read_bytes().partition(b"\n")[0] if path.exists() else b""
-            if is_used and f'"study_name":"sweep","directions":[{wanted.value}]' not in first.decode(errors="replace"):
+            if (others or first) and f'"study_name":"sweep","directions":[{wanted.value}]'.encode() not in first:
                 raise BadInput(
-                    f"--sweep-dir {folder} contains no sweep with --monitor-direction {direction}: use another"
+                    f"--sweep-dir {folder} has no sweep with --monitor-direction {direction}: use another one"
                 )
             try:
                 storage = optuna.storages.JournalStorage(_Journal(path, lock))
                 self._study = optuna.create_study(storage=storage, study_name="sweep", direction=wanted, **options)
             except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as problem:
-                text = (
-                    f"{path} is damaged ({first_line(problem)}): restore it from a backup, or use another --sweep-dir"
-                )
-                raise BadInput(text) from problem
+                text = f"{path} is damaged ({first_line(problem)})"
+                raise BadInput(f"{text}: restore it from a backup, or use another --sweep-dir") from problem
 
     def run_dir(self, number: int) -> Path:
         """Returns the directory of a trial's run."""
         return self._folder / f"trial_{number:03}"
 
     def take(self, space: Space, check: Check, most: int, arguments: list[str]) -> optuna.Trial | None:
-        """Returns a trial that a killed program has left, or else a new one; None if all `most` are taken, and in a pause.
+        """Returns a trial that a killed program has left, or else a new one; None if all are taken, or in a pause.
 
         A new one gets the user_attrs "flags", from `space`, and "arguments", which `check` may reject together. One
         that was left keeps its own. Raises BadInput if they cannot be used; then nothing is recorded.
@@ -104,11 +106,11 @@ class Trials:
             asked = copy.ask()
             try:
                 attributes = {"flags": space(asked), "arguments": arguments}
-                _check_proposal(asked, attributes["flags"], trials)
+                _check_proposal(attributes["flags"], asked, trials)
                 check([*arguments, *attributes["flags"]], run_dir)
             except (Exception, SystemExit) as problem:
                 text = str(problem) if isinstance(problem, BadInput) else first_line(problem)
-                raise BadInput(f"space in sweep.py: {text}") from problem
+                raise BadInput(f"space in sweep.py: {text}; for another space use another --sweep-dir") from problem
             new: dict[str, Any] = {"params": asked.params, "distributions": asked.distributions}
             # One write adds the trial with all its values, so that a kill cannot leave some of them.
             self._study.add_trial(optuna.create_trial(state=TrialState.RUNNING, user_attrs=attributes, **new))
@@ -185,17 +187,14 @@ class Trials:
         return filelock.FileLock(self._folder / f".{name}.lock", fallback_to_soft=False)
 
 
-def _check_proposal(asked: optuna.Trial, flags: object, trials: list[FrozenTrial]) -> None:
+def _check_proposal(flags: object, asked: optuna.Trial, trials: list[FrozenTrial]) -> None:
     """Raises an exception unless the flags are texts, and the values can be recorded beside those of other trials."""
     if not isinstance(flags, list) or not all(isinstance(word, str) for word in flags):
-        raise BadInput(f"it returned {flags!r}: return a list of texts, such as ['--learning-rate=0.01']")
+        raise TypeError(f"it returned {flags!r}, and not a list of texts, such as ['--learning-rate=0.01']")
     for name, distribution in asked.distributions.items():
         distribution_to_json(distribution)
         for trial in trials:
-            try:
-                check_distribution_compatibility(trial.distributions.get(name, distribution), distribution)
-            except ValueError as problem:
-                raise BadInput(f"{name}: {problem} Use another --sweep-dir for a changed space.") from None
+            check_distribution_compatibility(trial.distributions.get(name, distribution), distribution)
 
 
 def _failure(trial: FrozenTrial, *, with_values: bool = True) -> str:
