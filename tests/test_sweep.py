@@ -152,6 +152,7 @@ TRIAL = '{"op_code":4,"worker_id":"a","study_id":0,"datetime_start":"2026-01-01T
 @pytest.mark.parametrize(
     ("arguments", "journal", "line"),
     [
+        ("--epochs=5", None, "ERROR: --epochs=5 is not a flag of sweep.py: pass the arguments of train.py after --\n"),
         ("--parallel=0", None, "ERROR: --parallel 0 must be from 1 to 1000\n"),
         ("--trials=-1", None, "ERROR: --trials -1 must be from 0 to 1000000\n"),
         ("--timeout=nan", None, "ERROR: --timeout nan must be from 0 to inf\n"),
@@ -170,6 +171,7 @@ TRIAL = '{"op_code":4,"worker_id":"a","study_id":0,"datetime_start":"2026-01-01T
             "ERROR: --sweep-dir s has no sweep with --monitor-direction min: use another one\n",
         ),
         ("", HEAD + "x\n" + TRIAL, "ERROR: s/journal.log is damaged (JSONDecodeError: Expecting value:"),
+        ("", f"{HEAD}{'[' * 99999}\n{TRIAL}", "ERROR: s/journal.log is damaged (RecursionError: "),
         ("", HEAD + TRIAL.replace("study_id", "study"), "ERROR: s/journal.log is damaged (KeyError: "),
         (
             "",
@@ -223,7 +225,7 @@ def changed(trial: optuna.Trial) -> list[str]:
     [
         (
             lambda trial: None,
-            "it returned None, and not a list of texts, such as ['--learning-rate=0.01']; for another space use another",
+            "it returned None, and not a list of texts, such as ['--learning-rate=0.01']; after a change",
         ),
         (lambda trial: "--learning-rate=0.1", "it returned '--learning-rate=0.1', and not a list of texts"),
         (lambda trial: ["--learning-rate", 0.1], "it returned ['--learning-rate', 0.1], and not a list of texts"),
@@ -234,10 +236,11 @@ def changed(trial: optuna.Trial) -> list[str]:
         (lambda trial: ["--help"], EACH),
         (lambda trial: sys.exit(0), "SystemExit: 0;"),
         (lambda trial: [str(trial.suggest_categorical("path", [Path("a")]))], "TypeError: Object of type PosixPath"),
+        (lambda trial: [trial.suggest_categorical("pair", [(1, 2)])], "CategoricalDistribution does not support"),
         (fails, "LookupError: no such table;"),
         (
             changed,
-            "ValueError: CategoricalDistribution does not support dynamic value space; for another space use another",
+            "ValueError: CategoricalDistribution does not support dynamic value space; after a change of",
         ),
     ],
 )

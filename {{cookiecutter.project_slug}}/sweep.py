@@ -148,8 +148,10 @@ def main() -> None:
     parser.add_argument("--pruner", choices=PRUNERS, default="median", help="what ends poor trials early")
     parser.add_argument("--sweep-dir", type=Path, default=Path("runs/sweep"), help="folder of the study and its runs")
     parser.add_argument("arguments", nargs="*", help="after --: the arguments of train.py")
-    options = parser.parse_args()
+    options, unknown = parser.parse_known_args()
     with errors.exit_codes():
+        if unknown:
+            raise BadInput(f"{unknown[0]} is not a flag of sweep.py: pass the arguments of train.py after --")
         for name, least, most in (("trials", 0, 10**6), ("parallel", 1, 10**3), ("timeout", 0, float("inf"))):
             if not least <= getattr(options, name) <= most:
                 raise BadInput(f"--{name} {getattr(options, name)} must be from {least} to {most}")

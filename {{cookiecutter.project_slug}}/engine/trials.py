@@ -13,7 +13,7 @@ from typing import Any
 
 import filelock
 import optuna
-from optuna.distributions import check_distribution_compatibility, distribution_to_json
+from optuna.distributions import check_distribution_compatibility, distribution_to_json, json_to_distribution
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
@@ -70,7 +70,7 @@ class Trials:
             try:
                 storage = optuna.storages.JournalStorage(_Journal(path, lock))
                 self._study = optuna.create_study(storage=storage, study_name="sweep", direction=wanted, **options)
-            except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as problem:
+            except (LookupError, ValueError, TypeError, AttributeError, AssertionError, RuntimeError) as problem:
                 text = f"{path} is damaged ({first_line(problem)})"
                 raise BadInput(f"{text}: restore it from a backup, or use another --sweep-dir") from problem
 
@@ -108,9 +108,11 @@ class Trials:
                 attributes = {"flags": space(asked), "arguments": arguments}
                 _check_proposal(attributes["flags"], asked, trials)
                 check([*arguments, *attributes["flags"]], run_dir)
-            except (Exception, SystemExit) as problem:
+            except BaseException as problem:  # SystemExit, too; signals raise nothing here.
                 text = str(problem) if isinstance(problem, BadInput) else first_line(problem)
-                raise BadInput(f"space in sweep.py: {text}; for another space use another --sweep-dir") from problem
+                raise BadInput(
+                    f"space in sweep.py: {text}; after a change of its values, use another --sweep-dir"
+                ) from problem
             new: dict[str, Any] = {"params": asked.params, "distributions": asked.distributions}
             # One write adds the trial with all its values, so that a kill cannot leave some of them.
             self._study.add_trial(optuna.create_trial(state=TrialState.RUNNING, user_attrs=attributes, **new))
@@ -192,7 +194,8 @@ def _check_proposal(flags: object, asked: optuna.Trial, trials: list[FrozenTrial
     if not isinstance(flags, list) or not all(isinstance(word, str) for word in flags):
         raise TypeError(f"it returned {flags!r}, and not a list of texts, such as ['--learning-rate=0.01']")
     for name, distribution in asked.distributions.items():
-        distribution_to_json(distribution)
+        recorded = json_to_distribution(distribution_to_json(distribution))
+        check_distribution_compatibility(recorded, distribution)
         for trial in trials:
             check_distribution_compatibility(trial.distributions.get(name, distribution), distribution)
 

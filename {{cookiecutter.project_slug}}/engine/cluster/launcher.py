@@ -29,6 +29,7 @@ FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)  # Exit codes of train.py
 SECONDS_TO_FOLLOW = 300.0
 SECONDS_OF_THE_CAUSE = 20.0  # After a process has lost another one, that one ends within this time, or is frozen.
 SECONDS_BETWEEN_CHECKS = 0.2
+LONGEST_LINE = 1000
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # Loaded before any fork.
 
 
@@ -79,7 +80,8 @@ class TrainProcess:
         output = self._log.read_bytes()[self._start :].decode(errors="replace")
         last = next((line for line in reversed(output.split("\n")) if line.strip()), f"exit code {code}")
         is_unexpected = "Traceback (most recent call last)" in output and not last.startswith("ERROR: ")
-        return "unexpected " * is_unexpected + last.replace(str(self.run_dir), "RUN_DIR").removeprefix("ERROR: ")
+        last = last.replace(str(self.run_dir), "RUN_DIR").removeprefix("ERROR: ")[:LONGEST_LINE]
+        return "unexpected " * is_unexpected + last
 
 
 def stop_all(processes: Sequence[TrainProcess]) -> None:
