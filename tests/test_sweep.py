@@ -236,7 +236,7 @@ def changed(trial: optuna.Trial) -> list[str]:
         (lambda trial: ["--help"], EACH),
         (lambda trial: sys.exit(0), "SystemExit: 0;"),
         (lambda trial: [str(trial.suggest_categorical("path", [Path("a")]))], "TypeError: Object of type PosixPath"),
-        (lambda trial: [trial.suggest_categorical("pair", [(1, 2)])], "CategoricalDistribution does not support"),
+        (lambda trial: [str(trial.suggest_categorical("pair", [(1, 2)]))], "CategoricalDistribution does not support"),
         (fails, "LookupError: no such table;"),
         (
             changed,

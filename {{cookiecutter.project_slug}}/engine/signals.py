@@ -8,14 +8,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from engine.console import console
 from engine.errors import SIGNALS, Stopped, asked_to_stop
-
-if TYPE_CHECKING:
-    from engine.cluster.workers import Workers
 
 SECONDS_AS_ONE = 1.0  # A terminal, or a program that ends a group of processes, may send the same signal twice.
 
@@ -27,9 +23,12 @@ class Signals:
         self.signal: str | None = None
         self._pipe: tuple[int, ...] = ()  # Its ends for reading and for writing, while this listens.
 
-    def check(self, workers: "Workers") -> None:
-        """Raises Stopped, on every worker, if any of them got a signal. Call it between executions."""
-        if stopped := workers.names_where(self.signal is not None):
+    def check(self, names_where: Callable[[bool], list[str]]) -> None:
+        """Raises Stopped, on every worker, if any of them got a signal. Call it between executions.
+
+        `names_where` returns the names of the workers that call it with True.
+        """
+        if stopped := names_where(self.signal is not None):
             self.signal = self.signal or f"a signal to {', '.join(stopped)}"
             raise Stopped(f"stopped by {self.signal}")
 

@@ -100,7 +100,7 @@ def test_own_signal_after_the_stop_of_a_peer_does_not_end_the_save(monkeypatch: 
     monkeypatch.setattr(importlib.import_module("engine.signals"), "SECONDS_AS_ONE", 0.05)
     with ended_by_signals(), (own := Signals()).listening():
         with pytest.raises(Stopped, match="stopped by a signal to worker 1"):
-            own.check(workers)
+            own.check(workers.names_where)
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)

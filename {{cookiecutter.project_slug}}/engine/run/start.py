@@ -46,7 +46,7 @@ class RunDirectory(Directory):
         with self._listening:
             super().__exit__(*problem)
             if not any(problem) and self.settings.export:  # A signal is heeded now: the export does not listen.
-                signals.check(self.workers)
+                signals.check(self.workers.names_where)
 
     def result(self) -> dict[str, Any] | None:
         """Locks the directory; returns the result of the run in it if nothing is left to do.

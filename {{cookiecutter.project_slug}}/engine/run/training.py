@@ -137,7 +137,7 @@ class Run:
 
     def stop_if_asked(self) -> None:
         """Raises Stopped, on all workers, if one of them got a signal."""
-        signals.check(self.workers)
+        signals.check(self.workers.names_where)
 
     def end_pass(self, one_pass: Pass) -> dict[str, float]:
         """Returns the metrics of a pass whose steps are all taken, as "<dataset>/<metric>", and resets them."""
