@@ -27,10 +27,13 @@ class RejectAnswers(Extension):
 
 def reject_bad_answers(answers: dict[str, str]) -> str:
     """Returns "". Raises FailedHookException, which cookiecutter prints before it exits 1, if an answer is bad."""
-    slug = answers["project_slug"]
-    lines = [f"ERROR: project_slug {slug!r} {rule}" for rule in _broken_slug_rules(slug)]
-    for field in ("project_name", "author_name"):
-        lines += [f"ERROR: {field} {answers[field]!r} {rule}" for rule in _broken_name_rules(answers[field])]
+    rules = {"project_slug": _broken_slug_rules, "project_name": _broken_name_rules, "author_name": _broken_name_rules}
+    lines = [
+        f"ERROR: {field} {answers[field]!r} {rule}"
+        for field, broken_rules in rules.items()
+        if field in answers  # Those of --replay-file are not.
+        for rule in broken_rules(answers[field])
+    ]
     if lines:
         raise FailedHookException("\n".join(lines))
     return ""

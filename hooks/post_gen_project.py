@@ -1,11 +1,17 @@
 """Puts the files of the chosen starter into the project, removes the others, and says what to do next."""
 
+import contextlib
 import shutil
 from pathlib import Path
 
 chosen = Path("starters", "{{ cookiecutter.starter }}")
 if chosen.is_dir():
     shutil.copytree(chosen, ".", dirs_exist_ok=True)
-shutil.rmtree("starters", ignore_errors=True)
+# A project that is rendered again may have others of the user's.
+template = Path(r"{{ cookiecutter._repo_dir }}", "{% raw %}{{cookiecutter.project_slug}}{% endraw %}")
+for folder in (template / "starters").iterdir():
+    shutil.rmtree(Path("starters", folder.name), ignore_errors=True)
+with contextlib.suppress(OSError):
+    Path("starters").rmdir()
 print('Next, in an environment for it: cd {{ cookiecutter.project_slug }} && pip install -e ".[dev]"')
 print("Then: python train.py")

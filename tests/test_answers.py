@@ -1,5 +1,6 @@
 """Answers that would make a broken project are rejected in one line each, and leave nothing behind."""
 
+import json
 import re
 import tomllib
 from collections.abc import Callable
@@ -80,6 +81,21 @@ def test_commands_of_security_page_finish_a_project_that_was_rendered_without_ho
     assert project.files() == finished.files()
     for name in finished.files():
         assert (project.folder / name).read_bytes() == (finished.folder / name).read_bytes(), name
+
+
+def test_project_rendered_again_keeps_a_folder_that_only_has_the_name_of_the_templates(tmp_path: Path) -> None:
+    for update in (False, True):
+        project = rendered(tmp_path, update=update, project_slug="mine", starter="gan")
+        assert not (project.folder / "starters/gan").exists()
+        (project.folder / "starters/mine").mkdir(parents=True, exist_ok=True)
+    assert [path.name for path in (project.folder / "starters").iterdir()] == ["mine"]
+
+
+def test_answers_of_a_replay_file_need_no_others(tmp_path: Path) -> None:
+    answers = {"project_name": "Mine", "project_slug": "mine", "author_name": "Me", "starter": "gan"}
+    (tmp_path / "replay.json").write_text(json.dumps({"cookiecutter": answers}), encoding="utf-8")
+    done = run_cookiecutter(tmp_path / "output", "--replay-file", tmp_path / "replay.json")
+    assert (done.returncode, (tmp_path / "output/mine/distance.py").exists()) == (0, True), done.stderr
 
 
 def test_any_other_name_is_taken_as_it_is_and_the_slug_made_from_it(bake: Callable[..., Bake]) -> None:

@@ -18,8 +18,10 @@ SHOWN = "".join(LINES.splitlines(keepends=True)[4:])
 
 
 def test_only_information_is_hidden_while_tensorflow_starts_even_if_it_crashes() -> None:
-    program = f"import os, engine; os.write(2, {LINES.encode()!r}); os.abort()"
+    print_backend = "print(os.environ['KERAS_BACKEND'], flush=True)"
+    program = f"import os, engine; {print_backend}; os.write(2, {LINES.encode()!r}); os.abort()"
     environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    environment["KERAS_BACKEND"] = "jax"
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, check=False, cwd=PROJECT, env=environment, stderr=subprocess.PIPE, text=True)
-    assert done.stderr == SHOWN
+    done = subprocess.run(command, check=False, cwd=PROJECT, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("tensorflow\n", SHOWN)

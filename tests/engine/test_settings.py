@@ -101,6 +101,12 @@ def test_setting_with_a_wrong_default_or_a_name_of_the_engine_is_rejected() -> N
     with pytest.raises(BadInput, match="--epochs 3 must be of the type"):
         Config(epochs="3")
 
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class WithSteps(Config):
+        steps_per_epoch: int = 20
+
+    assert WithSteps(steps_per_epoch=None).steps_per_epoch is None  # As --check needs it.
+
 
 # --- The command line -------------------------------------------------------------------------------------------------
 

@@ -178,6 +178,14 @@ def test_fault_of_a_network_in_a_hook_may_pass(ended: Callable[..., str], monkey
     assert "ConnectionResetError: by the server of the weights" in ended(code=1)
 
 
+@pytest.mark.parametrize("hook", ["create_model", "train_step"])
+def test_exit_in_a_hook_is_an_error(hook: str, ended: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def leave(*_):\n    raise SystemExit", str(task.__file__), "exec"), names)  # noqa: S102
+    monkeypatch.setattr(task, hook, names["leave"])
+    assert "task.py:2 leave: SystemExit" in ended()
+
+
 def test_mistake_of_the_engine_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> float:
         return 1 / 0

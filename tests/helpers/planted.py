@@ -1,6 +1,7 @@
 """Faults that are planted in the hooks of task.py, and what sound and faulty hooks are made of."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ def assert_found(check: Callable[..., tuple[bool, list[str]]], *faults: Fault, o
     hooks = {name: hook for fault in faults for name, hook in fault.hooks.items()}
     passed, lines = check(hooks, only=only or faults[0].only, **faults[0].settings)
     failed = [line.split("  ", 2)[1:] for line in lines if line.startswith("FAIL")]
-    failed = [(where.removeprefix("task.py ").removeprefix("train.py "), text) for where, text in failed]
+    failed = [(re.sub(r"^(task|train)\.py(:\d+)? ", "", where), text) for where, text in failed]
     assert not passed
     for fault in faults:
         assert any(where == fault.where and fault.text in text for where, text in failed), "\n".join(lines)

@@ -117,20 +117,24 @@ def check_names(answers: dict[str, str]) -> None:
     assert not unknown, f"cookiecutter ignores answers to questions it does not ask: {unknown}"
 
 
-def rendered(output: Path, *, accept_hooks: bool = True, **answers: str) -> Bake:
-    """Renders the template into `output`, in this process; returns the project. Raises what cookiecutter raises."""
+def rendered(output: Path, *, accept_hooks: bool = True, update: bool = False, **answers: str) -> Bake:
+    """Renders the template into `output`, in this process; returns the project. Raises what cookiecutter raises.
+
+    An `update` renders over a project that is there.
+    """
     check_names(answers)
     _, template, config = _prepared()
     output.mkdir(exist_ok=True)
     options = {"config_file": str(config), "output_dir": str(output), "accept_hooks": accept_hooks}
+    options |= {"overwrite_if_exists": update}
     return Bake(Path(cookiecutter(str(template), no_input=True, extra_context=answers, **options)))
 
 
-def run_cookiecutter(output: Path, **answers: str) -> subprocess.CompletedProcess[str]:
-    """Renders the template into `output` by the command line."""
+def run_cookiecutter(output: Path, *replay: str | Path, **answers: str) -> subprocess.CompletedProcess[str]:
+    """Renders the template into `output` by the command line, with answers or the options of a `replay`."""
     check_names(answers)
     _, template, config = _prepared()
     output.mkdir()
     given = [f"{name}={value}" for name, value in answers.items()]
-    options = ["--no-input", "--config-file", config, "--output-dir", output]
+    options = [*(replay or ["--no-input"]), "--config-file", config, "--output-dir", output]
     return run("cookiecutter", *options, template, *given, folder=output)

@@ -53,6 +53,8 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[1]
 imported_at: float | None = time.monotonic()  # None once a run has started: engine/report/report.py.
 
+os.environ["KERAS_BACKEND"] = "tensorflow"  # Whatever the shell or ~/.keras/keras.json says.
+
 # TensorFlow's lines about itself are removed from what its C++ code writes to stderr; warnings and errors stay. Level 1
 # hides information, but TensorFlow 2.21 reads it too late for the lines that its libraries write while they are loaded.
 # "(303)" means that there is no NVIDIA driver; `why_no_gpu` warns where a machine with GPUs lacks one. The line

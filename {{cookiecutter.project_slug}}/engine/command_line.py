@@ -17,7 +17,7 @@ from tyro.constructors import MISSING_NONPROP, ConstructorRegistry, StructFieldS
 
 from engine.errors import BadInput, end_at_signals, exit_codes, first_line, is_users, where_raised
 from engine.files import read_json
-from engine.settings import CONFIG, INIT_ONLY, PER_LAUNCH, SECTIONS, Settings, flag, marked, recorded_settings
+from engine.settings import CONFIG, INIT_ONLY, PER_LAUNCH, SECTIONS, Settings, flag, marked, read_config
 
 Kind = TypeVar("Kind", bound=Settings)
 # These settings decide whether the defaults of the others come from a run or file.
@@ -81,7 +81,7 @@ def errors_in_one_line() -> Iterator[None]:
 
 def settings_of_run(kind: type[Kind], run_dir: Path) -> Kind:
     """Returns the settings with which the run in a directory is evaluated. Raises BadInput if there is no run."""
-    if recorded_settings(run_dir) is None:
+    if read_config(run_dir) is None:
         raise BadInput(f"{run_dir} contains no run ({CONFIG} is missing): pass the directory of a run")
     return read_settings(kind, [f"--run-dir={run_dir}", "--evaluate-only"])
 
@@ -120,16 +120,17 @@ def _parse(kind: type[Settings], arguments: Sequence[str] | None, defaults: Mapp
 def _recorded(kind: type[Settings], given: Any) -> dict[str, Any]:
     """Returns the recorded settings of the run to evaluate or export, or of --settings-from; {} for other commands."""
     excluded = marked(kind, PER_LAUNCH, INIT_ONLY)
-    source, recorded = str(given.run_dir / CONFIG), None
+    source = str(given.run_dir / CONFIG)
+    recorded: dict[str, Any] = {}
+    exports = given.export and not given.fresh
     if given.settings_from:
         source, recorded = _settings_from(kind, given.settings_from, excluded)
-    elif given.export and not given.fresh:
-        # The run may first have to be trained to its end, with all settings that a resume needs.
-        recorded, excluded = recorded_settings(given.run_dir), marked(kind, PER_LAUNCH)
-    elif (given.evaluate_only or given.evaluate_continuously) and not given.init_from:
-        recorded = recorded_settings(given.run_dir)
+    elif exports or ((given.evaluate_only or given.evaluate_continuously) and not given.init_from):
+        recorded = (read_config(given.run_dir) or {"settings": {}})["settings"]
+    if exports:  # The run may first have to be trained to its end, with all settings that a resume needs.
+        excluded = marked(kind, PER_LAUNCH)
     hints, values = get_type_hints(kind), {}
-    for name, value in (recorded or {}).items():
+    for name, value in recorded.items():
         if name in hints.keys() - excluded:
             try:
                 values[name] = _decoded(value, hints[name])

@@ -107,21 +107,25 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8"))
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Returns the JSON object in `path`; None if there is no such file.
+def read_json(path: Path, **kinds: type) -> dict[str, Any] | None:
+    """Returns the JSON object in `path`; None if there is no such file. Absent values of `kinds` are empty ones.
 
-    Raises BadInput if the file contains something else; Unavailable after minutes of faults that might have passed.
+    Raises BadInput if the file contains something else, or a value is not of its kind; Unavailable after minutes of
+    faults that might have passed.
     """
     try:
         value = json.loads(until_read(lambda: path.read_text(encoding="utf-8"), path))
-        if isinstance(value, dict):
-            return value
-        problem = f"it contains a {type(value).__name__}"
+        if not isinstance(value, dict):
+            raise TypeError(f"it contains a {type(value).__name__}")
+        value = {**{name: kind() for name, kind in kinds.items()}, **value}
+        if wrong := [name for name, kind in kinds.items() if not isinstance(value[name], kind)]:
+            raise ValueError(f"its {wrong[0]} is {value[wrong[0]]!r:.100}")
+        return value
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, OSError, RecursionError) as error:
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         problem = getattr(error, "strerror", None) or str(error)
-    raise BadInput(f"{path} is not a JSON object ({problem}): restore it, or start a new run")
+    raise BadInput(f"{path} is not what a run writes ({problem}): restore it, or start a new run")
 
 
 def exists(path: Path) -> bool:

@@ -155,7 +155,7 @@ class Settings:
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yields a setting, whether its value keeps a rule, and the rule."""
-        hints = get_type_hints(type(self))
+        hints = {**get_type_hints(type(self)), **get_type_hints(Settings)}  # --check makes some of ours None.
         for name, value in vars(self).items():
             is_engines = name in Settings.__dataclass_fields__
             yield name, is_engines or not hasattr(Settings, name), "needs another name in config.py"
@@ -238,10 +238,11 @@ def check_is_local(name: str, path: Path) -> None:
         )
 
 
-def recorded_settings(run_dir: Path) -> dict[str, Any] | None:
-    """Returns the settings in a run's config.json; None without that file. Raises BadInput if they are damaged."""
-    recorded = read_json(run_dir / CONFIG)
-    for name, kind in {"settings": dict, "versions": dict, "code_sha256": dict, "starts": list}.items():
-        if recorded is not None and not isinstance(recorded.get(name, None if name == "settings" else kind()), kind):
-            raise BadInput(f"{run_dir / CONFIG} has no usable {name}: restore the file, or start a new run")
-    return recorded and recorded["settings"]
+def read_config(run_dir: Path) -> dict[str, Any] | None:
+    """Returns the contents of a run's config.json; None without that file. Raises BadInput if it is damaged."""
+    kinds: dict[str, type] = {"settings": dict, "versions": dict, "code_sha256": dict, "starts": list}
+    kinds |= {"monitor_direction": str, "strategy": str, "replicas": int, "data": dict}
+    config = read_json(run_dir / CONFIG, **kinds)
+    if config is not None and not config["settings"]:
+        raise BadInput(f"{run_dir / CONFIG} has no settings: restore it, or start a new run")
+    return config

@@ -89,7 +89,7 @@ FAULTS = {
     "mean over the examples of a micro-batch that have a term": Fault(
         {"compute_loss": loss_of_even_labels(even_of_micro_batch)},
         "compute_loss",
-        "--micro-batches 2 alone changes it: divide by config.global_batch_size",
+        "if it agrees without --micro-batches 2, divide by config.global_batch_size",
         {"micro_batches": 2},
         long=True,
     ),
@@ -120,7 +120,7 @@ FAULTS = {
     "regularization of each micro-batch": Fault(
         {"compute_loss": loss_of(regularized), "create_model": lambda: linear_model(regularizer=L2)},
         "compute_loss",
-        "--micro-batches 2 alone changes it: divide by config.global_batch_size",
+        "if it agrees without --micro-batches 2, divide by config.global_batch_size",
         {"micro_batches": 2},
         long=True,
     ),

@@ -42,12 +42,6 @@ def labels_as_texts(features, labels):
 
 FAULTS = {
     "NaN features": Fault({"prepare_example": broken_features}, "prepare_example", "not finite"),
-    "labels too high": Fault(
-        changed_examples(lambda features, label: (features, label + 1)), "load_examples", "labels from"
-    ),
-    "labels too low": Fault(
-        changed_examples(lambda features, label: (features, label - 1)), "load_examples", "labels from -1", long=True
-    ),
     "endless": Fault(
         {"load_examples": lambda split: few_examples(split).repeat()}, "load_examples", "endless examples"
     ),

@@ -80,7 +80,7 @@ FAULTS = {
     "prediction of a batch": Fault(
         {"predict_step": lambda features: {"mean": tf.reduce_mean(task.model(features))}},
         "predict_step",
-        "return a row for each example",
+        "a row per example",
         only=("examples",),
     ),
     "softmax of one number": Fault(

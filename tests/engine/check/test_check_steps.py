@@ -9,7 +9,19 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from planted import L2, ORIGINAL, Fault, assert_found, average, cases, label_losses, linear_model, loss_of, plain_rate
+from planted import (
+    L2,
+    ORIGINAL,
+    Fault,
+    assert_found,
+    average,
+    cases,
+    few_examples,
+    label_losses,
+    linear_model,
+    loss_of,
+    plain_rate,
+)
 
 import task
 import train
@@ -52,6 +64,10 @@ def noisy_loss(labels, predictions, weights):
 def loss_with_numpy(labels, predictions, weights):
     noise = tf.numpy_function(lambda: np.random.normal(size=(1, 10)).astype("float32"), [], tf.float32)
     return ORIGINAL["compute_loss"](labels, predictions + tf.ensure_shape(noise, (1, 10)), weights)
+
+
+def shifted_labels(shift: int) -> Callable:
+    return lambda split: few_examples(split).map(lambda features, label: (features, label + shift))
 
 
 class RunningMean(keras.layers.Layer):
@@ -211,6 +227,10 @@ FAULTS = {
         "does not contain the regularization of activity",
         long=True,
         create_model=lambda: linear_model(keras.layers.ActivityRegularization(l2=0.1, name="activity")),
+    ),
+    "labels too high": Fault({"load_examples": shifted_labels(1)}, "compute_loss", "Received a label value of 10"),
+    "labels too low": Fault(
+        {"load_examples": shifted_labels(-1)}, "compute_loss", "Received a label value of -1", long=True
     ),
     "learning rate of one replica's loss": Fault(
         {"train_step": updated(with_rate_of_the_loss), "create_optimizer": plain_rate},

@@ -128,22 +128,28 @@ def test_rejection_by_the_chief_is_raised_by_all() -> None:
     assert (type(chiefs), type(others)) == (CannotWrite, PeerLost)
 
 
-def compared(worker: Workers, factor: float) -> list[float]:
+def compared(worker: Workers, factor: float, name: str, **options: bool) -> list[float]:
     """Returns a worker's weights after the comparison with the chief's, which they were multiples of."""
     weights = tf.Variable(np.linspace(1.0, 2.0, 5, dtype=np.float32) * (factor if worker.index else 1.0))
     seed = tf.Variable([worker.index, 0])  # The seeds of dropout differ between workers.
-    state = State(tf.distribute.get_strategy(), worker, {"weights": weights, "dropout/seed_generator_state": seed})
-    state.check_workers(state.mirrored_values())
+    mirrored, per_replica = {"dropout/seed_generator_state": seed}, {}
+    (mirrored if name == "weights" else per_replica)[name] = weights
+    state = State(tf.distribute.get_strategy(), worker, mirrored, per_replica)
+    state.check_workers(state.mirrored_values(), "a hook", **options)
     assert seed.numpy()[0] == worker.index
     return weights.numpy().tolist()
 
 
 def test_weights_of_all_become_the_chiefs_if_only_rounding_differs() -> None:
-    chiefs, others = Threads(2).call(lambda worker: compared(worker, 1.0 + 1e-5))
-    assert others == chiefs
-    for problem in Threads(2).call(lambda worker: compared(worker, 1.01)):
-        assert isinstance(problem, BadInput)
-        assert "worker 1: 1 of 1 variables (weights) differ from those of worker 0" in str(problem)
+    for name in ("weights", "buffer"):
+        chiefs, others = Threads(2).call(lambda worker, name=name: compared(worker, 1.0 + 1e-5, name, is_start=True))
+        assert others == chiefs
+        for problem in Threads(2).call(lambda worker, name=name: compared(worker, 1.01, name, is_start=True)):
+            assert isinstance(problem, BadInput)
+            assert f"worker 1: 1 of 1 variables ({name}) differ from those of worker 0" in str(problem)
+    # Later each replica may have other values of what is not mirrored.
+    chiefs, others = Threads(2).call(lambda worker: compared(worker, 1.01, "buffer"))
+    assert others != chiefs
 
 
 def test_workers_that_do_not_do_the_same_say_so() -> None:

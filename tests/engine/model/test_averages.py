@@ -12,7 +12,7 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model.averages import MovingAverage, follow
-from engine.model.gradients import apply_gradients, in_micro_batches
+from engine.model.gradients import apply_gradients, replica_step
 from engine.model.optimizers import prepare_optimizer
 
 
@@ -86,7 +86,7 @@ def test_follower_moves_once_after_the_update(replicas: int, micro_batches: int,
         follow(follower, model, decay=0.75)
         return loss
 
-    step = in_micro_batches(train_step, Config(micro_batches=micro_batches))
+    step = replica_step(train_step, Config(micro_batches=micro_batches))
     on_replicas(replicas, step, compiled=compiled)([np.ones((4 * replicas, 2), "float32")])
     for variable, start, goal in zip(follower.variables, before, model.variables, strict=True):
         moved = start if "seed" in variable.path else 0.75 * start + 0.25 * goal.numpy()

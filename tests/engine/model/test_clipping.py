@@ -12,7 +12,7 @@ from replicas import on_replicas
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.model.build import build_optimizers
-from engine.model.gradients import apply_gradients, in_micro_batches
+from engine.model.gradients import apply_gradients, replica_step
 from engine.model.optimizers import prepare_optimizer
 
 FEATURES = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
@@ -83,7 +83,7 @@ def by_engine(
             return loss
         return apply_gradients(optimizer, tape, loss, model.trainable_variables)
 
-    take = on_replicas(replicas, in_micro_batches(train_step, Config(**settings)))
+    take = on_replicas(replicas, replica_step(train_step, Config(**settings)))
     for _ in range(3):
         norms = take((FEATURES, LABELS))
     return model.get_weights(), [float(each) for each in norms]

@@ -16,7 +16,7 @@ from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model import gradients
 from engine.model.build import build_optimizers
-from engine.model.gradients import apply_gradients, in_micro_batches
+from engine.model.gradients import apply_gradients, replica_step
 from engine.model.optimizers import prepare_optimizer
 from engine.model.variables import model_variables
 from engine.tracing import operations_of
@@ -96,7 +96,7 @@ def test_variable_that_the_loss_does_not_use_stays_with_several_optimizers() -> 
     train_step = updating(optimizer, model.trainable_variables, lambda features: tf.reduce_sum(model(features)))
     before = model.get_weights()
     settings = Config(global_clipnorm=1.0, micro_batches=2)
-    on_replicas(2, in_micro_batches(train_step, settings))((np.ones((8, 2), "float32"),))
+    on_replicas(2, replica_step(train_step, settings))((np.ones((8, 2), "float32"),))
     after = zip([each.name for each in model.variables], before, model.get_weights(), strict=True)
     assert {name: (one != other).any() for name, one, other in after} == {"kernel": True, "bias": True, "scale": False}
 
@@ -130,7 +130,7 @@ class Linear:
 @pytest.mark.parametrize(("count", "jit", "compiled"), [(3, False, False), (6, True, True)])
 def test_micro_batches_update_once_with_the_sum(count: int, jit: bool, compiled: bool) -> None:
     linear = Linear()
-    step = in_micro_batches(linear.train_step, Config(micro_batches=count, jit=jit))
+    step = replica_step(linear.train_step, Config(micro_batches=count, jit=jit))
     features = tf.reshape(tf.range(12.0), [6, 2])
     loss = (tf.function(step) if compiled else step)((features, features, features))
     assert loss == 66.0
@@ -161,7 +161,7 @@ def weights_after_a_step(replicas: int, dropout: float, **normalization: Any) ->
     train_step = updating(optimizer, model.trainable_variables, loss_of)
     features = np.random.default_rng(0).normal(size=(24, 2)).astype("float32")
     # Each micro-batch has the same examples on any number of replicas.
-    on_replicas(replicas, in_micro_batches(train_step, Config(micro_batches=4)))([features])
+    on_replicas(replicas, replica_step(train_step, Config(micro_batches=4)))([features])
     return model.get_weights()
 
 
@@ -184,7 +184,7 @@ def test_synchronized_batchnorm_agrees_over_replicas_in_micro_batches() -> None:
 
 def test_any_number_of_micro_batches_has_one_graph() -> None:
     def operations(count: int) -> int:
-        step = in_micro_batches(Linear().train_step, Config(micro_batches=count))
+        step = replica_step(Linear().train_step, Config(micro_batches=count))
         features = tf.TensorSpec([32, 2])
         graph = tf.function(step).get_concrete_function((features, features, features)).graph
         return len(operations_of(graph))
@@ -193,7 +193,7 @@ def test_any_number_of_micro_batches_has_one_graph() -> None:
 
 
 def test_each_micro_batch_waits_for_the_one_before_so_that_its_memory_is_free() -> None:
-    step = in_micro_batches(Linear().train_step, Config(micro_batches=3))
+    step = replica_step(Linear().train_step, Config(micro_batches=3))
     graph = tf.function(step).get_concrete_function((tf.TensorSpec([6, 2]),) * 3).graph
     parts = [each for each in graph.get_operations() if each.type == "StridedSlice"]
     assert len(parts) == 3 * 3
@@ -219,7 +219,7 @@ def test_loss_after_an_update_is_refused_in_micro_batches() -> None:
             apply_gradients(linear.optimizer, *second, [linear.weight])
             return first[1] + second[1]
 
-        step = tf.function(in_micro_batches(train_step, Config(micro_batches=count)), autograph=False)
+        step = tf.function(replica_step(train_step, Config(micro_batches=count)), autograph=False)
         step((tf.ones([4, 2]),) * 3)
         return linear.weight.numpy().ravel().tolist()
 
@@ -238,13 +238,13 @@ def test_own_gradients_take_the_place_of_the_tape_s() -> None:
         apply_gradients(linear.optimizer, tape, loss, [linear.weight], gradients=[2.0 * gradient])
         return loss
 
-    in_micro_batches(train_step, Config(micro_batches=3))((tf.ones([6, 2]),) * 3)
+    replica_step(train_step, Config(micro_batches=3))((tf.ones([6, 2]),) * 3)
     assert linear.weight.numpy().ravel().tolist() == [-12.0, -12.0]
 
 
 def test_jit_compiles_forward_and_backward_pass_and_not_the_update() -> None:
     def marked(jit: bool) -> list[tf.Operation]:
-        step = tf.function(in_micro_batches(Linear().train_step, Config(jit=jit)))
+        step = tf.function(replica_step(Linear().train_step, Config(jit=jit)))
         graph = step.get_concrete_function((tf.TensorSpec([4, 2]),) * 3).graph
         return [each for each in graph.get_operations() if each.node_def.attr["_XlaCompile"].b]
 
@@ -259,7 +259,7 @@ def test_jit_compiles_forward_and_backward_pass_and_not_the_update() -> None:
 
 def test_update_by_other_means_is_refused_with_options_that_it_would_ignore() -> None:
     def step(settings: Config) -> tf.Tensor:
-        return in_micro_batches(lambda batch: tf.constant(0.0), settings)((tf.ones([2]),) * 3)
+        return replica_step(lambda batch: tf.constant(0.0), settings)((tf.ones([2]),) * 3)
 
     assert step(Config()) == 0.0
     for option in ({"micro_batches": 2}, {"global_clipnorm": 1.0}, {"precision": "mixed_float16"}):
@@ -284,7 +284,7 @@ def test_optimizer_that_does_it_itself_is_refused() -> None:
 
 def test_step_without_a_gradient_is_refused() -> None:
     linear = Linear()
-    for variables, problem in (([], "no variables, so nothing"), ([linear.weight], "a loss that")):
-        step = in_micro_batches(updating(linear.optimizer, variables, tf.reduce_sum), Config())
-        with pytest.raises(BadInput, match=f"^task.train_step gave apply_gradients {problem}.*: pass trainable"):
+    for variables in ([], [linear.weight]):
+        step = replica_step(updating(linear.optimizer, variables, tf.reduce_sum), Config())
+        with pytest.raises(BadInput, match=r"^task.train_step gave apply_gradients a loss that .*: pass trainable"):
             step((tf.ones([4, 2]),))

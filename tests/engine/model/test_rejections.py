@@ -17,8 +17,8 @@ import train
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
-from engine.model import gather_batch, replica_step
-from engine.model.moments import replace_moments
+from engine.model import apply_gradients, gather_batch, replica_step
+from engine.model.moments import moments_of_all
 
 Refused = Callable[..., str]
 LOAD_EXAMPLES, TRAIN_STEP = task.load_examples, task.train_step
@@ -106,12 +106,6 @@ def model_in_float8() -> keras.Model:
     return model
 
 
-def models_of_which_one_is_frozen() -> dict[str, keras.Model]:
-    models = {"first": linear_model(), "second": linear_model()}
-    models["second"].trainable = False
-    return models
-
-
 def biases_decayed(total_steps: int) -> keras.optimizers.Optimizer:
     optimizer = keras.optimizers.AdamW()
     # "beta" is one of the usual names, and of no variable here; "bias" would leave out the biases.
@@ -126,8 +120,23 @@ class Noise(keras.layers.Layer):
         return inputs + keras.random.normal(tf.shape(inputs)) if training else inputs
 
 
+BESIDE = tf.Variable(1.0, name="beside")
+
+
+def training_another_variable(batch):
+    features, labels, weights = batch
+    with tf.GradientTape() as tape:
+        loss, _ = task.compute_loss(labels, BESIDE * task.model(features), weights)
+    apply_gradients(task.optimizer, tape, loss, [*task.model.trainable_variables, BESIDE])
+    return loss
+
+
 one_mean = functools.cache(keras.metrics.Mean)
 FAULTY_HOOKS = {
+    "variable beside the models": (
+        {"train_step": training_another_variable},
+        "task.train_step gave apply_gradients beside:0, a tf.Variable that belongs to no model: make it in task.create",
+    ),
     "variable of the module": (
         {"train_step": counting_step},
         "task.train_step changes the variable steps_seen:0, which no checkpoint contains",
@@ -149,22 +158,13 @@ FAULTY_HOOKS = {
         {"create_model": model_in_float8},
         "which training in float8 makes, and which is wrong on several replicas: train in 16 or 32 bits",
     ),
-    "two models of which one is frozen": (
-        {"create_model": models_of_which_one_is_frozen}
-        | {"create_optimizer": lambda total_steps: {name: keras.optimizers.SGD() for name in ("first", "second")}},
-        "task.create_model returned 'second' without trainable variables, so there is nothing to train: unfreeze",
-    ),
     "metrics of all splits": (
         {"create_metrics": lambda split: {"loss": one_mean()}},
         "task.create_metrics('validation') returned 'loss', which it also returned for 'train': make new metrics",
     ),
-    "no loss": (
-        {"compute_loss": lambda labels, predictions, weights: (None, None)},
-        "task.train_step gave apply_gradients None as the loss",
-    ),
     "no metrics": (
         {"create_metrics": lambda split: {}},
-        "--monitor validation/loss is not measured, because task.create_metrics returned none: return a dict",
+        "--monitor validation/loss is not a result of task.create_metrics for the datasets of task.load_examples: use",
     ),
     "list of losses": ({"create_loss_objects": list}, "task.create_loss_objects returned []: return a dict"),
     "no evaluation step": ({"evaluation_step": None}, "task.py has no function evaluation_step"),
@@ -177,6 +177,19 @@ FAULTY_HOOKS = {
         "exclude_from_weight_decay(var_names=['bias$']) excludes nothing",
     ),
 }
+
+
+def test_other_dtype_of_keras_is_named(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_loss_objects() -> dict[str, keras.losses.Loss]:
+        keras.config.set_floatx("float64")
+        return {}
+
+    monkeypatch.setattr(task, "create_loss_objects", create_loss_objects)
+    try:
+        for _ in ("a hook sets it", "it is set at the start"):
+            assert refused().startswith("ERROR: keras.config.floatx() is float64, and the engine computes in float32")
+    finally:
+        keras.config.set_floatx("float32")
 
 
 @pytest.mark.parametrize("fault", FAULTY_HOOKS)
@@ -216,7 +229,7 @@ class LossInTraining(keras.layers.Layer):
 
 
 def test_padding_that_would_count_is_refused() -> None:
-    replace_moments()
+    keras.layers.BatchNormalization._moments = moments_of_all
 
     def take(
         layer: keras.layers.Layer, replicas: int = 2, *, gathers: bool = False, training: bool = True, **settings: Any

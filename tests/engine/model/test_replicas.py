@@ -16,7 +16,7 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model.build import build_models
-from engine.model.moments import replace_moments
+from engine.model.moments import moments_of_all
 from engine.model.objects import TaskObjects
 from engine.model.variables import model_variables
 
@@ -185,7 +185,7 @@ def test_synchronized_normalization_is_that_of_all_replicas_with_a_mask_and_far_
     def two_layers(**options: Any) -> list[keras.Layer]:
         return [keras.layers.BatchNormalization(momentum=0.0, **options) for _ in range(2)]
 
-    replace_moments()
+    keras.layers.BatchNormalization._moments = moments_of_all
     with create_strategy(Config(simulated_devices=replicas)).scope():
         layers = two_layers(synchronized=True)
         for layer in layers:

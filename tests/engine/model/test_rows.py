@@ -15,7 +15,7 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput, user_errors_named
 from engine.model import rows
-from engine.model.gradients import apply_gradients, in_micro_batches
+from engine.model.gradients import apply_gradients, replica_step
 from engine.model.optimizers import prepare_optimizer
 from engine.tracing import operations_of
 
@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 
 @pytest.fixture(autouse=True)
 def by_row() -> None:
-    rows.read_rows()
+    keras.layers.Embedding.call = rows.look_up
 
 
 def batches(count: int, dtype: str = "int64") -> list[tuple[np.ndarray, np.ndarray]]:
@@ -102,7 +102,7 @@ def trained(
         rows.choose_lazy_rows(model, lazy_rows)
 
     train_step = updating(optimizer, model.trainable_variables, lambda ids, labels, _: loss_of(model, ids, labels))
-    step = in_micro_batches(train_step, config)
+    step = replica_step(train_step, config)
 
     def step_alone(batch: Any) -> None:  # Like Keras's: a graph that returns its loss is rounded in another way.
         step(batch)
@@ -200,21 +200,8 @@ def test_step_reads_and_writes_no_complete_table(monkeypatch: pytest.MonkeyPatch
     }
     assert not complete
     train.run.trace(train.run_steps)
-    assert not rows.slow_reads(task.model, train.run.traced["train"])
     way = f"changes the rows that it looks up: sequential/embedding/embeddings ({ROWS} x {WIDTH})"
     assert way in rows.describe_tables(task.model)
-
-
-def test_table_that_is_read_as_one_tensor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Taken(keras.layers.Embedding):
-        def call(self, inputs: tf.Tensor) -> tf.Tensor:
-            return keras.ops.take(self.embeddings, inputs, axis=0)
-
-    monkeypatch.setattr(rows, "LARGE", ROWS)
-    build(monkeypatch, lambda: Taken(ROWS, WIDTH, name="users"))
-    train.run.trace(train.run_steps)
-    (line,) = rows.slow_reads(task.model, train.run.traced["train"])
-    assert line.startswith("the step reads the table sequential/users/embeddings as one tensor (test_rows.py:")
 
 
 def build(
@@ -338,10 +325,3 @@ def test_id_outside_of_the_table_is_named(
     with pytest.raises(BadInput, match=line), user_errors_named():
         for stack, first, count in train.batches["train"].iterator().take(8):
             train.run_steps["train"](stack, first, count)
-
-
-def test_table_that_does_not_fit_into_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "memory_of_machine", lambda: 10 * 2**30)
-    line = "the table embedding does not fit: 100,000,000 rows of 64 take 23.8 GB .* this machine has 10.0 GB"
-    with pytest.raises(BadInput, match=line):
-        build(monkeypatch, lambda: keras.layers.Embedding(100_000_000, 64))

@@ -93,6 +93,25 @@ def test_long_texts_are_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_files_that_were_edited_by_hand_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for number, (name, text, fault) in enumerate((
+        ("config.json", '{"settings": []}', "its settings is []"),
+        ("config.json", '{"settings": {"seed": 1}, "replicas": "two"}', "its replicas is 'two'"),
+        ("config.json", "[]", "it contains a list"),
+        ("result.json", '{"best_epoch": "x"}', "its best_epoch is 'x'"),
+    )):  # fmt: skip
+        (run(f"run-{number}", [0.5]) / name).write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            train.main(["--compare", f"run-{number}"])
+        assert ended.value.code == 2
+        assert f"run-{number}/{name} is not what a run writes ({fault}): restore it" in capsys.readouterr().err
+    (run("texts", [0.5], {"best_epoch": 1, "best_validation/loss": 0.5}) / "result.json").write_text(
+        '{"best_epoch": 1, "best_validation/loss": 0.5, "test/loss": "low", "test/acc": 3}'
+    )
+    train.main(["--compare", "texts"])
+    assert {"test/loss": ["low"], "test/acc": ["3"]}.items() <= lines(capsys.readouterr().out).items()
+
+
 def test_what_is_no_run_and_other_work_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     run("a", [0.5])
     Path("file").touch()

@@ -47,6 +47,14 @@ def test_part_of_a_row_that_a_killed_run_has_left_is_removed(tmp_path: Path) -> 
         assert [each["step"] for each in written(path)] == ["2", "4", "102"]
 
 
+def test_damaged_header_of_the_steps_ends_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    for text in (b"", b"\xff\xfe\n2,1,1.5,2.0,0.1\n", b"\0" * 9):
+        path.write_bytes(text)
+        append(path, row(102), after=100)
+        assert [row["step"] for row in written(path)] == ["102"]
+
+
 def test_half_a_row_is_left_out_while_another_program_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text("epoch,step,loss\n1,10,0.5\n2,20,0.2")

@@ -44,9 +44,9 @@ def outcome(call: Any, first: Any, second: Any) -> Any:
     return found[1]
 
 
-def batches(*names: str, by_file: bool = False, **different: Any) -> tuple[dict[str, Any]]:
+def batches(*names: str, **different: Any) -> tuple[dict[str, Any]]:
     fingerprint = {"examples": 9, "sha256": "a" * 64, "steps_per_epoch": 3, "steps_per_pass": 3, **different}
-    one = SimpleNamespace(shards_by_file=by_file, fingerprint=lambda: fingerprint)
+    one = SimpleNamespace(fingerprint=lambda: fingerprint)
     return (dict.fromkeys(names or ("train",), one),)
 
 
@@ -59,13 +59,6 @@ def test_other_examples_or_another_order_of_datasets_than_in_the_first_process_a
     ):
         found = outcome(same_data, here, there)
         assert "worker 1: task.load_examples returned other examples than in the first process" in found
-
-
-def test_examples_of_files_of_each_process_must_differ() -> None:
-    b, c = (outcome(same_data, batches(by_file=True), batches(by_file=True, sha256=each * 64)) for each in "bc")
-    assert b != c  # A resumed run notices that those of the second process have changed.
-    found = outcome(same_data, batches(by_file=True), batches(by_file=True))
-    assert found.startswith("task.load_examples('train') returned the same examples for worker 0, worker 1: with")
 
 
 def made(names: tuple[str, ...] = ("model/a", "model/b"), rate: float = 0.1, rows: int = 3) -> tuple[Any, Any]:

@@ -75,10 +75,8 @@ def test_continuous_evaluation_follows_a_run_and_writes_only_its_own(
 
 
 def test_continuous_evaluation_waits_for_a_run_and_leaves_its_directory_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evaluator = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "evaluator", "index": 0}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(evaluator))
     train.main([f"--run-dir={tmp_path / 'run'}", *ONE_REPLICA, "--evaluate-continuously=1"])
     assert "Nothing new for 1 s (--evaluate-continuously)" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()

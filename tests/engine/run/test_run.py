@@ -1,5 +1,6 @@
 """What a run decides in the loops of train.py, with made-up batches and losses: no model, no graph, no training."""
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -63,12 +64,25 @@ def test_patience_and_the_best(
     result = run.finish(lambda: {"test/loss": float(run.objects.weight)})
     assert result["test/loss"] == progress.best_step == best_epoch * STEPS  # The test is of the best weights.
     assert (result["epochs"], result["best_epoch"]) == (epochs, best_epoch)
-    told = f"No better validation/loss for {patience} epochs: stopped." in capsys.readouterr().out
+    told = f"Stopped by --patience: validation/loss was best in epoch {best_epoch}." in capsys.readouterr().out
     assert told == (epochs - best_epoch == patience)
     # More patience continues the run.
     more = begin(epochs=4, patience=(patience or 0) + 1)
     more.start(progress)
     assert more.should_continue() == (epochs < 4)
+
+
+def test_score_that_is_not_a_number_is_never_the_best(
+    begin: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begin(epochs=4)
+    run_epochs(run, [math.nan, 2.0, math.nan, 3.0])
+    assert (run.progress.best_epoch, run.progress.best_score) == (2, 2.0)
+    assert capsys.readouterr().out.count("validation/loss is NaN, so these weights cannot be the best") == 2
+    never = begin(epochs=2)
+    run_epochs(never, [math.nan, math.nan])
+    with pytest.raises(Diverged, match="--monitor validation/loss was never a number"):
+        never.finish(dict)
 
 
 def test_validations_in_an_epoch_are_at_multiples_and_count_for_the_best_and_for_patience(

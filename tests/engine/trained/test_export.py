@@ -19,7 +19,7 @@ from engine.trained.export import _are_close, _compare, _write_models, _write_sa
 from engine.trained.loading import load_trained
 from engine.trained.predictions import Predictor
 
-FILES = {"model.keras", "model.weights.h5", "saved_model"}
+FILES = {"model.keras", "saved_model"}
 IMAGES = np.random.default_rng(1).uniform(0, 16, (7, 8, 8, 1)).astype("float32")
 
 
@@ -56,7 +56,7 @@ def test_exported_weights_are_the_moving_average(trained: Any, exported: Path) -
         np.testing.assert_array_equal(variable.numpy(), average.astype("float32"))
         assert not np.array_equal(average, trained)
     by_weights = small_model()
-    by_weights.load_weights(exported / "export/model.weights.h5")
+    by_weights.load_weights(exported / "export/model.keras")
     for found, expected in zip(by_weights.weights, model.weights, strict=True):
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
     expected = tf.nn.softmax(model(IMAGES / 16.0))
@@ -275,10 +275,13 @@ def test_run_that_cannot_be_loaded_is_refused_in_one_line(
     for predict_step, problem in (
         (
             lambda features: {"mean": tf.reduce_mean(features)},
-            "returned 'mean' of shape (): return a tensor [n, ...], a",
+            "returned 'mean' as SymbolicTensor of shape () for n examples: return a tensor [n, ...], a",
         ),
-        (lambda features: {"twice": tf.repeat(features, 2, axis=0)}, "'twice' of shape (6, 8, 8, 1) for 3 examples: r"),
-        (lambda features: {"sparse": tf.sparse.from_dense(features)}, "'sparse' as SparseTensor: return a tensor [n,"),
+        (
+            lambda features: {"twice": tf.repeat(features, 2, axis=0)},
+            "'twice' as EagerTensor of shape (6, 8, 8, 1) for 3 examples: r",
+        ),
+        (lambda features: {"sparse": tf.sparse.from_dense(features)}, "'sparse' as SparseTensor of shape "),
         (None, "task.py has no function predict_step"),
     ):
         with monkeypatch.context() as patching:

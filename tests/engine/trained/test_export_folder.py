@@ -19,11 +19,12 @@ def write(path: Path, text: str) -> None:
 def test_export_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
     path = tmp_path / "export"
     write(path, "first")
-    (path / "model.weights.h5").write_text("")
+    (path / "saved_model").mkdir()
     with pytest.raises(InterruptedError), replaced(path, ["model"]) as folder:
         (folder / "model.keras").write_text("half")
         raise InterruptedError
-    assert {each.name: each.read_text() for each in path.iterdir()} == {"model.keras": "first", "model.weights.h5": ""}
+    assert {each.name for each in path.iterdir()} == {"model.keras", "saved_model"}
+    assert (path / "model.keras").read_text() == "first"
     (tmp_path / ".export.0.new").mkdir()  # A process that is killed leaves such a folder.
     write(path, "second")
     assert [(each.name, each.read_text()) for each in path.iterdir()] == [("model.keras", "second")]

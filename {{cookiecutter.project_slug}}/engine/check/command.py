@@ -18,13 +18,12 @@ import tensorflow as tf
 from rich.text import Text
 
 from engine.check import measure, steps
-from engine.check.comparison import BatchStacks, Check, Layers, differing_arrays, differing_loss
+from engine.check.comparison import BatchStacks, Check, Layers, differing_arrays
 from engine.check.examples import check_examples, read_examples
 from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.console import columns, console
 from engine.errors import BadInput, Diverged, first_line, where_raised
-from engine.model.rows import slow_reads
 from engine.model.variables import by_name, is_random_state
 from engine.settings import Settings
 
@@ -43,14 +42,11 @@ def check_task(program: Any, task: Any, settings: Settings, only: Collection[str
     with tempfile.TemporaryDirectory() as folder:
         comparable = _comparable_settings(settings, Path(folder))
         try:
-            checks.extend(_run_checks(program, task, comparable, settings.global_batch_size, only, checks))
+            checks.extend(_run_checks(program, task, comparable, only, checks))
         except BadInput as problem:
             # It names a line of a file, a hook, or a setting.
-            line, hook = (
-                re.match(r"\S+\.py:\d+ \S+(?=: )", str(problem)),
-                re.search(r"\btask\.(?!py\b)\w+", str(problem)),
-            )
-            where = line[0] if line else hook[0].replace(".", ".py ") if hook else "settings"
+            found = re.search(r"^\S+\.py:\d+ \S+(?=: )|\btask\.(?!py\b)\w+", str(problem))
+            where = re.sub(r"^task\.(?!py\b)", "task.py ", found[0]) if found else "settings"
             checks.append(Check(False, where, str(problem)))
         except Diverged as problem:
             text = f"{problem}: a batch may be padding alone, so divide with tf.math.divide_no_nan"
@@ -102,12 +98,11 @@ def _comparable_settings(settings: Settings, folder: Path) -> Settings:
 
 
 def _run_checks(
-    program: Any, task: Any, settings: Settings, global_batch_size: int, only: Collection[str], checks: list[Check]
+    program: Any, task: Any, settings: Settings, only: Collection[str], checks: list[Check]
 ) -> Iterator[Check]:
     """Yields the results of the checks, which the caller adds to `checks`; any exception of a hook ends them.
 
-    `global_batch_size` is the user's; the one in `settings` can be shared by two replicas. Tracing takes most of the
-    time, so the evaluation is checked with the program whose results are compared.
+    Tracing takes most of the time, so the evaluation is checked with the program whose results are compared.
     """
     create_strategy(settings)
     task.config = settings  # task.load_examples is called before anything is built.
@@ -115,7 +110,7 @@ def _run_checks(
     hashes: dict[str, str] = {}
     read_examples(program, load_examples, hashes)
     if "examples" in only:
-        yield from check_examples(program, task, settings, global_batch_size)
+        yield from check_examples(program, task, settings)
     with measure.few_examples(task, settings.global_batch_size):
         with measure.recording_optimizers(task):
             two = measure.measure(program, task, settings, 2) if "results" in only else None
@@ -125,15 +120,10 @@ def _run_checks(
             if "evaluation" in only:
                 yield from _check_evaluation(program, task)
             one = measure.results(program, task) if two else None
-            micro_batches = 0  # How many of them alone make losses differ.
-            if one and two and alone != settings and differing_loss(one, two):
-                complete = measure.measure(program, task, alone, 2)
-                one = measure.measure(program, task, alone, 1)
-                micro_batches = 0 if differing_loss(one, complete) else settings.micro_batches
-                two = two if micro_batches else complete
         read_examples(program, load_examples, hashes)
         if one and two:
             yield from steps.check_layers(program, task, one)
+            micro_batches = settings.micro_batches if alone.micro_batches == 1 else 1
             yield from steps.check_same_results(program, task, one, two, micro_batches)
             yield from steps.check_updated_metrics(program, task)
             yield from steps.check_metrics(program, task, program.batches["train"], one.stacks)
@@ -165,12 +155,10 @@ def _check_evaluation(program: Any, task: Any) -> Iterator[Check]:
         layers = measure.drawing(program, task, split)
         if layers and measure.depends_on_seeds(program, split):
             # A layer of Keras draws in training only, unlike one that is written to sample.
-            of_keras = [name for name, layer in layers.items() if type(layer).__module__.startswith("keras.")]
-            text = f"random in {split}, so not the same on one replica and two: {', '.join(layers)}: draw from a seed "
-            text += "of each example, see docs/steps.md"
-            if of_keras:
-                text = f"{split} draws random numbers in {of_keras[0]}: call the model with training=False"
-            yield Check(not of_keras, where, text)
+            is_of_keras = any(type(layer).__module__.startswith("keras.") for layer in layers.values())
+            text = f"random in {split}, so not the same on one replica and two: {', '.join(layers)}: "
+            text += "call the model with training=False, or draw from a seed of each example, see docs/steps.md"
+            yield Check(not is_of_keras, where, text)
         for name, batches in program.batches.items():
             if batches.split == split:
                 yield from steps.check_metrics(program, task, batches, measure.first_stacks(program, name))
@@ -195,8 +183,6 @@ def _check_updates(program: Any, task: Any, settings: Settings, *, compare: bool
             text += "an optimizer that changes a replica's gradients or counts in Python, and pass epsilon=1e-5 if it "
             text += "has a smaller one, with which rounding may decide the update where a gradient is almost 0"
             yield Check(False, "task.py create_optimizer", text)
-    for text in slow_reads(program.run.objects.model, program.run.traced["train"]):
-        yield Check(True, "task.py train_step", text)
     stack, first, _ = stacks[0]
     losses = [float(program.run_steps["train"](stack, first, 1)[0]) for _ in range(REPEATED_STEPS)]
     # Opposing losses, as in a GAN, need not decrease; that of a batch whose weights are all 0 cannot.

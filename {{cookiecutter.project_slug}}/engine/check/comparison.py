@@ -7,6 +7,7 @@ import numpy as np
 
 from engine.errors import BadInput
 from engine.model.metrics import ResultNames
+from engine.tracing import Traced, unrepeatable
 
 TOLERANCE = 1e-4  # For gradients and updates: they round more than losses and metrics do.
 PROMISE = 1e-5  # For losses and metrics.
@@ -51,8 +52,9 @@ class Measured(NamedTuple):
         return [float(arrays[LOSS]) for arrays in self.batches]
 
 
-def check_repeats(hook: str, results: str, draws: list[str], python: list[str], *, repeats: bool) -> Iterator[Check]:
+def check_repeats(hook: str, results: str, traced: Traced, *, repeats: bool) -> Iterator[Check]:
     """Raises BadInput if a hook draws its results again each time, because such results cannot be compared."""
+    draws, python = unrepeatable(traced, hook)
     if draws:
         raise BadInput(f"task.{hook}: {draws[0]}")
     if not repeats:

@@ -1,13 +1,11 @@
 """Checks of the examples, of the batches made of them, and of the predictions."""
 
-import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -18,9 +16,8 @@ from engine.data.examples import hook_of
 from engine.data.records import Records
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
-from engine.model.step import step_on
+from engine.model.rejections import check_outputs
 from engine.settings import Settings
-from engine.tracing import unrepeatable
 
 EXAMPLES_READ_TWICE = 200
 BATCHES_LOOKED_AT = 20
@@ -48,30 +45,27 @@ def read_examples(program: Any, load_examples: Callable[[str], Any], hashes: dic
                 )
 
 
-def check_examples(program: Any, task: Any, settings: Settings, global_batch_size: int) -> Iterator[Check]:
-    """Builds the program on one replica and checks its batches; `global_batch_size` is the user's."""
+def check_examples(program: Any, task: Any, settings: Settings) -> Iterator[Check]:
+    """Builds the program on one replica and checks its batches, and predictions for one of them."""
     program.build(dataclasses.replace(settings, simulated_devices=1))
     sizes = ", ".join(f"{name} {batches.number_of_examples}" for name, batches in program.batches.items())
     yield Check(True, "task.py load_examples", f"{sizes} examples of one structure, in the same order twice")
-    if settings.global_batch_size != global_batch_size:
-        text = f"one replica and two are compared with {settings.global_batch_size}, which two can share equally"
-        yield Check(True, "--global-batch-size", text)
-    predict = tf.function(lambda features: task.model(features, training=False), autograph=False)
     for name, batches in program.batches.items():
-        yield from _check_batches(task, name, batches, predict)
-    yield Check(True, "task.py prepare_example", "finite features, and labels that the model can predict")
+        yield from _check_batches(name, batches)
+    yield Check(True, "task.py prepare_example", "finite features, and the same batches twice")
     if hook := getattr(task, "predict_step", None):
         yield from _check_predictions(program, hook)
 
 
-def _check_batches(task: Any, name: str, batches: Batches, predict: Callable[[Any], Any]) -> Iterator[Check]:
+def _check_batches(name: str, batches: Batches) -> Iterator[Check]:
     assert batches.traced is not None  # --check excludes --eager.
-    draws, python = unrepeatable(batches.traced, "prepare_example")
     looked_at = list(itertools.islice(batches.one_by_one(), BATCHES_LOOKED_AT))
     pairs = zip(tf.nest.flatten(looked_at[0]), tf.nest.flatten(next(batches.one_by_one())), strict=True)
     repeats = all(np.array_equal(first, second, equal_nan=first.dtype.is_floating) for first, second in pairs)
-    yield from check_repeats("prepare_example", f"batches of {name!r}", draws, python, repeats=repeats)
+    yield from check_repeats("prepare_example", f"batches of {name!r}", batches.traced, repeats=repeats)
     for features, labels, sample_weights in looked_at:
+        if tf.is_tensor(labels) and labels.dtype == tf.string:
+            raise BadInput(f"task.prepare_example returned text labels for {name!r}: map them to numbers")
         floats = (part for part in tf.nest.flatten(features) if part.dtype.is_floating)
         if not all(bool(tf.reduce_all(tf.math.is_finite(part))) for part in floats):
             raise BadInput(f"task.prepare_example: features of {name!r} are not finite: fix or drop them")
@@ -79,28 +73,6 @@ def _check_batches(task: Any, name: str, batches: Batches, predict: Callable[[An
             if not 0.0 <= weight < math.inf:
                 text = f"or task.prepare_example returned a sample weight of {weight:g}: it must be finite, not below 0"
                 raise BadInput(f"{hook_of(name)} {text}")
-        _check_labels(task, name, (features, labels, sample_weights), predict)
-
-
-def _check_labels(task: Any, name: str, batch: Any, predict: Callable[[Any], Any]) -> None:
-    features, labels, sample_weights = batch
-    if tf.is_tensor(labels) and labels.dtype == tf.string:
-        raise BadInput(f"task.prepare_example returned text labels for {name!r}: map them to numbers")
-    predictions: Any = None
-    if tf.is_tensor(labels) and labels.dtype.is_integer and isinstance(task.model, keras.Model):
-        with contextlib.suppress(Exception):  # A step may call it on something else.
-            predictions = predict(features)
-    if not tf.is_tensor(predictions) or predictions.shape.rank != labels.shape.rank + 1:
-        return
-    classes, low, high = predictions.shape[-1], int(tf.reduce_min(labels)), int(tf.reduce_max(labels))
-    if classes == 1 or 0 <= low <= high < classes:
-        return
-    # Labels may mark padding, or may not be classes at all: only the loss knows.
-    with contextlib.suppress(tf.errors.InvalidArgumentError), step_on(batch):
-        if math.isfinite(float(task.compute_loss(labels, predictions, sample_weights)[0])):
-            return
-    text = f"returned labels from {low} to {high}, and the model predicts {classes} classes, 0 to {classes - 1}"
-    raise BadInput(f"{hook_of(name)} {text}: fix the labels or the model's last layer")
 
 
 def _check_predictions(program: Any, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
@@ -108,14 +80,10 @@ def _check_predictions(program: Any, predict_step: Callable[[Any], Any]) -> Iter
     *_, last = program.batches.values()  # The test dataset, if there is one.
     features, _, sample_weights = next(last.one_by_one())
     outputs, where = tf.function(predict_step)(features), "task.py predict_step"
-    if not isinstance(outputs, dict) or not all(map(tf.is_tensor, outputs.values())):
-        yield Check(False, where, f"returned {type(outputs).__name__}: return a dict of tensors by name")
-        return
+    check_outputs(outputs, len(sample_weights))
     for name, output in outputs.items():
-        if output.shape[:1] != sample_weights.shape:
-            yield Check(False, where, f"{name!r} has shape {output.shape}: return a row for each example")
         # A softmax rounds to 1 minus a bit on some CPUs.
-        elif output.dtype.is_floating and np.allclose(tf.cast(output, tf.float32), 1.0):
+        if output.dtype.is_floating and np.allclose(tf.cast(output, tf.float32), 1.0):
             yield Check(False, where, f"{name!r} is 1 everywhere, like a softmax of one number: use a sigmoid")
         else:
             yield Check(True, where, f"{name!r}, {output.dtype.name}{list(output.shape[1:])} of each example")

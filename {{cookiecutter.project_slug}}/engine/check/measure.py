@@ -130,7 +130,7 @@ def make_comparable(program: Any, task: Any, *splits: str) -> Layers:
 
     Then it traces the steps of some splits, or of all.
     """
-    layers = layers_of_task(task)
+    layers = list(layers_of(task.model))
     random, unsynchronized = [], []
     for layer in layers:
         strengths = [name for name in RANDOMNESS if isinstance(getattr(layer, name, None), float)]
@@ -146,11 +146,6 @@ def make_comparable(program: Any, task: Any, *splits: str) -> Layers:
     program.run.trace({split: program.run_steps[split] for split in splits or program.run_steps})
     still_random = list(drawing(program, task, "train"))
     return Layers(list(dict.fromkeys([*random, *still_random])), still_random, synchronized, unsynchronized)
-
-
-def layers_of_task(task: Any) -> list[keras.layers.Layer]:
-    """Returns all layers of the task's models, however deeply nested."""
-    return [layer for model in by_name(task.model, "model").values() for layer in layers_of(model)]
 
 
 # --- What the steps change and draw -----------------------------------------------------------------------------------
@@ -174,7 +169,7 @@ def changed_unlisted(program: Any) -> list[str]:
 
 def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer | None]:
     """Returns by name the layers from whose random generators the steps of a split draw, and generators of no layer."""
-    attributes = [(layer, attribute) for layer in layers_of_task(task) for attribute in vars(layer).values()]
+    attributes = [(layer, attribute) for layer in layers_of(task.model) for attribute in vars(layer).values()]
     seeds = [(layer, seed) for layer, seed in attributes if isinstance(seed, keras.random.SeedGenerator)]
     owners = {id(seed.state.value): layer for layer, seed in seeds}
     drawing: dict[str, keras.layers.Layer | None] = {}

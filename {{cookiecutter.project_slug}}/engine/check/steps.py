@@ -19,8 +19,8 @@ from engine.errors import BadInput
 from engine.model.global_batch import adds_losses
 from engine.model.metrics import split_of
 from engine.model.step import step_on
-from engine.model.variables import by_name, trainable_variables
-from engine.tracing import operations_of, place, unrepeatable
+from engine.model.variables import by_name, layers_of, trainable_variables
+from engine.tracing import operations_of, place
 
 FEATURES, LABELS, _, LENGTHS = range(4)  # The parts of a stack; only padded examples have lengths.
 DRAWN = "random numbers depend on the replica{}: draw them from a seed of each example, see docs/steps.md"
@@ -39,13 +39,13 @@ def check_layers(program: Any, task: Any, one: Measured) -> Iterator[Check]:
     if unused := one.without_gradient:
         text = f"no gradient for {', '.join(unused[:3])}: pass it to apply_gradients and use it in the loss, or freeze "
         yield Check(False, "task.py train_step", text + "its layer")
-    draws, python = unrepeatable(program.run.traced["train"], "train_step")
     again = [arrays[LOSS] for arrays in measure.losses_and_gradients(program, task, one.stacks)]
-    yield from comparison.check_repeats("train_step", "losses", draws, python, repeats=close(one.losses, again))
+    traced = program.run.traced["train"]
+    yield from comparison.check_repeats("train_step", "losses", traced, repeats=close(one.losses, again))
 
 
 def check_same_results(program: Any, task: Any, one: Measured, two: Measured, micro_batches: int) -> Iterator[Check]:
-    """Checks that losses, gradients and metrics agree; `micro_batches` is not 0 if only they make losses differ."""
+    """Checks that losses, gradients and metrics agree, though only two replicas have `micro_batches`."""
     if random := ", ".join(one.layers.still_random):
         text = f"not compared, because {random} cannot be switched off: augment in task.prepare_example instead"
         yield Check(True, "task.py train_step", text)
@@ -54,9 +54,9 @@ def check_same_results(program: Any, task: Any, one: Measured, two: Measured, mi
     if loss_of := comparison.differing_loss(one, two):
         batch, loss, of_two = loss_of
         hook, why = _why_losses_differ(program, task, batch, loss, of_two)
-        if micro_batches:
-            why = f"--micro-batches {micro_batches} alone changes it: divide by config.global_batch_size or a sum of "
-            why += "engine.model.sum_over_batch, and a regularization by config.micro_batches"
+        if micro_batches > 1:
+            why = f"if it agrees without --micro-batches {micro_batches}, divide by config.global_batch_size or a sum "
+            why += "of engine.model.sum_over_batch, and a regularization by config.micro_batches"
         text = f"the loss{batch} is {loss:.7g} on one replica and {of_two:.7g} on two: {why}"
         yield Check(False, f"task.py {hook}", text)
         return
@@ -192,7 +192,7 @@ def _not_added(task: Any, results: Arrays) -> list[str]:
 
 def _loss_layers(task: Any) -> list[str]:
     """Returns the layers that add losses of their own, such as regularizers of activities."""
-    return [layer.name for layer in measure.layers_of_task(task) if adds_losses(layer)]
+    return [layer.name for layer in layers_of(task.model) if adds_losses(layer)]
 
 
 def check_metrics(program: Any, task: Any, batches: Batches, stacks: BatchStacks) -> Iterator[Check]:

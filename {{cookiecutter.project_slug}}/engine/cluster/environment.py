@@ -74,13 +74,6 @@ def reject_cluster(flag: str) -> None:
         raise BadInput(f"{flag} is for one process, but {cluster.source} describes a cluster: start it elsewhere")
 
 
-def leave_as_evaluator() -> None:
-    """Forgets TF_CONFIG if this process is an evaluator in it, which takes no part in the training."""
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "evaluator":
-            del os.environ["TF_CONFIG"]
-
-
 def _from_tf_config(text: str) -> Cluster:
     with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
         described = json.loads(text)
@@ -123,15 +116,13 @@ def _from_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
     job, service = environment.get("JOB_NAME"), environment.get("SERVICE_NAME")
     # Kubeflow Trainer has another name for the number of pods.
     pods = _number(environment, "WORKERS") or _number(environment, "PET_NNODES")
-    if job and service and not pods:
-        raise BadInput(
-            f"JOB_NAME={job} names a cluster, but neither WORKERS nor PET_NNODES is set: set WORKERS to the number of "
-            "pods that train together, as deploy/jobset.yaml does"
-        )
-    if pods < 2:
+    if pods < 2 and not (job and service):
         return None
-    if not (job and service):
-        raise BadInput("SERVICE_NAME or JOB_NAME is not set beside JOB_COMPLETION_INDEX: see deploy/kubernetes.yaml")
+    if not (job and service and pods):
+        raise BadInput(
+            f"JOB_NAME={job}, SERVICE_NAME={service} and WORKERS={pods or None} (or PET_NNODES) name a cluster only "
+            "together: set all of them, as deploy/kubernetes.yaml does"
+        )
     addresses = [f"{job}-{pod}.{service}:12345" for pod in range(pods)]
     return Cluster("Kubernetes", {"worker": addresses}, "worker", _number(environment, "JOB_COMPLETION_INDEX"))
 
@@ -146,7 +137,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def _contradictions(cluster: Cluster) -> Iterator[str]:
     """Yields contradictions at which TensorFlow would wait or fail without an explanation."""
     if cluster.job == "evaluator":
-        yield "this process as an evaluator: start it with --evaluate-continuously"
+        yield "this process as an evaluator: unset TF_CONFIG, and start it with --evaluate-continuously"
     if unknown := sorted(set(cluster.addresses) - set(JOBS)):
         yield f"the job {', '.join(unknown)}: use only {', '.join(JOBS)}"
     processes = cluster.processes()
@@ -157,8 +148,6 @@ def _contradictions(cluster: Cluster) -> Iterator[str]:
         if parts is None or not 0 < int(parts["port"]) < 2**16:
             yield f"{name} at {address!r}: an address must be a host and a port, as host0:12345"
     addresses = list(processes.values())
-    if shared := [address for address in addresses if addresses.count(address) > 1]:
-        yield f"two processes at {shared[0]}: give each process its own address"
     local = [address for address in addresses if is_loopback(host_and_port(address)[0])]
     if local and len(local) < len(addresses):
         yield f"a process at {local[0]}, which is a different machine on each host: use the name that the others know"
@@ -188,8 +177,7 @@ def why_no_gpu(environment: Mapping[str, str]) -> str:
     number = len([*NVIDIA_GPUS.glob("*")])
     if not number:
         return ""
-    hidden = f"{VISIBLE} is {environment[VISIBLE]!r}: unset it, or " if VISIBLE in environment else ""
     return (
-        f"this machine has {number} NVIDIA GPU{'s' * (number > 1)}, and TensorFlow can use none ({hidden}pip install "
-        "'tensorflow[and-cuda]', with a driver that is new enough)"
+        f"this machine has {number} NVIDIA GPU(s), and TensorFlow can use none ({VISIBLE} is "
+        f"{environment.get(VISIBLE)!r}: unset it, or pip install 'tensorflow[and-cuda]', with a new enough driver)"
     )

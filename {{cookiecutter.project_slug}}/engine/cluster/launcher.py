@@ -266,9 +266,7 @@ def main(description: str) -> int:
     parser.add_argument("--max-restarts", type=int, default=0, help="restarts after a process has died or was stopped")
     parser.add_argument("--min-workers", type=int, help="without restarts left, continue with as few; default: all")
     parser.add_argument("arguments", nargs="*", help="after --: the arguments of train.py")
-    options, unknown = parser.parse_known_args()
-    if unknown:
-        parser.error(f"{unknown[0]} is not a flag of launch.py: pass the arguments of train.py after --")
+    options = parser.parse_args()
     for name, least in (("workers", 1), ("parameter_servers", 0), ("max_restarts", 0)):
         if (value := getattr(options, name)) < least:
             parser.error(f"--{name.replace('_', '-')} {value} must be {least} or more")

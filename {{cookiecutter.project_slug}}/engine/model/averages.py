@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from engine.errors import BadInput
-from engine.model.gradients import is_last_micro_batch
+from engine.model.step import current_step
 from engine.model.variables import Variables, is_seed
 
 
@@ -73,7 +73,7 @@ def follow(follower: keras.Model, model: keras.Model, decay: float | tf.Tensor) 
             "engine.model.follow got a follower whose variables have other shapes than those of the model: make both "
             "by the same function"
         )
-    if is_last_micro_batch():
+    if current_step().is_last:
         for variable, goal in zip(followers, models, strict=True):
             kept = tf.cast(decay, variable.dtype)
             moved = kept * variable.value + (1.0 - kept) * goal.value

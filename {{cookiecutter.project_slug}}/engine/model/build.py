@@ -10,9 +10,9 @@ import tensorflow as tf
 from engine.errors import BadInput, first_line
 from engine.model import rejections
 from engine.model.metrics import zeros
-from engine.model.moments import replace_moments
+from engine.model.moments import moments_of_all
 from engine.model.optimizers import inner_optimizers, prepare_optimizer
-from engine.model.rows import read_rows
+from engine.model.rows import look_up
 from engine.model.variables import by_name, layers_of
 from engine.settings import Settings
 
@@ -23,6 +23,7 @@ RESERVED = {"average", "hidden", "metrics", "optimizer"}
 def set_up(task: Any, settings: Settings) -> None:
     """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
     rejections.check_hooks(task, export=settings.export)
+    rejections.check_floatx()
     if settings.deterministic:
         tf.config.experimental.enable_op_determinism()
         tf.config.experimental.enable_tensor_float_32_execution(False)
@@ -33,8 +34,8 @@ def set_up(task: Any, settings: Settings) -> None:
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(settings.seed)
     keras.config.set_dtype_policy(settings.precision)
-    replace_moments()
-    read_rows()
+    keras.layers.BatchNormalization._moments = moments_of_all
+    keras.layers.Embedding.call = look_up
 
 
 def build_models(model: Any, features_spec: Any) -> Any:

@@ -12,66 +12,68 @@ from engine.errors import BadInput
 from engine.model.global_batch import layers_that_count_padding, reject_padding, sum_over_replicas
 from engine.model.optimizers import apply_sums, optimizer_of
 from engine.model.rows import slices_or_dense, sum_by_row
-from engine.model.step import Gradient, Step, current_step, in_one_batch, step_on
+from engine.model.step import Gradient, Step, current_step, step_on
 from engine.settings import Settings
 from engine.tracing import returning_loss
 
 # --- Micro-batches ----------------------------------------------------------------------------------------------------
 
 
+@tf.autograph.experimental.do_not_convert
 def replica_step(
     step: Callable[..., tf.Tensor], settings: Settings | None = None, model: Any = None
 ) -> Callable[..., tf.Tensor]:
-    """Returns a step of task.py as each replica takes it; with the `settings` of a training, in their micro-batches."""
-    return in_one_batch(step) if settings is None else in_micro_batches(step, settings, model)
+    """Returns a step of task.py as each replica takes it, on the complete per-replica batch, its last argument.
 
+    With the `settings` of a training it runs on equal micro-batches, one after the other, and updates once. Only one
+    micro-batch's activations are in memory at a time. Of n micro-batches the m-th contains every n-th example from the
+    m-th on, so that all replicas' m-th micro-batches contain the same examples for any number of replicas that can
+    share the batch equally. The losses are summed. Then `step` takes one replica's (features, labels, sample_weights),
+    divides the loss by the global batch size, and updates by `apply_gradients`.
 
-@tf.autograph.experimental.do_not_convert
-def in_micro_batches(
-    train_step: Callable[[Any], tf.Tensor], settings: Settings, model: Any = None
-) -> Callable[[Any], tf.Tensor]:
-    """Returns a step that runs `train_step` on equal micro-batches, one after the other, and updates once.
-
-    Only one micro-batch's activations are in memory at a time. Of n micro-batches the m-th contains every n-th example
-    from the m-th on, so that all replicas' m-th micro-batches contain the same examples for any number of replicas that
-    can share the batch equally. The losses are summed. `train_step` takes one replica's (features, labels,
-    sample_weights), divides the loss by the global batch size, and updates by `apply_gradients`.
-
-    The step raises BadInput if replicas cannot share the batch equally, and a layer of the model, or of the dict of
+    Such a step raises BadInput if replicas cannot share the batch equally, and a layer of the model, or of the dict of
     models, would count the padding.
     """
-    call, count = returning_loss(train_step), settings.micro_batches
-    options = {
-        "--micro-batches": count > 1,
-        "--global-clipnorm": settings.global_clipnorm is not None,
-        "--precision mixed_float16": settings.precision == "mixed_float16",
-    }
-    needed_by = [option for option, is_used in options.items() if is_used]
+    call = returning_loss(step)
 
     @tf.autograph.experimental.do_not_convert
-    def complete_step(batch: Any) -> tf.Tensor:
-        def take(number: int | tf.Tensor, loss: tf.Tensor | None) -> tf.Tensor:
-            """Takes a micro-batch; returns the sum of the losses so far."""
-            step.is_last, step.updates, step.counts = not tf.is_tensor(number) and number == count - 1, 0, 0
-            micro_batch = batch if count == 1 else _micro_batch(step, number, after=loss)
-            with _xla(step, compiles=True):
-                return call(micro_batch) if loss is None else loss + call(micro_batch)
-
-        with step_on(batch, settings) as step:
-            loss = take(0, None)
-            if count > 1:
-                loss = take(count - 1, _take_until(count - 1, take, loss, step))
+    def complete_step(*arguments: Any) -> tf.Tensor:
+        with step_on(arguments[-1], settings) as current:
+            if settings is None:
+                return call(*arguments)
+            loss = _take_micro_batches(call, current)
             reject_padding(settings, layers_that_count_padding({} if model is None else model))
-            if needed_by and not step.updates:
-                raise BadInput(f"{needed_by[0]} needs task.train_step to update by engine.model.apply_gradients")
+            _check_updated(current, settings)
             return loss
 
     return complete_step
 
 
-def is_last_micro_batch() -> bool:
-    """Returns whether the step that is being traced updates now; also outside a step."""
-    return current_step().is_last
+def _take_micro_batches(call: Callable[[Any], tf.Tensor], step: Step) -> tf.Tensor:
+    """Takes all micro-batches; returns the sum of their losses."""
+    count = step.micro_batches
+
+    def take(number: int | tf.Tensor, loss: tf.Tensor | None) -> tf.Tensor:
+        """Takes a micro-batch; returns the sum of the losses so far."""
+        step.is_last, step.updates, step.counts = not tf.is_tensor(number) and number == count - 1, 0, 0
+        micro_batch = step.batch if count == 1 else _micro_batch(step, number, after=loss)
+        with _xla(step, compiles=True):
+            return call(micro_batch) if loss is None else loss + call(micro_batch)
+
+    loss = take(0, None)
+    return loss if count == 1 else take(count - 1, _take_until(count - 1, take, loss, step))
+
+
+def _check_updated(step: Step, settings: Settings) -> None:
+    """Raises BadInput if a setting acts in apply_gradients, which the step has not called."""
+    options = {
+        "--micro-batches": settings.micro_batches > 1,
+        "--global-clipnorm": settings.global_clipnorm is not None,
+        "--precision mixed_float16": settings.precision == "mixed_float16",
+    }
+    needed_by = [option for option, is_used in options.items() if is_used]
+    if needed_by and not step.updates:
+        raise BadInput(f"{needed_by[0]} needs task.train_step to update by engine.model.apply_gradients")
 
 
 def _take_until(end: int, take: Callable[..., tf.Tensor], loss: tf.Tensor, step: Step) -> tf.Tensor:
@@ -163,20 +165,28 @@ def apply_gradients(
     Raises BadInput if no variable has a gradient, or if, with micro-batches, the loss was computed after another update
     of the same step.
     """
-    if loss is None:
-        raise BadInput("task.train_step gave apply_gradients None as the loss: return the loss from task.compute_loss")
     step, scale = current_step(), None
+    if strangers := [variable.name for variable in variables if not isinstance(variable, keras.Variable)]:
+        raise BadInput(
+            f"task.train_step gave apply_gradients {strangers[0]}, a tf.Variable that belongs to no model: make it in "
+            "task.create_model by add_weight of a layer"
+        )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         # The update changes the variable, and the norm is computed with the scale of the gradients.
         scale = tf.identity(optimizer.dynamic_scale.value)
-    gradients = _scaled_gradients(tape, loss, variables, gradients, scale)
+    if gradients is None:
+        gradients = tape.gradient(loss, variables, None if scale is None else tf.cast(scale, loss.dtype))
+    elif scale is not None:
+        gradients = [
+            None if gradient is None else tf.math.scalar_mul(tf.cast(scale, gradient.dtype), gradient)
+            for gradient in gradients
+        ]
     pairs = list(zip(variables, gradients, strict=True))
     used = [(variable, value) for variable, value in pairs if value is not None]
     if not used:
         raise BadInput(
-            "task.train_step gave apply_gradients "
-            f"{'a loss that uses none of its variables' if pairs else 'no variables, so nothing is trainable'}: "
-            "pass trainable variables, and compute the loss from them under the tape"
+            "task.train_step gave apply_gradients a loss that uses none of its variables, or no variables: pass "
+            "trainable variables, and compute the loss from them under the tape"
         )
     with _xla(step, compiles=False):
         parts = step.micro_batches * tf.distribute.get_strategy().num_replicas_in_sync
@@ -187,27 +197,6 @@ def apply_gradients(
         sums, norm = _clipped_sums(step, local, scale)
         apply_sums(optimizer, pairs, sums)
         return norm
-
-
-def _scaled_gradients(
-    tape: tf.GradientTape,
-    loss: tf.Tensor,
-    variables: Sequence[keras.Variable],
-    gradients: Sequence[Gradient | None] | None,
-    scale: tf.Tensor | None,
-) -> Sequence[Gradient | None]:
-    """Returns the gradients, the given ones or else the tape's, times the loss scale if there is one."""
-    if gradients is None:
-        return tape.gradient(loss, variables, None if scale is None else tf.cast(scale, loss.dtype))
-    if scale is None:
-        return gradients
-    return [None if gradient is None else _times(gradient, scale) for gradient in gradients]
-
-
-def _times(gradient: Gradient, scale: tf.Tensor) -> Gradient:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(gradient.values, scale), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(scale, gradient.dtype)
 
 
 def _summed_over_micro_batches(step: Step, gradients: list[Gradient], loss: tf.Tensor) -> list[Gradient]:

@@ -109,10 +109,9 @@ def _arrays(name: str, result: Any, subject: str) -> Iterator[tuple[str, np.ndar
         for key, part in result.items():
             yield from _arrays(f"{name}/{key}", part, subject)
         return
-    if isinstance(result, keras.Variable | tf.Variable):
-        result = _over_replicas(inner_variable(result), subject)
     try:
-        array = np.asarray(result)
+        result = inner_variable(result)
+        array = np.asarray(tf.convert_to_tensor(result) if isinstance(result, tf.Variable) else result)
         if array.dtype.kind in "OSU":
             raise ValueError(f"of type {type(result).__name__}")
         yield name, array.astype(np.float64)
@@ -120,15 +119,6 @@ def _arrays(name: str, result: Any, subject: str) -> Iterator[tuple[str, np.ndar
         raise BadInput(
             f"{subject} result cannot be read ({problem}): it must be a number, an array of numbers, or a dict of these"
         ) from problem
-
-
-def _over_replicas(variable: tf.Variable, subject: str) -> tf.Tensor:
-    if isinstance(variable, tf.distribute.DistributedValues) and variable.aggregation == tf.VariableAggregation.NONE:
-        raise BadInput(
-            f"{subject} variable {variable.name} does not say how to combine the replicas' values: make it with "
-            "self.add_variable(shape=..., initializer=...), which sums"
-        )
-    return tf.convert_to_tensor(variable)
 
 
 def drifting(metrics: Metrics) -> list[str]:

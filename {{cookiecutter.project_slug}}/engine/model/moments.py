@@ -6,12 +6,7 @@ import tensorflow as tf
 KERAS_MOMENTS = keras.layers.BatchNormalization._moments
 
 
-def replace_moments() -> None:
-    """Makes BatchNormalization use `_moments_of_all`."""
-    keras.layers.BatchNormalization._moments = _moments_of_all
-
-
-def _moments_of_all(
+def moments_of_all(
     layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the mean and the variance ([channels]) of the inputs, of all replicas if the layer is synchronized.

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from engine.console import console
 from engine.errors import Diverged
 from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
@@ -14,6 +15,7 @@ from engine.model.build import build_models, build_optimizers, set_up
 from engine.model.metrics import Metrics, ResultNames, build_metrics, in_float64, metric_results, split_of
 from engine.model.optimizers import inner_optimizers
 from engine.model.rows import choose_lazy_rows
+from engine.model.traced_once import TakenFromPython, names_in_steps
 from engine.model.variables import Recorder, Variables, by_name, inner_variable, is_random_state, is_seed
 from engine.settings import Settings
 
@@ -29,7 +31,10 @@ class TaskObjects:
         optimizer: an optimizer, or a dict of them under the models' names.
         metrics: split -> name -> metric.
         names: the names of the metrics' results.
+        names_in_steps: the names that the code of the steps contains.
         weights: every variable of the models that Keras lists, by name.
+        mirrored: the variables of the state that have one value on all replicas, by name.
+        per_replica: the variables of the state that may differ between replicas.
         average: averages the weights and statistics, with --ema-decay.
         monitor_direction: "min" or "max".
         on_report: task.on_report, or None.
@@ -37,6 +42,9 @@ class TaskObjects:
     """
 
     names: ResultNames
+    names_in_steps: set[str]
+    mirrored: Variables
+    per_replica: Variables
     average: MovingAverage
     monitor_direction: str
 
@@ -94,33 +102,53 @@ class TaskObjects:
         `batch_specs` are the element specs of per-replica batches by dataset ("train", "validation" or
         "validation/<name>", ...). Raises BadInput if the results would depend on the number of replicas.
         """
-        task, settings = self._task, self._settings
-        strategy = self._strategy
-        self.metrics = task.metrics
-        for metrics in self.metrics.values():
-            rejections.check_scope(strategy, metrics, "task.create_metrics")
-        rejections.check_metrics(self.metrics)
-        rejections.check_loss_objects(task.loss_objects)
-        if not settings.evaluates:
-            rejections.check_trainable(self.optimizer, self.model)
-        choose_lazy_rows(self.model, settings.lazy_rows or ())
-        rejections.check_weight_decay(self.optimizer, self.model)
-        # A model or an optimizer may be older than this build: task.py keeps it.
-        listed = [*self.weights.values(), *variables.named(by_name(self.optimizer, "optimizer")).values()]
-        build_metrics(task, strategy, batch_specs, [*listed, *self._recorder.variables()])
-        counting = [metric for metrics in self.metrics.values() for metric in metrics.values()]
-        counting += by_name(self.optimizer, "optimizer").values()
-        variables.add_in_one_operation(variable for owner in counting for variable in owner.variables)
-        self.names = ResultNames(self.metrics, batch_specs)
-        self.monitor_direction = rejections.monitor_direction(self.names, settings.monitor, settings.monitor_direction)
+        self.metrics = self._task.metrics
+        self._check()
+        self._complete_metrics(batch_specs)
+        setting = self._settings.monitor, self._settings.monitor_direction
+        self.monitor_direction = rejections.monitor_direction(self.names, *setting)
         self._name_others()
         rejections.check_shapes({**self.mirrored_weights, **self.per_replica_weights, **self._of_steps})
-        own = self.per_replica_weights
-        variables.spread_seeds(strategy, [variable for name, variable in own.items() if is_seed(name)])
-        self._floats_of_replicas = {name: variable for name, variable in own.items() if variable.dtype.is_floating}
-        self._average_over_replicas = variables.compile_averaging(strategy, list(self._floats_of_replicas.values()))
+        self._spread()
         averaged = variables.trainable_variables(self.model) | variables.statistics(self.model)
-        self.average = MovingAverage(averaged, settings.ema_decay)
+        self.average = MovingAverage(averaged, self._settings.ema_decay)
+        self.mirrored = self.mirrored_weights | self._of_optimizers
+        self.per_replica = self.per_replica_weights | self._of_steps
+        for name, average in self.average.state.items():
+            state = self.per_replica if name in self.per_replica_weights else self.mirrored
+            state[f"average/{name}"] = average
+
+    def _check(self) -> None:
+        """Raises BadInput for objects that would train wrongly; chooses the tables that --lazy-rows names."""
+        for metrics in self.metrics.values():
+            rejections.check_scope(self._strategy, metrics, "task.create_metrics")
+        rejections.check_floatx()  # Again, because a hook may have changed it.
+        rejections.check_metrics(self.metrics)
+        self.names_in_steps = names_in_steps(self._task)
+        rejections.check_loss_objects(self._task.loss_objects)
+        if not self._settings.evaluates:
+            rejections.check_float8(self.model)
+        choose_lazy_rows(self.model, self._settings.lazy_rows or ())
+        rejections.check_weight_decay(self.optimizer, self.model)
+
+    def _complete_metrics(self, batch_specs: Mapping[str, Any]) -> None:
+        """Makes the metrics' missing variables; lets metrics and optimizers count in one operation; names results."""
+        optimizers = by_name(self.optimizer, "optimizer")
+        # A model or an optimizer may be older than this build: task.py keeps it.
+        listed = [*self.weights.values(), *variables.named(optimizers).values()]
+        build_metrics(self._task, self._strategy, batch_specs, [*listed, *self._recorder.variables()])
+        metrics = [metric for of_split in self.metrics.values() for metric in of_split.values()]
+        for owner in (*metrics, *optimizers.values()):
+            variables.add_in_one_operation(owner.variables)
+        self.names = ResultNames(self.metrics, batch_specs)
+
+    def _spread(self) -> None:
+        """Gives each replica its own seeds; compiles the mean of what the replicas change, which evaluations use."""
+        own = self.per_replica_weights
+        variables.spread_seeds(self._strategy, [variable for name, variable in own.items() if is_seed(name)])
+        has_replicas = self._strategy.num_replicas_in_sync > 1
+        self._averaged = [variable for variable in own.values() if has_replicas and variable.dtype.is_floating]
+        self._average_over_replicas = variables.compile_averaging(self._strategy, self._averaged)
 
     def name_weights(self, *listed: Variables) -> None:
         """Names every variable of the weights, and says which may differ between replicas.
@@ -145,38 +173,21 @@ class TaskObjects:
         known = [*self._of_optimizers.values(), *self._of_steps.values()]
         self._of_steps |= self._recorder.unlisted(known, "optimizer", "metrics")
 
-    @property
-    def mirrored(self) -> Variables:
-        """The variables that have one value on all replicas."""
-        return self.mirrored_weights | self._of_optimizers | self._averages(of_mirrored=True)
-
-    @property
-    def per_replica(self) -> Variables:
-        """The variables that may differ between replicas."""
-        return self.per_replica_weights | self._of_steps | self._averages(of_mirrored=False)
-
-    def _averages(self, *, of_mirrored: bool) -> Variables:
-        state = self.average.state.items()
-        return {
-            f"average/{name}": average for name, average in state if (name in self.per_replica_weights) != of_mirrored
-        }
-
     def finalize_layers(self) -> None:
         """Makes again what layers compute from their variables, such as the mean of a Normalization.
 
         Call it after the variables were assigned, and before a step is traced, which makes constants of such values.
         """
-        for model in by_name(self.model, "model").values():
-            for layer in variables.layers_of(model):
-                own = (kind for kind in type(layer).__mro__ if not kind.__module__.startswith("keras."))
-                if callable(finalize := getattr(layer, "finalize_state", None)):
-                    finalize()
-                elif any("load_own_variables" in vars(kind) for kind in own):
-                    # It gives all replicas one value, and they may differ.
-                    with variables.given_back(self._strategy, map(inner_variable, layer.variables)):
-                        store: dict[str, Any] = {}
-                        layer.save_own_variables(store)
-                        layer.load_own_variables(store)
+        for layer in variables.layers_of(self.model):
+            own = (kind for kind in type(layer).__mro__ if not kind.__module__.startswith("keras."))
+            if callable(finalize := getattr(layer, "finalize_state", None)):
+                finalize()
+            elif any("load_own_variables" in vars(kind) for kind in own):
+                # It gives all replicas one value, and they may differ.
+                with variables.given_back(self._strategy, map(inner_variable, layer.variables)):
+                    store: dict[str, Any] = {}
+                    layer.save_own_variables(store)
+                    layer.load_own_variables(store)
 
     # --- How they are used --------------------------------------------------------------------------------------------
 
@@ -187,8 +198,7 @@ class TaskObjects:
         At the end all weights are as they were.
         """
         local, averages = self._strategy.experimental_local_results, self.average.averages
-        own = self._floats_of_replicas if self._strategy.num_replicas_in_sync > 1 else {}
-        with variables.given_back(self._strategy, [*self.average.variables.values(), *own.values()]):
+        with variables.given_back(self._strategy, [*self.average.variables.values(), *self._averaged]):
             for name, variable in self.average.variables.items():
                 for part, average in zip(local(variable), local(averages[name]), strict=True):
                     part.assign(tf.cast(average, part.dtype))
@@ -203,6 +213,15 @@ class TaskObjects:
             for inner_name, inner in ({inner.name: inner for inner in inner_optimizers(outer)} or {"": outer}).items():
                 optimizers["/".join(filter(None, ["learning_rate", name, inner_name]))] = inner
         return optimizers
+
+    def start_to_compare_python(self, *, is_needed: bool) -> None:
+        """Call it when the steps have been traced; it `is_needed` unless they run in Python."""
+        self._from_python = TakenFromPython(self._task) if is_needed else None
+
+    def report_changes_of_python(self) -> None:
+        """Prints what has changed in Python since the steps were traced, or since the last call."""
+        for text in self._from_python.changes() if self._from_python else ():
+            console.print(text)
 
     def results(self, name: str) -> dict[str, float]:
         """Returns the metrics of a dataset as "<name>/<metric>", and resets them: datasets of a split share them."""

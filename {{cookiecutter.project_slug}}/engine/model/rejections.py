@@ -10,7 +10,7 @@ import tensorflow as tf
 from engine.errors import BadInput
 from engine.model.metrics import Metrics, ResultNames, split_of
 from engine.model.optimizers import inner_optimizers
-from engine.model.variables import by_name, inner_variable, is_seed, trainable_variables, variable_path
+from engine.model.variables import by_name, inner_variable, trainable_variables, variable_path
 from engine.tracing import Traced
 
 CREATE_HOOKS = ("create_model", "create_optimizer", "create_loss_objects", "create_metrics")
@@ -27,6 +27,15 @@ def check_hooks(task: Any, *, export: bool) -> None:
     needed = (*HOOKS, "predict_step") if export else HOOKS
     if missing := [name for name in needed if not callable(getattr(task, name, None))]:
         raise BadInput(f"task.py has no function {', '.join(missing)}: it needs {', '.join(needed)}")
+
+
+def check_floatx() -> None:
+    """Raises BadInput if Keras was set to another dtype than float32."""
+    if (floatx := keras.config.floatx()) != "float32":
+        raise BadInput(
+            f"keras.config.floatx() is {floatx}, and the engine computes in float32: remove that from task.py and "
+            "~/.keras/keras.json, and use --precision"
+        )
 
 
 def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> None:
@@ -76,21 +85,15 @@ def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
             )
 
 
-def check_trainable(optimizer: Any, model: Any) -> None:
-    """Raises BadInput if an optimizer has nothing to train, or a variable takes its gradient as its value."""
-    models = by_name(model, "model")
-    for variable in (trained for network in models.values() for trained in network.trainable_variables):
-        if getattr(variable, "overwrite_with_gradient", False):  # Such gradients are maxima, which nothing may sum.
-            raise BadInput(
-                f"task.create_model returned {variable.path}, which training in float8 makes, and which is wrong on "
-                "several replicas: train in 16 or 32 bits, and quantize afterwards"
-            )
-    for trained in [{name: models[name]} for name in optimizer] if isinstance(optimizer, Mapping) else [models]:
-        if not any(network.trainable_variables for network in trained.values()):
-            raise BadInput(
-                f"task.create_model returned {', '.join(map(repr, trained))} without trainable variables, so there is "
-                "nothing to train: unfreeze a layer by layer.trainable = True, or create no optimizer for it"
-            )
+def check_float8(model: Any) -> None:
+    """Raises BadInput if a variable takes its gradient, a maximum that nothing may sum, as its value."""
+    for network in by_name(model, "model").values():
+        for variable in network.trainable_variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise BadInput(
+                    f"task.create_model returned {variable.path}, which training in float8 makes, and which is wrong "
+                    "on several replicas: train in 16 or 32 bits, and quantize afterwards"
+                )
 
 
 def check_weight_decay(optimizer: Any, model: Any) -> None:
@@ -116,17 +119,10 @@ def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
     Raises BadInput if `monitor` is not a result of training or validation, or its direction is unknown.
     """
     if monitor not in names.metrics or split_of(monitor) not in ("train", "validation"):
-        if not names.to_monitor():
-            raise BadInput(
-                f"--monitor {monitor} is not measured, because task.create_metrics returned none: return a dict of "
-                "them by name, such as {'loss': keras.metrics.Mean()}"
-            )
-        problem = "is not the name of a metric"
-        if split_of(monitor) == "validation" and not any(
-            split_of(dataset) == "validation" for dataset in names.datasets
-        ):
-            problem = "is not measured, because task.load_examples('validation') returned None"
-        raise BadInput(f"--monitor {monitor} {problem}: use one of {', '.join(names.to_monitor())}")
+        raise BadInput(
+            f"--monitor {monitor} is not a result of task.create_metrics for the datasets of task.load_examples: use "
+            f"one of {', '.join(names.to_monitor()) or '(none)'}"
+        )
     if setting != "auto":
         return setting
     metric, name = names.metrics[monitor]
@@ -136,6 +132,22 @@ def monitor_direction(names: ResultNames, monitor: str, setting: str) -> str:
             f"--monitor {monitor}: whether lower or higher is better is unknown: pass --monitor-direction min or max"
         )
     return known or "min"
+
+
+def check_outputs(outputs: Any, count: int | None = None) -> None:
+    """Raises BadInput unless task.predict_step returned tensors by name with `count` rows; None while it is traced."""
+    if not isinstance(outputs, dict) or not outputs or not all(isinstance(name, str) for name in outputs):
+        raise BadInput(f"task.predict_step returned {outputs!r}: return a dict of tensors by name, [n, ...] each")
+    for name, output in outputs.items():
+        has_rows = isinstance(output, tf.Tensor) and (
+            output.shape.rank is None or output.shape[:1].as_list() == [count]
+        )
+        if not has_rows:
+            shape = getattr(output, "shape", "unknown")
+            raise BadInput(
+                f"task.predict_step returned {name!r} as {type(output).__name__} of shape {shape} for {count or 'n'} "
+                "examples: return a tensor [n, ...], a row per example"
+            )
 
 
 def traced(steps: Any) -> Traced | None:
@@ -157,8 +169,6 @@ def check_changes(
     for split, step in steps.items():
         hook = "train_step" if split == "train" else "evaluation_step"
         lost = [name for handle, name in step.changed.items() if name and handle not in handles]
-        if lost and is_seed(lost[0]):
-            raise BadInput(UNSEEDED)
         if lost:
             raise BadInput(
                 f"task.{hook} changes the variable {lost[0]}, which no checkpoint contains: make it in a create_* "

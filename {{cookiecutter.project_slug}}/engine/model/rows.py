@@ -12,12 +12,10 @@ import keras
 import tensorflow as tf
 
 from engine.errors import OUTSIDE_TABLE, BadInput
-from engine.machine import memory_of_machine
 from engine.model.step import Gradient, current_step
-from engine.model.variables import by_name, layers_of
-from engine.tracing import Traced, place
+from engine.model.variables import layers_of
 
-KERAS_CALL, KERAS_BUILD = keras.layers.Embedding.call, keras.layers.Embedding.build
+KERAS_CALL = keras.layers.Embedding.call
 LARGE = 10_000  # The run summary describes tables of at least as many rows.
 
 # Their update of a row depends on nothing but this row of the gradient, the weights and the optimizer's variables.
@@ -27,30 +25,11 @@ BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", 
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_rows() -> None:
-    """Makes keras.layers.Embedding read the rows of its ids only, and reject a table that does not fit into memory."""
-    keras.layers.Embedding.call, keras.layers.Embedding.build = _call, _build
+def look_up(layer: keras.layers.Embedding, inputs: Any) -> Any:
+    """Does what Keras's call of an Embedding does, and reads the rows of its ids only.
 
-
-def _build(layer: keras.layers.Embedding, input_shape: Any = None) -> None:
-    strategy, memory = tf.distribute.get_strategy(), memory_of_machine()
-    elsewhere = isinstance(strategy, tf.distribute.ParameterServerStrategy) or tf.config.list_logical_devices("GPU")
-    if memory is not None and not elsewhere:
-        size = layer.input_dim * layer.output_dim * tf.as_dtype(layer.variable_dtype).size
-        # Each replica of this process has a table. TensorFlow's default strategy names no devices.
-        size *= len(strategy.extended.worker_devices) if strategy.num_replicas_in_sync > 1 else 1
-        if size > memory:
-            raise BadInput(
-                f"task.create_model: the table {layer.name} does not fit: {layer.input_dim:,} rows of "
-                f"{layer.output_dim} take {size / 2**30:,.1f} GB in this process, this machine has "
-                f"{memory / 2**30:,.1f} GB: use fewer rows (docs/tables.md), a smaller width, or --strategy "
-                "parameter_server"
-            )
-    KERAS_BUILD(layer, input_shape)
-
-
-def _call(layer: keras.layers.Embedding, inputs: Any) -> Any:
-    """Does what Keras's own call does. While a tensor of the table lives, each change of it copies the table."""
+    While a tensor of the table lives, each change of it copies the table.
+    """
     is_plain = isinstance(inputs, tf.Tensor) and not (layer.lora_enabled or layer.quantization_mode)
     table = layer.embeddings.value if is_plain else None
     if not isinstance(table, tf.Variable):
@@ -107,8 +86,7 @@ def tables(model: Any) -> list[keras.Variable]:
     """Returns the trainable tables of all Embedding layers, in model order."""
     return [
         variable
-        for part in by_name(model, "model").values()
-        for layer in layers_of(part)
+        for layer in layers_of(model)
         if isinstance(layer, keras.layers.Embedding)
         for variable in layer.trainable_weights
         if variable.path.endswith("/embeddings")
@@ -122,17 +100,6 @@ def describe_tables(model: Any) -> str:
         if hasattr(table, "updated") and (table.shape[0] >= LARGE or hasattr(table, "has_lazy_rows")):
             by_way.setdefault(table.updated, []).append(f"{table.path} ({table.shape[0]:,} x {table.shape[1]})")
     return "; ".join(f"a step changes {way}: {', '.join(names)}" for way, names in by_way.items())
-
-
-def slow_reads(model: Any, step: Traced) -> list[str]:
-    """Returns a text for each large table that is updated by row, but that a step reads as one tensor."""
-    return [
-        f"the step reads the table {table.path} as one tensor{place(operation)}, which takes time in proportion to its "
-        "rows: see docs/tables.md"
-        for table in tables(model)
-        if (operation := step.complete_reads.get(tuple(table.shape))) and table.shape[0] >= LARGE
-        if getattr(table, "updated", "").startswith("the rows")
-    ]
 
 
 def changes_used_rows_only(optimizer: keras.optimizers.Optimizer) -> bool:

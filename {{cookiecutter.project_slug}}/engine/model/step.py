@@ -3,13 +3,12 @@
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from engine.settings import Settings
-from engine.tracing import returning_loss
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
@@ -53,16 +52,3 @@ def step_on(batch: Any, settings: Settings | None = None) -> Iterator[Step]:
         yield step
     finally:
         _thread.step = before
-
-
-@tf.autograph.experimental.do_not_convert
-def in_one_batch(step: Callable[..., Any]) -> Callable[..., tf.Tensor]:
-    """Returns a step that takes the complete per-replica batch, its last argument, at once; it returns its loss."""
-    call = returning_loss(step)
-
-    @tf.autograph.experimental.do_not_convert
-    def complete_step(*arguments: Any) -> tf.Tensor:
-        with step_on(arguments[-1]):
-            return call(*arguments)
-
-    return complete_step

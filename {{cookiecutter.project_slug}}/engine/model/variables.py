@@ -110,8 +110,7 @@ def trainable_variables(model: Any) -> Variables:
 
 def statistics(model: Any) -> Variables:
     """Returns the floating `model_variables` that trainable layers change themselves, such as moving means."""
-    layers = [layer for network in by_name(model, "model").values() for layer in layers_of(network)]
-    frozen = {id(variable.value) for layer in layers if not layer.trainable for variable in layer.variables}
+    frozen = {id(variable.value) for layer in layers_of(model) if not layer.trainable for variable in layer.variables}
     return {
         name: variable
         for name, variable in model_variables(model).items()
@@ -159,9 +158,10 @@ def variable_path(variable: keras.Variable | tf.Variable) -> str:
     return variable.path if isinstance(variable, keras.Variable) else variable.name.removesuffix(":0")
 
 
-def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """Yields every layer of a model, however deeply nested; `model.layers` has the outermost ones only."""
-    yield from model._flatten_layers(include_self=True, recursive=True)
+def layers_of(model: Any) -> Iterator[keras.layers.Layer]:
+    """Yields every layer of the models, however deeply nested; `model.layers` has the outermost ones only."""
+    for network in by_name(model, "model").values():
+        yield from network._flatten_layers(include_self=True, recursive=True)
 
 
 # --- Variables that differ between replicas ---------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def spread_seeds(strategy: tf.distribute.Strategy, seeds: Sequence[tf.Variable])
 
 def compile_averaging(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> Callable[[], None]:
     """Returns a function that gives all replicas the mean of their floating values ([...] each)."""
-    if strategy.num_replicas_in_sync == 1 or not variables:
+    if not variables:
         return lambda: None
 
     def average() -> None:

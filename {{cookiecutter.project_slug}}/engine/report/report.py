@@ -246,7 +246,7 @@ class Goodput:
     def __init__(self, run_dir: Path, spent: Mapping[str, float], began: float) -> None:
         """Call it when a run has started: from the state of `spent`, at `began` on time.monotonic."""
         self._path, self._began, self._written = run_dir / "goodput.json", began, began
-        recorded: dict[str, Any] = read_json(self._path) or {"seconds": {}, "starts": 0}
+        recorded: dict[str, Any] = read_json(self._path, seconds=dict, starts=int) or {"seconds": {}, "starts": 0}
         before = collections.defaultdict(float, recorded["seconds"])
         self._starts, self._spent_before = recorded["starts"] + 1, sum(spent.values())
         done = sum(before[kind] - spent.get(kind, 0.0) for kind in STEPS_THAT_COUNT)

@@ -13,7 +13,7 @@ import rich.table
 from engine.console import console
 from engine.errors import BadInput
 from engine.files import exists, read_json, sync, until_read, until_written, write_atomically, writing
-from engine.settings import CONFIG, flag, recorded_settings
+from engine.settings import CONFIG, flag, read_config
 
 # The columns of metrics.csv before the metrics; with several optimizers, each has its "learning_rate/<name>".
 COLUMNS = ("epoch", "step", "seconds", "examples_per_second", "learning_rate")
@@ -114,10 +114,10 @@ def cut_rows(path: Path, last: int) -> None:
     def cut() -> None:
         with path.open("r+b") as file:
             header, number = file.readline(), -1
-            end = file.tell()
+            end = file.tell() if header.startswith(b"step,") else 0
             for row in file:
                 is_intact = INTACT.fullmatch(row) and row.count(b",") == header.count(b",")
-                if not is_intact or not number < int(row.split(b",")[0]) <= last:
+                if not end or not is_intact or not number < int(row.split(b",")[0]) <= last:
                     break
                 end, number = end + len(row), int(row.split(b",")[0])
             file.truncate(end)
@@ -153,11 +153,12 @@ def compare(paths: Sequence[Path]) -> None:
 
 def _facts(path: Path) -> dict[str, Any]:
     """Returns the lines of a run's column: numbers as floats, and everything else as texts."""
-    settings = recorded_settings(path) if path.is_dir() else None
-    if settings is None:
+    config = read_config(path) if path.is_dir() else None
+    if config is None:
         raise BadInput(f"--compare {path} contains no run ({CONFIG} is missing): pass directories of runs")
-    config, result = read_json(path / CONFIG) or {}, read_json(path / "result.json") or {}
-    rows, monitor = read_rows(path / "metrics.csv"), settings.get("monitor", "")
+    settings, rows = config["settings"], read_rows(path / "metrics.csv")
+    monitor = settings.get("monitor", "")
+    result = read_json(path / "result.json", best_epoch=int, goodput=dict, **{f"best_{monitor}": float}) or {}
     seconds = sum(row.get("seconds", 0.0) for row in rows)
     best = best_point([(row["epoch"], row[monitor]) for row in rows if monitor in row], config["monitor_direction"])
     if result:
@@ -179,7 +180,9 @@ def _facts(path: Path) -> dict[str, Any]:
 
 def _as_texts(cells: Sequence[Any]) -> list[str]:
     """Returns the cells of a line; numbers have four digits, or as many as tell different ones apart."""
-    by_digits = ([f"{cell:.{digits}g}" if isinstance(cell, float) else cell for cell in cells] for digits in DIGITS)
+    by_digits = (
+        [f"{cell:.{digits}g}" if isinstance(cell, float) else str(cell) for cell in cells] for digits in DIGITS
+    )
     return next(texts for texts in by_digits if len(set(texts)) == len(set(map(str, cells))))
 
 

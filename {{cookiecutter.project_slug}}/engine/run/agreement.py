@@ -1,16 +1,13 @@
 """What must be the same in all processes before they train: the examples, the objects of task.py, Keras's defaults."""
 
 import contextlib
-import hashlib
 import json
 from typing import Any
 
 import keras
-import numpy as np
 
 from engine.cluster.workers import Workers
 from engine.data.batches import Batches
-from engine.data.examples import hook_of
 from engine.errors import BadInput
 from engine.model.objects import TaskObjects
 from engine.run.state import State
@@ -23,11 +20,6 @@ def same_data(workers: Workers, batches: dict[str, Batches]) -> dict[str, dict[s
     of another order.
     """
     own = {name: dataset.fingerprint() for name, dataset in batches.items()}
-    if batches["train"].shards_by_file and workers.count > 1:
-        own = {
-            name: {**fingerprint, "sha256": _hash_of_all(workers, name, fingerprint["sha256"])}
-            for name, fingerprint in own.items()
-        }
     data = workers.from_chief(lambda: own)
     if others := workers.names_where(list(own.items()) != list(data.items())):
         counts = ", ".join(f"{fingerprint['examples']:,} for {name!r}" for name, fingerprint in own.items())
@@ -36,18 +28,6 @@ def same_data(workers: Workers, batches: dict[str, Batches]) -> dict[str, dict[s
             f"{counts}): give all processes the same files"
         )
     return data
-
-
-def _hash_of_all(workers: Workers, name: str, sha256: str) -> str:
-    """Returns a hash of all workers' hashes. Raises BadInput if several workers have loaded the same examples."""
-    rows = workers.gather({"sha256": np.frombuffer(sha256.encode(), np.uint8)}, f"the check of {name!r}")["sha256"]
-    hashes = [row.tobytes().decode() for row in rows]
-    if same := [worker for worker, found in zip(workers.names, hashes, strict=True) if hashes.count(found) > 1]:
-        raise BadInput(
-            f"{hook_of(name)} returned the same examples for {', '.join(same)}: with input_context, load the files of "
-            "that worker only"
-        )
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def check_objects(workers: Workers, state: State, objects: TaskObjects) -> None:

@@ -102,7 +102,7 @@ class Checkpoints:
         from_chief = self.state.workers.from_chief
         from_chief(lambda: self.writer.wait(at_most=1))  # Memory is needed for each pending one.
         values, record = self.state.values(), {**record, "step": step}
-        self.state.check_workers(values)
+        self.state.check_workers(values, "something in the hooks or train.py")
         diverged = (name for name, value in values.items() if self._has_diverged(name, value))
         if name := from_chief(lambda: next(diverged, None)):
             raise Diverged(f"after step {step} the variable {name} is not finite")

@@ -15,10 +15,9 @@ import filelock
 from engine.cluster.launcher import START_ID
 from engine.console import console
 from engine.errors import BadInput, Stopped, Unavailable, may_pass
-from engine.files import read_json
 from engine.machine import changes_since
 from engine.run.checkpoint_files import checkpoint_paths
-from engine.settings import CONFIG, Settings, recorded_settings
+from engine.settings import CONFIG, Settings, read_config
 from engine.signals import signals
 
 RESULT = "result.json"
@@ -46,7 +45,7 @@ class Directory:
     @functools.cached_property
     def config(self) -> dict[str, Any]:
         """The contents of config.json as the program found it; {} without that file."""
-        return read_json(self.path / CONFIG) or {}
+        return read_config(self.path) or {}
 
     @functools.cached_property
     def is_fresh(self) -> bool:
@@ -75,7 +74,7 @@ class Directory:
         for path in (self.path / CHECKPOINTS, self.path / BEST):
             if not path.is_dir() and (path.is_symlink() or path.exists()):
                 raise BadInput(f"{path} is neither a directory nor a link to one: restore it, or start a new run")
-        if differences := ", ".join(settings.differences(recorded_settings(self.path) or {})):
+        if differences := ", ".join(settings.differences(self.config["settings"])):
             remedy = "use the run's" if settings.evaluates else "use the same ones, another --run-dir, or --fresh"
             raise BadInput(f"--run-dir {self.path} contains a run with other settings ({differences}): {remedy}")
         if changes := ", ".join(changes_since(self.config)):

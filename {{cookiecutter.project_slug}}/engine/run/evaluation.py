@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.cluster.environment import leave_as_evaluator, reject_cluster
+from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.console import console, digits, print_facts
@@ -59,7 +59,6 @@ def _evaluate_continuously(program: Any, settings: Settings, read_settings: Call
 
     Raises BadInput if a setting contradicts the run's, CannotWrite if a write fails.
     """
-    leave_as_evaluator()
     reject_cluster("--evaluate-continuously")
     console.print(f"Validating the checkpoints of {settings.run_dir} as they appear")
     if not _wait_for(lambda: exists(settings.run_dir / CONFIG), settings):

@@ -31,7 +31,6 @@ class Progress:
     best_step: int | None = None
     best_score: float | None = None
     validated_step: int | None = None  # The step of the last complete validation of --validate-every-steps.
-    workers: int = 1  # The number of processes in which the run last trained.
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     """The last --learning-rate, and the constant rate that task.create_optimizer gave to each optimizer."""
     data: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # dataset -> its fingerprint
@@ -106,7 +105,7 @@ class Progress:
         return times
 
     def consider(self, score: float, direction: str) -> bool:
-        """Returns whether a score is the best so far ("min" or "max"), and remembers it if it is."""
+        """Returns whether a score is the best so far ("min" or "max"), and remembers it if it is. NaN never is."""
         if improved := is_better(score, self.best_score, direction):
             self.best_epoch, self.best_step, self.best_score = self.epochs_started(), self.step, score
         return improved
@@ -139,7 +138,7 @@ class Progress:
 
 
 def is_better(score: float, best_score: float | None, direction: str) -> bool:
-    """Returns whether `score` improves on the best so far (None: there is none). NaN is worse than every number."""
-    if best_score is None or math.isnan(best_score):
-        return best_score is None or not math.isnan(score)
+    """Returns whether `score` improves on the best so far; None if there is none. NaN improves on nothing."""
+    if best_score is None or math.isnan(score):
+        return not math.isnan(score)
     return score < best_score if direction == "min" else score > best_score

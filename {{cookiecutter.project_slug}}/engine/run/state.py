@@ -78,19 +78,20 @@ class State:
         return self.mirrored_values() | {name: np.concatenate(list(value)) for name, value in gathered.items()}
 
     def mirrored_values(self, *names: str) -> Values:
-        """Returns the values of these mirrored variables, or of all of them."""
+        """Returns the values of all mirrored variables, or the first replica's of other variables."""
         # The first replica's variable is read, because reading the mirrored one takes five times as long.
-        values = {name: read_variable(*self.parts(name)) for name in names or self.mirrored}
+        values = {name: read_variable(self.parts(name)[0]) for name in names or self.mirrored}
         with tf.device("CPU:0"):
             # Copies values of GPUs and parameter servers to the host; the others are there already.
             host = tf.constant(0).device
             return {name: value if value.device == host else tf.identity(value) for name, value in values.items()}
 
-    def check_workers(self, read: Values, cause: str = "something in the hooks or train.py") -> None:
+    def check_workers(self, read: Values, cause: str, *, is_start: bool = False) -> None:
         """Raises BadInput, on every worker, if the mirrored values of one differ from the chief's.
 
-        Values that differ by rounding only, on machines of several kinds, become the chief's. Those that are not in
-        `read` are read one by one.
+        When a run starts without a checkpoint, the other values must be equal, too, except the seeds. Values that
+        differ by rounding only, on machines of several kinds, become the chief's. Those that are not in `read` are read
+        one by one.
         """
         if self.workers.count == 1:
             return
@@ -98,10 +99,11 @@ class State:
         def value(name: str) -> Any:
             return read[name] if name in read else self.mirrored_values(name)[name]
 
-        mirrored = [name for name in self.mirrored if not is_seed(name)]  # In the best weights, seeds are the chief's.
-        digests = np.array([_digest(value(name)) for name in mirrored], np.uint32)
+        compared = [*self.mirrored, *(self.per_replica if is_start else ())]
+        compared = [name for name in compared if not is_seed(name)]  # In the best weights, seeds are the chief's.
+        digests = np.array([_digest(value(name)) for name in compared], np.uint32)
         rows = self.workers.gather({"digests": digests}, "the check of the weights")["digests"]  # [workers, variables]
-        differing = [name for name, column in zip(mirrored, rows.T, strict=True) if (column != column[0]).any()]
+        differing = [name for name, column in zip(compared, rows.T, strict=True) if (column != column[0]).any()]
         if not differing:
             return
         chiefs = self.workers.from_chief(lambda: {name: value(name) for name in differing})
@@ -111,13 +113,14 @@ class State:
             names = [name for name, column in zip(differing, are_far.T, strict=True) if column.any()]
             workers = [name for name, row in zip(self.workers.names, are_far, strict=True) if row.any()]
             raise BadInput(
-                f"{', '.join(workers)}: {len(names)} of {len(mirrored)} variables ({', '.join(names[:3])}"
+                f"{', '.join(workers)}: {len(names)} of {len(compared)} variables ({', '.join(names[:3])}"
                 f"{', ...' if names[3:] else ''}) differ from those of {self.workers.names[0]}: {cause} depends on the "
                 "process (an unseeded generator, another file, the environment, the order of a set); make it equal"
             )
         console.print(f"{len(differing)} variables differed by rounding between the workers; all have the chief's now")
         for name in differing:
-            self.mirrored[name].assign(chiefs[name])
+            for variable in [self.mirrored[name]] if name in self.mirrored else self.parts(name):
+                variable.assign(chiefs[name])
 
     def assign(self, values: Mapping[str, np.ndarray | tf.Tensor]) -> None:
         """Sets every variable to the chief's value; the `values` of other workers are not used. All of them call it.

@@ -1,7 +1,6 @@
 """--export: the best weights of a run as files for Keras, and as a SavedModel that needs only TensorFlow.
 
     export/model.keras         the model; <name>.keras for each of several models
-    export/model.weights.h5    its weights
     export/saved_model/        two endpoints, which return the outputs of task.predict_step: serve takes prepared
                                features, serve_examples the features of examples as task.load_examples returns them
 
@@ -28,17 +27,17 @@ from engine.data.records import Records
 from engine.data.splits import named
 from engine.errors import BadInput, ProgramExit, first_line, user_errors_named
 from engine.files import sync, writing
-from engine.model.build import build_models, set_up
-from engine.model.variables import by_name, is_seed, model_variables
+from engine.model.rejections import check_outputs
+from engine.model.variables import is_seed, model_variables
 from engine.settings import INIT_ONLY, Settings, marked
 from engine.tracing import Traced
-from engine.trained.loading import NO_TENSORS, Endpoint, Trained, check_outputs, load_trained, predict_endpoint, two_of
+from engine.trained.loading import NO_TENSORS, Endpoint, Trained, load_trained, predict_endpoint
 
 TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
 TIES = 1e-3  # Allowed fraction of differing integers, such as the classes of pixels: rounding decides a tie.
 EXAMPLES, UNKNOWN_SIZE = 3, 8  # The number of made-up examples, and the sizes that their element spec leaves open.
 # What an export of models contains, with the files that TensorFlow writes.
-OWN_FILES = r"({})\.(keras|weights\.h5)|saved_model(/(\w+\.pb|variables(/variables\.[^/]+)?|assets(/[^/]+)?))?"
+OWN_FILES = r"({})\.keras|saved_model(/(\w+\.pb|variables(/variables\.[^/]+)?|assets(/[^/]+)?))?"
 
 Facts = dict[str, Any]  # File or endpoint -> the text to print.
 
@@ -59,9 +58,8 @@ def export(task: Any, settings: Settings) -> None:
         if unlisted := ", ".join(trained.unlisted):
             facts["Keras's files"] = f"skipped: they cannot contain {unlisted}, made without add_weight"
         else:
-            for write in (_write_models, _write_weights):
-                facts |= write(folder, task, trained)
-                gc.collect()  # Frees the copies that were compared.
+            facts |= _write_models(folder, task, trained)
+            gc.collect()  # Frees the copies that were compared.
         facts |= _write_saved_model(folder / "saved_model", task, trained)
     print_facts(f"Exported to {path}", facts)
 
@@ -105,7 +103,7 @@ def _write_models(folder: Path, task: Any, trained: Trained) -> Facts:
                 model.save(file)
             loaded[name] = keras.models.load_model(file, compile=False, safe_mode=False)
             _check_weights(file, model, loaded[name])
-            facts[file.name] = "for keras.models.load_model"
+            facts[file.name] = "for keras.models.load_model, load_weights and --init-from"
         except ProgramExit:
             raise
         except Exception as problem:  # noqa: BLE001 - A user's layer may raise any.
@@ -121,20 +119,6 @@ def _write_models(folder: Path, task: Any, trained: Trained) -> Facts:
     finally:
         task.model = trained.model
     return {name: text + note for name, text in facts.items()}
-
-
-def _write_weights(folder: Path, task: Any, trained: Trained) -> Facts:
-    set_up(task, trained.settings)  # Starts the names of layers over, so that the new models have the same.
-    new = by_name(build_models(task.create_model(), two_of(trained.serve.spec, trained.settings)), "model")
-    facts: Facts = {}
-    for name, model in trained.models.items():
-        file = folder / f"{name}.weights.h5"
-        with writing(file):
-            model.save_weights(file)
-        new[name].load_weights(file)
-        _check_weights(file, model, new[name])
-        facts[file.name] = "for load_weights and --init-from"
-    return facts
 
 
 def _check_weights(file: Path, *models: keras.Model) -> None:

@@ -14,13 +14,13 @@ from engine.cluster.workers import Workers
 from engine.data.element_spec import as_text, batched, decode, leaf_text, leaves
 from engine.data.preparation import Preparation, evaluation_seed, of_largest_length
 from engine.errors import BadInput
-from engine.files import read_json
 from engine.model.objects import TaskObjects
+from engine.model.rejections import check_hooks, check_outputs
 from engine.model.variables import by_name, name_in_hook
 from engine.run.checkpoints import Checkpoints, restore_best
 from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.state import State
-from engine.settings import CONFIG, Settings
+from engine.settings import CONFIG, Settings, read_config
 from engine.tracing import Traced, converted
 
 NO_TENSORS = "task.load_examples returns something other than plain tensors (ragged or sparse)"
@@ -74,14 +74,15 @@ def load_trained(task: Any, settings: Settings) -> Trained:
 
     Raises BadInput if no such run has best weights yet, its files are damaged, or task.py does not fit it.
     """
-    recorded = read_json(settings.run_dir / CONFIG) or {}
+    recorded = read_config(settings.run_dir) or {}
     if not {"example", "features"} <= recorded.keys():
         raise BadInput(f"{settings.run_dir / CONFIG} does not describe an example: restore it")
     features_spec = batched(decode(recorded["features"]))
     task.config = settings
     objects = TaskObjects(task, settings)
+    two = tf.nest.map_structure(lambda leaf: tf.TensorSpec([2, *leaf.shape[1:]], leaf.dtype), features_spec)
     with objects.recording():
-        task.model = objects.build_models(task.create_model(), two_of(features_spec, settings))
+        task.model = objects.build_models(task.create_model(), of_largest_length(two, settings.pad_to or ()))
     objects.name_weights()
     strategy = tf.distribute.get_strategy()
     workers = Workers(strategy)
@@ -100,18 +101,10 @@ def load_trained(task: Any, settings: Settings) -> Trained:
     return Trained(settings, task.model, weights, unlisted, outputs, serve, serve_examples)
 
 
-def two_of(features_spec: Any, settings: Settings) -> Any:
-    """Returns the element spec of two examples, of the largest length."""
-    two = tf.nest.map_structure(lambda leaf: tf.TensorSpec([2, *leaf.shape[1:]], leaf.dtype), features_spec)
-    return of_largest_length(two, settings.pad_to or ())
-
-
 def predict_endpoint(task: Any, features_spec: Any) -> Endpoint:
     """Returns task.predict_step compiled for the model that is in task.model at the first call."""
-    predict_step = getattr(task, "predict_step", None)
-    if not callable(predict_step):
-        raise BadInput("task.py has no function predict_step(features): add one that returns a dict of outputs")
-    function = tf.function(converted(predict_step), input_signature=[features_spec], autograph=False)
+    check_hooks(task, export=True)
+    function = tf.function(converted(task.predict_step), input_signature=[features_spec], autograph=False)
     return Endpoint(function, features_spec)
 
 
@@ -131,7 +124,7 @@ def _with_preparation(task: Any, settings: Settings, serve: Endpoint, example_sp
         labels = tf.nest.map_structure(lambda leaf: _placeholder(leaf, flat), tuple(label_specs))
         numbers = first + tf.range(tf.shape(flat[0], tf.int64)[0])
         examples = (features, *labels) if isinstance(example_spec, tuple) else features
-        return serve.function(preparation.features(prepared, numbers, examples, seed))
+        return serve.function(prepared.features(numbers, examples, seed))
 
     spec = batched(features_spec)
     function = tf.function(predict_examples, input_signature=[spec, tf.TensorSpec([], tf.int64)], autograph=False)
@@ -151,17 +144,3 @@ def _placeholder(leaf: tf.TensorSpec, features: list[tf.Tensor]) -> tf.Tensor:
     sizes = [known[axis] if size is None else size for axis, size in enumerate(sizes)]
     zeros = tf.zeros([tf.shape(features[0])[0], *sizes], leaf.dtype)
     return tf.ensure_shape(zeros, tf.TensorShape([None]).concatenate(leaf.shape))
-
-
-def check_outputs(outputs: Any, count: int | None = None) -> None:
-    """Raises BadInput unless task.predict_step returned tensors by name with `count` rows; None while it is traced."""
-    if not isinstance(outputs, dict) or not outputs or not all(isinstance(name, str) for name in outputs):
-        raise BadInput(f"task.predict_step returned {outputs!r}: return a dict of tensors by name, [n, ...] each")
-    for name, output in outputs.items():
-        is_tensor = isinstance(output, tf.Tensor)
-        if not is_tensor or (output.shape.rank is not None and output.shape[:1].as_list() != [count]):
-            shape = f"of shape {output.shape}" if is_tensor else f"as {type(output).__name__}"
-            examples = f" for {count} examples" if count else ""
-            raise BadInput(
-                f"task.predict_step returned {name!r} {shape}{examples}: return a tensor [n, ...], a row per example"
-            )
