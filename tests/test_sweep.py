@@ -164,11 +164,11 @@ TRIAL = '{"op_code":4,"worker_id":"a","study_id":0,"datetime_start":"2026-01-01T
         ("--sweep-dir=~/x", None, "ERROR: --sweep-dir ~/x starts with ~, which only a shell expands: pass /"),
         ("--sweep-dir=gs://x", None, "ERROR: --sweep-dir gs://x is a bucket URL, not a local path"),
         ("-- --monitor-direction=max", HEAD, "ERROR: --sweep-dir s has no sweep with --monitor-direction max"),
-        ("", "1 is mine\n2 is h", "ERROR: --sweep-dir s has no sweep with --monitor-direction min: use another one\n"),
+        ("", "1 is mine\n2 is h", "ERROR: --sweep-dir s has no sweep with --monitor-direction min: use another\n"),
         (
             "",
             HEAD.replace("sweep", "other"),
-            "ERROR: --sweep-dir s has no sweep with --monitor-direction min: use another one\n",
+            "ERROR: --sweep-dir s has no sweep with --monitor-direction min: use another\n",
         ),
         ("", HEAD + "x\n" + TRIAL, "ERROR: s/journal.log is damaged (JSONDecodeError: Expecting value:"),
         ("", f"{HEAD}{'[' * 99999}\n{TRIAL}", "ERROR: s/journal.log is damaged (RecursionError: "),
@@ -176,7 +176,7 @@ TRIAL = '{"op_code":4,"worker_id":"a","study_id":0,"datetime_start":"2026-01-01T
         (
             "",
             HEAD.replace("[1]", "[1,1]"),
-            "ERROR: --sweep-dir s has no sweep with --monitor-direction min: use another one\n",
+            "ERROR: --sweep-dir s has no sweep with --monitor-direction min: use another\n",
         ),
         ("", HEAD + TRIAL, "ERROR: --sweep-dir s: trial 0 is not of sweep.py: use another one\n"),
     ],
@@ -205,7 +205,7 @@ def test_cluster_or_folders_of_other_trials_are_refused(sweep: Callable, monkeyp
     code, err = sweep("--sweep-dir=s")
     assert (
         code,
-        err.startswith("ERROR: --sweep-dir s has no sweep with --monitor-direction min: use another one\n"),
+        err.startswith("ERROR: --sweep-dir s has no sweep with --monitor-direction min: use another\n"),
     ) == (2, True)
     Path("s/journal.log").write_text(HEAD, encoding="utf-8")
     line = "ERROR: s/trial_000 belongs to no trial: move it away, or use another --sweep-dir\n"
@@ -308,10 +308,10 @@ def test_ending_that_is_not_the_trials_releases_it(make: Callable[..., Project])
     first.write_text("end(1, 'ERROR: DIR/x cannot be written (No space left on device): free disk space')")
     _, err = project.run(*flags, code=1)
     cause = "RUN_DIR/x cannot be written (No space left on device): free disk space"
-    assert err == f"ERROR: trial 0 ended with: {cause}; then start the same sweep again\n"
+    assert err == f"ERROR: runs/sweep/trial_000 ended with: {cause}; then start the same sweep again\n"
     first.write_text("os._exit(44)")  # The log is on a full disk, too, and the line above is of another start.
     _, err = project.run(*flags, code=44)
-    assert err == "ERROR: trial 0 ended with: exit code 44; then start the same sweep again\n"
+    assert err == "ERROR: runs/sweep/trial_000 ended with: exit code 44; then start the same sweep again\n"
     assert [trial.state.name for trial in project.trials()] == ["RUNNING"]
     # A signal stops it, and then a file is damaged.
     first.write_text(

@@ -67,7 +67,6 @@ def train_settings(words: list[str], run_dir: Path) -> Config:
     settings = None
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):  # By --help.
         settings = read_settings(Config, [f"--run-dir={run_dir}", *words])
-    # A flag of these, and another --run-dir, has no place in a trial.
     wrong = settings and (settings.fresh or settings.check or settings.evaluates or settings.compare)
     if not settings or wrong or settings.run_dir != run_dir:
         raise BadInput(
@@ -96,7 +95,7 @@ def follow(trials: "Trials", trial: "optuna.Trial", process: TrainProcess, monit
         trials.release(trial, SECONDS_BETWEEN_ATTEMPTS)
         return f"trial {trial.number} is tried again in {SECONDS_BETWEEN_ATTEMPTS} s: {process.error()}"
     elif code in NOT_BY_TRIAL and not process.error().startswith("unexpected "):
-        ending = ProgramExit(f"trial {trial.number} ended with: {process.error()}; then start the same sweep again")
+        ending = ProgramExit(f"{process.run_dir} ended with: {process.error()}; then start the same sweep again")
         ending.exit_code = code
         raise ending
     else:

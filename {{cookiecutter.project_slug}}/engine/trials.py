@@ -64,9 +64,7 @@ class Trials:
             others = [file for file in folder.iterdir() if not file.name.startswith(".") and file != path]
             first = path.read_bytes().partition(b"\n")[0] if path.exists() else b""
             if (others or first) and f'"study_name":"sweep","directions":[{wanted.value}]'.encode() not in first:
-                raise BadInput(
-                    f"--sweep-dir {folder} has no sweep with --monitor-direction {direction}: use another one"
-                )
+                raise BadInput(f"--sweep-dir {folder} has no sweep with --monitor-direction {direction}: use another")
             try:
                 storage = optuna.storages.JournalStorage(_Journal(path, lock))
                 self._study = optuna.create_study(storage=storage, study_name="sweep", direction=wanted, **options)
@@ -161,9 +159,8 @@ class Trials:
     def ranked(self) -> list[FrozenTrial]:
         """Returns the trials with a score, the best one first."""
         completed = self._study.get_trials(states=[TrialState.COMPLETE])
-        return sorted(
-            completed, key=lambda trial: trial.value or 0.0, reverse=self._study.direction == StudyDirection.MAXIMIZE
-        )
+        is_reversed = self._study.direction == StudyDirection.MAXIMIZE
+        return sorted(completed, key=lambda trial: trial.value or 0.0, reverse=is_reversed)
 
     def describe(self, number: int) -> str:
         """Returns a line about a trial: its state, its score, and its error or its flags."""
@@ -194,10 +191,9 @@ def _check_proposal(flags: object, asked: optuna.Trial, trials: list[FrozenTrial
     if not isinstance(flags, list) or not all(isinstance(word, str) for word in flags):
         raise TypeError(f"it returned {flags!r}, and not a list of texts, such as ['--learning-rate=0.01']")
     for name, distribution in asked.distributions.items():
-        recorded = json_to_distribution(distribution_to_json(distribution))
-        check_distribution_compatibility(recorded, distribution)
-        for trial in trials:
-            check_distribution_compatibility(trial.distributions.get(name, distribution), distribution)
+        earlier = [trial.distributions[name] for trial in trials if name in trial.distributions]
+        for same in [json_to_distribution(distribution_to_json(distribution)), *earlier]:
+            check_distribution_compatibility(same, distribution)
 
 
 def _failure(trial: FrozenTrial, *, with_values: bool = True) -> str:
