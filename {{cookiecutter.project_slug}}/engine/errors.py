@@ -205,7 +205,8 @@ def is_users(problem: BaseException) -> bool:
         return False
     if OUTSIDE_TABLE in text:
         return True
-    raised_by = _owner(Path(traceback.extract_tb(problem.__traceback__)[-1].filename))
+    frames = traceback.extract_tb(problem.__traceback__)
+    raised_by = _owner(Path(frames[-1].filename)) if frames else "package"
     if is_broken_connection(problem) and not text.startswith("in user code:"):
         return raised_by == "user"  # An operation raises it, or else the last line that ran is the user's.
     owners = [_owner(file) for file, *_ in _places(problem)]

@@ -92,9 +92,9 @@ def test_kubernetes_indexed_job_is_a_cluster() -> None:
     assert find_cluster({**pod, "WORKERS": "", "PET_NNODES": "2"}) == cluster
     for given, reason in {
         ("WORKERS", "two"): "WORKERS=two in the environment must be a whole number",
-        ("JOB_NAME", ""): "JOB_NAME=, SERVICE_NAME=peers and WORKERS=2 .* name a cluster only together",
+        ("JOB_NAME", ""): "JOB_NAME=, SERVICE_NAME=peers, .* and WORKERS=2 .* name a cluster only together",
         # A runtime of another version may set neither number.
-        ("WORKERS", ""): "JOB_NAME=digits, SERVICE_NAME=peers and WORKERS=None .* name a cluster only together",
+        ("WORKERS", ""): "JOB_NAME=digits, SERVICE_NAME=peers, .* and WORKERS=None .* name a cluster only together",
     }.items():
         with pytest.raises(BadInput, match=reason):
             find_cluster({**pod, given[0]: given[1]})
@@ -103,6 +103,8 @@ def test_kubernetes_indexed_job_is_a_cluster() -> None:
 MALFORMED = [
     ({"TF_CONFIG": "{'cluster'"}, "TF_CONFIG {'cluster' must be JSON like"),
     ({"TF_CONFIG": "[]"}, "TF_CONFIG [] must be JSON like"),
+    ({"TF_CONFIG": "[" * 10**5}, "[[[ must be JSON like"),
+    ({"JOB_COMPLETION_INDEX": "", "JOB_NAME": "a", "SERVICE_NAME": "b", "WORKERS": "2"}, "JOB_COMPLETION_INDEX= and"),
     ({"TF_CONFIG": json.dumps({"cluster": {"worker": TWO}})}, "must be JSON like"),
     (tf_config({"worker": "host0:1"}), "must be JSON like"),
     (tf_config({"worker": TWO}, index="0"), "must be JSON like"),

@@ -82,6 +82,14 @@ def test_examples_that_cannot_be_used_are_refused() -> None:
             load({"train": numbers(0, 20), "validation": None, "test": None, **examples})
 
 
+def test_batch_that_no_memory_has_room_for_is_refused() -> None:
+    examples = {"train": numbers(0, 20), "validation": None, "test": None}
+    with pytest.raises(
+        BadInput, match=r"a batch of 2000000000 examples takes .*, more than the memory of this machine"
+    ):
+        load(examples, global_batch_size=2 * 10**9, keep_last_batch=True)
+
+
 def test_validation_in_an_epoch_needs_a_validation() -> None:
     examples = {"train": numbers(0, 20), "validation": None, "test": numbers(0, 9)}
     with pytest.raises(BadInput, match=r"--validate-every-steps 2: task.load_examples\('validation'\) returned None"):

@@ -75,7 +75,7 @@ def reject_cluster(flag: str) -> None:
 
 
 def _from_tf_config(text: str) -> Cluster:
-    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
         described = json.loads(text)
         jobs, job, index = described["cluster"], described["task"]["type"], described["task"]["index"]
         has_lists = bool(jobs) and all(isinstance(addresses, list) for addresses in jobs.values())
@@ -84,7 +84,7 @@ def _from_tf_config(text: str) -> Cluster:
             used = {name: addresses for name, addresses in jobs.items() if addresses and name != "evaluator"}
             return Cluster("TF_CONFIG", used, job, index)
     example = '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}'
-    raise BadInput(f"TF_CONFIG {text} must be JSON like {example}: fix it, or unset it to train on one machine")
+    raise BadInput(f"TF_CONFIG {text:.200} must be JSON like {example}: fix it, or unset it to train on one machine")
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Cluster:
@@ -92,13 +92,14 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
     nodes, tasks = environment.get("SLURM_STEP_NODELIST", ""), environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     rank, number = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
     try:
-        hosts = subprocess.check_output(["scontrol", "show", "hostnames", nodes], text=True, stderr=subprocess.DEVNULL)
+        listed = subprocess.check_output(["scontrol", "show", "hostnames", nodes], stderr=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError) as problem:
         raise BadInput(f"scontrol cannot read SLURM_STEP_NODELIST={nodes} ({problem}): set TF_CONFIG") from None
+    hosts = listed.decode(errors="replace").split()
     tasks_per_node: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         tasks_per_node += [int(count)] * int(times or 1)  # "2(x3),1" is 2, 2, 2, 1.
-    host_by_rank = [host for host, count in zip(hosts.split(), tasks_per_node, strict=False) for _ in range(count)]
+    host_by_rank = [host for host, count in zip(hosts, tasks_per_node, strict=False) for _ in range(count)]
     host = environment.get("SLURMD_NODENAME")
     if not len(host_by_rank) == number > rank or host not in (None, host_by_rank[rank]):
         raise BadInput(
@@ -113,15 +114,15 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
 
 def _from_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
     """Reads the variables of the manifests in deploy/: an Indexed Job's pods are called <job>-<index>.<service>."""
-    job, service = environment.get("JOB_NAME"), environment.get("SERVICE_NAME")
+    job, service, index = map(environment.get, ("JOB_NAME", "SERVICE_NAME", "JOB_COMPLETION_INDEX"))
     # Kubeflow Trainer has another name for the number of pods.
     pods = _number(environment, "WORKERS") or _number(environment, "PET_NNODES")
     if pods < 2 and not (job and service):
         return None
-    if not (job and service and pods):
+    if not (job and service and pods and index):
         raise BadInput(
-            f"JOB_NAME={job}, SERVICE_NAME={service} and WORKERS={pods or None} (or PET_NNODES) name a cluster only "
-            "together: set all of them, as deploy/kubernetes.yaml does"
+            f"JOB_NAME={job}, SERVICE_NAME={service}, JOB_COMPLETION_INDEX={index} and WORKERS={pods or None} (or "
+            "PET_NNODES) name a cluster only together: set all of them, as deploy/kubernetes.yaml does"
         )
     addresses = [f"{job}-{pod}.{service}:12345" for pod in range(pods)]
     return Cluster("Kubernetes", {"worker": addresses}, "worker", _number(environment, "JOB_COMPLETION_INDEX"))

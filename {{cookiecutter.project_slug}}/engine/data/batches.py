@@ -6,18 +6,20 @@ skipped and not prepared, except those in the stack that contains it.
 """
 
 import functools
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from engine.data.element_spec import as_text, batched, bytes_of, is_static
+from engine.data.element_spec import as_text, batched, bytes_of, is_static, megabytes
 from engine.data.examples import CORES, PARALLEL_CALLS, Examples, Shard, hook_of, input_options, parallel_calls
 from engine.data.preparation import Preparation, evaluation_seed, pass_seed
 from engine.data.stacks import StackIterator, Stacks, on_replicas, stack_size, stacked
 from engine.errors import BadInput
 from engine.files import until_read
+from engine.machine import memory_of_machine
 from engine.settings import Settings
 
 # Several small batches are prepared in one call, because a call takes longer than the work itself.
@@ -117,6 +119,11 @@ class Batches:
         bytes_of_batch = self.stacks.strategy.num_replicas_in_sync * bytes_of(self.element_spec)
         self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, bytes_of_batch)))
         bytes_of_share = bytes_of_batch // processes
+        if bytes_of_share > (memory_of_machine() or math.inf):
+            raise BadInput(
+                f"a batch of {self.global_batch_size} examples takes {megabytes(bytes_of_share)}, more than the memory "
+                "of this machine: use a smaller --global-batch-size or --evaluation-batch-size"
+            )
         self.stack_size = stack_size(self.steps_per_epoch, bytes_of_share, self._batches_at_once)
         if self._is_eager:  # Otherwise task.prepare_example would run for many steps before the first one.
             self.stack_size = 1

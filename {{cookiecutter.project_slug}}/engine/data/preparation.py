@@ -132,10 +132,13 @@ class Preparation:
             except BadInput:
                 raise
             except Exception as problem:
-                raise BadInput(
-                    f"{where_raised(problem)}: {first_line(problem)} (task.prepare_example gets examples one by one, "
-                    f"the parts of a tuple as arguments: {as_text(example_spec)}, as {hook} returned them)"
-                ) from problem
+                text = f"{where_raised(problem)}: {first_line(problem)}"
+                if isinstance(problem, TypeError | ValueError | LookupError):  # As examples of another structure cause.
+                    text += (
+                        " (task.prepare_example gets examples one by one, the parts of a tuple as arguments: "
+                        f"{as_text(example_spec)}, as {hook} returned them)"
+                    )
+                raise BadInput(text) from problem
         self._check_batches(self._prepared[key], hook)
         return self._prepared[key]
 
