@@ -44,7 +44,7 @@ def start_program(arguments: Sequence[str], environment: Mapping[str, str], outp
         stderr=subprocess.STDOUT,
         # Ctrl-C in a terminal goes to this process only, which passes it on.
         start_new_session=True,
-        # PR_SET_PDEATHSIG. There is one thread.
+        # PR_SET_PDEATHSIG. A second thread, if there is one, only waits for signals.
         preexec_fn=_prctl and functools.partial(_prctl, 1, signal.SIGKILL),  # noqa: PLW1509
     )
 
