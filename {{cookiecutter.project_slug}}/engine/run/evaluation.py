@@ -20,8 +20,8 @@ from engine.run.agreement import check_files
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoints import restore_best
 from engine.run.directory import RESULT, Directory
-from engine.run.signals import signals
 from engine.settings import CONFIG, Settings
+from engine.signals import signals
 
 
 def evaluate(program: Any, settings: Settings, read_settings: Callable[[], Settings]) -> dict[str, float] | None:
