@@ -63,8 +63,7 @@ class Options:
         check_is_local("--output", output)
         if output.suffix not in (".csv", ".npz"):
             raise BadInput(f"--output {output} must end in .csv or .npz")
-        # A device would be replaced by a file.
-        if output.exists() and not output.is_file():
+        if output.exists() and not output.is_file():  # A device would be replaced by a file.
             raise BadInput(f"--output {output} is not a regular file, or a link to one: pass another path")
         if not (folder := Path(os.path.realpath(output)).parent).is_dir():  # A link is followed.
             raise BadInput(f"--output {output} cannot be written: {folder} does not exist: create it first")
