@@ -131,6 +131,14 @@ def training_another_variable(batch):
     return loss
 
 
+class Remembering(keras.metrics.Mean):
+    """Keeps what it has seen in a list."""
+
+    def update_state(self, values, sample_weight=None):
+        self.seen = [*getattr(self, "seen", []), values]
+        super().update_state(values, sample_weight)
+
+
 one_mean = functools.cache(keras.metrics.Mean)
 FAULTY_HOOKS = {
     "variable beside the models": (
@@ -157,6 +165,15 @@ FAULTY_HOOKS = {
     "model in float8": (
         {"create_model": model_in_float8},
         "which training in float8 makes, and which is wrong on several replicas: train in 16 or 32 bits",
+    ),
+    "metric with a list": (
+        {
+            "create_metrics": lambda split: {
+                "loss": Remembering(),
+                "accuracy": keras.metrics.SparseCategoricalAccuracy(),
+            }
+        },
+        "task.create_metrics('train') returned 'loss', which keeps tensors in 'seen': keep them in variables",
     ),
     "metrics of all splits": (
         {"create_metrics": lambda split: {"loss": one_mean()}},

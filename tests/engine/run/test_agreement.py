@@ -74,6 +74,9 @@ def test_other_objects_or_defaults_than_in_the_first_process_are_rejected(monkey
         (made(rate=0.2), "another optimizer than in the first process (here optimizer/learning_rate is 0.2"),
     ):
         assert told in outcome(check_objects, made(), others)
+    state, objects = made()
+    state.per_replica["model/names"] = tf.Variable("a text")
+    assert outcome(check_objects, (state, objects), (state, objects)).startswith("the variable model/names has texts")
     defaults = itertools.cycle(["float32", "float64"])
     monkeypatch.setattr(keras.config, "floatx", lambda: next(defaults))
     found = outcome(check_objects, made(), made())

@@ -68,10 +68,11 @@ def test_continuous_evaluation_follows_a_run_and_writes_only_its_own(
 
     # Begun again it has nothing to do, and it ends with the run.
     shutil.copy(whole / "result.json", folder)
+    (folder / "checkpoints" / "step-00000099").mkdir()
     train.main([f"--run-dir={folder}", "--evaluate-continuously=9"])
     out = capsys.readouterr().out
     assert "The run has ended." in out
-    assert "step-" not in out
+    assert [line.split(":")[0] for line in out.splitlines() if "step-" in line] == ["step-00000099 is skipped"]
 
 
 def test_continuous_evaluation_waits_for_a_run_and_leaves_its_directory_alone(

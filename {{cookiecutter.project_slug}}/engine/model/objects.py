@@ -215,9 +215,10 @@ class TaskObjects:
                 optimizers["/".join(filter(None, ["learning_rate", name, inner_name]))] = inner
         return optimizers
 
-    def start_to_compare_python(self, *, is_needed: bool) -> None:
-        """Call it when the steps have been traced; it `is_needed` unless they run in Python."""
-        self._from_python = TakenFromPython(self._task) if is_needed else None
+    def note_tracing(self, *, has_graphs: bool) -> None:
+        """Call it when the steps have been traced. Raises BadInput if a metric keeps a tensor of a graph."""
+        rejections.check_kept_tensors(self.metrics)
+        self._from_python = TakenFromPython(self._task) if has_graphs else None
 
     def report_changes_of_python(self) -> None:
         """Prints what has changed in Python since the steps were traced, or since the last call."""

@@ -72,6 +72,19 @@ def check_metrics(metrics: Metrics) -> None:
                 )
 
 
+def check_kept_tensors(metrics: Metrics) -> None:
+    """Raises BadInput if a metric keeps a tensor of a traced step in Python, which no later step changes."""
+    for split, by_metric in metrics.items():
+        for name, metric in by_metric.items():
+            for attribute, value in vars(metric).items():
+                kept = value if isinstance(value, list | tuple) else [value]
+                if any(map(tf.is_symbolic_tensor, kept)):
+                    raise BadInput(
+                        f"task.create_metrics({split!r}) returned {name!r}, which keeps tensors in {attribute!r}: keep "
+                        "them in variables, which self.add_variable makes"
+                    )
+
+
 def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:
     """Raises BadInput for a loss that is one value for all examples; Keras also divides means by the replicas."""
     if not isinstance(loss_objects, Mapping):

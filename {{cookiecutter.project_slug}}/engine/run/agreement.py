@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from engine.cluster.workers import Workers
 from engine.data.batches import Batches
@@ -34,6 +35,9 @@ def check_objects(workers: Workers, state: State, objects: TaskObjects) -> None:
     """Raises BadInput, in every process, if the hooks made others than in the first one: sums pair their variables."""
     defaults = {name: getattr(keras.config, name)() for name in ("floatx", "epsilon", "image_data_format")}
     _check_same(workers, defaults, "Keras has other defaults", "give all processes the same ~/.keras/keras.json")
+    texts = [name for name, variable in state.per_replica.items() if variable.dtype == tf.string]
+    if texts and workers.count > 1:
+        raise BadInput(f"the variable {texts[0]} has texts, which workers cannot exchange: keep numbers in it")
     variables = {**state.mirrored, **state.per_replica}.items()
     names = {f"variable {number}": f"{name} {variable.shape}" for number, (name, variable) in enumerate(variables)}
     what = "the variables of the models, optimizers or metrics have other names or shapes, or another order,"

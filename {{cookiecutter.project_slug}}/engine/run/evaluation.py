@@ -89,7 +89,9 @@ def _validate_as_they_appear(program: Any, settings: Settings) -> None:
     while isinstance(path := _wait_for(new, settings), Path):
         try:
             run.checkpoints.restore(path)
-        except Damaged:  # It may also have been removed meanwhile.
+        except Damaged as problem:
+            if path.exists():  # Otherwise the run has removed it meanwhile.
+                console.print(f"{path.name} is skipped: {problem}")
             seen.add(path)
             continue
         if not run.traced:

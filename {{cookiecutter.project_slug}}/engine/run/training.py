@@ -84,7 +84,7 @@ class Run:
         BadInput if a step changes anything besides the variables of the state.
         """
         self.traced = {split: step for split in steps if (step := traced(steps[split]))}
-        self.objects.start_to_compare_python(is_needed=bool(self.traced))
+        self.objects.note_tracing(has_graphs=bool(self.traced))
         check_changes(self.traced, self.strategy, self.checkpoints.state.variables())
         # Without a graph, as with --eager, everything that an evaluation may change is given back.
         mirrored, per_replica = self.objects.mirrored if self.traced else {}, self.objects.per_replica
