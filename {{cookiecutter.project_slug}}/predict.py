@@ -52,8 +52,8 @@ class Options:
     def __post_init__(self) -> None:
         """Raises BadInput for the first value that breaks its rule."""
         check_is_local("INPUT", self.input)
-        if not self.input.exists():
-            raise BadInput(f"INPUT {self.input} does not exist: pass a file or a folder of examples")
+        if not os.access(self.input, os.R_OK):
+            raise BadInput(f"INPUT {self.input} does not exist or cannot be read: pass a file or a folder of examples")
         for output in [self.output] if self.output else DEFAULT_OUTPUTS:
             self._check_output(output)
         if self.batch_size < 1:

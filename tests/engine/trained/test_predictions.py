@@ -102,7 +102,11 @@ def test_texts_and_files_of_any_size_are_named_in_the_first_column(
     with np.load(tmp_path / "p.npz") as arrays:  # Without pickled objects, which np.load refuses.
         assert arrays["text"].tolist() == ["3.000000", "9.000000"]
         assert arrays["example"].tolist() == ["row 1.png", "z.png"]
-    for names, written in (((4, np.int64(7)), [4, 7]), ((Path("a.png"), 7), ["a.png", "7"])):
+    for names, written in (
+        ((4, np.uint64(7)), [4, 7]),
+        ((Path("a.png"), 7), ["a.png", "7"]),
+        ((-1, 2**63 + 1), ["-1", "9223372036854775809"]),
+    ):
         write_predictions(tmp_path / "p.npz", names, predictions)
         with np.load(tmp_path / "p.npz") as arrays:
             assert arrays["example"].tolist() == written
@@ -168,6 +172,7 @@ def test_outputs_that_no_file_can_contain_are_refused(run_dir: Path) -> None:
     assert mask.choose_output(*predict.DEFAULT_OUTPUTS) == Path("predictions.npz")
     for shapes, problem in (
         ({"example": [None]}, "^task.predict_step returns 'example', which is a reserved name: rename it"),
+        ({"allow_pickle": [None]}, "^task.predict_step returns 'allow_pickle', which is a reserved name: rename it"),
         ({"mask": [None, 8, 8, 1]}, r"^--output p.csv: 'mask' is of shape \(None, 8, 8, 1\): pass an .npz file"),
         ({"a": [None, 8], "a/0": [None]}, "^--output p.csv: 'a/0' may be a column of 'a' too: pass an .npz file"),
     ):
@@ -274,7 +279,9 @@ def test_mistakes_are_one_line(run_dir: Path, tmp_path: Path, refused: Any) -> N
     np.save(empty, np.zeros((0, 8, 8, 1)))
     for arguments, message in (
         ((tmp_path, path), f"{tmp_path} contains no run (config.json is missing): pass the directory of a run"),
-        ((run_dir, tmp_path / "none"), f"INPUT {tmp_path / 'none'} does not exist"),
+        ((run_dir, tmp_path / "none"), f"INPUT {tmp_path / 'none'} does not exist or cannot be read: pass"),
+        ((run_dir, tmp_path / ("n" * 256)), f"INPUT contains a name of more than 255 bytes ({'n' * 20}...): shorten"),
+        ((run_dir, path, "--output", f"{'n' * 252}.csv"), "--output contains a name of more than 255 bytes (nnnn"),
         ((run_dir, path, "--output", tmp_path / "p.txt"), "must end in .csv or .npz"),
         ((run_dir, path, "--batch-size", 0), "--batch-size 0 must be at least 1"),
         ((run_dir, empty), f"there are no examples to predict in INPUT {empty}"),

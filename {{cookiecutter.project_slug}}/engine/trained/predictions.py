@@ -90,7 +90,7 @@ class Predictor:
         """
         problem = ""
         for name, output in self._outputs.items():
-            if name in ("example", "file"):  # The names of the examples, and a parameter of np.savez.
+            if name in ("example", "file", "allow_pickle"):  # The names of the examples, and parameters of np.savez.
                 raise BadInput(f"task.predict_step returns {name!r}, which is a reserved name: rename it")
             outer, _, number = name.rpartition("/")
             if output.shape.rank not in (1, 2):
@@ -166,9 +166,9 @@ def write_predictions(path: Path, names: Sequence[Name], predictions: Arrays) ->
 
     def write(temporary: Path) -> None:
         if path.suffix == ".npz":
-            are_numbers = all(isinstance(name, int | np.integer) for name in names)
-            # NumPy would store a name that is neither a number nor text, such as a path, as a Python object.
-            arrays: dict[str, Any] = {"example": [*names] if are_numbers else [*map(str, names)], **predictions}
+            # NumPy would round larger numbers, and store others, such as paths, as Python objects.
+            are_numbers = all(isinstance(name, int | np.integer) and abs(int(name)) < 2**63 for name in names)
+            arrays: dict[str, Any] = {"example": [*map(int if are_numbers else str, names)], **predictions}
             with temporary.open("wb") as file:  # np.savez would append .npz to a path.
                 np.savez(file, **arrays)
             return
