@@ -24,9 +24,9 @@ PROGRAM = PROJECT / "train.py"
 START_ID = "TRAINING_START_ID"
 LOST_CODES = (PeerLost.exit_code, CountedLoss.exit_code)  # Another process is the cause.
 FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)  # Exit codes of train.py that a restart does not fix.
+MOST = 1000  # Processes of one machine, or restarts.
 # When one process ends by decision, the others do so too, but the first may have to write gigabytes before. When one
 # dies, they do not.
-MOST = 1000  # Processes of one machine, or restarts.
 SECONDS_TO_FOLLOW = 300.0
 SECONDS_OF_THE_CAUSE = 20.0  # After a process has lost another one, that one ends within this time, or is frozen.
 SECONDS_BETWEEN_CHECKS = 0.2

@@ -135,12 +135,12 @@ def _warn(run: Run, batches: dict[str, Batches]) -> None:
     hooks = [("prepare_example", dataset.traced) for dataset in batches.values()]
     hooks.append(("train_step", run.traced.get("train")))
     warnings = []
-    if "summary" in run.objects.names_in_steps:
-        warnings.append("task.py: tf.summary writes nothing in a step; write summaries in on_report")
     for hook, traced in hooks:
         if traced:  # It is None with --eager.
             draws, calls = unrepeatable(traced, hook)
             warnings += [f"task.{hook}: {text}" for text in (*draws, *calls, *traced.shared_seeds)]
+            if hook == "train_step" and "summary" in run.objects.names_in_steps and not traced.writes_summaries:
+                warnings.append("task.train_step: tf.summary writes nothing in a step; write summaries in on_report")
     for text in dict.fromkeys(warnings):
         console.print(text)
 

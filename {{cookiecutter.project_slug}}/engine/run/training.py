@@ -253,11 +253,11 @@ class Run:
         settings, progress = self.settings, self.progress
         without_improvement = progress.epochs_without_improvement()
         if self._is_out_of_patience:
-            console.print(f"Stopped by --patience: {settings.monitor} was best in epoch {progress.best_epoch or 0}.")
+            console.print(f"Stopped by --patience: {settings.monitor} was best in epoch {progress.best_epoch}.")
         self._executions.report_missing_profile()
         fingerprint = weights_sha256(self.objects.weights)
         if progress.best_step is None:
-            raise Diverged(f"--monitor {settings.monitor} was never a number, or never given to run.save_if_best")
+            raise Diverged(f"--monitor {settings.monitor} was never a number, or run.save_if_best never called: fix it")
         try:
             self.best.restore(self.best.path(progress.best_step))
         except Damaged as problem:
