@@ -24,6 +24,7 @@ class Check(NamedTuple):
     ok: bool
     where: str
     text: str
+    compared: bool = True  # Otherwise `text` says why nothing was compared.
 
 
 class Layers(NamedTuple):
@@ -35,6 +36,18 @@ class Layers(NamedTuple):
     unsynchronized: list[str]  # Layers that were not synchronized until the check did it.
 
 
+class Counted(NamedTuple):
+    """What metrics have counted: their results by number, and all variables of each, by its name "train/accuracy"."""
+
+    results: dict[str, float]
+    variables: Arrays
+
+    def of(self, metric: str) -> list[float]:
+        """Returns the results of one metric; NaN is 0."""
+        numbers = [value for number, value in self.results.items() if f"{number}/".startswith(f"{metric}/")]
+        return np.nan_to_num(numbers).tolist()
+
+
 class Measured(NamedTuple):
     """The results of some replicas for the same batches, from the same weights."""
 
@@ -42,8 +55,9 @@ class Measured(NamedTuple):
     batches: list[Arrays]  # The loss of each, the gradients, and what else a step assigns equally on all replicas.
     nearby: list[Arrays]  # The same from weights nearby.
     rounding: dict[str, float]  # How much they change when the weights change by roundings.
-    metrics: dict[str, float]
+    metrics: Counted
     without_gradient: list[str]
+    per_replica: list[str]  # The weights that differ between the replicas afterwards.
     layers: Layers
 
     @property
@@ -106,7 +120,7 @@ def differing_arrays(one: Arrays, two: Arrays, rounding: Mapping[str, float]) ->
 
 
 def differing_metrics(names: ResultNames, one: Mapping[str, float], two: Mapping[str, float]) -> list[str]:
-    """Returns the names of the metrics that differ by more than rounding; of an array, its first such element."""
+    """Returns the names of the results that differ by more than rounding; of an array, its first such element."""
     differing: dict[str, str] = {}
     for name, value in one.items():
         if not close(value, two[name], tolerance=PROMISE):
@@ -114,6 +128,12 @@ def differing_metrics(names: ResultNames, one: Mapping[str, float], two: Mapping
     return list(differing.values())
 
 
+def differing_counts(one: Counted, two: Counted) -> list[str]:
+    """Returns the names of the metrics whose variables differ by more than rounding, though their results agree."""
+    same = [name for name in one.variables if close(one.of(name), two.of(name), tolerance=PROMISE)]
+    return [name for name in same if not close(one.variables[name], two.variables[name], tolerance=PROMISE)]
+
+
 def largest(values: Any) -> float:
-    """Returns the largest absolute value of a number or an array; 0 if it is empty."""
-    return float(np.abs(np.nan_to_num(values)).max(initial=0.0))
+    """Returns the largest absolute value of a number or an array that is finite; 0 if there is none."""
+    return float(np.abs(np.nan_to_num(values, posinf=0.0, neginf=0.0)).max(initial=0.0))

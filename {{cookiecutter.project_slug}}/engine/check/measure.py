@@ -10,12 +10,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.check.comparison import LOSS, Arrays, BatchStacks, Layers, Measured, largest
+from engine.check.comparison import LOSS, Arrays, BatchStacks, Counted, Layers, Measured, close, largest
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
+from engine.model.metrics import split_of
 from engine.model.variables import (
     Variables,
     by_name,
+    inner_variable,
     is_random_state,
     layers_of,
     name_in_hook,
@@ -49,28 +51,44 @@ def results(program: Any, task: Any) -> Measured:
     ((half_padded, first, _),) = changed_stacks(program, stacks[:1], np.arange(size) < size // 2)
     stacks.append((half_padded, first, 1))
     batches = losses_and_gradients(program, task, stacks)
-    for name, value in (item for arrays in batches[:-1] for item in arrays.items()):
+    # If a replica of padding alone is the cause, one replica has another loss, which is reported later.
+    judged = batches if program.strategy.num_replicas_in_sync == 1 else batches[:-1]
+    for number, name, value in ((number, *item) for number, batch in enumerate(judged, 1) for item in batch.items()):
         if not np.isfinite(value).all():
             what = (
-                f"the loss is {value}" if name == LOSS else f"the gradient of {name} is not finite, though the loss is,"
+                f"the loss is {value}" if name == LOSS else f"the gradient of {name}, and not the loss, is not finite"
             )
-            raise BadInput(f"task.compute_loss: {what} on one of the first batches: look for sqrt(0), 0/0 or log(0)")
+            which = f"on batch {number} of {len(batches)}, of which the last one is half padding"
+            raise BadInput(f"task.compute_loss: {what} {which}: look for sqrt(0), 0/0 or log(0)")
     rounding = rounding_of(batches, program, task, lambda: losses_and_gradients(program, task, stacks))
     with _moved_weights(program, task, NEARBY):
         nearby = losses_and_gradients(program, task, stacks)
-    with state_restored(program) as initial:
-        metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
+    variables: Arrays = {}
+    objects, read = program.run.objects, program.run.objects.results
+
+    def read_both(name: str) -> dict[str, float]:
+        variables.update(counted_by(program, name))
+        return read(name)
+
+    with state_restored(program) as initial, mock.patch.object(objects, "results", read_both):
+        metrics = Counted(program.train_epoch(1), variables)  # Batches of this epoch are being prepared already.
         with program.run.evaluation_weights():
-            metrics |= program.evaluate_split("validation") | program.evaluate_split("test")
+            metrics.results.update(program.evaluate_split("validation") | program.evaluate_split("test"))
         for split in program.SPLITS:  # Another split's steps may have updated them by mistake.
-            program.run.objects.reset(split)
-        for name, value in state.values().items():
+            objects.reset(split)
+        values = state.values()
+        per_replica = [
+            name_in_hook(name)
+            for name, variable in objects.per_replica_weights.items()
+            if variable.dtype.is_floating and not all(close(row, values[name][0]) for row in values[name])
+        ]
+        for name, value in values.items():
             if name.startswith("metrics/") and not np.array_equal(value, initial[name]):
                 metric = name.removeprefix("metrics/")
                 raise BadInput(f"task.create_metrics: reset_state of {metric} does not make it as it was at first")
     updated, recorded = set(map(id, changed_by(program, "train").values())), recorded_gradients(task)
     unused = [name for name in trainable_variables(task.model) if id(recorded.get(name)) not in updated]
-    return Measured(stacks, batches, nearby, rounding, metrics, unused, layers)
+    return Measured(stacks, batches, nearby, rounding, metrics, unused, per_replica, layers)
 
 
 # --- What makes replicas comparable -----------------------------------------------------------------------------------
@@ -162,9 +180,10 @@ def changed_by(program: Any, split: str) -> Variables:
     }
 
 
-def changed_unlisted(program: Any) -> list[str]:
-    """Returns the names of the variables that the training steps change and Keras does not list."""
-    return [name_in_hook(name) for name in changed_by(program, "train") if name.startswith("hidden/")]
+def changes_statistics(program: Any) -> bool:
+    """Returns whether the training steps change weights themselves, as layers do that measure their inputs."""
+    changed = changed_by(program, "train").keys() & program.run.objects.per_replica_weights.keys()
+    return not all(map(is_random_state, changed))
 
 
 def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer | None]:
@@ -178,6 +197,16 @@ def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer
             layer = owners.get(id(state))
             drawing[layer.name if layer else f"the generator {name_in_hook(name)}"] = layer
     return drawing
+
+
+def counted_by(program: Any, name: str) -> Arrays:
+    """Returns `Counted.variables` of a dataset, those of a metric as one vector."""
+    metrics = program.run.objects.metrics[split_of(name)]
+    variables = {f"{name}/{key}": map(inner_variable, metric.variables) for key, metric in metrics.items()}
+    return {
+        key: np.concatenate([[], *(np.ravel(made.numpy()) for made in listed if made.dtype != tf.string)])
+        for key, listed in variables.items()
+    }
 
 
 def depends_on_seeds(program: Any, split: str) -> bool:

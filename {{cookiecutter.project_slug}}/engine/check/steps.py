@@ -6,7 +6,7 @@ must change nothing, because padding consists of them. What a step updates, its 
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,15 @@ from engine.check.comparison import LOSS, PROMISE, TOLERANCE, Arrays, BatchStack
 from engine.data.batches import Batches
 from engine.errors import BadInput
 from engine.model.global_batch import adds_losses
-from engine.model.metrics import split_of
+from engine.model.metrics import metric_results, split_of
 from engine.model.step import step_on
 from engine.model.variables import by_name, layers_of, trainable_variables
 from engine.tracing import operations_of, place
 
 FEATURES, LABELS, _, LENGTHS = range(4)  # The parts of a stack; only padded examples have lengths.
+PER_EXAMPLE = "update it with values and weights per example; for a maximum, which is not a sum, see docs/recipes.md"
+PER_REPLICA = "the steps change {}, which is per-replica: to keep it equal on all replicas, assign what "
+PER_REPLICA += "tf.distribute.get_replica_context().all_reduce returns"
 DRAWN = "random numbers depend on the replica{}: draw them from a seed of each example, see docs/steps.md"
 
 
@@ -47,13 +50,13 @@ def check_layers(program: Any, task: Any, one: Measured) -> Iterator[Check]:
 def check_same_results(program: Any, task: Any, one: Measured, two: Measured, micro_batches: int) -> Iterator[Check]:
     """Checks that losses, gradients and metrics agree, though only two replicas have `micro_batches`."""
     if random := ", ".join(one.layers.still_random):
-        text = f"not compared, because {random} cannot be switched off: augment in task.prepare_example instead"
-        yield Check(True, "task.py train_step", text)
+        text = f"{random} cannot be switched off: augment in task.prepare_example instead"
+        yield Check(True, "task.py train_step", text, compared=False)
         return
     # If the loss differs, gradients and metrics differ for the same reason.
     if loss_of := comparison.differing_loss(one, two):
         batch, loss, of_two = loss_of
-        hook, why = _why_losses_differ(program, task, batch, loss, of_two)
+        hook, why = _why_losses_differ(program, task, *loss_of, two.per_replica)
         if micro_batches > 1:
             why = f"if it agrees without --micro-batches {micro_batches}, divide by config.global_batch_size or a sum "
             why += "of engine.model.sum_over_batch, and a regularization by config.micro_batches"
@@ -72,34 +75,53 @@ def check_same_results(program: Any, task: Any, one: Measured, two: Measured, mi
     else:
         text = f"the same gradients of {len(gradients)} variables"
     yield Check(not differing, "task.py train_step", text)
-    names = program.run.objects.names
-    metrics = comparison.differing_metrics(names, one.metrics, two.metrics)
-    for name in metrics:
-        split = name.split("/")[0]
+    if zero := [name for name in gradients if not any(arrays[name].any() for arrays in one.batches)]:
+        text = f"the gradient of {', '.join(zero[:3])} is 0 for this model: --init-from a trained one compares more"
+        yield Check(True, "task.py train_step", text, compared=False)
+    yield from _check_same_metrics(program, task, one, two)
+
+
+def _check_same_metrics(program: Any, task: Any, at_one: Measured, at_two: Measured) -> Iterator[Check]:
+    """Checks that metrics have the same results, and those whose results are 0 the same variables."""
+    names, one, two = program.run.objects.names, at_one.metrics, at_two.metrics
+    differing = {
+        name: f"is {one.results[name]:.7g} on one replica and {two.results[name]:.7g} on two"
+        for name in comparison.differing_metrics(names, one.results, two.results)
+    }
+    for name in comparison.differing_counts(one, two):
+        # A mean of values of a step, such as a rate, counts each once for every replica.
+        if not any(one.of(name)) and not close(2.0 * one.variables[name], two.variables[name]):
+            differing[name] = "counts other numbers on one replica and on two, though its result is 0 for this model"
+    for name, text in differing.items():
+        split = split_of(name)
         if measure.drawing(program, task, split):
             continue  # The check of the evaluation names it.
-        hook, why = hook_of_step(task, "update_metrics", split), "update it with values and weights per example"
+        hook, why = hook_of_step(task, "update_metrics", split), PER_EXAMPLE
         if split != "train" and (places := _draws(program, split)):
             hook, why = "task.py evaluation_step", DRAWN.format(places)
-        text = f"{name} is {one.metrics[name]:.7g} on one replica and {two.metrics[name]:.7g} on two: {why}"
-        yield Check(False, hook, text)
-    if not metrics:
-        arrays = dict.fromkeys(names.arrays.values())
-        yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(one.metrics), *arrays])}")
+        elif split != "train" and at_two.per_replica:
+            hook, why = "task.py create_model", PER_REPLICA.format(", ".join(at_two.per_replica))
+        yield Check(False, hook, f"{name} {text}: {why}")
+    if not differing:
+        results = ", ".join([*names.lines(one.results), *dict.fromkeys(names.arrays.values())])
+        yield Check(True, "task.py create_metrics", f"the same {results}")
 
 
-def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: float) -> tuple[str, str]:
+def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: float, own: list[str]) -> tuple[str, str]:
     """Returns the hook to look at, and likely causes, from the losses of one replica and of two.
 
-    `padded` says of which batch they are, if it is padded. Raises BadInput if a loss is not one of each example.
+    `padded` says of which batch they are, if it is padded; weights called `own` differed between the two replicas.
+    Raises BadInput if a loss is not one of each example.
     """
     batch = features, labels, sample_weights = next(program.batches["train"].one_by_one())
     shape = sample_weights.shape
     with contextlib.suppress(Exception), step_on(batch):  # The steps of this task may pass it other arguments.
         shape = task.compute_loss(labels, task.model(features), sample_weights)[1].shape
-    # A loss of each token has the shape of its labels.
-    if shape.rank != 1 and not (tf.is_tensor(labels) and shape == labels.shape):
-        raise BadInput(f"task.compute_loss returned a per-example loss of shape {shape}: return one value per example")
+    # A loss of each token has the shape in which labels begin.
+    of_tokens = shape.rank and any(shape == leaf.shape[: shape.rank] for leaf in tf.nest.flatten(labels))
+    if shape.rank != 1 and not of_tokens:
+        text = f"task.compute_loss returned a per-example loss of shape {shape}: return one value per example, or that "
+        raise BadInput(text + "of each token, and divide the sum of these by a sum of engine.model.sum_over_batch")
     if padded or math.isnan(two) or close(two, 2 * one):
         return "compute_loss", (
             "it is divided by what one replica's batch contains: divide by config.global_batch_size, or with "
@@ -107,11 +129,8 @@ def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: fl
         )
     if close(two, one / 2):
         return "compute_loss", "it is divided by the number of replicas a second time; remove that division"
-    if unlisted := measure.changed_unlisted(program):
-        return "create_model", (
-            f"the steps change {', '.join(unlisted)}, which is per-replica: to keep it equal on all replicas, assign "
-            "what tf.distribute.get_replica_context().all_reduce returns"
-        )
+    if own:
+        return "create_model", PER_REPLICA.format(", ".join(own))
     if places := _draws(program, "train"):
         return "train_step", DRAWN.format(places)
     return "compute_loss", (
@@ -123,8 +142,23 @@ def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: fl
 
 def _draws(program: Any, split: str) -> str:
     """Returns the places in hooks of the random operations of a split's steps; "" without any."""
+    return _places(program, split, lambda operation: operation.type.startswith("StatelessRandom"))
+
+
+def _places(program: Any, split: str, is_wanted: Callable[[tf.Operation], bool]) -> str:
     operations = operations_of(program.run_steps[split].graph())
-    return "".join(dict.fromkeys(place(each) for each in operations if each.type.startswith("StatelessRandom")))
+    return "".join(dict.fromkeys(place(each) for each in operations if is_wanted(each)))
+
+
+def check_optimizers(task: Any) -> Iterator[Check]:
+    """Names the optimizers that have no variables to train."""
+    paths = [variable.path for model in by_name(task.model, "model").values() for variable in model.trainable_variables]
+    for name, optimizer in by_name(task.optimizer, "optimizer").items():
+        by_pattern = getattr(optimizer, "_optimizer_map", None)  # Of a keras.optimizers.MultiOptimizer.
+        inner = dict(by_pattern) if isinstance(by_pattern, Mapping) else {name: optimizer}
+        for pattern in (name for name, each in inner.items() if not getattr(each, "_trainable_variables", True)):
+            text = f"the optimizer of {pattern!r} trains no variable: let it match paths such as {paths[0]!r}"
+            yield Check(False, "task.py create_optimizer", text)
 
 
 # --- Sample weights, regularizers and metrics -------------------------------------------------------------------------
@@ -143,7 +177,7 @@ def check_loss(program: Any, task: Any, one: Measured) -> Iterator[Check]:
     replaced: tuple[int, ...] = (FEATURES, LABELS, LENGTHS)
     if one.layers.synchronized:
         replaced = () if len(by_name(task.model, "model")) > 1 else (LABELS,)
-    elif loss_layers or measure.changed_unlisted(program):
+    elif loss_layers or measure.changes_statistics(program):
         replaced = (LABELS,)
     first_half = np.arange(size) < size // 2
     exact, halves, nothing = _of_all_batches(one.batches), results(first_half), results(0.0)
@@ -157,6 +191,10 @@ def check_loss(program: Any, task: Any, one: Measured) -> Iterator[Check]:
     ):
         text = "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights, and "
         text += "mask them in a loss that uses engine.model.gather_batch"
+        if counts := _places(
+            program, "train", lambda each: any("sum_over_batch" in line.name for line in each.traceback or ())
+        ):
+            text += f", and multiply by the sample weights in what sum_over_batch counts{counts}"
     elif _are_same(exact, results(0.5 ** (np.arange(size) % 4)), PROMISE):
         text = "the loss is the same with sample weights of 1 and of 0.5: multiply each example's loss by its own"
     elif close(results(0.5)[LOSS] - rest, (exact[LOSS] - rest) / 4):
@@ -200,24 +238,34 @@ def check_metrics(program: Any, task: Any, batches: Batches, stacks: BatchStacks
     size, is_training = batches.global_batch_size, batches.split == "train"
     first_half = np.arange(size) < size // 2
 
-    def results(stacks: BatchStacks) -> dict[str, float]:
-        with measure.state_restored(program):
-            for stack, first, count in stacks:
-                program.run_steps[batches.split](stack, first, count)
-            return program.run.objects.results(batches.name)
+    def count(stacks: BatchStacks) -> comparison.Counted:
+        """Resets nothing: the next stacks are counted too."""
+        for stack, first, count in stacks:
+            program.run_steps[batches.split](stack, first, count)
+        results = metric_results(program.run.objects.metrics, batches.name)
+        return comparison.Counted(results, measure.counted_by(program, batches.name))
 
     parts = (LABELS,) if is_training else (FEATURES, LABELS, LENGTHS)
-    replaced = measure.changed_stacks(program, stacks, first_half, *parts)
-    ((padding, first, _),) = measure.changed_stacks(program, stacks[:1], 0.0)
-    halves = measure.changed_stacks(program, stacks, first_half)
-    metrics = results(halves), results([*replaced, (padding, first, 1)])
-    for name in comparison.differing_metrics(program.run.objects.names, *metrics):
+    with measure.state_restored(program):
+        halves = count(measure.changed_stacks(program, stacks, first_half))
+    with measure.state_restored(program):
+        replaced = count(measure.changed_stacks(program, stacks, first_half, *parts))
+        ((padding, first, _),) = measure.changed_stacks(program, stacks[:1], 0.0)
+        padded = count([(padding, first, 1)])
+    differing = comparison.differing_metrics(program.run.objects.names, halves.results, padded.results)
+    counts = comparison.differing_counts(halves, replaced._replace(results=padded.results))
+    for name in set(comparison.differing_counts(halves, padded)).difference(counts):
+        # A metric that counts the padding adds the size of the batch; a rate adds 1 in each step, and may do so.
+        added = np.nan_to_num(padded.variables[name] - replaced.variables[name])
+        if not any(padded.of(name)) and np.any(added[added % size == 0]):
+            counts.append(name)
+    for name in (*differing, *counts):
         text = f"{name} depends on examples of weight 0, such as padding: pass sample_weight=sample_weights to it"
         yield Check(False, hook_of_step(task, "update_metrics", batches.split), text)
 
 
-def check_updated_metrics(program: Any, task: Any) -> Iterator[Check]:
-    """Checks that the steps of each split update all metrics of the split, and no others."""
+def check_updated_metrics(program: Any, task: Any, one: comparison.Counted) -> Iterator[Check]:
+    """Checks that the steps of each split update all metrics of the split, and no others, with what is a number."""
     metrics = {f"{split}/{name}": metric for split in task.metrics for name, metric in task.metrics[split].items()}
     for split in program.run_steps:
         changed, where = measure.changed_by(program, split), hook_of_step(task, "update_metrics", split)
@@ -230,3 +278,11 @@ def check_updated_metrics(program: Any, task: Any) -> Iterator[Check]:
         for name, metric in metrics.items():
             if split_of(name) == split and metric.variables and name not in updated:
                 yield Check(False, where, f"{name} is never updated: update it, or remove it in create_metrics")
+    arrays = program.run.objects.names.arrays
+    for name in dict.fromkeys(arrays.get(name, name) for name, value in one.results.items() if math.isnan(value)):
+        text = f"{name} is NaN: look for 0/0, for which tf.math.divide_no_nan returns 0, and for sqrt or log"
+        yield Check(False, hook_of_step(task, "update_metrics", split_of(name)), text)
+    for name, values in one.variables.items():
+        if not values.any():
+            text = f"{name} counts nothing for this model: --init-from a trained one compares more"
+            yield Check(True, hook_of_step(task, "update_metrics", split_of(name)), text, compared=False)
