@@ -210,9 +210,9 @@ def test_faults_of_one_check_are_all_found(names: tuple[str, ...], only: tuple[s
 def test_metrics_that_are_zero_or_nan_are_compared_by_their_variables(check: Any) -> None:
     found = (
         "train/nan is NaN: look for 0/0, for which tf.math.divide_no_nan",
-        "train/nan depends on examples of weight 0",
-        "train/recall depends on examples of weight 0",
-        "train/hits counts other numbers on one replica and on two",
+        "train/nan (its variables) depends on examples of weight 0",
+        "train/recall (its variables) depends on examples of weight 0",
+        "train/hits (its variables) is 3.",
     )
     assert_found(check, *(Fault(ZERO_OR_NAN, "update_metrics", text) for text in found))
 
@@ -227,7 +227,7 @@ def test_metric_that_counts_nothing_is_not_compared_and_init_from_is_used(check:
     assert any(line.endswith("loss 2.30259 on one replica and on two") for line in lines)
     (line,) = [line for line in lines if line.startswith("not compared")]
     assert re.fullmatch(
-        r"not compared  task\.py update_metrics +train/precision counts nothing for this model: .*", line
+        r"not compared  task\.py update_metrics +train/precision \(its variables\) stays 0 for this model: .*", line
     )
 
 

@@ -175,7 +175,7 @@ FAULTS = {
     ),
     "NaN loss of padding": of_loss(
         lambda losses, weights: average(losses / weights, weights),
-        "the loss is nan on batch 4 of 4, of which the last one is half padding",
+        "the loss is nan on one of the first batches, with or without padding",
         long=True,
     ),
     "unsynchronized BatchNorm": Fault(

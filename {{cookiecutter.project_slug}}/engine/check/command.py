@@ -24,7 +24,7 @@ from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.console import columns, console
 from engine.errors import BadInput, Diverged, first_line, where_raised
-from engine.model.variables import by_name, is_random_state
+from engine.model.variables import by_name, is_random_state, trainable_variables
 from engine.settings import Settings
 
 PARTS = ("examples", "results", "evaluation", "updates")
@@ -61,19 +61,18 @@ def print_checks(checks: Sequence[Check]) -> None:
     """Prints a line for each check, then how many failed or compared nothing. A terminal wraps long texts."""
     styles = {"ok": "green", "FAIL": "bold red", "not compared": "yellow"}
     marks = ["FAIL" if not check.ok else "ok" if check.compared else "not compared" for check in checks]
+    rows = [(mark, check.where, check.text) for mark, check in zip(marks, checks, strict=True)]
     if console.is_terminal:
-        pairs = zip(marks, checks, strict=True)
-        rows = [(Text(mark, styles[mark]), Text(check.where), Text(check.text)) for mark, check in pairs]
-        console.print(columns(rows), soft_wrap=False)
+        texts = [(Text(mark, styles[mark]), Text(where), Text(text)) for mark, where, text in rows]
+        console.print(columns(texts), soft_wrap=False)
     else:
         first, second = max(4, *map(len, marks)), max(len(check.where) for check in checks)
-        for mark, check in zip(marks, checks, strict=True):
-            console.print(f"{mark:<{first}}  {check.where:<{second}}  {check.text}")
-    failed, not_compared = marks.count("FAIL"), marks.count("not compared")
-    text = f"{marks.count('ok')} checks passed" if not_compared else f"All {len(checks)} checks passed."
-    text = f"{failed} of {len(checks)} checks failed" if failed else text
-    style = styles["FAIL" if failed else "not compared" if not_compared else "ok"]
-    console.print(text + f", {not_compared} not compared" * bool(not_compared), style=style)
+        for mark, where, text in rows:
+            console.print(f"{mark:<{first}}  {where:<{second}}  {text}")
+    failed, rest = marks.count("FAIL"), marks.count("not compared")
+    text = f"{failed} of {len(checks)} checks failed" if failed else f"{marks.count('ok')} checks passed"
+    text = f"{text}, {rest} not compared" if rest else text if failed else f"All {text}."
+    console.print(text, style=styles["FAIL" if failed else "not compared" if rest else "ok"])
 
 
 def _comparable_settings(settings: Settings, folder: Path) -> Settings:
@@ -178,7 +177,12 @@ def _check_updates(program: Any, task: Any, settings: Settings, *, compare: bool
     if compare:
         two = measure.measure_updates(program, task, build(2)[1])
     layers, stacks = build(1)
-    yield from steps.check_optimizers(task)
+    for made in by_name(task.optimizer, "optimizer").values():
+        by_pattern = getattr(getattr(made, "_optimizer_map", None), "_optimizer_map", {})  # Of a MultiOptimizer.
+        for pattern in (name for name, optimizer in by_pattern.items() if not optimizer.built):
+            path = next(iter(trainable_variables(task.model))).split("/", 1)[1]
+            text = f"the optimizer of {pattern!r} trains no variable: let it match paths such as {path!r}"
+            yield Check(False, "task.py create_optimizer", text)
     if compare and not layers.still_random:
         one = measure.measure_updates(program, task, stacks)
         rounding = measure.rounding_of([one], program, task, lambda: [measure.measure_updates(program, task, stacks)])

@@ -36,18 +36,6 @@ class Layers(NamedTuple):
     unsynchronized: list[str]  # Layers that were not synchronized until the check did it.
 
 
-class Counted(NamedTuple):
-    """What metrics have counted: their results by number, and all variables of each, by its name "train/accuracy"."""
-
-    results: dict[str, float]
-    variables: Arrays
-
-    def of(self, metric: str) -> list[float]:
-        """Returns the results of one metric; NaN is 0."""
-        numbers = [value for number, value in self.results.items() if f"{number}/".startswith(f"{metric}/")]
-        return np.nan_to_num(numbers).tolist()
-
-
 class Measured(NamedTuple):
     """The results of some replicas for the same batches, from the same weights."""
 
@@ -55,7 +43,7 @@ class Measured(NamedTuple):
     batches: list[Arrays]  # The loss of each, the gradients, and what else a step assigns equally on all replicas.
     nearby: list[Arrays]  # The same from weights nearby.
     rounding: dict[str, float]  # How much they change when the weights change by roundings.
-    metrics: Counted
+    metrics: dict[str, Any]  # What `measure.counted` returns, of all datasets.
     without_gradient: list[str]
     per_replica: list[str]  # The weights that differ between the replicas afterwards.
     layers: Layers
@@ -119,19 +107,14 @@ def differing_arrays(one: Arrays, two: Arrays, rounding: Mapping[str, float]) ->
     return [name for name in one if not close(one[name], two[name], floor=MARGIN * (zero + rounding[name]))]
 
 
-def differing_metrics(names: ResultNames, one: Mapping[str, float], two: Mapping[str, float]) -> list[str]:
-    """Returns the names of the results that differ by more than rounding; of an array, its first such element."""
+def differing_metrics(names: ResultNames, one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    """Returns the names that differ by more than rounding in both; of an array of results, its first such element."""
     differing: dict[str, str] = {}
     for name, value in one.items():
-        if not close(value, two[name], tolerance=PROMISE):
+        other = two.get(name, value)
+        if np.shape(value) == np.shape(other) and not close(value, other, tolerance=PROMISE):
             differing.setdefault(names.arrays.get(name, name), name)
     return list(differing.values())
-
-
-def differing_counts(one: Counted, two: Counted) -> list[str]:
-    """Returns the names of the metrics whose variables differ by more than rounding, though their results agree."""
-    same = [name for name in one.variables if close(one.of(name), two.of(name), tolerance=PROMISE)]
-    return [name for name in same if not close(one.variables[name], two.variables[name], tolerance=PROMISE)]
 
 
 def largest(values: Any) -> float:

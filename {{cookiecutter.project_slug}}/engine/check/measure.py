@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -10,10 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.check.comparison import LOSS, Arrays, BatchStacks, Counted, Layers, Measured, close, largest
+from engine.check.comparison import LOSS, Arrays, BatchStacks, Layers, Measured, close, largest
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
-from engine.model.metrics import split_of
+from engine.model.metrics import metric_results, split_of
 from engine.model.variables import (
     Variables,
     by_name,
@@ -53,35 +54,24 @@ def results(program: Any, task: Any) -> Measured:
     batches = losses_and_gradients(program, task, stacks)
     # If a replica of padding alone is the cause, one replica has another loss, which is reported later.
     judged = batches if program.strategy.num_replicas_in_sync == 1 else batches[:-1]
-    for number, name, value in ((number, *item) for number, batch in enumerate(judged, 1) for item in batch.items()):
+    for name, value in (item for arrays in judged for item in arrays.items()):
         if not np.isfinite(value).all():
-            what = (
-                f"the loss is {value}" if name == LOSS else f"the gradient of {name}, and not the loss, is not finite"
-            )
-            which = f"on batch {number} of {len(batches)}, of which the last one is half padding"
-            raise BadInput(f"task.compute_loss: {what} {which}: look for sqrt(0), 0/0 or log(0)")
+            what = f"the loss is {value}" if name == LOSS else f"the gradient of {name}, not the loss, is not finite"
+            batch = "on one of the first batches, with or without padding"
+            raise BadInput(f"task.compute_loss: {what} {batch}: look for sqrt(0), 0/0 or log(0)")
     rounding = rounding_of(batches, program, task, lambda: losses_and_gradients(program, task, stacks))
     with _moved_weights(program, task, NEARBY):
         nearby = losses_and_gradients(program, task, stacks)
-    variables: Arrays = {}
-    objects, read = program.run.objects, program.run.objects.results
-
-    def read_both(name: str) -> dict[str, float]:
-        variables.update(counted_by(program, name))
-        return read(name)
-
-    with state_restored(program) as initial, mock.patch.object(objects, "results", read_both):
-        metrics = Counted(program.train_epoch(1), variables)  # Batches of this epoch are being prepared already.
+    objects = program.run.objects
+    with state_restored(program) as initial, mock.patch.object(objects, "results", functools.partial(counted, program)):
+        metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
         with program.run.evaluation_weights():
-            metrics.results.update(program.evaluate_split("validation") | program.evaluate_split("test"))
+            metrics |= program.evaluate_split("validation") | program.evaluate_split("test")
         for split in program.SPLITS:  # Another split's steps may have updated them by mistake.
             objects.reset(split)
         values = state.values()
-        per_replica = [
-            name_in_hook(name)
-            for name, variable in objects.per_replica_weights.items()
-            if variable.dtype.is_floating and not all(close(row, values[name][0]) for row in values[name])
-        ]
+        own = {name: values[name] for name, made in objects.per_replica_weights.items() if made.dtype.is_floating}
+        per_replica = [name_in_hook(name) for name, rows in own.items() if not close(rows, rows[:1])]
         for name, value in values.items():
             if name.startswith("metrics/") and not np.array_equal(value, initial[name]):
                 metric = name.removeprefix("metrics/")
@@ -180,12 +170,6 @@ def changed_by(program: Any, split: str) -> Variables:
     }
 
 
-def changes_statistics(program: Any) -> bool:
-    """Returns whether the training steps change weights themselves, as layers do that measure their inputs."""
-    changed = changed_by(program, "train").keys() & program.run.objects.per_replica_weights.keys()
-    return not all(map(is_random_state, changed))
-
-
 def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer | None]:
     """Returns by name the layers from whose random generators the steps of a split draw, and generators of no layer."""
     attributes = [(layer, attribute) for layer in layers_of(task.model) for attribute in vars(layer).values()]
@@ -199,14 +183,18 @@ def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer
     return drawing
 
 
-def counted_by(program: Any, name: str) -> Arrays:
-    """Returns `Counted.variables` of a dataset, those of a metric as one vector."""
-    metrics = program.run.objects.metrics[split_of(name)]
-    variables = {f"{name}/{key}": map(inner_variable, metric.variables) for key, metric in metrics.items()}
-    return {
-        key: np.concatenate([[], *(np.ravel(made.numpy()) for made in listed if made.dtype != tf.string)])
-        for key, listed in variables.items()
-    }
+def counted(program: Any, name: str) -> dict[str, Any]:
+    """Returns the results of the metrics of a dataset, which it resets; if 0, 1 or NaN, with all of their variables."""
+    objects, variables = program.run.objects, {}
+    results = metric_results(objects.metrics, name)
+    for key, metric in objects.metrics[split_of(name)].items():
+        numbers = [value for number, value in results.items() if objects.names.metrics[number][0] is metric]
+        # Such a result may say nothing about a metric, because the model is not trained.
+        if np.isin(np.nan_to_num(numbers), (0.0, 1.0)).all():
+            values = (np.ravel(inner_variable(variable).numpy()) for variable in metric.variables)
+            variables[f"{name}/{key} (its variables)"] = np.concatenate([[], *values])
+    objects.reset(name)
+    return results | variables
 
 
 def depends_on_seeds(program: Any, split: str) -> bool:

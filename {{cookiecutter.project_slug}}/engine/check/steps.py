@@ -6,7 +6,7 @@ must change nothing, because padding consists of them. What a step updates, its 
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,16 @@ from engine.check.comparison import LOSS, PROMISE, TOLERANCE, Arrays, BatchStack
 from engine.data.batches import Batches
 from engine.errors import BadInput
 from engine.model.global_batch import adds_losses
-from engine.model.metrics import metric_results, split_of
+from engine.model.metrics import split_of
 from engine.model.step import step_on
-from engine.model.variables import by_name, layers_of, trainable_variables
+from engine.model.variables import by_name, is_random_state, layers_of, trainable_variables
 from engine.tracing import operations_of, place
 
 FEATURES, LABELS, _, LENGTHS = range(4)  # The parts of a stack; only padded examples have lengths.
 PER_EXAMPLE = "update it with values and weights per example; for a maximum, which is not a sum, see docs/recipes.md"
 PER_REPLICA = "the steps change {}, which is per-replica: to keep it equal on all replicas, assign what "
 PER_REPLICA += "tf.distribute.get_replica_context().all_reduce returns"
+RANDOM = "StatelessRandom"
 DRAWN = "random numbers depend on the replica{}: draw them from a seed of each example, see docs/steps.md"
 
 
@@ -38,7 +39,7 @@ def check_layers(program: Any, task: Any, one: Measured) -> Iterator[Check]:
         yield Check(False, "task.py create_model", text)
     if layers.random:
         text = f"random in training, so not the same on one replica and two: {', '.join(layers.random)}"
-        yield Check(True, "task.py create_model", text + _draws(program, "train"))
+        yield Check(True, "task.py create_model", text + _places(program, "train", RANDOM))
     if unused := one.without_gradient:
         text = f"no gradient for {', '.join(unused[:3])}: pass it to apply_gradients and use it in the loss, or freeze "
         yield Check(False, "task.py train_step", text + "its layer")
@@ -82,36 +83,32 @@ def check_same_results(program: Any, task: Any, one: Measured, two: Measured, mi
 
 
 def _check_same_metrics(program: Any, task: Any, at_one: Measured, at_two: Measured) -> Iterator[Check]:
-    """Checks that metrics have the same results, and those whose results are 0 the same variables."""
+    """Checks that metrics have the same results, and the same variables where the results may say nothing."""
     names, one, two = program.run.objects.names, at_one.metrics, at_two.metrics
-    differing = {
-        name: f"is {one.results[name]:.7g} on one replica and {two.results[name]:.7g} on two"
-        for name in comparison.differing_metrics(names, one.results, two.results)
-    }
-    for name in comparison.differing_counts(one, two):
-        # A mean of values of a step, such as a rate, counts each once for every replica.
-        if not any(one.of(name)) and not close(2.0 * one.variables[name], two.variables[name]):
-            differing[name] = "counts other numbers on one replica and on two, though its result is 0 for this model"
-    for name, text in differing.items():
+    differing = comparison.differing_metrics(names, one, two)
+    # A mean of values of a step, such as a rate, counts each once for every replica.
+    differing = [name for name in differing if name in names.metrics or not close(2.0 * one[name], two[name])]
+    for name in differing:
         split = split_of(name)
         if measure.drawing(program, task, split):
             continue  # The check of the evaluation names it.
         hook, why = hook_of_step(task, "update_metrics", split), PER_EXAMPLE
-        if split != "train" and (places := _draws(program, split)):
+        if split != "train" and (places := _places(program, split, RANDOM)):
             hook, why = "task.py evaluation_step", DRAWN.format(places)
         elif split != "train" and at_two.per_replica:
             hook, why = "task.py create_model", PER_REPLICA.format(", ".join(at_two.per_replica))
-        yield Check(False, hook, f"{name} {text}: {why}")
+        most = np.abs(np.nan_to_num(one[name]) - np.nan_to_num(two[name])).argmax()
+        values = [f"{np.ravel(metrics[name])[most]:.7g}" for metrics in (one, two)]
+        yield Check(False, hook, f"{name} is {values[0]} on one replica and {values[1]} on two: {why}")
     if not differing:
-        results = ", ".join([*names.lines(one.results), *dict.fromkeys(names.arrays.values())])
-        yield Check(True, "task.py create_metrics", f"the same {results}")
+        arrays = dict.fromkeys(names.arrays.values())
+        yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(one), *arrays])}")
 
 
 def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: float, own: list[str]) -> tuple[str, str]:
     """Returns the hook to look at, and likely causes, from the losses of one replica and of two.
 
-    `padded` says of which batch they are, if it is padded; weights called `own` differed between the two replicas.
-    Raises BadInput if a loss is not one of each example.
+    `padded` names a padded batch; weights called `own` differed. Raises BadInput if a loss is not one of each example.
     """
     batch = features, labels, sample_weights = next(program.batches["train"].one_by_one())
     shape = sample_weights.shape
@@ -131,7 +128,7 @@ def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: fl
         return "compute_loss", "it is divided by the number of replicas a second time; remove that division"
     if own:
         return "create_model", PER_REPLICA.format(", ".join(own))
-    if places := _draws(program, "train"):
+    if places := _places(program, "train", RANDOM):
         return "train_step", DRAWN.format(places)
     return "compute_loss", (
         "look for a mean over one replica's batch, not by a sum of engine.model.sum_over_batch; for examples compared "
@@ -140,25 +137,11 @@ def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: fl
     )
 
 
-def _draws(program: Any, split: str) -> str:
-    """Returns the places in hooks of the random operations of a split's steps; "" without any."""
-    return _places(program, split, lambda operation: operation.type.startswith("StatelessRandom"))
-
-
-def _places(program: Any, split: str, is_wanted: Callable[[tf.Operation], bool]) -> str:
+def _places(program: Any, split: str, maker: str) -> str:
+    """Returns the places in hooks of a split's operations of a kind, or of those that a function makes; "" if none."""
     operations = operations_of(program.run_steps[split].graph())
-    return "".join(dict.fromkeys(place(each) for each in operations if is_wanted(each)))
-
-
-def check_optimizers(task: Any) -> Iterator[Check]:
-    """Names the optimizers that have no variables to train."""
-    paths = [variable.path for model in by_name(task.model, "model").values() for variable in model.trainable_variables]
-    for name, optimizer in by_name(task.optimizer, "optimizer").items():
-        by_pattern = getattr(optimizer, "_optimizer_map", None)  # Of a keras.optimizers.MultiOptimizer.
-        inner = dict(by_pattern) if isinstance(by_pattern, Mapping) else {name: optimizer}
-        for pattern in (name for name, each in inner.items() if not getattr(each, "_trainable_variables", True)):
-            text = f"the optimizer of {pattern!r} trains no variable: let it match paths such as {paths[0]!r}"
-            yield Check(False, "task.py create_optimizer", text)
+    makers = ((each, [each.type[: len(maker)], *(line.name for line in each.traceback or ())]) for each in operations)
+    return "".join(dict.fromkeys(place(each) for each, known in makers if maker in known))
 
 
 # --- Sample weights, regularizers and metrics -------------------------------------------------------------------------
@@ -175,9 +158,10 @@ def check_loss(program: Any, task: Any, one: Measured) -> Iterator[Check]:
     # What a layer normalizes, measures, or adds to the loss, it takes of all features, so only the labels are replaced.
     # In several models the labels of one may be the features of another.
     replaced: tuple[int, ...] = (FEATURES, LABELS, LENGTHS)
+    changed = measure.changed_by(program, "train").keys() & program.run.objects.per_replica_weights.keys()
     if one.layers.synchronized:
         replaced = () if len(by_name(task.model, "model")) > 1 else (LABELS,)
-    elif loss_layers or measure.changes_statistics(program):
+    elif loss_layers or not all(map(is_random_state, changed)):
         replaced = (LABELS,)
     first_half = np.arange(size) < size // 2
     exact, halves, nothing = _of_all_batches(one.batches), results(first_half), results(0.0)
@@ -191,9 +175,7 @@ def check_loss(program: Any, task: Any, one: Measured) -> Iterator[Check]:
     ):
         text = "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights, and "
         text += "mask them in a loss that uses engine.model.gather_batch"
-        if counts := _places(
-            program, "train", lambda each: any("sum_over_batch" in line.name for line in each.traceback or ())
-        ):
+        if counts := _places(program, "train", "sum_over_batch"):
             text += f", and multiply by the sample weights in what sum_over_batch counts{counts}"
     elif _are_same(exact, results(0.5 ** (np.arange(size) % 4)), PROMISE):
         text = "the loss is the same with sample weights of 1 and of 0.5: multiply each example's loss by its own"
@@ -238,33 +220,28 @@ def check_metrics(program: Any, task: Any, batches: Batches, stacks: BatchStacks
     size, is_training = batches.global_batch_size, batches.split == "train"
     first_half = np.arange(size) < size // 2
 
-    def count(stacks: BatchStacks) -> comparison.Counted:
-        """Resets nothing: the next stacks are counted too."""
-        for stack, first, count in stacks:
-            program.run_steps[batches.split](stack, first, count)
-        results = metric_results(program.run.objects.metrics, batches.name)
-        return comparison.Counted(results, measure.counted_by(program, batches.name))
+    def results(stacks: BatchStacks) -> dict[str, Any]:
+        with measure.state_restored(program):
+            for stack, first, count in stacks:
+                program.run_steps[batches.split](stack, first, count)
+            return measure.counted(program, batches.name)
 
     parts = (LABELS,) if is_training else (FEATURES, LABELS, LENGTHS)
-    with measure.state_restored(program):
-        halves = count(measure.changed_stacks(program, stacks, first_half))
-    with measure.state_restored(program):
-        replaced = count(measure.changed_stacks(program, stacks, first_half, *parts))
-        ((padding, first, _),) = measure.changed_stacks(program, stacks[:1], 0.0)
-        padded = count([(padding, first, 1)])
-    differing = comparison.differing_metrics(program.run.objects.names, halves.results, padded.results)
-    counts = comparison.differing_counts(halves, replaced._replace(results=padded.results))
-    for name in set(comparison.differing_counts(halves, padded)).difference(counts):
-        # A metric that counts the padding adds the size of the batch; a rate adds 1 in each step, and may do so.
-        added = np.nan_to_num(padded.variables[name] - replaced.variables[name])
-        if not any(padded.of(name)) and np.any(added[added % size == 0]):
-            counts.append(name)
-    for name in (*differing, *counts):
+    halves = results(measure.changed_stacks(program, stacks, first_half))
+    replaced = measure.changed_stacks(program, stacks, first_half, *parts)
+    ((padding, first, _),) = measure.changed_stacks(program, stacks[:1], 0.0)
+    before, after = results(replaced), results([*replaced, (padding, first, 1)])
+    differing = comparison.differing_metrics(program.run.objects.names, halves, before)
+    for name in comparison.differing_metrics(program.run.objects.names, before, after):
+        # A variable must not count the examples of padding, but may count 1 in each step, as the mean of a rate does.
+        added = np.nan_to_num(after[name] - before[name])
+        differing += [name] * bool(np.ndim(added) == 0 or added[added % size == 0].any())
+    for name in dict.fromkeys(differing):
         text = f"{name} depends on examples of weight 0, such as padding: pass sample_weight=sample_weights to it"
         yield Check(False, hook_of_step(task, "update_metrics", batches.split), text)
 
 
-def check_updated_metrics(program: Any, task: Any, one: comparison.Counted) -> Iterator[Check]:
+def check_updated_metrics(program: Any, task: Any, one: dict[str, Any]) -> Iterator[Check]:
     """Checks that the steps of each split update all metrics of the split, and no others, with what is a number."""
     metrics = {f"{split}/{name}": metric for split in task.metrics for name, metric in task.metrics[split].items()}
     for split in program.run_steps:
@@ -278,11 +255,10 @@ def check_updated_metrics(program: Any, task: Any, one: comparison.Counted) -> I
         for name, metric in metrics.items():
             if split_of(name) == split and metric.variables and name not in updated:
                 yield Check(False, where, f"{name} is never updated: update it, or remove it in create_metrics")
-    arrays = program.run.objects.names.arrays
-    for name in dict.fromkeys(arrays.get(name, name) for name, value in one.results.items() if math.isnan(value)):
+    numbers, arrays = program.run.objects.names.metrics, program.run.objects.names.arrays
+    for name in dict.fromkeys(arrays.get(name, name) for name in numbers if math.isnan(one[name])):
         text = f"{name} is NaN: look for 0/0, for which tf.math.divide_no_nan returns 0, and for sqrt or log"
         yield Check(False, hook_of_step(task, "update_metrics", split_of(name)), text)
-    for name, values in one.variables.items():
-        if not values.any():
-            text = f"{name} counts nothing for this model: --init-from a trained one compares more"
-            yield Check(True, hook_of_step(task, "update_metrics", split_of(name)), text, compared=False)
+    for name in (name for name, value in one.items() if name not in numbers and not value.any()):
+        text = f"{name} stays 0 for this model: --init-from a trained one compares more"
+        yield Check(True, hook_of_step(task, "update_metrics", split_of(name)), text, compared=False)
