@@ -172,7 +172,7 @@ FAULTS = {
     "optimizer of no variable": Fault(
         {"create_optimizer": optimizers_by_path},
         "create_optimizer",
-        "the optimizer of 'stemm.*' trains no variable: let it match paths such as 'sequential/dense/kernel'",
+        "in a MultiOptimizer trains no variable: its pattern must match paths like 'sequential/dense/kernel'",
         only=("updates",),
     ),
     "schedule that counts": Fault(

@@ -24,6 +24,7 @@ from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.console import columns, console
 from engine.errors import BadInput, Diverged, first_line, where_raised
+from engine.model.optimizers import inner_optimizers
 from engine.model.variables import by_name, is_random_state, trainable_variables
 from engine.settings import Settings
 
@@ -177,11 +178,11 @@ def _check_updates(program: Any, task: Any, settings: Settings, *, compare: bool
     if compare:
         two = measure.measure_updates(program, task, build(2)[1])
     layers, stacks = build(1)
-    for made in by_name(task.optimizer, "optimizer").values():
-        by_pattern = getattr(getattr(made, "_optimizer_map", None), "_optimizer_map", {})  # Of a MultiOptimizer.
-        for pattern in (name for name, optimizer in by_pattern.items() if not optimizer.built):
+    for outer in by_name(task.optimizer, "optimizer").values():
+        # The last one is for variables that no pattern matches, and may have none.
+        for inner in (inner for inner in inner_optimizers(outer)[:-1] if not inner.built):
             path = next(iter(trainable_variables(task.model))).split("/", 1)[1]
-            text = f"the optimizer of {pattern!r} trains no variable: let it match paths such as {path!r}"
+            text = f"{inner.name!r} in a MultiOptimizer trains no variable: its pattern must match paths like {path!r}"
             yield Check(False, "task.py create_optimizer", text)
     if compare and not layers.still_random:
         one = measure.measure_updates(program, task, stacks)

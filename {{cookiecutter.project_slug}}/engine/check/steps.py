@@ -26,7 +26,6 @@ FEATURES, LABELS, _, LENGTHS = range(4)  # The parts of a stack; only padded exa
 PER_EXAMPLE = "update it with values and weights per example; for a maximum, which is not a sum, see docs/recipes.md"
 PER_REPLICA = "the steps change {}, which is per-replica: to keep it equal on all replicas, assign what "
 PER_REPLICA += "tf.distribute.get_replica_context().all_reduce returns"
-RANDOM = "StatelessRandom"
 DRAWN = "random numbers depend on the replica{}: draw them from a seed of each example, see docs/steps.md"
 
 
@@ -39,7 +38,7 @@ def check_layers(program: Any, task: Any, one: Measured) -> Iterator[Check]:
         yield Check(False, "task.py create_model", text)
     if layers.random:
         text = f"random in training, so not the same on one replica and two: {', '.join(layers.random)}"
-        yield Check(True, "task.py create_model", text + _places(program, "train", RANDOM))
+        yield Check(True, "task.py create_model", text + _places(program, "train"))
     if unused := one.without_gradient:
         text = f"no gradient for {', '.join(unused[:3])}: pass it to apply_gradients and use it in the loss, or freeze "
         yield Check(False, "task.py train_step", text + "its layer")
@@ -93,7 +92,7 @@ def _check_same_metrics(program: Any, task: Any, at_one: Measured, at_two: Measu
         if measure.drawing(program, task, split):
             continue  # The check of the evaluation names it.
         hook, why = hook_of_step(task, "update_metrics", split), PER_EXAMPLE
-        if split != "train" and (places := _places(program, split, RANDOM)):
+        if split != "train" and (places := _places(program, split)):
             hook, why = "task.py evaluation_step", DRAWN.format(places)
         elif split != "train" and at_two.per_replica:
             hook, why = "task.py create_model", PER_REPLICA.format(", ".join(at_two.per_replica))
@@ -128,7 +127,7 @@ def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: fl
         return "compute_loss", "it is divided by the number of replicas a second time; remove that division"
     if own:
         return "create_model", PER_REPLICA.format(", ".join(own))
-    if places := _places(program, "train", RANDOM):
+    if places := _places(program, "train"):
         return "train_step", DRAWN.format(places)
     return "compute_loss", (
         "look for a mean over one replica's batch, not by a sum of engine.model.sum_over_batch; for examples compared "
@@ -137,7 +136,7 @@ def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: fl
     )
 
 
-def _places(program: Any, split: str, maker: str) -> str:
+def _places(program: Any, split: str, maker: str = "StatelessRandom") -> str:
     """Returns the places in hooks of a split's operations of a kind, or of those that a function makes; "" if none."""
     operations = operations_of(program.run_steps[split].graph())
     makers = ((each, [each.type[: len(maker)], *(line.name for line in each.traceback or ())]) for each in operations)
