@@ -145,8 +145,8 @@ def batches(folder: Path, name: str, way: str, *, replicas: int = 1, pipelines: 
         load_examples=streamed if way == "streamed" else lambda _: Records(str(folder / f"{name}-*.tfrecord")),
         prepare_example={"jpeg": prepare_jpeg, "small": prepare_small}[name],
     )
-    context = tf.distribute.InputContext(pipelines)
-    return load_splits(["train"], task, settings, create_strategy(settings), context)["train"]
+    workers = SimpleNamespace(count=pipelines, index=0)
+    return load_splits(["train"], task, settings, create_strategy(settings), workers)["train"]
 
 
 def taken(folder: Path, name: str, way: str) -> Iterator[Any]:

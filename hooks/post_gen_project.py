@@ -7,10 +7,9 @@ from pathlib import Path
 chosen = Path("starters", "{{ cookiecutter.starter }}")
 if chosen.is_dir():
     shutil.copytree(chosen, ".", dirs_exist_ok=True)
-# A project that is rendered again may have others of the user's.
-template = Path(r"{{ cookiecutter._repo_dir }}", "{% raw %}{{cookiecutter.project_slug}}{% endraw %}")
-for folder in (template / "starters").iterdir():
-    shutil.rmtree(Path("starters", folder.name), ignore_errors=True)
+# A project that is rendered again may have other folders there.
+for page in list(Path("starters").glob("*/docs/starter.md")):
+    shutil.rmtree(page.parents[1], ignore_errors=True)
 with contextlib.suppress(OSError):
     Path("starters").rmdir()
 print('Next, in an environment for it: cd {{ cookiecutter.project_slug }} && pip install -e ".[dev]"')

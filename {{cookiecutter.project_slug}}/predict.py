@@ -63,9 +63,10 @@ class Options:
         check_is_local("--output", output)
         if output.suffix not in (".csv", ".npz"):
             raise BadInput(f"--output {output} must end in .csv or .npz")
-        if output.is_dir():
-            raise BadInput(f"--output {output} is a folder: pass the path of a file")
-        if not (folder := output.absolute().parent).is_dir():
+        # A device would be replaced by a file.
+        if output.exists() and not output.is_file():
+            raise BadInput(f"--output {output} is not a regular file, or a link to one: pass another path")
+        if not (folder := Path(os.path.realpath(output)).parent).is_dir():  # A link is followed.
             raise BadInput(f"--output {output} cannot be written: {folder} does not exist: create it first")
         if not os.access(folder, os.W_OK):
             raise BadInput(f"--output {output} cannot be written: {folder} is read-only: pass another folder")
@@ -112,14 +113,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from engine.errors import user_errors_named
         from engine.trained.predictions import write_predictions
 
-        with user_errors_named(lambda: f"INPUT {options.input}"):
+        source = f"INPUT {options.input}"
+        with user_errors_named(lambda: source):
             import task
 
             if not hasattr(task, "read_inputs"):
                 raise BadInput("task.py has no function read_inputs(path): add one that yields names and features")
             predictor = load(options.run_dir)
             output = predictor.choose_output(*[options.output] if options.output else DEFAULT_OUTPUTS)
-            names, predictions = predictor.predict(task.read_inputs(options.input), options.batch_size)
+            names, predictions = predictor.predict(task.read_inputs(options.input), options.batch_size, source)
             write_predictions(output, names, predictions)
 
 

@@ -50,6 +50,25 @@ def test_every_recipe_is_run() -> None:
     assert not untested(RECIPES, __file__)
 
 
+def test_weight_of_a_loss_follows_the_step(apply: Apply, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    apply("A number that changes while the run trains")
+    monkeypatch.setattr(task, "create_model", lambda: linear_model(keras.layers.ActivityRegularization(l2=1.0)))
+    train.build(config.Config(simulated_devices=0, run_dir=tmp_path))
+    images, labels, weights = tf.ones([64, 8, 8, 1]), tf.zeros([64], tf.int32), tf.ones([64])
+
+    @tf.function  # As in a step, of which a number of Python would be a constant.
+    def loss() -> tf.Tensor:
+        return task.compute_loss(labels, task.model(images), weights)[0]
+
+    losses = []
+    for step in (0, 500, 1000, 2000):
+        task.optimizer.iterations.assign(step)
+        losses.append(float(loss()))
+    rise = losses[2] - losses[0]
+    assert rise > 0
+    assert losses == pytest.approx([losses[0], losses[0] + rise / 2, losses[2], losses[2]])
+
+
 def test_rate_rises_and_falls_in_straight_lines(apply: Apply) -> None:
     apply("Warm-up, then a straight line to zero")
     task.config = config.Config(learning_rate=0.01)

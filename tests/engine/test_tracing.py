@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from engine.errors import BadInput
+from engine.model.traced_once import TakenFromPython, names_in_steps
 from engine.tracing import Traced, converted, differing_value, returning_loss, unrepeatable
 
 
@@ -55,6 +57,69 @@ def test_draws_that_a_seed_repeats_are_left_alone() -> None:
     )
     assert not found.random_operations
     assert len(found.changed) == 2  # The states of the two generators.
+
+
+def test_draws_from_one_seed_are_named_and_draws_from_its_parts_are_not() -> None:
+    def correlated(seed: tf.Tensor) -> tf.Tensor:
+        return tf.random.stateless_uniform([2], seed) + tf.random.stateless_normal([2], seed)
+
+    def independent(seed: tf.Tensor) -> tf.Tensor:
+        parts = tf.random.split(seed)
+        return tf.random.stateless_uniform([2], parts[0]) + tf.random.stateless_uniform([2], parts[1])
+
+    found, none = (
+        Traced(tf.function(draw).get_concrete_function(tf.TensorSpec([2], tf.int32)).graph).shared_seeds
+        for draw in (correlated, independent)
+    )
+    (text,) = found
+    assert re.match(r"two draws from one seed \(test_tracing.py:\d+ correlated\), \(test_tracing.py:\d+ ", text)
+    assert none == []
+
+
+def test_function_that_tensorflow_defines_without_a_graph_is_passed_over() -> None:
+    loss = keras.losses.CTC(reduction="none")
+    assert not traced(lambda: loss(tf.ones([2, 4], tf.int32), tf.zeros([2, 16, 5]))).random_operations
+
+
+# --- What the steps take from Python ----------------------------------------------------------------------------------
+
+
+def task_with(**more: object) -> SimpleNamespace:
+    """A task whose step calls a function, which uses a number."""
+
+    def train_step(batch):
+        def inner():
+            return helper(batch)  # noqa: F821 - A name of the task.
+
+        return inner()
+
+    def scaled(batch):
+        return batch * RATE  # noqa: F821 - A name of the task.
+
+    layers = [keras.layers.Dense(1, name="first"), keras.layers.Dense(1, name="second")]
+    model = keras.Sequential([keras.Input([1]), *layers], name="all")
+    return SimpleNamespace(train_step=train_step, helper=scaled, model=model, RATE=0.5, OTHER=1, **more)
+
+
+def test_change_that_has_no_effect_is_named_once() -> None:
+    task = task_with()
+    taken = TakenFromPython(task)
+    task.OTHER = 2  # No step uses it.
+    assert taken.changes() == []
+    task.RATE, task.model.layers[0].trainable = 0.25, False
+    assert [text.split(",")[0] for text in taken.changes()] == [
+        "task.RATE has become 0.25",
+        "the trainable of first has become False",
+    ]
+    assert taken.changes() == []
+
+
+def test_compiled_function_in_a_step_is_rejected() -> None:
+    task = task_with()
+    assert {"helper", "RATE"} < names_in_steps(task)
+    task.helper = tf.function(task.helper)
+    with pytest.raises(BadInput, match=r"^task\.helper is a tf.function, which would keep the models"):
+        names_in_steps(task)
 
 
 def test_variables_that_are_changed_are_told_from_those_that_are_read() -> None:

@@ -1,7 +1,6 @@
 """The batches of one dataset, made from hooks."""
 
 import dataclasses
-import inspect
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -29,15 +28,10 @@ def batches_of(
     """Returns the batches of one process; `pipelines` is the number of processes, and which of them it is."""
     # The indexes of record files are written beside the run, and a default run directory is in the current folder.
     config = dataclasses.replace(config, run_dir=Path(tempfile.gettempdir(), config.run_dir))
-    count, index = pipelines
-    contexts = [tf.distribute.InputContext(count, number) for number in range(count)]
-    (examples,) = load_datasets(split, load_examples, config, contexts[index]).values()
-    lengths = [examples.length]
-    if "input_context" in inspect.signature(load_examples).parameters:
-        lengths = [load_datasets(split, load_examples, config, each)[split].length for each in contexts]
+    (examples,) = load_datasets(split, load_examples, config).values()
     preparation = Preparation(prepare_example, training=split == "train", pad_to=config.pad_to or ())
     strategy = strategy or create_strategy(config)
-    return Batches(split, examples, lengths, preparation, strategy, config, contexts[index])
+    return Batches(split, examples, preparation, strategy, config, tf.distribute.InputContext(*pipelines))
 
 
 def whole(batches: Batches, epoch: int = 0, first_step: int = 0, count: int | None = None) -> list[list[np.ndarray]]:

@@ -51,6 +51,8 @@ class Objects:
 
     def check_loss_scales(self, step: int) -> None: ...
 
+    def report_changes_of_python(self) -> None: ...
+
     def reset(self, name: str) -> None:
         self.resets.append(name)
 

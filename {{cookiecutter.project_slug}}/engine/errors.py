@@ -205,15 +205,16 @@ def is_users(problem: BaseException) -> bool:
         return False
     if OUTSIDE_TABLE in text:
         return True
+    frames = traceback.extract_tb(problem.__traceback__)
+    raised_by = _owner(Path(frames[-1].filename)) if frames else "package"
     if is_broken_connection(problem) and not text.startswith("in user code:"):
-        # An operation raises it, or else the last line that ran is the user's.
-        return _owner(Path(traceback.extract_tb(problem.__traceback__)[-1].filename)) == "user"
+        return raised_by == "user"  # An operation raises it, or else the last line that ran is the user's.
     owners = [_owner(file) for file, *_ in _places(problem)]
     # Hooks call engine/model as they call a package.
     callers = [owner for owner in owners if owner not in ("package", "engine/model")]
     if callers[-1:] == ["train.py"]:  # Its epochs are the user's to change; memory may run out in its steps.
         return not isinstance(problem, tf.errors.OpError)
-    return callers[-1:] == ["user"] and owners[-1] != "engine/model"
+    return callers[-1:] == ["user"] and raised_by != "engine/model"
 
 
 def is_broken_connection(problem: BaseException) -> bool:

@@ -109,6 +109,7 @@ class Traced:
         # Values that Python draws while the function is traced: each call uses the same ones.
         drawn = (name for part in _graphs(graph) for name in part.get_collection(DRAWN_ONCE))
         self.drawn_once = list(dict.fromkeys(drawn))
+        self.shared_seeds = _shared_seeds(operations)
 
 
 def differing_value(one: tf.Graph, again: tf.Graph) -> list[str]:
@@ -129,7 +130,8 @@ def operations_of(graph: tf.Graph) -> list[tf.Operation]:
 
 
 def _graphs(graph: tf.Graph) -> list[tf.Graph]:
-    return [graph, *(function.graph for function in graph._functions.values())]
+    # A function that TensorFlow defines by itself, as for the CTC loss, has no graph.
+    return [graph, *(function.graph for function in graph._functions.values() if hasattr(function, "graph"))]
 
 
 def _draws(operation: tf.Operation) -> bool:
@@ -138,6 +140,22 @@ def _draws(operation: tf.Operation) -> bool:
         return False
     names = {attribute.name for attribute in definition.attr}
     return "seed" in names or kind in ("NonDeterministicInts", "Timestamp")  # A clock repeats no more than a draw does.
+
+
+def _shared_seeds(operations: list[tf.Operation]) -> list[str]:
+    """Returns a text for each seed from which several stateless operations draw: their numbers are correlated."""
+    places: dict[Any, list[str]] = {}
+    for operation in operations:
+        inputs = dict(zip((part.name for part in operation.op_def.input_arg), operation.inputs, strict=False))
+        uses = {use.type for output in operation.outputs for use in output.consumers()}
+        # All bits of an integer, as tf.random.split draws them, are another seed.
+        if operation.type.startswith("Stateless") and "seed" in inputs and uses != {"StatelessRandomUniformFullIntV2"}:
+            places.setdefault(inputs["seed"].ref(), []).append(place(operation))
+    return [
+        f"two draws from one seed{','.join(found[:2])} depend on each other: give each a seed of tf.random.split(seed)"
+        for found in places.values()
+        if len(found) > 1
+    ]
 
 
 def place(operation: tf.Operation) -> str:

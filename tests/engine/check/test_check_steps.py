@@ -175,7 +175,7 @@ FAULTS = {
     ),
     "NaN loss of padding": of_loss(
         lambda losses, weights: average(losses / weights, weights),
-        "the loss is nan on a batch with or without padding",
+        "the loss is nan on a batch, padded or not",
         long=True,
     ),
     "unsynchronized BatchNorm": Fault(

@@ -1,13 +1,12 @@
 """What the environment says about a cluster."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.cluster.environment import find_cluster, leave_as_evaluator
+from engine.cluster.environment import find_cluster
 from engine.errors import BadInput
 
 TWO = ["host0:12345", "host1:12345"]
@@ -45,7 +44,7 @@ def test_first_process_is_the_chief() -> None:
     assert (json.loads(without.tf_config())["cluster"], without.is_chief) == ({"worker": TWO}, True)
 
 
-def test_managed_clouds_describe_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_managed_clouds_describe_a_cluster() -> None:
     # Vertex AI has a chief apart from the workers, fields of its own, and maybe an evaluator.
     chief, workers = ["training-chief-0:2222"], ["training-worker-0:2222", "training-worker-1:2222"]
     described = {"cluster": {"chief": chief, "worker": workers, "evaluator": ["training-evaluator-0:2222"]}}
@@ -53,11 +52,6 @@ def test_managed_clouds_describe_a_cluster(monkeypatch: pytest.MonkeyPatch) -> N
     vertex = find_cluster({"TF_CONFIG": json.dumps(described)})
     assert list(vertex.processes().values()) == chief + workers
     assert (vertex.name, vertex.is_chief) == ("worker 1", False)
-
-    described["task"] = {"type": "evaluator", "index": 0}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(described))
-    leave_as_evaluator()
-    assert find_cluster(os.environ) is None
 
 
 def test_slurm_step_is_a_cluster_by_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +92,9 @@ def test_kubernetes_indexed_job_is_a_cluster() -> None:
     assert find_cluster({**pod, "WORKERS": "", "PET_NNODES": "2"}) == cluster
     for given, reason in {
         ("WORKERS", "two"): "WORKERS=two in the environment must be a whole number",
-        ("JOB_NAME", ""): "JOB_NAME is not set beside JOB_COMPLETION_INDEX",
+        ("JOB_NAME", ""): "JOB_NAME=, SERVICE_NAME=peers, .* and WORKERS=2 .* name a cluster only together",
         # A runtime of another version may set neither number.
-        ("WORKERS", ""): "JOB_NAME=digits names a cluster, but neither WORKERS nor PET_NNODES is",
+        ("WORKERS", ""): "JOB_NAME=digits, SERVICE_NAME=peers, .* and WORKERS=None .* name a cluster only together",
     }.items():
         with pytest.raises(BadInput, match=reason):
             find_cluster({**pod, given[0]: given[1]})
@@ -109,18 +103,22 @@ def test_kubernetes_indexed_job_is_a_cluster() -> None:
 MALFORMED = [
     ({"TF_CONFIG": "{'cluster'"}, "TF_CONFIG {'cluster' must be JSON like"),
     ({"TF_CONFIG": "[]"}, "TF_CONFIG [] must be JSON like"),
+    ({"TF_CONFIG": "[" * 10**5}, "[[[ must be JSON like"),
+    ({"JOB_COMPLETION_INDEX": "", "JOB_NAME": "a", "SERVICE_NAME": "b", "WORKERS": "2"}, "JOB_COMPLETION_INDEX= and"),
     ({"TF_CONFIG": json.dumps({"cluster": {"worker": TWO}})}, "must be JSON like"),
     (tf_config({"worker": "host0:1"}), "must be JSON like"),
     (tf_config({"worker": TWO}, index="0"), "must be JSON like"),
     (tf_config({"worker": TWO}, index=2), "as worker 2, but only worker 0, worker 1: fix its"),
-    (tf_config({"worker": TWO}, "evaluator"), "as an evaluator: start it with --evaluate-continuously"),
+    (
+        tf_config({"worker": TWO}, "evaluator"),
+        "as an evaluator: unset TF_CONFIG, and start it with --evaluate",
+    ),
     (tf_config({"worker": TWO, "master": ["a:1"]}), "the job master: use only chief, worker, ps"),
     (tf_config({"worker": ["host0", "host1:1"]}), "worker 0 at 'host0': an address must be a host"),
     (tf_config({"worker": ["host0:1", "host1:65536"]}), "worker 1 at 'host1:65536'"),
     (tf_config({"worker": ["http://host0:1", "host1:1"]}), "worker 0 at 'http://host0:1': an address must"),
     (tf_config({"worker": ["host0:1", "host 1:1"]}), "worker 1 at 'host 1:1'"),
     (tf_config({"worker": ["host0:1", 7]}), "worker 1 at 7"),
-    (tf_config({"worker": ["host0:1", "host0:1"]}), "two processes at host0:1"),
     (tf_config({"worker": ["host0:1", "127.0.0.1:1"]}), "127.0.0.1:1, which is a different"),
 ]
 

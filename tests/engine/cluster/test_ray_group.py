@@ -22,7 +22,7 @@ def test_final_exit_code_of_any_worker_ends_the_training(ray_group: Any, capsys:
     # Ray carries it to the program that started the training.
     again = pickle.loads(pickle.dumps(raised.value.controller_failure))
     assert (again.exit_code, str(again)) == (2, "a worker ended with exit code 2, see its line")
-    assert capsys.readouterr().out == "ended: worker 0 (RuntimeError: node), worker 1 (exit code 2)\n"
+    assert capsys.readouterr().out == "ended: worker 0 (RuntimeError: node), worker 1 (SystemExit: 2)\n"
     assert ray_group.code_of(raised.value) == 2
 
 

@@ -132,10 +132,10 @@ EXAMPLES_ARE_DESCRIBED = "(task.prepare_example gets examples one by one, the pa
 
 
 @pytest.mark.parametrize(
-    ("spec", "prepare_example", "reason", "may_expect_others"),
+    ("spec", "prepare_example", "reason", "is_raised_by_it"),
     [
-        (TWO, named_wrongly, "name 'featurs' is not defined", False),
-        (TWO, lambda features, labels: (Path("/missing").read_bytes(), labels), "No such file", False),
+        (TWO, named_wrongly, "name 'featurs' is not defined", True),
+        (TWO, lambda features, labels: (Path("/missing").read_bytes(), labels), "No such file", True),
         (TWO, lambda one, two: (one["image"], two), "slice", True),
         (ONE, lambda one, two: (one, two), "missing 1 required positional argument: 'two'", True),
         (ONE, lambda one: one, "return (features, labels) or (features, labels, weight)", False),
@@ -143,10 +143,10 @@ EXAMPLES_ARE_DESCRIBED = "(task.prepare_example gets examples one by one, the pa
         (ONE, lambda one: (one, one, {"a": one}), "sample weights of a dict: each must be one number; return", False),
     ],
 )
-def test_hook_that_fails_is_refused_and_the_examples_described_where_it_may_expect_others(
-    spec: Any, prepare_example: Callable[..., Any], reason: str, may_expect_others: bool
+def test_hook_that_fails_is_refused_and_its_examples_are_described(
+    spec: Any, prepare_example: Callable[..., Any], reason: str, is_raised_by_it: bool
 ) -> None:
     with pytest.raises(BadInput) as refused:
         Preparation(prepare_example, training=True).trace(spec)
     assert reason in str(refused.value)
-    assert (EXAMPLES_ARE_DESCRIBED in str(refused.value)) is may_expect_others
+    assert (EXAMPLES_ARE_DESCRIBED in str(refused.value)) is is_raised_by_it

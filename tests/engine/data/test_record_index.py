@@ -68,7 +68,7 @@ def test_points_and_fingerprint_are_those_of_a_plain_walk(
     path, draw = tmp_path / "a.tfrecord", np.random.default_rng(most)
     write(path, (draw.integers(0, most, 2000) * (draw.random(2000) < 0.8)).tolist())
     content, size = path.read_bytes(), path.stat().st_size
-    step = min(2**15, size // 1024)
+    step = min(2**18, size // 1024)
     points, headers, checksums, offset, number, multiple = [], b"", b"", 0, 0, 0
     while offset < size:
         if offset >= multiple:

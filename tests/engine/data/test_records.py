@@ -84,7 +84,7 @@ def test_order_has_each_record_once_for_any_number_of_processes_and_from_any_ste
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of files with records without data or larger than the distance of points; in windows, and without."""
-    monkeypatch.setattr(records, "POINTS_IN_MEMORY", 50 if point == 64 else 2**22)
+    monkeypatch.setattr(records, "BLOCKS_IN_MEMORY", 50 if point == 64 else 2**22)
     monkeypatch.setattr(record_index, "POINTS_OF_SMALL_FILE", 1)
     monkeypatch.setattr(record_index, "BYTES_OF_POINT", point)
     shuffle_in(monkeypatch, memory, block=2 * point)
@@ -241,22 +241,19 @@ def test_indexes_are_cached_beside_the_run(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("runs/first"))
 
 
-def test_records_without_a_file_and_of_workers_files_are_refused(files: Records) -> None:
+def test_records_without_a_file_are_refused() -> None:
     for given, reason in {
         "*.none": "task.load_examples('train') returned Records('*.none'), which matches no file: give the path of",
         ".": ". cannot be read (Is a directory)",
     }.items():
         with pytest.raises(BadInput, match=re.escape(reason)):
             batches(Records(given))
-    config = Config(simulated_devices=2, global_batch_size=8)
-    with pytest.raises(BadInput, match="takes an input_context and returned Records: remove it from load_examples"):
-        batches_of("train", lambda split, input_context=None: files, number_of, config, pipelines=(2, 0))
 
 
 def test_index_in_memory_does_not_grow_with_the_files(files: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     indexes = index_files(sorted(glob.glob(files.patterns[0])))
     for limit in (2**22, 30, 10):
-        monkeypatch.setattr(records, "POINTS_IN_MEMORY", limit)
+        monkeypatch.setattr(records, "BLOCKS_IN_MEMORY", limit)
         blocks = Blocks(indexes)
         assert sum(len(index.points) - 2 for index in blocks.files) <= limit
         assert sum(index.length for index in blocks.files) == COUNT

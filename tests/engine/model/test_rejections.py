@@ -17,7 +17,7 @@ import train
 from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
-from engine.model import gather_batch, replica_step
+from engine.model import apply_gradients, gather_batch, replica_step
 from engine.model.moments import moments_of_all
 
 Refused = Callable[..., str]
@@ -120,8 +120,31 @@ class Noise(keras.layers.Layer):
         return inputs + keras.random.normal(tf.shape(inputs)) if training else inputs
 
 
+BESIDE = tf.Variable(1.0, name="beside")
+
+
+def training_another_variable(batch):
+    features, labels, weights = batch
+    with tf.GradientTape() as tape:
+        loss, _ = task.compute_loss(labels, BESIDE * task.model(features), weights)
+    apply_gradients(task.optimizer, tape, loss, [*task.model.trainable_variables, BESIDE])
+    return loss
+
+
+class Remembering(keras.metrics.Mean):
+    """Keeps what it has seen in a list."""
+
+    def update_state(self, values, sample_weight=None):
+        self.seen = [*getattr(self, "seen", []), values]
+        super().update_state(values, sample_weight)
+
+
 one_mean = functools.cache(keras.metrics.Mean)
 FAULTY_HOOKS = {
+    "variable beside the models": (
+        {"train_step": training_another_variable},
+        "task.train_step gave apply_gradients beside:0, a tf.Variable that belongs to no model: make it in task.create",
+    ),
     "variable of the module": (
         {"train_step": counting_step},
         "task.train_step changes the variable steps_seen:0, which no checkpoint contains",
@@ -143,6 +166,15 @@ FAULTY_HOOKS = {
         {"create_model": model_in_float8},
         "which training in float8 makes, and which is wrong on several replicas: train in 16 or 32 bits",
     ),
+    "metric with a list": (
+        {
+            "create_metrics": lambda split: {
+                "loss": Remembering(),
+                "accuracy": keras.metrics.SparseCategoricalAccuracy(),
+            }
+        },
+        "task.create_metrics('train') returned 'loss', which keeps tensors in 'seen': keep them in variables",
+    ),
     "metrics of all splits": (
         {"create_metrics": lambda split: {"loss": one_mean()}},
         "task.create_metrics('validation') returned 'loss', which it also returned for 'train': make new metrics",
@@ -162,6 +194,19 @@ FAULTY_HOOKS = {
         "exclude_from_weight_decay(var_names=['bias$']) excludes nothing",
     ),
 }
+
+
+def test_other_dtype_of_keras_is_named(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_loss_objects() -> dict[str, keras.losses.Loss]:
+        keras.config.set_floatx("float64")
+        return {}
+
+    monkeypatch.setattr(task, "create_loss_objects", create_loss_objects)
+    try:
+        for _ in ("a hook sets it", "it is set at the start"):
+            assert refused().startswith("ERROR: keras.config.floatx() is float64, and the engine computes in float32")
+    finally:
+        keras.config.set_floatx("float32")
 
 
 @pytest.mark.parametrize("fault", FAULTY_HOOKS)

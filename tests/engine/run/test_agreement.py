@@ -44,9 +44,9 @@ def outcome(call: Any, first: Any, second: Any) -> Any:
     return found[1]
 
 
-def batches(*names: str, by_file: bool = False, **different: Any) -> tuple[dict[str, Any]]:
+def batches(*names: str, **different: Any) -> tuple[dict[str, Any]]:
     fingerprint = {"examples": 9, "sha256": "a" * 64, "steps_per_epoch": 3, "steps_per_pass": 3, **different}
-    one = SimpleNamespace(shards_by_file=by_file, fingerprint=lambda: fingerprint)
+    one = SimpleNamespace(fingerprint=lambda: fingerprint)
     return (dict.fromkeys(names or ("train",), one),)
 
 
@@ -59,13 +59,6 @@ def test_other_examples_or_another_order_of_datasets_than_in_the_first_process_a
     ):
         found = outcome(same_data, here, there)
         assert "worker 1: task.load_examples returned other examples than in the first process" in found
-
-
-def test_examples_of_files_of_each_process_must_differ() -> None:
-    b, c = (outcome(same_data, batches(by_file=True), batches(by_file=True, sha256=each * 64)) for each in "bc")
-    assert b != c  # A resumed run notices that those of the second process have changed.
-    found = outcome(same_data, batches(by_file=True), batches(by_file=True))
-    assert found.startswith("task.load_examples('train') returned the same examples for worker 0, worker 1: with")
 
 
 def made(names: tuple[str, ...] = ("model/a", "model/b"), rate: float = 0.1, rows: int = 3) -> tuple[Any, Any]:
@@ -81,6 +74,9 @@ def test_other_objects_or_defaults_than_in_the_first_process_are_rejected(monkey
         (made(rate=0.2), "another optimizer than in the first process (here optimizer/learning_rate is 0.2"),
     ):
         assert told in outcome(check_objects, made(), others)
+    state, objects = made()
+    state.per_replica["model/names"] = tf.Variable("a text")
+    assert outcome(check_objects, (state, objects), (state, objects)).startswith("the variable model/names has texts")
     defaults = itertools.cycle(["float32", "float64"])
     monkeypatch.setattr(keras.config, "floatx", lambda: next(defaults))
     found = outcome(check_objects, made(), made())

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -157,34 +156,15 @@ def test_fresh_begins_once_in_all_lives_of_a_start(tmp_path: Path, monkeypatch: 
 # --- What a checkpoint says -------------------------------------------------------------------------------------------
 
 
-def resume(
-    run: Run, progress: Progress, *names: str, data: dict[str, Any] | None = None, shards_by_file: bool = False
-) -> tuple[Progress, str]:
+def resume(run: Run, progress: Progress, *names: str, data: dict[str, Any] | None = None) -> tuple[Progress, str]:
     """Resumes from a checkpoint with this progress; `names` are the datasets, and `data` has their fingerprints."""
     newest = (Path(f"step-{progress.step:08d}"), progress)
-    batches: Any = {name: SimpleNamespace(shards_by_file=shards_by_file) for name in names}
+    batches: Any = dict.fromkeys(names)
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(resume_module, "restore_newest", lambda *_: newest)
         resumed = resume_module.resume(run, batches, data or {})
     assert resumed is not None
     return resumed
-
-
-def test_position_in_a_pass_is_of_its_number_of_workers_if_each_has_files_of_its_own(begin: Callable[..., Run]) -> None:
-    for by_file, steps_per_epoch, steps, is_refused in (
-        (True, None, {}, False),
-        (True, None, {"train": 3}, True),
-        (True, 7, {}, True),
-        (False, 7, {"train": 3}, False),
-    ):
-        run = begin(epochs=2, steps_per_epoch=steps_per_epoch)
-        progress = Progress(epoch=1, step=7, workers=2, steps_of_pass=steps)
-        if is_refused:
-            with pytest.raises(BadInput, match=r"pass on 2 worker\(s\), and there are 1 \(.*\): resume with 2"):
-                resume(run, progress, "train", shards_by_file=by_file)
-        else:
-            resumed = resume(run, progress, "train", shards_by_file=by_file)
-            assert resumed == (progress, "resumed from step-00000007")
 
 
 def test_fewer_epochs_than_were_begun_and_lost_checkpoints_are_refused(begin: Callable[..., Run]) -> None:

@@ -1,5 +1,6 @@
 """--export: the contents of its files, what is skipped, and what is rejected."""
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import train
 from config import Config
 from engine.errors import BadInput
 from engine.trained.export import _are_close, _compare, _write_models, _write_saved_model, export
-from engine.trained.loading import load_trained
+from engine.trained.loading import load_trained, predict_endpoint
 from engine.trained.predictions import Predictor
 
 FILES = {"model.keras", "saved_model"}
@@ -217,15 +218,52 @@ def test_what_no_file_can_contain_is_left_out_with_the_reason(
     np.testing.assert_allclose(found["probabilities"], expected, rtol=1e-5)
 
 
-def test_file_that_is_another_model_is_an_error_and_leaves_the_earlier_export(
+def test_model_that_keras_loads_as_another_one_is_exported_by_tensorflow_only(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "create_model", lambda: small_model(Forgetful(2.0)))
+    trained = load_trained(task, Config(run_dir=exported))
+    facts = _write_models(tmp_path, task, trained)
+    reason = "the file, once loaded, returns another 'probabilities' than the model"
+    assert facts["model.keras"].startswith(f"skipped: Keras cannot save and load this model ({reason}): layers of your")
+    assert task.model is trained.model
+    assert not list(tmp_path.iterdir())
+    # The same outputs do not show that a weight that only training uses is another one.
+    monkeypatch.setattr(keras.models, "load_model", lambda *_, **options: keras.models.clone_model(trained.model))
+    reason = "the file, once loaded, has other weights than the model"
+    assert f"({reason}): layers of" in _write_models(tmp_path, task, trained)["model.keras"]
+
+
+def test_saved_model_that_returns_something_else_is_an_error_and_leaves_the_earlier_export(
     exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     earlier = {each: each.read_bytes() for each in (exported / "export").rglob("*") if each.is_file()}
+    other = tf.saved_model.load(str(exported / "export/saved_model"))
+    monkeypatch.setattr(tf.saved_model, "load", lambda path: other)
     monkeypatch.setattr(task, "create_model", lambda: small_model(Forgetful(2.0)))
-    with pytest.raises(BadInput, match=r"--export: model\.keras, once loaded, returns another 'probabilities' than"):
+    with pytest.raises(BadInput, match=r"^--export: serve, once loaded, returns another 'probabilities' than"):
         export(task, Config(run_dir=exported))
     assert {each: each.read_bytes() for each in (exported / "export").rglob("*") if each.is_file()} == earlier
     assert not list(exported.glob(".export*"))
+
+
+def test_adapters_of_lora_are_merged_into_the_kernel_of_keras_s_file(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = load_trained(task, Config(run_dir=run_dir))
+    layer = trained.model.layers[-1]
+    layer.enable_lora(2)
+    layer.lora_kernel_b.assign(np.ones((2, 10)))
+    trained = dataclasses.replace(trained, serve=predict_endpoint(task, trained.serve.spec), serve_examples=None)
+    facts = _write_models(tmp_path, task, trained) | _write_saved_model(tmp_path / "saved_model", task, trained)
+    assert facts["model.keras"] == "for keras.models.load_model, load_weights and --init-from"
+    assert facts["serve"] == "endpoint of saved_model: features float32[None, 8, 8, 1]"
+    expected = trained.model(IMAGES)
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert not loaded.layers[-1].lora_kernel_b.numpy().any()
+    np.testing.assert_allclose(loaded(IMAGES), expected, rtol=1e-4, atol=1e-4)
+    served = tf.saved_model.load(str(tmp_path / "saved_model")).signatures["serve"](features=tf.constant(IMAGES))
+    np.testing.assert_allclose(served["probabilities"], tf.nn.softmax(expected), rtol=1e-4, atol=1e-6)
 
 
 def test_variable_that_keras_does_not_list_is_exported_by_tensorflow_only(

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
@@ -99,6 +100,11 @@ def test_texts_and_files_of_any_size_are_named_in_the_first_column(
     assert (tmp_path / "p.csv").read_text(encoding="utf-8") == "example,text\nrow 1.png,3.000000\nz.png,9.000000\n"
     with np.load(tmp_path / "p.npz") as arrays:  # Without pickled objects, which np.load refuses.
         assert arrays["text"].tolist() == ["3.000000", "9.000000"]
+        assert arrays["example"].tolist() == ["row 1.png", "z.png"]
+    for names, written in (((4, np.int64(7)), [4, 7]), ((Path("a.png"), 7), ["a.png", "7"])):
+        write_predictions(tmp_path / "p.npz", names, predictions)
+        with np.load(tmp_path / "p.npz") as arrays:
+            assert arrays["example"].tolist() == written
 
 
 def test_example_that_cannot_be_prepared_is_named_and_nothing_is_written(
@@ -138,7 +144,7 @@ def test_outputs_that_no_file_can_contain_are_refused(run_dir: Path) -> None:
         Predictor(dataclasses.replace(trained, serve_examples=several))(images, batch_size=1)
 
 
-def test_no_output_is_written_over_the_input_or_a_file_of_the_run(
+def test_no_output_is_written_over_the_input_a_file_of_the_run_or_a_device(
     run_dir: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, run_dir = tmp_path / "images", shutil.copytree(run_dir, tmp_path / "run")
@@ -147,8 +153,14 @@ def test_no_output_is_written_over_the_input_or_a_file_of_the_run(
     np.savez(path, np.zeros((2, 8, 8, 1), "float32"))
     (tmp_path / "link.csv").symlink_to(metrics)
     (tmp_path / "folder").symlink_to(folder)
+    os.mkfifo(tmp_path / "device")
+    for name, target in (("device.csv", "device"), ("folder.csv", "images"), ("nowhere.csv", "none/p.csv")):
+        (tmp_path / name).symlink_to(tmp_path / target)
     before = {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
     for given, output, problem in (
+        (path, tmp_path / "device.csv", "is not a regular file, or a link to one: pass another path"),
+        (path, tmp_path / "folder.csv", "is not a regular file, or a link to one: pass another path"),
+        (path, tmp_path / "nowhere.csv", f"cannot be written: {tmp_path / 'none'} does not exist: create it first"),
         (path, path, f"is INPUT {path}, or a file in it: pass another path"),
         (folder, tmp_path / "folder/new.csv", f"is INPUT {folder}, or a file in it"),
         (path, metrics, f"is a file in {run_dir}, and no file of a run is overwritten: remove it, or pass another"),
@@ -158,6 +170,7 @@ def test_no_output_is_written_over_the_input_or_a_file_of_the_run(
     monkeypatch.chdir(folder)
     assert "--output predictions.csv is INPUT ., or a file in it" in refused(run_dir, ".")
     assert {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()} == before
+    assert (tmp_path / "device").is_fifo()
 
 
 def test_hook_that_reads_inputs_wrongly_is_named(
@@ -221,20 +234,26 @@ def test_example_that_does_not_fit_the_run_is_named() -> None:
 
 
 def test_mistakes_are_one_line(run_dir: Path, copied: Callable[..., Path], tmp_path: Path, refused: Any) -> None:
-    path, ragged = tmp_path / "images.npy", copied("ragged", ["RaggedTensorSpec", "int32[]"])
+    path, empty, ragged = (
+        tmp_path / "images.npy",
+        tmp_path / "empty.npy",
+        copied("ragged", ["RaggedTensorSpec", "int32[]"]),
+    )
     np.save(path, np.zeros((2, 8, 8)))
+    np.save(empty, np.zeros((0, 8, 8, 1)))
     for arguments, message in (
         ((tmp_path, path), f"{tmp_path} contains no run (config.json is missing): pass the directory of a run"),
         ((run_dir, tmp_path / "none"), f"INPUT {tmp_path / 'none'} does not exist"),
         ((run_dir, path, "--output", tmp_path / "p.txt"), "must end in .csv or .npz"),
         ((run_dir, path, "--batch-size", 0), "--batch-size 0 must be at least 1"),
         ((ragged, path), "task.load_examples returns something other than plain tensors"),
+        ((run_dir, empty), f"there are no examples to predict in INPUT {empty}"),
         ((run_dir, path), "example 0: features is float64[8, 8] and must be float32[8, 8, 1], as in"),
     ):
         assert message in refused(*arguments)
     predictor = predict.load(run_dir)
     for examples, problem in (
-        (np.zeros((0, 8, 8, 1)), "there are no examples"),
+        (np.zeros((0, 8, 8, 1)), "there are no examples to predict in the features"),
         ({"a": [1], "b": []}, "the same number"),
     ):
         with pytest.raises(BadInput, match=problem):

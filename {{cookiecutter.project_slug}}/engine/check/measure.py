@@ -57,9 +57,7 @@ def results(program: Any, task: Any) -> Measured:
     for name, value in (item for arrays in judged for item in arrays.items()):
         if not np.isfinite(value).all():
             what = f"the loss is {value}" if name == LOSS else f"the gradient of {name}, not the loss, is not finite"
-            raise BadInput(
-                f"task.compute_loss: {what} on a batch with or without padding: look for sqrt(0), 0/0 or log(0)"
-            )
+            raise BadInput(f"task.compute_loss: {what} on a batch, padded or not: look for sqrt(0), 0/0 or log(0)")
     rounding = rounding_of(batches, program, task, lambda: losses_and_gradients(program, task, stacks))
     with _moved_weights(program, task, NEARBY):
         nearby = losses_and_gradients(program, task, stacks)
@@ -192,9 +190,7 @@ def counted(program: Any, name: str) -> dict[str, Any]:
         numbers = [value for number, value in results.items() if objects.names.metrics[number][0] is metric]
         # Such a result may say nothing about a metric, because the model is not trained.
         if np.isin(np.nan_to_num(numbers), (0.0, 1.0)).all():
-            values = (
-                np.ravel(made.numpy()) for made in map(inner_variable, metric.variables) if made.dtype != tf.string
-            )
+            values = (np.ravel(one.numpy()) for one in map(inner_variable, metric.variables) if one.dtype != tf.string)
             variables[f"{name}/{key} (its variables)"] = np.concatenate([[], *values])
     objects.reset(name)
     return results | variables

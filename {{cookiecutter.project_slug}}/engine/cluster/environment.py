@@ -74,15 +74,8 @@ def reject_cluster(flag: str) -> None:
         raise BadInput(f"{flag} is for one process, but {cluster.source} describes a cluster: start it elsewhere")
 
 
-def leave_as_evaluator() -> None:
-    """Forgets TF_CONFIG if this process is an evaluator in it, which takes no part in the training."""
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "evaluator":
-            del os.environ["TF_CONFIG"]
-
-
 def _from_tf_config(text: str) -> Cluster:
-    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
         described = json.loads(text)
         jobs, job, index = described["cluster"], described["task"]["type"], described["task"]["index"]
         has_lists = bool(jobs) and all(isinstance(addresses, list) for addresses in jobs.values())
@@ -91,7 +84,7 @@ def _from_tf_config(text: str) -> Cluster:
             used = {name: addresses for name, addresses in jobs.items() if addresses and name != "evaluator"}
             return Cluster("TF_CONFIG", used, job, index)
     example = '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}'
-    raise BadInput(f"TF_CONFIG {text} must be JSON like {example}: fix it, or unset it to train on one machine")
+    raise BadInput(f"TF_CONFIG {text:.200} must be JSON like {example}: fix it, or unset it to train on one machine")
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Cluster:
@@ -99,13 +92,14 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
     nodes, tasks = environment.get("SLURM_STEP_NODELIST", ""), environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     rank, number = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
     try:
-        hosts = subprocess.check_output(["scontrol", "show", "hostnames", nodes], text=True, stderr=subprocess.DEVNULL)
+        listed = subprocess.check_output(["scontrol", "show", "hostnames", nodes], stderr=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError) as problem:
         raise BadInput(f"scontrol cannot read SLURM_STEP_NODELIST={nodes} ({problem}): set TF_CONFIG") from None
+    hosts = listed.decode(errors="replace").split()
     tasks_per_node: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         tasks_per_node += [int(count)] * int(times or 1)  # "2(x3),1" is 2, 2, 2, 1.
-    host_by_rank = [host for host, count in zip(hosts.split(), tasks_per_node, strict=False) for _ in range(count)]
+    host_by_rank = [host for host, count in zip(hosts, tasks_per_node, strict=False) for _ in range(count)]
     host = environment.get("SLURMD_NODENAME")
     if not len(host_by_rank) == number > rank or host not in (None, host_by_rank[rank]):
         raise BadInput(
@@ -120,18 +114,16 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
 
 def _from_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
     """Reads the variables of the manifests in deploy/: an Indexed Job's pods are called <job>-<index>.<service>."""
-    job, service = environment.get("JOB_NAME"), environment.get("SERVICE_NAME")
+    job, service, index = map(environment.get, ("JOB_NAME", "SERVICE_NAME", "JOB_COMPLETION_INDEX"))
     # Kubeflow Trainer has another name for the number of pods.
     pods = _number(environment, "WORKERS") or _number(environment, "PET_NNODES")
-    if job and service and not pods:
-        raise BadInput(
-            f"JOB_NAME={job} names a cluster, but neither WORKERS nor PET_NNODES is set: set WORKERS to the number of "
-            "pods that train together, as deploy/jobset.yaml does"
-        )
-    if pods < 2:
+    if pods < 2 and not (job and service):
         return None
-    if not (job and service):
-        raise BadInput("SERVICE_NAME or JOB_NAME is not set beside JOB_COMPLETION_INDEX: see deploy/kubernetes.yaml")
+    if not (job and service and pods and index):
+        raise BadInput(
+            f"JOB_NAME={job}, SERVICE_NAME={service}, JOB_COMPLETION_INDEX={index} and WORKERS={pods or None} (or "
+            "PET_NNODES) name a cluster only together: set all of them, as deploy/kubernetes.yaml does"
+        )
     addresses = [f"{job}-{pod}.{service}:12345" for pod in range(pods)]
     return Cluster("Kubernetes", {"worker": addresses}, "worker", _number(environment, "JOB_COMPLETION_INDEX"))
 
@@ -146,7 +138,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def _contradictions(cluster: Cluster) -> Iterator[str]:
     """Yields contradictions at which TensorFlow would wait or fail without an explanation."""
     if cluster.job == "evaluator":
-        yield "this process as an evaluator: start it with --evaluate-continuously"
+        yield "this process as an evaluator: unset TF_CONFIG, and start it with --evaluate-continuously"
     if unknown := sorted(set(cluster.addresses) - set(JOBS)):
         yield f"the job {', '.join(unknown)}: use only {', '.join(JOBS)}"
     processes = cluster.processes()
@@ -157,8 +149,6 @@ def _contradictions(cluster: Cluster) -> Iterator[str]:
         if parts is None or not 0 < int(parts["port"]) < 2**16:
             yield f"{name} at {address!r}: an address must be a host and a port, as host0:12345"
     addresses = list(processes.values())
-    if shared := [address for address in addresses if addresses.count(address) > 1]:
-        yield f"two processes at {shared[0]}: give each process its own address"
     local = [address for address in addresses if is_loopback(host_and_port(address)[0])]
     if local and len(local) < len(addresses):
         yield f"a process at {local[0]}, which is a different machine on each host: use the name that the others know"
@@ -188,8 +178,7 @@ def why_no_gpu(environment: Mapping[str, str]) -> str:
     number = len([*NVIDIA_GPUS.glob("*")])
     if not number:
         return ""
-    hidden = f"{VISIBLE} is {environment[VISIBLE]!r}: unset it, or " if VISIBLE in environment else ""
     return (
-        f"this machine has {number} NVIDIA GPU{'s' * (number > 1)}, and TensorFlow can use none ({hidden}pip install "
-        "'tensorflow[and-cuda]', with a driver that is new enough)"
+        f"this machine has {number} NVIDIA GPU(s), and TensorFlow can use none ({VISIBLE} is "
+        f"{environment.get(VISIBLE)!r}: unset it, or pip install 'tensorflow[and-cuda]', with a new enough driver)"
     )

@@ -26,6 +26,7 @@ LOST_CODES = (PeerLost.exit_code, CountedLoss.exit_code)  # Another process is t
 FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)  # Exit codes of train.py that a restart does not fix.
 # When one process ends by decision, the others do so too, but the first may have to write gigabytes before. When one
 # dies, they do not.
+MOST = 1000  # Processes of one machine, or restarts.
 SECONDS_TO_FOLLOW = 300.0
 SECONDS_OF_THE_CAUSE = 20.0  # After a process has lost another one, that one ends within this time, or is frozen.
 SECONDS_BETWEEN_CHECKS = 0.2
@@ -255,12 +256,10 @@ def main(description: str) -> int:
     parser.add_argument("--max-restarts", type=int, default=0, help="restarts after a process has died or was stopped")
     parser.add_argument("--min-workers", type=int, help="without restarts left, continue with as few; default: all")
     parser.add_argument("arguments", nargs="*", help="after --: the arguments of train.py")
-    options, unknown = parser.parse_known_args()
-    if unknown:
-        parser.error(f"{unknown[0]} is not a flag of launch.py: pass the arguments of train.py after --")
+    options = parser.parse_args()
     for name, least in (("workers", 1), ("parameter_servers", 0), ("max_restarts", 0)):
-        if (value := getattr(options, name)) < least:
-            parser.error(f"--{name.replace('_', '-')} {value} must be {least} or more")
+        if not least <= (value := getattr(options, name)) <= MOST:
+            parser.error(f"--{name.replace('_', '-')} {value} must be from {least} to {MOST}")
     workers, gpus, jobs = options.workers, visible_gpus(os.environ), {"worker": options.workers}
     if options.min_workers and options.parameter_servers:
         parser.error("--min-workers cannot be combined with --parameter-servers, whose chief continues by itself")

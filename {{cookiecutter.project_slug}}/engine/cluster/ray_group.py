@@ -32,16 +32,13 @@ class Restarts(ray_train.UserCallback):
 
         Raises ControllerError, after which Ray does not restart, and PreemptionError, which it does not count.
         """
-        codes = {worker: getattr(problem, "code", None) for worker, problem in worker_exceptions.items()}
-        ends = [
-            f"exit code {code}" if code else first_line(worker_exceptions[worker]) for worker, code in codes.items()
-        ]
-        named = ", ".join(f"worker {worker} ({end})" for worker, end in zip(codes, ends, strict=True))
-        print(f"ended: {named}", flush=True)
-        if final := [kind for kind in (BadInput, Diverged) if kind.exit_code in codes.values()]:
+        codes = {getattr(problem, "code", None) for problem in worker_exceptions.values()}
+        ends = [f"worker {worker} ({first_line(problem)})" for worker, problem in worker_exceptions.items()]
+        print(f"ended: {', '.join(ends)}", flush=True)
+        if final := [kind for kind in (BadInput, Diverged) if kind.exit_code in codes]:
             line = f"a worker ended with exit code {final[0].exit_code}, see its line"
             raise ray_train.ControllerError(final[0](line))
-        if set(codes.values()) == {Stopped.exit_code}:
+        if codes == {Stopped.exit_code}:
             raise ray_train.PreemptionError(ray_train.PreemptionInfo(None, {}))
 
 

@@ -106,18 +106,18 @@ def _problems(name: str, settings: Settings, gpus: int, cluster: Cluster | None)
     if name == "mirrored" and not simulated and not gpus:
         reason = why_no_gpu(os.environ) or "this machine shows none"
         yield f"--strategy mirrored needs GPUs and {reason}: use --simulated-devices N, or --strategy one_device"
-    where, possible = f"--strategy {name}", ["auto"]
-    if name == "multi_worker":
-        where, possible = ("several workers", ["auto", "nccl"]) if gpus else ("workers without GPUs", ["auto"])
-    elif name in ("mirrored", "one_device") and not gpus:
-        where, possible = f"--simulated-devices {simulated}" if simulated else "one CPU", ["auto", "one_device"]
-    elif name == "mirrored" and gpus % 2:
+    possible = ["auto"]
+    if gpus and name in ("mirrored", "one_device", "multi_worker"):
+        possible += ["nccl"]
+    if name in ("mirrored", "one_device"):
+        possible += ["one_device"]
         # HierarchicalCopyAllReduce drops the last of three replicas on the CPU.
-        where, possible = f"an odd number of GPUs ({gpus})", ["auto", "nccl", "one_device"]
-    elif name in ("mirrored", "one_device"):
-        return
+        possible += ["hierarchical_copy"] if gpus and not gpus % 2 else []
     if settings.all_reduce not in possible:
-        yield f"--all-reduce {settings.all_reduce} does not work with {where}: use {' or '.join(possible)}"
+        yield (
+            f"--all-reduce {settings.all_reduce} does not work with --strategy {name} on {gpus} GPU(s): use "
+            f"{' or '.join(possible)}"
+        )
 
 
 def _create(name: str, settings: Settings, gpus: int, cluster: Cluster | None) -> Made:

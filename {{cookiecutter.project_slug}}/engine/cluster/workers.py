@@ -19,7 +19,6 @@ from engine.errors import BadInput, CannotWrite, Damaged, PeerLost, Unavailable
 
 Arrays = dict[str, np.ndarray]
 CHUNK = 2**24  # Integers in one collective operation: 64 MiB. gRPC refuses messages of 2 GiB.
-HEAD = 256  # Bytes of a result in the first operation of `from_chief`; most results fit.
 
 
 class Workers:
@@ -38,20 +37,15 @@ class Workers:
 
     def _sum(self, integers: np.ndarray) -> np.ndarray:
         """Returns the sum of all workers' `integers` ([n], int32)."""
-        # One of a worker's replicas carries its integers.
-        first = iter([integers])
-        per_replica = self._strategy.experimental_distribute_values_from_function(
-            lambda _: tf.constant(next(first, np.zeros_like(integers)))
-        )
-        return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None).numpy()
+        return self.sum(tf.constant(integers)).numpy()
 
     @tf.autograph.experimental.do_not_convert
-    def sum(self, losses: tf.Tensor) -> tf.Tensor:
-        """Returns the sum of the `losses` (any shape) of all workers, on each of them; in a graph."""
+    def sum(self, values: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of the `values` (any shape) of all workers, on each of them; also in a graph."""
         if self.count == 1:
-            return losses
-        of_replicas = iter([losses])  # One of a worker's replicas carries its losses.
-        per_replica = self._strategy.run(lambda: next(of_replicas, tf.zeros_like(losses)))
+            return values
+        of_replicas = iter([values])  # One of a worker's replicas carries its values.
+        per_replica = self._strategy.run(lambda: next(of_replicas, tf.zeros_like(values)))
         return self._strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None)
 
     def gather(self, values: Arrays, doing: str = "", *, to_chief: bool = False) -> Arrays:
@@ -115,30 +109,27 @@ class Workers:
                 value = function()
             except (BadInput, CannotWrite, Damaged) as problem:
                 error = problem
-        message: Any = pickle.dumps((value, error), protocol=5) if self.is_chief else b""
-        # The size of the message in 64 bits, and its first bytes.
-        head = np.frombuffer((len(message).to_bytes(8, "little") + message[:HEAD]).ljust(8 + HEAD, b"\0"), np.uint8)
+        message = pickle.dumps((value, error), protocol=5) if self.is_chief else b""
         name = getattr(getattr(function, "func", function), "__qualname__", "a decision of the chief")
-        chiefs = self.gather({"head": head}, name)["head"][0].tobytes()
-        size = int.from_bytes(chiefs[:8], "little")
-        message = chiefs[8:] if size <= HEAD else self._send(message, size)
+        size = self.gather({"size": np.array(len(message))}, name)["size"][0]
+        received = self._send(message, size)
         if not self.is_chief:
-            value, error = pickle.loads(message)
+            value, error = pickle.loads(received)
             if isinstance(error, CannotWrite | Unavailable):
                 raise PeerLost(str(error))  # The chief's end is counted, once.
         if error is not None:
             raise error
         return value
 
-    def _send(self, message: bytes, size: int) -> np.ndarray:
-        """Returns the chief's message of `size` bytes ([size], uint8) on all workers."""
+    def _send(self, message: bytes, size: int) -> memoryview:
+        """Returns the chief's message of `size` bytes on all workers."""
         received = np.frombuffer(message, np.uint8) if self.is_chief else np.zeros(size, np.uint8)
         for first in range(0, size, 4 * CHUNK):
             piece = received[first : first + 4 * CHUNK]
             summed = self._sum(_as_integers(piece.tobytes()))
             if not self.is_chief:
                 piece[:] = summed.view(np.uint8)[: piece.size]
-        return received
+        return received.data
 
 
 def _as_integers(packed: bytes) -> np.ndarray:

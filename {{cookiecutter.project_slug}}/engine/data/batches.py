@@ -6,18 +6,20 @@ skipped and not prepared, except those in the stack that contains it.
 """
 
 import functools
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from engine.data.element_spec import as_text, batched, bytes_of, is_static
+from engine.data.element_spec import as_text, batched, bytes_of, is_static, megabytes
 from engine.data.examples import CORES, PARALLEL_CALLS, Examples, Shard, hook_of, input_options, parallel_calls
 from engine.data.preparation import Preparation, evaluation_seed, pass_seed
 from engine.data.stacks import StackIterator, Stacks, on_replicas, stack_size, stacked
 from engine.errors import BadInput
 from engine.files import until_read
+from engine.machine import memory_of_machine
 from engine.settings import Settings
 
 # Several small batches are prepared in one call, because a call takes longer than the work itself.
@@ -38,9 +40,8 @@ class Batches:
 
     Attributes:
         name: the split, or "<split>/<dataset>" if it has several.
-        examples: the examples that this process loads, in their order.
-        number_of_examples: the examples of the dataset, on all processes.
-        shards_by_file: whether each of several processes loads files of its own.
+        examples: the examples in their order.
+        number_of_examples: how many the dataset has.
         global_batch_size: examples in a batch.
         per_replica_batch_size: examples of a batch on one replica, padding included.
         steps_per_pass: batches in one pass.
@@ -56,21 +57,13 @@ class Batches:
         self,
         name: str,
         examples: Examples,
-        lengths: Sequence[int],
         preparation: Preparation,
         strategy: tf.distribute.Strategy,
         settings: Settings,
         context: tf.distribute.InputContext,
-        *,
-        shards_by_file: bool = False,
     ) -> None:
-        """Traces task.prepare_example. Raises BadInput, naming the hook, for examples that cannot be batched.
-
-        `examples` are those that this process loads. `lengths` has their number; or, if each process of `context` loads
-        files of its own, the numbers of all processes.
-        """
-        self.name, self.examples, self.shards_by_file = name, examples, shards_by_file
-        self._lengths, self.number_of_examples = list(lengths), sum(lengths)
+        """Traces task.prepare_example. Raises BadInput, naming the hook, for examples that cannot be batched."""
+        self.name, self.examples, self.number_of_examples = name, examples, examples.length
         self._seed = settings.seed
         self._is_training, self._is_eager = self.split == "train", preparation.is_eager
         evaluation_size = None if self._is_training else settings.evaluation_batch_size
@@ -82,11 +75,6 @@ class Batches:
             parts = f", in {micro_batches} micro-batches each" if micro_batches > 1 else ""
             raise BadInput(f"{flag} {size} is too small for {replicas} replica(s){parts}: use {unit} or more")
         self.per_replica_batch_size = micro_batches * -(-size // unit)
-        if size % len(lengths):
-            raise BadInput(
-                f"{flag} {size} cannot be shared equally by {len(lengths)} workers: with input_context each takes its "
-                "part from files of its own; use a multiple of that"
-            )
         self._count_steps(settings)
         self._prepared = preparation.trace(
             examples.element_spec, hook_of(name), lambda: next(iter(examples.unshuffled()))[1]
@@ -94,7 +82,6 @@ class Batches:
         self.traced = self._prepared.traced
         batch_spec = batched(self._prepared.spec, self.per_replica_batch_size)
         self.stacks = Stacks(strategy, batch_spec, self._prepared.padding)
-        self._loader = context.input_pipeline_id % len(lengths)
         self._shard_batches(context)
         self._plan_memory(context.num_input_pipelines)
         # It calls a function again after faults that pass.
@@ -102,16 +89,12 @@ class Batches:
         self._iterator: StackIterator | None = None
 
     def _count_steps(self, settings: Settings) -> None:
-        # Every process takes the same number of steps, however many examples it has.
-        size = self.global_batch_size // len(self._lengths)
-        if settings.keep_last_batch or not self._is_training:
-            self.steps_per_pass = max(-(-length // size) for length in self._lengths)
-        else:
-            self.steps_per_pass = min(self._lengths) // size
+        size, keeps_last = self.global_batch_size, settings.keep_last_batch or not self._is_training
+        self.steps_per_pass = (self.number_of_examples + keeps_last * (size - 1)) // size
         if not self.steps_per_pass:
             raise BadInput(
-                f"--global-batch-size {self.global_batch_size} is larger than the {self.number_of_examples} "
-                f"examples of {hook_of(self.name)}: use a smaller one, or --keep-last-batch"
+                f"--global-batch-size {size} is larger than the {self.number_of_examples} examples of "
+                f"{hook_of(self.name)}: use a smaller one, or --keep-last-batch; if these are batches, unbatch() them"
             )
         self.steps_per_epoch = (self._is_training and settings.steps_per_epoch) or self.steps_per_pass
         self.steps_per_epoch = min(self.steps_per_epoch, settings.limit_steps or self.steps_per_epoch)
@@ -120,12 +103,11 @@ class Batches:
 
     def _shard_batches(self, context: tf.distribute.InputContext) -> None:
         """Finds the examples of each batch that this process loads for its replicas."""
-        replicas, loaders = self.stacks.strategy.num_replicas_in_sync, len(self._lengths)
-        size, count = self.global_batch_size // loaders, replicas // loaders
+        size, replicas = self.global_batch_size, self.stacks.strategy.num_replicas_in_sync
         # The first replicas may get one example more, and the others padding.
-        of_replicas = [size // count + (replica < size % count) for replica in range(count)]
+        of_replicas = [size // replicas + (replica < size % replicas) for replica in range(replicas)]
         of_process = replicas // context.num_input_pipelines
-        first_replica = context.input_pipeline_id * of_process % count
+        first_replica = context.input_pipeline_id * of_process
         self._of_replicas = of_replicas[first_replica : first_replica + of_process]
         first = sum(of_replicas[:first_replica])
         self._shard = Shard(size, slice(first, first + sum(self._of_replicas)), self.steps_per_pass * size)
@@ -137,6 +119,11 @@ class Batches:
         bytes_of_batch = self.stacks.strategy.num_replicas_in_sync * bytes_of(self.element_spec)
         self._batches_at_once = max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // max(bytes_read, bytes_of_batch)))
         bytes_of_share = bytes_of_batch // processes
+        if bytes_of_share > (memory_of_machine() or math.inf):
+            raise BadInput(
+                f"a batch of {self.global_batch_size} examples takes {megabytes(bytes_of_share)}, more than the memory "
+                "of this machine: use a smaller --global-batch-size or --evaluation-batch-size"
+            )
         self.stack_size = stack_size(self.steps_per_epoch, bytes_of_share, self._batches_at_once)
         if self._is_eager:  # Otherwise task.prepare_example would run for many steps before the first one.
             self.stack_size = 1
@@ -184,9 +171,8 @@ class Batches:
 
         def examples_before(step: int) -> int:
             passes, steps_of_pass = divmod(step, self.steps_per_pass)
-            counts = ((passes, self.steps_per_pass), (1, steps_of_pass))
-            size = self._shard.examples_per_batch
-            return sum(times * min(length, steps * size) for times, steps in counts for length in self._lengths)
+            of_pass = self.number_of_examples - self.dropped
+            return passes * of_pass + min(of_pass, steps_of_pass * self.global_batch_size)
 
         first = epoch * self.steps_per_epoch + first_step
         end = first + (self.steps_per_epoch - first_step if steps is None else steps)
@@ -254,8 +240,8 @@ class Batches:
         return examples.map(call, num_parallel_calls=None if self._is_eager else self._calls)
 
     def _numbers(self, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # The number of examples, and the seed of this process.
-        return tf.constant(self.examples.length, tf.int64), tf.stack([seed, self._loader])
+        # The number of examples, and a seed of two numbers.
+        return tf.constant(self.number_of_examples, tf.int64), tf.stack([seed, 0])
 
     def rejection(self, problem: tf.errors.OpError, step: int) -> BadInput:
         """Returns the error for batches that cannot be read or prepared, from a step on, counted over all epochs."""

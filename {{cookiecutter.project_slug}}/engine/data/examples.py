@@ -56,7 +56,7 @@ Elements = tuple[tf.data.Dataset, Callable[..., tuple[tf.Tensor, Any]]]
 
 
 class Examples:
-    """A finite number of single examples: all of a dataset, or those in the files that one process loads.
+    """A finite number of single examples.
 
     In the methods, `first` is a place at the beginning of a batch (int64), and `seed` (int64, scalar) shuffles the
     examples; None keeps them in the order of task.load_examples.
@@ -106,8 +106,6 @@ class Examples:
 
         `one_by_one` has all of them, read or prepared, in their order. If none fails there, `during` says where.
         """
-        if "was expected to contain" in str(problem):
-            return BadInput(f"{self._hook}: {first_line(problem)}: give assert_cardinality the real number of examples")
         number, end = 0, time.monotonic() + SECONDS_TO_SEARCH
         try:
             for _ in one_by_one.with_options(input_options()):

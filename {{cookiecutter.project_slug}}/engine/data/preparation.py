@@ -20,10 +20,6 @@ from engine.data.element_spec import as_text, is_static, unbatched
 from engine.errors import BadInput, first_line, where_raised
 from engine.tracing import Traced, converted, differing_value
 
-# What the hook may raise because it expects other examples.
-OF_OTHER_EXAMPLES = (AttributeError, LookupError, TypeError, ValueError, tf.errors.InvalidArgumentError)
-ONE_WEIGHT = "each must be one number; return weights by output as a part of the labels (docs/from_keras_fit.md)"
-
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
@@ -95,6 +91,17 @@ class Prepared:
     padding: Padding | None  # None where no sequences are padded.
     traced: Traced | None  # What the hook does; None if it runs in Python, with --eager.
 
+    def features(self, places: tf.Tensor, examples: Any, seed: tf.Tensor) -> Any:
+        """Returns the prepared features of examples ([n, ...]), in the graph that is being built.
+
+        Operations that only the labels need do not run, unless they have an effect, as tf.debugging.Assert has.
+        """
+        length = tf.constant(tf.int64.max, tf.int64)
+        if self.batch:
+            return self.batch(places, examples, length, seed)[0]
+        one = tf.autograph.experimental.do_not_convert(lambda element: self.one(*element, length, seed)[0])
+        return tf.map_fn(one, (places, examples), fn_output_signature=self.spec[0])
+
 
 class Preparation:
     """Prepares examples, and gives each a sample weight: its own or 1, and 0 to the padding behind the last one."""
@@ -120,16 +127,13 @@ class Preparation:
         `hook` is the call that loads the examples, for messages. With `eager`, the hook runs on the `first_example`.
         """
         if (key := str(example_spec)) not in self._prepared:
-            _, weight = self._arguments(example_spec)
-            if weight is not None and (not isinstance(weight, tf.TensorSpec) or weight.shape.rank != 0):
-                raise BadInput(f"{hook} returned sample weights of {as_text(weight)}: {ONE_WEIGHT}")
             try:
                 self._prepared[key] = self._trace(example_spec, first_example)
             except BadInput:
                 raise
             except Exception as problem:
                 text = f"{where_raised(problem)}: {first_line(problem)}"
-                if isinstance(problem, OF_OTHER_EXAMPLES):
+                if isinstance(problem, TypeError | ValueError | LookupError):  # As examples of another structure cause.
                     text += (
                         " (task.prepare_example gets examples one by one, the parts of a tuple as arguments: "
                         f"{as_text(example_spec)}, as {hook} returned them)"
@@ -184,28 +188,13 @@ class Preparation:
             or_pad = ", or use --pad-to 64 128 256" if any(are_sequences(example)) else ""
             raise BadInput(
                 f"{returned}: each must be a tensor of static shape, the same for all examples; resize or pad, then "
-                f"tf.ensure_shape{or_pad}"
+                f"tf.ensure_shape{or_pad}; if task.load_examples returns batches, unbatch() them"
             )
         if self._pad_to and not prepared.padding:
             raise BadInput(
                 f"--pad-to {' '.join(map(str, self._pad_to))}: {returned}, where no tensor's first size differs: "
                 "remove --pad-to, or do not pad in prepare_example"
             )
-
-    def features(self, prepared: Prepared, places: tf.Tensor, batch: Any, seed: tf.Tensor) -> Any:
-        """Returns the prepared features of a batch of examples ([n, ...]), in the graph that is being built.
-
-        Operations that only the labels need do not run, unless they have an effect, as tf.debugging.Assert has.
-        `places` (int64, [n]) and `seed` are as in Prepared.
-        """
-
-        def prepare(element: tuple[tf.Tensor, Any]) -> Any:
-            example = self._prepare_one(*element, tf.int64.max, seed)
-            return (prepared.padding.pad(example) if prepared.padding else example)[0]
-
-        if prepared.batch:
-            return tf.vectorized_map(prepare, (places, batch), fallback_to_while_loop=False)
-        return tf.map_fn(prepare, (places, batch), fn_output_signature=prepared.spec[0])
 
     def _prepare_batch(self, places: tf.Tensor, examples: Any, length: tf.Tensor, seed: tf.Tensor) -> Any:
         # Without fallback, because an operation that cannot be vectorized would run for one example after the other.
@@ -230,7 +219,10 @@ class Preparation:
         weight = weights[0] if weights else 1.0 if weight is None else weight
         if isinstance(weight, dict | tuple) or (weight := tf.cast(weight, tf.float32)).shape.rank != 0:
             kind = getattr(weight, "shape", f"a {type(weight).__name__}")
-            raise BadInput(f"task.prepare_example returned sample weights of {kind}: {ONE_WEIGHT}")
+            raise BadInput(
+                f"a hook returned sample weights of {kind}: each must be one number; return weights by output as a "
+                "part of the labels (docs/from_keras_fit.md)"
+            )
         if self.is_eager:
             features, labels = tf.nest.map_structure(tf.convert_to_tensor, (features, labels))
         return features, labels, tf.where(place < length, weight, 0.0)

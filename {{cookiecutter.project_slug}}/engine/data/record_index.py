@@ -27,8 +27,8 @@ from engine.console import console
 from engine.errors import BadInput, Unavailable, asked_to_stop
 from engine.files import until_read
 
-VERSION = 4
-BYTES_OF_POINT = 2**15  # The first record at or after each multiple of this is a point.
+VERSION = 5
+BYTES_OF_POINT = 2**18  # The first record at or after each multiple of this is a point.
 POINTS_OF_SMALL_FILE = 1024  # The points of a small file are closer, and there are about this many.
 RECORDS_AT_ONCE = 2**16  # Records that are checked together while an index is made.
 FILES_AT_ONCE = 16  # Storage may answer late.
@@ -142,8 +142,6 @@ def _make(path: str, size: int) -> FileIndex:
             if asked_to_stop.is_set():
                 raise Unavailable(f"stopped by a signal while the index of {path} was made")
             if offsets[-1] > size:
-                if _size_and_time(path)[0] > size:
-                    raise BadInput(f"{path} is still being written: start again when it is complete")
                 raise _damaged(path, first + len(offsets) - 2, offsets[-2], "it is cut short")
             digest.update(headers.tobytes())
             all_checksums += checksums

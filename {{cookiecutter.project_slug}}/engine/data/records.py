@@ -25,13 +25,13 @@ from engine.data.record_index import BYTES_OF_POINT, FileIndex, index_files, is_
 from engine.errors import BadInput
 
 BLOCKS_AT_ONCE = 256  # Blocks that a process reads at the same time, because storage may answer late.
-BYTES_WITHOUT_SHUFFLE = 2**26  # For the windows where nothing is shuffled. Shorter ones begin further from points.
+BYTES_WITHOUT_SHUFFLE = 2**26  # For what is read ahead where nothing is shuffled.
 BYTES_BESIDES = 300  # Memory that a record takes besides its data.
 SEGMENTS = 64  # At most; of large batches as many as give each segment this many records and bytes of a batch.
 RECORDS_OF_SEGMENT, BYTES_OF_SEGMENT = 32, 2**18
-BYTES_OF_BLOCK = 2**18  # A block is consecutive records that are read at once.
+BYTES_OF_BLOCK = BYTES_OF_POINT  # A block is consecutive records that are read at once.
 BLOCKS_OF_SMALL_DATASET = 1024  # The blocks of a small dataset are smaller, and there are about this many.
-POINTS_IN_MEMORY = 2**22  # The points and the blocks of large data are further apart, and there are about this many.
+BLOCKS_IN_MEMORY = 2**22  # The blocks of large data are larger, and there are about this many.
 READ_AHEAD = 1 / 8  # The next window of a segment is read when this fraction of the one before is left.
 
 
@@ -42,21 +42,12 @@ class Records:
     """
 
     def __init__(self, *patterns: str | Path | list[str | Path]) -> None:
-        """Raises BadInput unless each is a path or a pattern, or a list of them."""
-        given = tf.nest.flatten(patterns)
-        wrong = [repr(pattern) for pattern in given if not isinstance(pattern, str | os.PathLike)]
-        if wrong or not given:
-            raise BadInput(
-                f"Records got {wrong[0] if wrong else 'no path'}: pass paths or patterns of TFRecord files; "
-                "task.prepare_example gets each record, and parses it"
-            )
-        self.patterns = list(map(os.fspath, given))
+        """Each is a path or a pattern, or a list of them."""
+        self.patterns = list(map(os.fspath, tf.nest.flatten(patterns)))
         self._count: int | None = None
 
     def take(self, count: int) -> "Records":
-        """Returns the first records only. Raises BadInput unless `count` is a positive integer."""
-        if not isinstance(count, int) or count < 1:
-            raise BadInput(f"Records.take got {count!r}: pass a positive integer")
+        """Returns the first records only."""
         taken = Records(*self.patterns)
         taken._count = count if self._count is None else min(count, self._count)
         return taken
@@ -162,49 +153,35 @@ class Blocks:
     def __init__(self, files: list[FileIndex]) -> None:
         self.length, self.bytes_of_files = sum(file.length for file in files), sum(file.size for file in files)
         self.bytes_of_record = self.bytes_of_files / self.length
-        at_least = max(1, self.bytes_of_files // POINTS_IN_MEMORY)
-        bytes_of_block = max(at_least, min(BYTES_OF_BLOCK, self.bytes_of_files // BLOCKS_OF_SMALL_DATASET))
-        # The points of small files are too many if there are many such files.
-        self.files = [file.thinned(max(at_least, min(BYTES_OF_POINT, bytes_of_block))) for file in files]
-        firsts = np.cumsum([0, *(file.length for file in files)])
-        blocks = [file.thinned(bytes_of_block).points[:, 0] for file in self.files]
-        block_files = np.repeat(np.arange(len(files)), [len(begins) - 1 for begins in blocks])
-        block_firsts = np.concatenate([begins[:-1] for begins in blocks]) + firsts[block_files]
-        block_sizes = np.concatenate(list(map(np.diff, blocks)))
-        # The points of all files, one file after the other, with the numbers of the records over all files.
-        points = np.concatenate(
-            [file.points + np.array([first, 0]) for file, first in zip(self.files, firsts, strict=False)]
-        )
-        self._most_in_block = int(block_sizes.max())
+        bytes_of_block = min(BYTES_OF_BLOCK, self.bytes_of_files // BLOCKS_OF_SMALL_DATASET)
+        bytes_of_block = max(1, bytes_of_block, self.bytes_of_files // BLOCKS_IN_MEMORY)
+        self.files = [file.thinned(bytes_of_block) for file in files]
+        file_of_block = np.repeat(np.arange(len(files)), [len(file.points) - 1 for file in self.files])
+        offsets = np.concatenate([file.points[:-1, 1] for file in self.files])
+        # The number of records of each block, and its bytes.
+        counts, sizes = np.concatenate([np.diff(file.points, axis=0) for file in self.files]).T
+        self._most_in_block = int(counts.max())
         with tf.init_scope(), tf.device("CPU:0"):  # Made once. As constants they would be in every graph.
             self._paths = tf.constant([file.path for file in files])
-            self._blocks = [tf.constant(column, tf.int64) for column in (block_files, block_firsts, block_sizes)]
-            self._numbers, self._offsets = (tf.constant(column, tf.int64) for column in points.T)
+            self._blocks = [tf.constant(column, tf.int64) for column in (file_of_block, offsets, sizes, counts)]
 
     def in_order(self, seed: tf.Tensor | None) -> Callable[..., tf.data.Dataset]:
         """Returns a function that reads the records of a pass, in the order of their blocks, from place to place."""
-        files, firsts, sizes = self._blocks
-        order = tf.range(tf.size(sizes, tf.int64))
+        order = tf.range(tf.size(self._blocks[0], tf.int64))
         if seed is not None:
             order = tf.random.experimental.stateless_shuffle(order, tf.stack([seed, 0]))
-        files, firsts, sizes = (tf.gather(column, order) for column in (files, firsts, sizes))
-        ends = tf.cumsum(sizes)
+        files, offsets, sizes, counts = (tf.gather(column, order) for column in self._blocks)
+        ends = tf.cumsum(counts)
 
         def records(begin: tf.Tensor, end: tf.Tensor, at_once: int = 1) -> tf.data.Dataset:
             first_block = tf.searchsorted(ends, [begin], side="right", out_type=tf.int64)[0]
             end_block = tf.searchsorted(ends, [end], side="left", out_type=tf.int64)[0] + 1
             needed = slice(first_block, end_block)
-            begins = ends[needed] - sizes[needed]
+            begins = ends[needed] - counts[needed]
             skipped = tf.maximum(begin - begins, 0)
-            counts = tf.minimum(end, ends[needed]) - begins - skipped
-            first = firsts[needed] + skipped
-            # The last point at or before the first record, and the first one at or after the end.
-            starts = tf.searchsorted(self._numbers, first, side="right") - 1
-            ends_at = tf.searchsorted(self._numbers, first + counts, side="left")
-            skips, offsets = first - tf.gather(self._numbers, starts), tf.gather(self._offsets, starts)
-            sizes_read = tf.gather(self._offsets, ends_at) - offsets
+            taken = tf.minimum(end, ends[needed]) - begins - skipped
             paths = tf.gather(self._paths, files[needed])
-            blocks = tf.data.Dataset.from_tensor_slices((paths, offsets, sizes_read, skips, counts))
+            blocks = tf.data.Dataset.from_tensor_slices((paths, offsets[needed], sizes[needed], skipped, taken))
             if at_once == 1:
                 return blocks.flat_map(read_block)
             # All of a block comes before the next one, so the order is the same. Twice this length is buffered, and
@@ -249,8 +226,11 @@ class Segments:
 
     def read(self, segment: tf.Tensor, at_once: int) -> tf.data.Dataset:
         """Returns (place, record) of a segment, one by one; it may read `at_once` blocks at the same time."""
-        # The first windows differ in length, so that not all segments read at the same time.
         length, window = self._segment_length, self._window
+        ahead = max(self.per_batch, int(window * READ_AHEAD))
+        if self._seed is None:
+            return self._read_window(segment, tf.constant(0, tf.int64), self._skipped, length, at_once).prefetch(ahead)
+        # The first windows differ in length, so that not all segments read at the same time.
         first_end = length if self._is_one_window else tf.minimum(length, (segment + 1) * window // self._count + 1)
         first_window = tf.maximum((self._skipped - first_end) // window + 1, 0)
         end_window = (length - first_end + window - 1) // window + 1
@@ -262,7 +242,7 @@ class Segments:
             return self._read_window(segment, number, begin_of(number), begin_of(number + 1), at_once)
 
         windows = tf.data.Dataset.range(first_window, end_window).flat_map(read_window)
-        return windows.prefetch(max(self.per_batch, int(window * READ_AHEAD)))
+        return windows.prefetch(ahead)
 
     def _read_window(
         self, segment: tf.Tensor, number: tf.Tensor, begin: tf.Tensor, end: tf.Tensor, at_once: int

@@ -45,21 +45,15 @@ def load_splits(
     )
     if "training" not in inspect.signature(task.prepare_example).parameters:
         training = evaluating  # It is traced once for all splits.
-    by_file = _takes_context(task.load_examples)
     batches: dict[str, Batches] = {}
     for split in splits:
         preparation = training if split == "train" else evaluating
-        loaded = load_datasets(split, task.load_examples, settings, context)
-        lengths = {name: [examples.length] for name, examples in loaded.items()}
-        if by_file and workers:
-            own = {name: np.array(length) for name, (length,) in lengths.items()}
-            lengths = {name: of_all.tolist() for name, of_all in workers.gather(own, hook_of(split)).items()}
-        for name, examples in loaded.items():
-            arguments = name, examples, lengths[name], preparation, strategy, settings, context
+        for name, examples in load_datasets(split, task.load_examples, settings).items():
+            arguments = name, examples, preparation, strategy, settings, context
             if isinstance(strategy, tf.distribute.ParameterServerStrategy) and split == "train":
                 batches[name] = WorkerBatches(*arguments, load=functools.partial(task.load_examples, "train"))
             else:
-                batches[name] = Batches(*arguments, shards_by_file=by_file)
+                batches[name] = Batches(*arguments)
     check_same_structure(batches)
     if settings.validate_every_steps and not any(dataset.split == "validation" for dataset in batches.values()):
         raise BadInput(
@@ -69,25 +63,16 @@ def load_splits(
     return batches
 
 
-def load_datasets(
-    split: str, load_examples: Callable[..., Any], settings: Settings, context: tf.distribute.InputContext
-) -> dict[str, Examples]:
+def load_datasets(split: str, load_examples: Callable[..., Any], settings: Settings) -> dict[str, Examples]:
     """Calls task.load_examples for a split; returns the examples of each of its datasets, by name.
 
-    If the hook takes an `input_context`, they are those of this process only. Raises BadInput if they cannot be used.
+    Raises BadInput if they cannot be used.
     """
     shuffle_bytes = settings.shuffle_megabytes * 2**20 if split == "train" else None
-    is_own = _takes_context(load_examples) and context.num_input_pipelines > 1
-    load = functools.partial(load_examples, split, **({"input_context": context} if is_own else {}))
+    loaded = until_read(lambda: load_examples(split), hook_of(split), obeys_signals=True)
     datasets: dict[str, Examples] = {}
-    for name, dataset in named(split, until_read(load, hook_of(split), obeys_signals=True)).items():
+    for name, dataset in named(split, loaded).items():
         hook = hook_of(name)
-        if is_own and isinstance(dataset, Records):
-            raise BadInput(
-                f"{hook} takes an input_context and returned Records: remove it from load_examples; each worker reads "
-                "its own shard anyway"
-            )
-        hook += f" for worker {context.input_pipeline_id} of {context.num_input_pipelines}" if is_own else ""
         read: Callable[[], Examples]
         if isinstance(dataset, Records):  # Beside the run, so that all of its processes and starts share the folder.
             read = functools.partial(dataset.examples, hook, shuffle_bytes, settings.run_dir.parent / INDEXES)
@@ -97,22 +82,16 @@ def load_datasets(
     return datasets
 
 
-def _takes_context(load_examples: Callable[..., Any]) -> bool:
-    return "input_context" in inspect.signature(load_examples).parameters
-
-
 def named(split: str, loaded: Any) -> dict[str, Any]:
     """Returns the datasets that task.load_examples returned, as "validation" or "validation/<dataset>".
 
-    Raises BadInput for an empty dictionary, and for a name of other characters than letters, digits, "_", "-" and ".".
+    Raises BadInput for a name of other characters than letters, digits, "_", "-" and ".".
     """
     if split == "train":  # There must be one; None or a dictionary is rejected where it is read.
         return {split: loaded}
     if not isinstance(loaded, Mapping):
         return {} if loaded is None else {split: loaded}
     hook = hook_of(split)
-    if not loaded:
-        raise BadInput(f"{hook} returned an empty dict: return None if there is no {split}")
     for name in loaded:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
             raise BadInput(f"{hook} returned a dataset called {name!r}: use letters, digits, '_', '-' and '.'")

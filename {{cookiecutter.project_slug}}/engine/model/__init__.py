@@ -5,6 +5,7 @@ build           sets Keras up, and makes the variables of models and optimizers
 rejections      rejects objects that would train wrongly without an error
 variables       the variables that the hooks made, by name; those that differ between replicas
 metrics         builds and reads the metrics, and names their results
+traced_once     what the steps take from Python when they are traced
 step            the step that is being traced: its batch, its micro-batch, its sums so far
 gradients       micro-batches, the sum over replicas, clipping, the update
 optimizers      makes Keras's optimizers clip and update the sum over the replicas

@@ -23,6 +23,7 @@ RESERVED = {"average", "hidden", "metrics", "optimizer"}
 def set_up(task: Any, settings: Settings) -> None:
     """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
     rejections.check_hooks(task, export=settings.export)
+    rejections.check_floatx()
     if settings.deterministic:
         tf.config.experimental.enable_op_determinism()
         tf.config.experimental.enable_tensor_float_32_execution(False)

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from engine.console import console
 from engine.errors import Diverged
 from engine.model import rejections, variables
 from engine.model.averages import MovingAverage
@@ -14,6 +15,7 @@ from engine.model.build import build_models, build_optimizers, set_up
 from engine.model.metrics import Metrics, ResultNames, build_metrics, in_float64, metric_results, split_of
 from engine.model.optimizers import inner_optimizers
 from engine.model.rows import choose_lazy_rows
+from engine.model.traced_once import TakenFromPython, names_in_steps
 from engine.model.variables import Recorder, Variables, by_name, inner_variable, is_random_state, is_seed
 from engine.settings import Settings
 
@@ -29,6 +31,7 @@ class TaskObjects:
         optimizer: an optimizer, or a dict of them under the models' names.
         metrics: split -> name -> metric.
         names: the names of the metrics' results.
+        names_in_steps: the names that the code of the steps contains.
         weights: every variable of the models that Keras lists, by name.
         mirrored: the variables of the state that have one value on all replicas, by name.
         per_replica: the variables of the state that may differ between replicas.
@@ -39,6 +42,7 @@ class TaskObjects:
     """
 
     names: ResultNames
+    names_in_steps: set[str]
     mirrored: Variables
     per_replica: Variables
     average: MovingAverage
@@ -52,6 +56,7 @@ class TaskObjects:
         self.model = self.optimizer = None
         self.metrics: Metrics = {}
         self.weights: Variables = {}
+        self._from_python: TakenFromPython | None = None
         self.on_report = getattr(task, "on_report", None)
         self.source = "with new weights"  # Or which weights were loaded.
 
@@ -118,7 +123,9 @@ class TaskObjects:
         """Raises BadInput for objects that would train wrongly; chooses the tables that --lazy-rows names."""
         for metrics in self.metrics.values():
             rejections.check_scope(self._strategy, metrics, "task.create_metrics")
+        rejections.check_floatx()  # Again, because a hook may have changed it.
         rejections.check_metrics(self.metrics)
+        self.names_in_steps = names_in_steps(self._task)
         rejections.check_loss_objects(self._task.loss_objects)
         if not self._settings.evaluates:
             rejections.check_float8(self.model)
@@ -207,6 +214,16 @@ class TaskObjects:
             for inner_name, inner in ({inner.name: inner for inner in inner_optimizers(outer)} or {"": outer}).items():
                 optimizers["/".join(filter(None, ["learning_rate", name, inner_name]))] = inner
         return optimizers
+
+    def note_tracing(self, *, has_graphs: bool) -> None:
+        """Call it when the steps have been traced. Raises BadInput if a metric keeps a tensor of a graph."""
+        rejections.check_kept_tensors(self.metrics)
+        self._from_python = TakenFromPython(self._task) if has_graphs else None
+
+    def report_changes_of_python(self) -> None:
+        """Prints what has changed in Python since the steps were traced, or since the last call."""
+        for text in self._from_python.changes() if self._from_python else ():
+            console.print(text)
 
     def results(self, name: str) -> dict[str, float]:
         """Returns the metrics of a dataset as "<name>/<metric>", and resets them: datasets of a split share them."""

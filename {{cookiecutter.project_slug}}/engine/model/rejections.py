@@ -29,6 +29,15 @@ def check_hooks(task: Any, *, export: bool) -> None:
         raise BadInput(f"task.py has no function {', '.join(missing)}: it needs {', '.join(needed)}")
 
 
+def check_floatx() -> None:
+    """Raises BadInput if Keras was set to another dtype than float32."""
+    if (floatx := keras.config.floatx()) != "float32":
+        raise BadInput(
+            f"keras.config.floatx() is {floatx}, and the engine computes in float32: remove that from task.py and "
+            "~/.keras/keras.json, and use --precision"
+        )
+
+
 def check_scope(strategy: tf.distribute.Strategy, objects: Any, hook: str) -> None:
     """Raises BadInput unless models, optimizers or metrics were made inside the strategy's scope."""
     for made in by_name(objects, hook).values():
@@ -61,6 +70,19 @@ def check_metrics(metrics: Metrics) -> None:
                     f"task.create_metrics({split!r}) returned {name!r}, which it also returned for {other!r}: make new "
                     "metrics in each call"
                 )
+
+
+def check_kept_tensors(metrics: Metrics) -> None:
+    """Raises BadInput if a metric keeps a tensor of a traced step in Python, which no later step changes."""
+    for split, by_metric in metrics.items():
+        for name, metric in by_metric.items():
+            for attribute, value in vars(metric).items():
+                kept = value if isinstance(value, list | tuple) else [value]
+                if any(map(tf.is_symbolic_tensor, kept)):
+                    raise BadInput(
+                        f"task.create_metrics({split!r}) returned {name!r}, which keeps tensors in {attribute!r}: keep "
+                        "them in variables, which self.add_variable makes"
+                    )
 
 
 def check_loss_objects(loss_objects: dict[str, keras.losses.Loss]) -> None:

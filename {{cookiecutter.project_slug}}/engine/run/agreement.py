@@ -1,16 +1,14 @@
 """What must be the same in all processes before they train: the examples, the objects of task.py, Keras's defaults."""
 
 import contextlib
-import hashlib
 import json
 from typing import Any
 
 import keras
-import numpy as np
+import tensorflow as tf
 
 from engine.cluster.workers import Workers
 from engine.data.batches import Batches
-from engine.data.examples import hook_of
 from engine.errors import BadInput
 from engine.model.objects import TaskObjects
 from engine.run.state import State
@@ -23,11 +21,6 @@ def same_data(workers: Workers, batches: dict[str, Batches]) -> dict[str, dict[s
     of another order.
     """
     own = {name: dataset.fingerprint() for name, dataset in batches.items()}
-    if batches["train"].shards_by_file and workers.count > 1:
-        own = {
-            name: {**fingerprint, "sha256": _hash_of_all(workers, name, fingerprint["sha256"])}
-            for name, fingerprint in own.items()
-        }
     data = workers.from_chief(lambda: own)
     if others := workers.names_where(list(own.items()) != list(data.items())):
         counts = ", ".join(f"{fingerprint['examples']:,} for {name!r}" for name, fingerprint in own.items())
@@ -38,22 +31,13 @@ def same_data(workers: Workers, batches: dict[str, Batches]) -> dict[str, dict[s
     return data
 
 
-def _hash_of_all(workers: Workers, name: str, sha256: str) -> str:
-    """Returns a hash of all workers' hashes. Raises BadInput if several workers have loaded the same examples."""
-    rows = workers.gather({"sha256": np.frombuffer(sha256.encode(), np.uint8)}, f"the check of {name!r}")["sha256"]
-    hashes = [row.tobytes().decode() for row in rows]
-    if same := [worker for worker, found in zip(workers.names, hashes, strict=True) if hashes.count(found) > 1]:
-        raise BadInput(
-            f"{hook_of(name)} returned the same examples for {', '.join(same)}: with input_context, load the files of "
-            "that worker only"
-        )
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
-
-
 def check_objects(workers: Workers, state: State, objects: TaskObjects) -> None:
     """Raises BadInput, in every process, if the hooks made others than in the first one: sums pair their variables."""
     defaults = {name: getattr(keras.config, name)() for name in ("floatx", "epsilon", "image_data_format")}
     _check_same(workers, defaults, "Keras has other defaults", "give all processes the same ~/.keras/keras.json")
+    texts = [name for name, variable in state.per_replica.items() if variable.dtype == tf.string]
+    if texts and workers.count > 1:
+        raise BadInput(f"the variable {texts[0]} has texts, which workers cannot exchange: keep numbers in it")
     variables = {**state.mirrored, **state.per_replica}.items()
     names = {f"variable {number}": f"{name} {variable.shape}" for number, (name, variable) in enumerate(variables)}
     what = "the variables of the models, optimizers or metrics have other names or shapes, or another order,"

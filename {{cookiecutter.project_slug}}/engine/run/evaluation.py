@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.cluster.environment import leave_as_evaluator, reject_cluster
+from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.console import console, digits, print_facts
@@ -59,7 +59,6 @@ def _evaluate_continuously(program: Any, settings: Settings, read_settings: Call
 
     Raises BadInput if a setting contradicts the run's, CannotWrite if a write fails.
     """
-    leave_as_evaluator()
     reject_cluster("--evaluate-continuously")
     console.print(f"Validating the checkpoints of {settings.run_dir} as they appear")
     if not _wait_for(lambda: exists(settings.run_dir / CONFIG), settings):
@@ -90,7 +89,9 @@ def _validate_as_they_appear(program: Any, settings: Settings) -> None:
     while isinstance(path := _wait_for(new, settings), Path):
         try:
             run.checkpoints.restore(path)
-        except Damaged:  # It may also have been removed meanwhile.
+        except Damaged as problem:
+            if path.exists():  # Otherwise the run has removed it meanwhile.
+                console.print(f"{path.name} is skipped: {problem}")
             seen.add(path)
             continue
         if not run.traced:

@@ -31,7 +31,6 @@ class Progress:
     best_step: int | None = None
     best_score: float | None = None
     validated_step: int | None = None  # The step of the last complete validation of --validate-every-steps.
-    workers: int = 1  # The number of processes in which the run last trained.
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     """The last --learning-rate, and the constant rate that task.create_optimizer gave to each optimizer."""
     data: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # dataset -> its fingerprint

@@ -37,7 +37,7 @@ def resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tuple
 
     `data` has the fingerprints of the datasets. Raises BadInput if the run cannot be resumed.
     """
-    settings, from_chief, workers = run.settings, run.workers.from_chief, run.workers.count
+    settings, from_chief = run.settings, run.workers.from_chief
     created = created_rates(run)
     newest = restore_newest(run.checkpoints, run.best)
     if newest is None:
@@ -50,15 +50,7 @@ def resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tuple
     path, progress = newest
     if (reached := progress.epochs_started()) > settings.epochs:
         raise BadInput(f"--epochs {settings.epochs}: the run already reached epoch {reached}; pass at least {reached}")
-    is_within_pass = any(progress.steps_of_pass.values()) or settings.steps_per_epoch
-    if progress.workers != workers and is_within_pass and batches["train"].shards_by_file:
-        later = "" if settings.steps_per_epoch else ", and change the number after an epoch"
-        raise BadInput(
-            f"{path} is from the middle of a pass on {progress.workers} worker(s), and there are {workers} (with "
-            f"input_context the batches depend on that number): resume with {progress.workers}{later}"
-        )
-    is_shared_alike = progress.workers == workers or not batches["train"].shards_by_file
-    changed = _changed_data(settings, progress.data, data) if is_shared_alike else {}
+    changed = _changed_data(settings, progress.data, data)
     kept: Collection[str] = batches
     if changed:  # An evaluation starts over anyway, but an epoch only if its own examples have changed.
         kept = ["train"] if "train" not in changed or "train" in progress.metrics else []

@@ -88,7 +88,7 @@ class RunDirectory(Directory):
         check_objects(run.workers, run.checkpoints.state, run.objects)
         cause = "something in task.create_model or create_optimizer"
         run.checkpoints.state.check_workers({}, cause, is_start=resumed is None)
-        progress.workers, progress.data = run.workers.count, data
+        progress.data = data
         run.start(progress)
 
     @contextlib.contextmanager
@@ -131,14 +131,16 @@ class RunDirectory(Directory):
 
 
 def _warn(run: Run, batches: dict[str, Batches]) -> None:
-    """Prints which operations in the hooks a resumed run may not repeat."""
+    """Prints what of the hooks a resumed run may not repeat, which random numbers are correlated, and other faults."""
+    hooks = [("prepare_example", dataset.traced) for dataset in batches.values()]
+    hooks.append(("train_step", run.traced.get("train")))
     warnings = []
-    if step := run.traced.get("train"):
-        warnings += [f"task.train_step: {text}" for texts in unrepeatable(step, "train_step") for text in texts]
-    for traced in filter(None, (dataset.traced for dataset in batches.values())):  # It is None with --eager.
-        warnings += [
-            f"task.prepare_example: {text}" for texts in unrepeatable(traced, "prepare_example") for text in texts
-        ]
+    if "summary" in run.objects.names_in_steps:
+        warnings.append("task.py: tf.summary writes nothing in a step; write summaries in on_report")
+    for hook, traced in hooks:
+        if traced:  # It is None with --eager.
+            draws, calls = unrepeatable(traced, hook)
+            warnings += [f"task.{hook}: {text}" for text in (*draws, *calls, *traced.shared_seeds)]
     for text in dict.fromkeys(warnings):
         console.print(text)
 
@@ -178,9 +180,10 @@ def saving_on_exit(run: Run) -> Iterator[None]:
                 f"The last good checkpoint is {paths[-1]}; nothing later was saved. Start a new --run-dir with "
                 f"--init-from {paths[-1]}"
             )
-        raise Diverged(
-            f"{problem}. {advice} and a smaller --learning-rate or --global-clipnorm, or find the cause with --check"
-        ) from problem
+        remedy = "a smaller --learning-rate or --global-clipnorm, or find the cause with --check"
+        if run.settings.precision == "mixed_float16":
+            remedy = f"--precision mixed_bfloat16, because mixed_float16 has no numbers above 65,504; or with {remedy}"
+        raise Diverged(f"{problem}. {advice} and {remedy}") from problem
     except BadInput as problem:
         # A step that failed may be half done, and unrecorded steps cannot be saved. Other workers may not know of
         # the failure, and a save would wait for them.

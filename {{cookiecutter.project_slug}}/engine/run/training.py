@@ -84,6 +84,7 @@ class Run:
         BadInput if a step changes anything besides the variables of the state.
         """
         self.traced = {split: step for split in steps if (step := traced(steps[split]))}
+        self.objects.note_tracing(has_graphs=bool(self.traced))
         check_changes(self.traced, self.strategy, self.checkpoints.state.variables())
         # Without a graph, as with --eager, everything that an evaluation may change is given back.
         mirrored, per_replica = self.objects.mirrored if self.traced else {}, self.objects.per_replica
@@ -103,6 +104,7 @@ class Run:
             self.passes.append(one_pass)
             if one_pass.split == "train":
                 self.progress.report_changes(self.objects.learning_rates())
+                self.objects.report_changes_of_python()
             self.live.begin(one_pass.name, one_pass.epoch, one_pass.done, one_pass.steps)
         return one_pass
 
@@ -188,8 +190,7 @@ class Run:
 
     def save_if_best(self, metrics: Mapping[str, float]) -> None:
         """Saves the weights if --monitor has never been better. Call it within `evaluation_weights`."""
-        monitor = self.settings.monitor
-        score = {**self.progress.metrics.get("train", {}), **metrics}.get(monitor)
+        score = {**self.progress.metrics.get("train", {}), **metrics}.get(monitor := self.settings.monitor)
         if score is not None and math.isnan(score):
             console.print(f"{monitor} is NaN, so these weights cannot be the best: use tf.math.divide_no_nan for 0 / 0")
         elif score is not None and self.progress.consider(score, self.objects.monitor_direction):
@@ -256,10 +257,7 @@ class Run:
         self._executions.report_missing_profile()
         fingerprint = weights_sha256(self.objects.weights)
         if progress.best_step is None:
-            raise Diverged(
-                f"--monitor {settings.monitor} was never a number, so no weights are the best: correct the metric, or "
-                "call run.save_if_best in train.py"
-            )
+            raise Diverged(f"--monitor {settings.monitor} was never a number, or never given to run.save_if_best")
         try:
             self.best.restore(self.best.path(progress.best_step))
         except Damaged as problem:

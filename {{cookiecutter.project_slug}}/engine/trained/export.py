@@ -4,7 +4,8 @@
     export/saved_model/        two endpoints, which return the outputs of task.predict_step: serve takes prepared
                                features, serve_examples the features of examples as task.load_examples returns them
 
-Every file is loaded again and compared with the model before the export replaces an earlier one.
+Every file is loaded again and compared with the model before the export replaces an earlier one. A file that Keras does
+not load as it was is skipped.
 """
 
 import contextlib
@@ -25,10 +26,10 @@ import tensorflow as tf
 from engine.console import print_facts
 from engine.data.records import Records
 from engine.data.splits import named
-from engine.errors import BadInput, ProgramExit, first_line, user_errors_named
+from engine.errors import BadInput, CannotWrite, first_line, user_errors_named
 from engine.files import sync, writing
 from engine.model.rejections import check_outputs
-from engine.model.variables import is_seed, model_variables
+from engine.model.variables import layers_of
 from engine.settings import INIT_ONLY, Settings, marked
 from engine.tracing import Traced
 from engine.trained.loading import NO_TENSORS, Endpoint, Trained, load_trained, predict_endpoint
@@ -47,7 +48,7 @@ def export(task: Any, settings: Settings) -> None:
     """Writes the run's best weights to export/ in its directory, completely or not at all; replaces an earlier export.
 
     Call it in the chief, outside any strategy. task.model is then the model with those weights. Raises CannotWrite, or
-    BadInput if something cannot be exported, or differs from the model once it is loaded again.
+    BadInput if the SavedModel cannot be written, or differs from the model once it is loaded again.
     """
     kind, path = type(settings), settings.run_dir / "export"
     # Settings that say how the run started may name files that are gone.
@@ -94,43 +95,47 @@ def replaced(path: Path, models: Collection[str]) -> Iterator[Path]:
 
 
 def _write_models(folder: Path, task: Any, trained: Trained) -> Facts:
+    """Writes a file for each model; none for a model that Keras does not load as it was, with the reason."""
     facts: Facts = {}
-    loaded = dict(trained.models)
     for name, model in trained.models.items():
         file = folder / f"{name}.keras"
         try:
             with writing(file):
                 model.save(file)
-            loaded[name] = keras.models.load_model(file, compile=False, safe_mode=False)
-            _check_weights(file, model, loaded[name])
-            facts[file.name] = "for keras.models.load_model, load_weights and --init-from"
-        except ProgramExit:
+            loaded = keras.models.load_model(file, compile=False, safe_mode=False)
+            _check_weights(model, loaded)
+            task.model = {**trained.model, name: loaded} if isinstance(trained.model, dict) else loaded
+            loaded_step = predict_endpoint(task, trained.serve.spec).by_name
+            note = _compare("the file", trained.serve, loaded_step, task, trained)
+            facts[file.name] = f"for keras.models.load_model, load_weights and --init-from{note}"
+        except CannotWrite:
             raise
         except Exception as problem:  # noqa: BLE001 - A user's layer may raise any.
             file.unlink(missing_ok=True)
+            reason = str(problem) if isinstance(problem, BadInput) else first_line(problem)
             facts[file.name] = (
-                f"skipped: Keras cannot save and load this model ({first_line(problem)}): layers of your own need "
-                "@keras.saving.register_keras_serializable() and get_config"
+                f"skipped: Keras cannot save and load this model ({reason}): layers of your own need "
+                "@keras.saving.register_keras_serializable(), add_weight, and get_config with every argument"
             )
-    task.model = loaded if isinstance(trained.model, dict) else loaded["model"]
-    try:
-        loaded_step = predict_endpoint(task, trained.serve.spec).by_name
-        note = _compare(", ".join(facts), trained.serve, loaded_step, task, trained)
-    finally:
-        task.model = trained.model
-    return {name: text + note for name, text in facts.items()}
+        finally:
+            task.model = trained.model
+    return facts
 
 
-def _check_weights(file: Path, *models: keras.Model) -> None:
-    """Raises BadInput unless a model and the one loaded from a file have the same weights."""
-    expected, loaded = (
-        [variable.numpy() for path, variable in model_variables(model).items() if not is_seed(path)] for model in models
-    )
+def _check_weights(*models: keras.Model) -> None:
+    """Raises BadInput unless a model and the one loaded from its file would write the same weights.
+
+    A layer may write other values than it has: with LoRA, a kernel to which the product of its adapters is added.
+    """
+    written: list[list[Any]] = []
+    for model in models:
+        stores: list[dict[str, Any]] = [{} for _ in layers_of(model)]
+        for layer, store in zip(layers_of(model), stores, strict=True):
+            layer.save_own_variables(store)
+        written.append([keras.ops.convert_to_numpy(value) for store in stores for value in store.values()])
+    expected, loaded = written
     if len(expected) != len(loaded) or not all(map(np.array_equal, expected, loaded)):
-        raise BadInput(
-            f"--export: {file.name}, once loaded, has other weights than the model: create the weights of your own "
-            "layers with add_weight, and return every argument in get_config"
-        )
+        raise BadInput("the file, once loaded, has other weights than the model")
 
 
 def _write_saved_model(folder: Path, task: Any, trained: Trained) -> Facts:
@@ -156,7 +161,7 @@ def _write_saved_model(folder: Path, task: Any, trained: Trained) -> Facts:
             tf.saved_model.save(_resources(signatures.values()), str(folder), {**signatures, **default})
         loaded = tf.saved_model.load(str(folder)).signatures
     for name in signatures:
-        note = _compare(name, endpoints[name], loaded[name], task, trained)
+        note = _compare(f"--export: {name}", endpoints[name], loaded[name], task, trained)
         facts[name] = f"endpoint of {folder.name}: {endpoints[name]}{note}"
     return facts
 
@@ -196,10 +201,7 @@ def _compare(name: str, expected: Endpoint, loaded: Callable[..., Any], task: An
         loaded_outputs = loaded(**dict(zip(expected.inputs, tf.nest.flatten(features), strict=True)))
         for output, values in outputs.items():
             if not _are_close(values, loaded_outputs[output], tolerance):
-                raise BadInput(
-                    f"--export: {name}, once loaded, returns another {output!r} than the model: keep the state of your "
-                    "own layers with add_weight and get_config"
-                )
+                raise BadInput(f"{name}, once loaded, returns another {output!r} than the model")
         return ""
     return f"; not compared, because examples of the data, if there are any, and made-up ones fail ({reason})"
 

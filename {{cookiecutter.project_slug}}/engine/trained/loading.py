@@ -124,7 +124,7 @@ def _with_preparation(task: Any, settings: Settings, serve: Endpoint, example_sp
         labels = tf.nest.map_structure(lambda leaf: _placeholder(leaf, flat), tuple(label_specs))
         numbers = first + tf.range(tf.shape(flat[0], tf.int64)[0])
         examples = (features, *labels) if isinstance(example_spec, tuple) else features
-        return serve.function(preparation.features(prepared, numbers, examples, seed))
+        return serve.function(prepared.features(numbers, examples, seed))
 
     spec = batched(features_spec)
     function = tf.function(predict_examples, input_signature=[spec, tf.TensorSpec([], tf.int64)], autograph=False)

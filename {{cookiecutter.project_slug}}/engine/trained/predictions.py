@@ -50,8 +50,10 @@ class Predictor:
         rows = ({name: array[number] for name, array in arrays.items()} for number in range(length))
         return self.predict(enumerate(rows), batch_size)[1]
 
-    def predict(self, examples: Iterable[tuple[Name, Any]], batch_size: int) -> tuple[list[Name], Arrays]:
-        """Returns the names and the outputs of examples, which are pairs of a name and features.
+    def predict(
+        self, examples: Iterable[tuple[Name, Any]], batch_size: int, source: str = "the features"
+    ) -> tuple[list[Name], Arrays]:
+        """Returns the names and the outputs of examples, which are pairs of a name and features, from a `source`.
 
         Raises BadInput, which names the first one that is not an example of the run, or cannot be prepared.
         """
@@ -66,7 +68,7 @@ class Predictor:
             )
             names += batch_names
         if not parts:
-            raise BadInput("there are no examples to predict")
+            raise BadInput(f"there are no examples to predict in {source}")
         for name in parts[0]:
             if len(shapes := {part[name].shape[1:] for part in parts}) > 1:
                 raise BadInput(f"task.predict_step returned {name!r} of several sizes ({sorted(shapes)}): return one")
@@ -93,7 +95,7 @@ class Predictor:
         """
         problem = ""
         for name, output in self._outputs.items():
-            if name in ("example", "file"):  # The first column of a .csv file, and a parameter of np.savez.
+            if name in ("example", "file"):  # The names of the examples, and a parameter of np.savez.
                 raise BadInput(f"task.predict_step returns {name!r}, which is a reserved name: rename it")
             outer, _, number = name.rpartition("/")
             if output.shape.rank not in (1, 2):
@@ -164,12 +166,14 @@ def _from_tensor(output: tf.Tensor) -> np.ndarray:
 def write_predictions(path: Path, names: Sequence[Name], predictions: Arrays) -> None:
     """Writes an .npz file with an array for each output, or a .csv file with a row for each example, and prints that.
 
-    An output [n, k] has the columns "name/0", "name/1" and so on. Raises CannotWrite.
+    "example" contains the names. An output [n, k] has the columns "name/0", "name/1" and so on. Raises CannotWrite.
     """
 
     def write(temporary: Path) -> None:
         if path.suffix == ".npz":
-            arrays: dict[str, Any] = {**predictions}
+            are_numbers = all(isinstance(name, int | np.integer) for name in names)
+            # NumPy would store a name that is neither a number nor text, such as a path, as a Python object.
+            arrays: dict[str, Any] = {"example": [*names] if are_numbers else [*map(str, names)], **predictions}
             with temporary.open("wb") as file:  # np.savez would append .npz to a path.
                 np.savez(file, **arrays)
             return
