@@ -101,7 +101,7 @@ def _check_same_metrics(program: Any, task: Any, at_one: Measured, at_two: Measu
         yield Check(False, hook, f"{name} is {values[0]} on one replica and {values[1]} on two: {why}")
     if not differing:
         arrays = dict.fromkeys(names.arrays.values())
-        yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(one), *arrays])}")
+        yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(names.metrics), *arrays])}")
 
 
 def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: float, own: list[str]) -> tuple[str, str]:
