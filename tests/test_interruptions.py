@@ -29,7 +29,7 @@ import os, sys
 
 sys.path.insert(0, os.environ["PROJECT"])
 import tensorflow as tf
-from engine.run.signals import Signals
+from engine.signals import Signals
 
 endless = tf.function(lambda: tf.while_loop(lambda _: tf.random.uniform([]) < 2.0, lambda x: (x,), (0.0,)))
 with Signals().listening():

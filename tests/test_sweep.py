@@ -1,5 +1,6 @@
 """sweep.py with a small program instead of train.py, and with train.py itself: killed, shared, pruned, failed."""
 
+import importlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ sys.path.insert(0, str(PROJECT))
 from engine.trials import Trials
 
 # Replaces train.py: a run has a row per epoch, whose score follows from its flags, and resumes after its last row. A
-# file that is named as the run is makes it fail with that text. Every start is a line in "starts".
+# file that is named as the run is has Python code that it executes first. Every start is a line in "starts".
 PROGRAM = """
 import json, math, os, pathlib, signal, sys, time
 import filelock
@@ -38,11 +40,12 @@ with open("starts", "a") as starts:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "what there is")
     starts.write(json.dumps([os.getpid(), os.getppid(), run_dir.name, visible, sys.argv[1:]]) + "\\n")
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
-if pathlib.Path(run_dir.name).exists():
-    if not pathlib.Path(run_dir.name).read_text():
-        os.kill(os.getpid(), signal.SIGKILL)
-    sys.exit("ERROR: " + pathlib.Path(run_dir.name).read_text().replace("DIR", str(run_dir)))
 run_dir.mkdir(parents=True, exist_ok=True)
+def end(code, text):
+    print(text.replace("DIR", str(run_dir)), file=sys.stderr, flush=True)
+    sys.exit(code)
+if pathlib.Path(run_dir.name).exists():
+    exec(pathlib.Path(run_dir.name).read_text())
 try:
     lock = filelock.FileLock(run_dir / ".lock")
     lock.acquire(timeout=0)
@@ -72,6 +75,10 @@ class Project:
         self.started: list[subprocess.Popen] = []
         if seconds:
             (folder / "train.py").write_text(PROGRAM.replace("SECONDS", str(seconds)), encoding="utf-8")
+            code = (folder / "sweep.py").read_text(encoding="utf-8")
+            quick = re.sub("(?m)^SECONDS_BETWEEN_ATTEMPTS = 10$", "SECONDS_BETWEEN_ATTEMPTS = 0.5", code)
+            assert quick != code
+            (folder / "sweep.py").write_text(quick, encoding="utf-8")
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
         command = [sys.executable, "sweep.py", *arguments]
@@ -121,30 +128,133 @@ def test_without_optuna_the_error_names_the_extra(make: Callable[..., Project], 
     assert ended == ("", 'ERROR: Optuna is not installed: pip install -e ".[sweep]"\n')
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("--parallel=0",), "ERROR: --parallel 0 must be at least 1\n"),
-        (("--", "--monitor=validation/accuracy"), "needs --monitor-direction min or max: add it after --"),
-        (("--", "--fresh"), "ERROR: each trial trains, and is resumed: remove --fresh, --check,"),
-        (("--sweep-dir=file",), "ERROR: --sweep-dir file cannot be used (File exists): use another one"),
-        (("--sweep-dir=lower", "--", "--monitor-direction=max"), "has scores to minimize, and"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
-)
-def test_bad_input_is_one_line(
-    arguments: tuple[str, ...], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Callable[..., tuple[int, str]]:
+    """Runs sweep.py in this process, with some `space`; returns its exit code and what it prints on stderr."""
     monkeypatch.chdir(tmp_path)
+    module = importlib.import_module("sweep")
+
+    def run(*arguments: str, space: Callable | None = None) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *arguments])
+        monkeypatch.setattr(module, "space", space or module.space)
+        with pytest.raises(SystemExit) as ended:
+            module.main()
+        return ended.value.code, capsys.readouterr().err
+
+    return run
+
+
+HEAD = '{"op_code":0,"worker_id":"a","study_name":"sweep","directions":[1]}\n'
+EACH = "each trial trains in a directory of its own, and is resumed: remove --help, --run-dir, --fresh, --check, "
+TRIAL = '{"op_code":4,"worker_id":"a","study_id":0,"datetime_start":"2026-01-01T00:00:00+00:00"}\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "journal", "line"),
+    [
+        ("--epochs=5", None, "ERROR: --epochs=5 is not a flag of sweep.py: pass the arguments of train.py after --\n"),
+        ("--parallel=0", None, "ERROR: --parallel 0 must be from 1 to 1000\n"),
+        ("--trials=-1", None, "ERROR: --trials -1 must be from 0 to 1000000\n"),
+        ("--timeout=nan", None, "ERROR: --timeout nan must be from 0 to inf\n"),
+        ("-- --monitor=validation/accuracy", None, "needs --monitor-direction min or max: add it after --\n"),
+        ("-- --fresh", None, EACH),
+        ("-- --help", None, EACH),
+        ("-- --run-dir=x", None, EACH),
+        ("--sweep-dir=file", None, "ERROR: --sweep-dir file cannot be used (File exists): use another one\n"),
+        ("--sweep-dir=~/x", None, "ERROR: --sweep-dir ~/x starts with ~, which only a shell expands: pass /"),
+        ("--sweep-dir=gs://x", None, "ERROR: --sweep-dir gs://x is a bucket URL, not a local path"),
+        ("-- --monitor-direction=max", HEAD, "ERROR: --sweep-dir s has no sweep with --monitor-direction max"),
+        ("", "1 is mine\n2 is h", "ERROR: --sweep-dir s has no sweep with --monitor-direction min: use another\n"),
+        (
+            "",
+            HEAD.replace("sweep", "other"),
+            "ERROR: --sweep-dir s has no sweep with --monitor-direction min: use another\n",
+        ),
+        ("", HEAD + "x\n" + TRIAL, "ERROR: s/journal.log is damaged (JSONDecodeError: Expecting value:"),
+        ("", f"{HEAD}{'[' * 99999}\n{TRIAL}", "ERROR: s/journal.log is damaged (RecursionError: "),
+        ("", HEAD + TRIAL.replace("study_id", "study"), "ERROR: s/journal.log is damaged (KeyError: "),
+        (
+            "",
+            HEAD.replace("[1]", "[1,1]"),
+            "ERROR: --sweep-dir s has no sweep with --monitor-direction min: use another\n",
+        ),
+        ("", HEAD + TRIAL, "ERROR: --sweep-dir s: trial 0 is not of sweep.py: use another one\n"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: str, journal: str | None, line: str, sweep: Callable) -> None:
     Path("file").touch()
-    Trials(Path("lower"), "min", "NopPruner")
-    monkeypatch.setattr(sys, "argv", ["sweep.py", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(PROJECT / "sweep.py"), run_name="__main__")
-    assert ended.value.code == 2
-    err = capsys.readouterr().err
+    if journal is not None:
+        Path("s").mkdir()
+        Path("s/journal.log").write_text(journal, encoding="utf-8")
+        arguments = f"--sweep-dir=s {arguments}"
+    code, err = sweep(*arguments.split())
     assert line in err
-    assert err.count("\n") == 1
+    assert (code, err.count("\n")) == (2, 1)
+    if journal is not None:  # Optuna adds a line when it opens a study.
+        assert Path("s/journal.log").read_text(encoding="utf-8").startswith(journal)
+        assert not journal.startswith("1") or Path("s/journal.log").read_text(encoding="utf-8") == journal
+
+
+def test_cluster_or_folders_of_other_trials_are_refused(sweep: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    with monkeypatch.context() as context:
+        context.setenv("TF_CONFIG", json.dumps(cluster))
+        line = "ERROR: sweep.py is for one process, but TF_CONFIG describes a cluster: start it elsewhere\n"
+        assert sweep() == (2, line)
+    Path("s/trial_000").mkdir(parents=True)
+    code, err = sweep("--sweep-dir=s")
+    assert (
+        code,
+        err.startswith("ERROR: --sweep-dir s has no sweep with --monitor-direction min: use another\n"),
+    ) == (2, True)
+    Path("s/journal.log").write_text(HEAD, encoding="utf-8")
+    line = "ERROR: s/trial_000 belongs to no trial: move it away, or use another --sweep-dir\n"
+    assert sweep("--sweep-dir=s") == (2, line)
+
+
+def fails(trial: optuna.Trial) -> list[str]:
+    raise LookupError("no such table")
+
+
+def changed(trial: optuna.Trial) -> list[str]:
+    return [f"--epochs={trial.suggest_categorical('epochs', [1, 3])}"]
+
+
+@pytest.mark.parametrize(
+    ("space", "line"),
+    [
+        (
+            lambda trial: None,
+            "it returned None, and not a list of texts, such as ['--learning-rate=0.01']; after a change",
+        ),
+        (lambda trial: "--learning-rate=0.1", "it returned '--learning-rate=0.1', and not a list of texts"),
+        (lambda trial: ["--learning-rate", 0.1], "it returned ['--learning-rate', 0.1], and not a list of texts"),
+        (lambda trial: ["--init-from=a\0b"], "--init-from a\0b must be text in UTF-8 without null characters;"),
+        (lambda trial: ["--learning-rate=-1"], "--learning-rate -1.0 must be a positive number of float32"),
+        (lambda trial: ["--momentum=1"], "Unrecognized options: --momentum"),
+        (lambda trial: ["--check"], EACH),
+        (lambda trial: ["--help"], EACH),
+        (lambda trial: sys.exit(0), "SystemExit: 0;"),
+        (lambda trial: [str(trial.suggest_categorical("path", [Path("a")]))], "TypeError: Object of type PosixPath"),
+        (lambda trial: [str(trial.suggest_categorical("pair", [(1, 2)]))], "CategoricalDistribution does not support"),
+        (fails, "LookupError: no such table;"),
+        (
+            changed,
+            "ValueError: CategoricalDistribution does not support dynamic value space; after a change of",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Choices for a categorical distribution")
+def test_space_is_checked_before_a_trial_is_recorded(space: Callable, line: str, sweep: Callable) -> None:
+    epochs = optuna.distributions.CategoricalDistribution([1, 2])
+    first = {"params": {"epochs": 1}, "distributions": {"epochs": epochs}, "user_attrs": {"flags": [], "arguments": []}}
+    Trials(Path("runs/sweep"), "min", "NopPruner")._study.add_trial(optuna.create_trial(value=1.0, **first))
+    before = Path("runs/sweep/journal.log").read_bytes().count(b'"op_code":4')
+    code, err = sweep(space=space)
+    assert err.startswith("ERROR: space in sweep.py: ")
+    assert line in err
+    assert (code, err.count("\n"), before) == (2, 1, 1)
+    assert Path("runs/sweep/journal.log").read_bytes().count(b'"op_code":4') == 1
 
 
 def test_slashes_and_spaces_reach_train_as_they_are_and_trials_share_the_gpus(make: Callable[..., Project]) -> None:
@@ -170,21 +280,109 @@ def test_slashes_and_spaces_reach_train_as_they_are_and_trials_share_the_gpus(ma
 
 def test_failed_trial_is_recorded_and_three_alike_end_the_sweep(make: Callable[..., Project]) -> None:
     project = make()
-    for number, text in enumerate(("DIR: the loss is nan in step 1", "", "", ""), start=1):  # Three run out of memory.
+    diverged = "end(3, 'ERROR: DIR: the loss is nan in step 1')"
+    # Three trials diverge in a row, which is no reason to end the sweep; three fail alike, but for their values.
+    alike = "end(2, 'ERROR: task.py:12 step: ' + flags['learning-rate'] + ' is odd')"
+    for number, text in enumerate((*[diverged] * 3, *[alike] * 3), start=1):
         (project.folder / f"trial_{number:03}").write_text(text)
     out, err = project.run("--trials=9", "--", "--epochs=2", code=2)
-    assert err == "ERROR: 3 trials in a row ended with: ended by SIGKILL\n"
+    assert re.fullmatch(r"ERROR: 3 trials in a row ended with: task.py:12 step: [\d.]+ is odd\n", err)
     states = [(trial.state.name, trial.user_attrs.get("error")) for trial in project.trials()]
-    nan = "ERROR: RUN_DIR: the loss is nan in step 1"
-    assert states == [("COMPLETE", None), ("FAIL", nan), *[("FAIL", "ended by SIGKILL")] * 3]
+    nan = "RUN_DIR: the loss is nan in step 1"
+    assert states[:4] == [("COMPLETE", None), *[("FAIL", nan)] * 3]
+    assert [state for state, _ in states[4:]] == ["FAIL"] * 3
     assert re.search(rf"(?m)^trial 1 +fail +{nan} \(best \d", out)
     # The cause is removed. The next trial runs, and the table has the failed ones, too.
-    out, _ = project.run("--trials=6", "--", "--epochs=1")
+    out, _ = project.run("--trials=8", "--", "--epochs=1")
     table = re.findall(r"(?m)^trial (\d+) +(\w+) +(\S+)", out.split("\n\n")[1])
-    assert [state for _, state, _ in table] == ["complete"] * 2 + ["fail"] * 4
+    assert [state for _, state, _ in table] == ["complete"] * 2 + ["fail"] * 6
     # Whatever the arguments are now, the best trial is repeated with its own.
     assert table[0][0] == "0"
     assert re.search(r"again: python train\.py --epochs=2 --learning-rate=", out)
+
+
+def test_ending_that_is_not_the_trials_releases_it(make: Callable[..., Project]) -> None:
+    project = make()
+    first = project.folder / "trial_000"
+    flags = ("--trials=3", "--pruner=none", "--", "--epochs=1")
+    first.write_text("end(1, 'ERROR: DIR/x cannot be written (No space left on device): free disk space')")
+    _, err = project.run(*flags, code=1)
+    cause = "RUN_DIR/x cannot be written (No space left on device): free disk space"
+    assert err == f"ERROR: runs/sweep/trial_000 ended with: {cause}; then start the same sweep again\n"
+    first.write_text("os._exit(44)")  # The log is on a full disk, too, and the line above is of another start.
+    _, err = project.run(*flags, code=44)
+    assert err == "ERROR: runs/sweep/trial_000 ended with: exit code 44; then start the same sweep again\n"
+    assert [trial.state.name for trial in project.trials()] == ["RUNNING"]
+    # A signal stops it, and then a file is damaged.
+    first.write_text(
+        "rows = run_dir / 'metrics.csv'\n"
+        "rows.touch() if not rows.exists() else rows.write_text('epoch,validation/loss\\nx,y\\n')\n"
+        "end(42, 'saved')"
+    )
+    process = project.start(*flags)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert out.startswith("trial 0 is tried again in 0.5 s: saved (")
+    damaged = (
+        "runs/sweep/trial_000/metrics.csv is damaged: restore it, or remove runs/sweep/trial_000 to start its run over"
+    )
+    assert err == f"ERROR: {damaged}\n"
+    shutil.rmtree(project.folder / "runs/sweep/trial_000")
+    # Unexpected errors and results without a score are the trial's own.
+    first.write_text("raise RuntimeError('out of memory')")
+    (project.folder / "trial_001").write_text("sys.exit()")
+    (project.folder / "trial_002").write_text(
+        "(run_dir / 'result.json').write_text('{\"best_validation/loss\": NaN}'); sys.exit()"
+    )
+    out, err = project.run(*flags, code=2)
+    assert err == "ERROR: no trial has completed: correct the causes in the table, then use another --sweep-dir\n"
+    score = "its best score in result.json is"
+    errors = [trial.user_attrs["error"] for trial in project.trials()]
+    assert errors == ["unexpected RuntimeError: out of memory", f"{score} None", f"{score} nan"]
+    assert re.findall(r"(?m)^trial (\d) +fail", out.split("\n\n")[1]) == ["0", "1", "2"]
+
+
+def test_signals_pipes_and_full_disks_end_it_with_a_line(make: Callable[..., Project]) -> None:
+    project = make()
+    (project.folder / "trial_000").write_text("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
+    process = project.start("--trials=1")
+    until(project.starts, 100)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline().startswith("SIGTERM: the running steps end, then the program; a second signal")
+    time.sleep(1.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 143
+    until(lambda: not is_alive(project.starts()[0][0]), 10)
+    assert process.stderr.read() == ""
+
+    (project.folder / "trial_000").unlink()
+    process = project.start("--trials=2", "--pruner=none", "--", "--epochs=1")
+    process.stdout.close()  # As of "| head -1".
+    assert (process.wait(100), process.stderr.read()) == (0, "")
+
+    command = ["bash", "-c", f"ulimit -f 1; exec {sys.executable} sweep.py --sweep-dir runs/full -- --epochs=30"]
+    ended = subprocess.run(command, cwd=project.folder, capture_output=True, text=True, timeout=100, check=False)
+    line = "ERROR: runs/full cannot be written (File too large): free disk space, then start the same command "
+    assert (ended.returncode, ended.stderr) == (1, f"{line}again\n")
+
+    config = project.folder / "config.py"
+    config.write_text("import pathlib, time; pathlib.Path('importing').touch(); time.sleep(60)", encoding="utf-8")
+    process = project.start()
+    until((project.folder / "importing").exists, 100)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130
+    assert process.stderr.read() == "stopped by SIGINT; nothing was lost: start the same command again\n"
+
+
+def test_half_a_line_of_another_program_is_not_appended_to(tmp_path: Path) -> None:
+    (tmp_path / "journal.log").touch()  # As of a program that was killed before it wrote its first line.
+    trials = Trials(tmp_path, "min", "NopPruner")
+    with (tmp_path / "journal.log").open("ab") as file:
+        file.write(b'{"op_code": 4, "wor')
+    trial = trials.take(lambda trial: [], lambda words, run_dir: None, 1, [])
+    assert trial is not None
+    trials.end(trial, 1.0)
+    assert [trial.value for trial in Trials(tmp_path, "min", "NopPruner").ranked()] == [1.0]
 
 
 @pytest.mark.long
@@ -246,7 +444,8 @@ def test_stopped_sweep_ends_with_42_and_continues_when_nobody_uses_the_run(make:
     assert process.returncode == 42, err
     assert err.startswith("The sweep was stopped; to continue, start the same command again")
     with filelock.FileLock(project.folder / "runs/sweep/trial_000/.lock"):
-        project.run("--timeout=1", *flags, code=42)
+        out, _ = project.run("--timeout=2", *flags, code=42)
+        assert 1 < out.count("trial 0 is tried again in 0.5 s: --run-dir RUN_DIR is in use by another run") < 6
         assert [trial.state.name for trial in project.trials()] == ["RUNNING"]
     project.run(*flags)
     assert [len(trial.intermediate_values) for trial in project.trials()] == [4]

@@ -52,8 +52,8 @@ class Options:
     def __post_init__(self) -> None:
         """Raises BadInput for the first value that breaks its rule."""
         check_is_local("INPUT", self.input)
-        if not self.input.exists():
-            raise BadInput(f"INPUT {self.input} does not exist: pass a file or a folder of examples")
+        if not os.access(self.input, os.R_OK):
+            raise BadInput(f"INPUT {self.input} does not exist or cannot be read: pass a file or a folder of examples")
         for output in [self.output] if self.output else DEFAULT_OUTPUTS:
             self._check_output(output)
         if self.batch_size < 1:
@@ -63,8 +63,7 @@ class Options:
         check_is_local("--output", output)
         if output.suffix not in (".csv", ".npz"):
             raise BadInput(f"--output {output} must end in .csv or .npz")
-        # A device would be replaced by a file.
-        if output.exists() and not output.is_file():
+        if output.exists() and not output.is_file():  # A device would be replaced by a file.
             raise BadInput(f"--output {output} is not a regular file, or a link to one: pass another path")
         if not (folder := Path(os.path.realpath(output)).parent).is_dir():  # A link is followed.
             raise BadInput(f"--output {output} cannot be written: {folder} does not exist: create it first")

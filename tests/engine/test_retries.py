@@ -33,7 +33,7 @@ from engine.errors import BadInput, CannotWrite, Unavailable, asked_to_stop
 from engine.model.metrics import ResultNames
 from engine.report import tables
 from engine.report.report import Summaries
-from engine.run.signals import signals
+from engine.signals import signals
 
 FLAGS = ("--epochs=1", "--global-batch-size=64", "--steps-per-execution=3", "--checkpoint-every-steps=7")
 LOAD_EXAMPLES = task.load_examples

@@ -33,6 +33,7 @@ REJECTED = {
     "--run-dir=a\0b": "--run-dir a\0b must be text in UTF-8 without null characters",
     "--ema-decay=1": "--ema-decay 1.0 must be between 0 and 1",
     "--compare ~/r": f"--compare ~/r starts with ~, which only a shell expands: pass {os.path.expanduser('~')}/r",
+    f"--init-from=r/{'n' * 256}": f"--init-from contains a name of more than 255 bytes ({'n' * 20}...): shorten it",
     "--init-from=s3:/b/r": "--init-from s3://b/r is a bucket URL, not a local path: mount the bucket",
     "--init-partial": "--init-partial needs --init-from",
     "--fresh --evaluate-only": "--fresh leaves no run to evaluate",

@@ -12,7 +12,7 @@ from small import linear_model
 
 import train
 from engine.errors import Stopped
-from engine.run.signals import Signals
+from engine.signals import Signals
 
 # Of runs that tests share. Each epoch has 20 steps and 3 of its validation; there are validations after 8 and 16, too.
 FLAGS = (

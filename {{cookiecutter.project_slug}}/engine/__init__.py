@@ -14,6 +14,7 @@ errors        how a program ends that does not finish, and what an exception say
 files         files that are written completely or not at all, JSON, and attempts again after faults that pass
 machine       the code, the packages and the memory that a run depends on
 console       output
+signals       SIGTERM and Ctrl-C
 tracing       what a traced function does
 trials        an Optuna study that several programs share
 

@@ -1,6 +1,6 @@
 """Files that are written completely or not at all, JSON, and attempts that are repeated after faults that pass.
 
-Imports no TensorFlow before it writes.
+Imports no TensorFlow.
 """
 
 import concurrent.futures
@@ -70,11 +70,11 @@ def wait(seconds: float) -> None:
 @contextlib.contextmanager
 def writing(path: Path, then: str = RESUME) -> Iterator[None]:
     """Turns an error of the disk into CannotWrite, which names `path`, what to do, and `then` what."""
-    import tensorflow as tf  # Imported here, because it takes seconds, and JSON is read before.
-
+    tensorflow = sys.modules.get("tensorflow")  # Without it, its errors cannot come; importing it would take seconds.
+    kinds: tuple[type[Exception], ...] = (OSError, tensorflow.errors.OpError) if tensorflow else (OSError,)
     try:
         yield
-    except (OSError, tf.errors.OpError) as problem:
+    except kinds as problem:
         reason = getattr(problem, "strerror", None) or re.sub(r"\{\{.*?\}\}|\[Op:\w+\]", "", str(problem)).strip()
         is_full = re.search("No space left|quota exceeded|too large", reason)
         remedy = "free disk space" if is_full else "restore the directory and its permissions"

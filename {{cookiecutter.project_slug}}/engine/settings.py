@@ -15,6 +15,7 @@ from engine.files import read_json
 
 CONFIG = "config.json"  # In a run directory: the settings and versions that the run started with.
 LARGEST = 2**31 - 1  # Integers become tensors of 32 bits.
+LONGEST_NAME = 255  # Bytes of a file's name; Linux, macOS and Windows accept no more.
 
 # A run that is resumed or evaluated needs the settings it started with, except those with one of these marks.
 Value = TypeVar("Value")
@@ -230,6 +231,8 @@ def check_is_local(name: str, path: Path) -> None:
     """Raises BadInput if a path, given by `name`, cannot be one of this machine."""
     if (expanded := os.path.expanduser(path)) != str(path):  # A shell does not expand "--run-dir=~/x".
         raise BadInput(f"{name} {path} starts with ~, which only a shell expands: pass {expanded}")
+    if too_long := [part for part in path.parts if len(os.fsencode(part)) > LONGEST_NAME]:
+        raise BadInput(f"{name} contains a name of more than {LONGEST_NAME} bytes ({too_long[0][:20]}...): shorten it")
     # pathlib has made "gs:/bucket" of "gs://bucket".
     if url := re.fullmatch(r"([A-Za-z][\w+.-]+:)/+(.*)", str(path)):
         raise BadInput(

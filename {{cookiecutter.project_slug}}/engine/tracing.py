@@ -110,6 +110,7 @@ class Traced:
         drawn = (name for part in _graphs(graph) for name in part.get_collection(DRAWN_ONCE))
         self.drawn_once = list(dict.fromkeys(drawn))
         self.shared_seeds = _shared_seeds(operations)
+        self.writes_summaries = any(kind.startswith("Write") and kind.endswith("Summary") for kind in kinds)
 
 
 def differing_value(one: tf.Graph, again: tf.Graph) -> list[str]:
@@ -147,12 +148,16 @@ def _shared_seeds(operations: list[tf.Operation]) -> list[str]:
     places: dict[Any, list[str]] = {}
     for operation in operations:
         inputs = dict(zip((part.name for part in operation.op_def.input_arg), operation.inputs, strict=False))
+        if not operation.type.startswith("Stateless") or "seed" not in inputs:
+            continue
         uses = {use.type for output in operation.outputs for use in output.consumers()}
+        is_of_keras = any(f"{os.sep}keras{os.sep}" in frame.filename for frame in operation.traceback)
         # All bits of an integer, as tf.random.split draws them, are another seed.
-        if operation.type.startswith("Stateless") and "seed" in inputs and uses != {"StatelessRandomUniformFullIntV2"}:
+        if uses != {"StatelessRandomUniformFullIntV2"} and not is_of_keras:
             places.setdefault(inputs["seed"].ref(), []).append(place(operation))
     return [
-        f"two draws from one seed{','.join(found[:2])} depend on each other: give each a seed of tf.random.split(seed)"
+        f"two draws from one seed{','.join(found[:2])} depend on each other: give each a seed of "
+        "tf.random.split(seed), unless they must be equal, as for an image and its mask"
         for found in places.values()
         if len(found) > 1
     ]

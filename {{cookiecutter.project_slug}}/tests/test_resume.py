@@ -9,7 +9,7 @@ import pytest
 
 import train
 from engine.errors import Stopped
-from engine.run.signals import Signals
+from engine.signals import Signals
 
 TIME_COLUMNS = ("seconds", "examples_per_second", "goodput")
 

@@ -15,7 +15,7 @@ from processes import until
 
 from engine.cluster import rendezvous as module
 from engine.cluster.environment import Cluster, host_and_port
-from engine.cluster.peers import FROZEN, GONE, loss, lost
+from engine.cluster.peers import FROZEN, GONE, _accused, loss, lost
 from engine.cluster.rendezvous import rendezvous
 from engine.errors import BadInput, CountedLoss, PeerLost
 
@@ -238,3 +238,13 @@ def test_one_end_is_counted_where_a_process_does_not_answer() -> None:
     ):
         left = [index for index in range(3) if f"worker {index}" not in states]
         assert [type(loss(members[index], states, "")) for index in left] == [kinds[index] for index in left]
+
+
+def test_processes_that_tensorflow_accuses_are_named() -> None:
+    chief, other, _ = local(3)
+    for cluster, message, accused in (
+        (chief, "Error reported from /job:worker/task:2: x", ["worker 2"]),
+        (chief, "x [device /job:worker/replica:0/task:0/device:CPU:0]", []),  # Its own.
+        (other, "Deadline Exceeded: /tensorflow.CoordinationService/Heartbeat", ["worker 0"]),
+    ):
+        assert _accused(f"Collective ops is aborted by: {message}", cluster) == accused

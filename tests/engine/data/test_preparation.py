@@ -134,8 +134,8 @@ EXAMPLES_ARE_DESCRIBED = "(task.prepare_example gets examples one by one, the pa
 @pytest.mark.parametrize(
     ("spec", "prepare_example", "reason", "is_raised_by_it"),
     [
-        (TWO, named_wrongly, "name 'featurs' is not defined", True),
-        (TWO, lambda features, labels: (Path("/missing").read_bytes(), labels), "No such file", True),
+        (TWO, named_wrongly, "name 'featurs' is not defined", False),
+        (TWO, lambda features, labels: (Path("/missing").read_bytes(), labels), "No such file", False),
         (TWO, lambda one, two: (one["image"], two), "slice", True),
         (ONE, lambda one, two: (one, two), "missing 1 required positional argument: 'two'", True),
         (ONE, lambda one: one, "return (features, labels) or (features, labels, weight)", False),

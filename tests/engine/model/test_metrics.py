@@ -41,9 +41,11 @@ class Scores(keras.metrics.Metric):
     def __init__(self) -> None:
         super().__init__()
         self.counts = self.add_variable(shape=(10, 10), initializer="zeros", name="counts")
+        self.updates = self.add_variable(shape=(2,), initializer="zeros", name="updates")
 
     def update_state(self, labels, predictions, sample_weight=None):
         chosen = tf.one_hot(tf.argmax(predictions, axis=-1), 10)
+        self.updates.assign_add(1.0)
         self.counts.assign(self.counts + tf.einsum("nc,np,n->cp", labels, chosen, sample_weight))
 
     def result(self):

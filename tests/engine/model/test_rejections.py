@@ -143,7 +143,7 @@ one_mean = functools.cache(keras.metrics.Mean)
 FAULTY_HOOKS = {
     "variable beside the models": (
         {"train_step": training_another_variable},
-        "task.train_step gave apply_gradients beside:0, a tf.Variable that belongs to no model: make it in task.create",
+        "task.train_step gave apply_gradients beside:0, a tf.Variable: pass Keras's variables of the models",
     ),
     "variable of the module": (
         {"train_step": counting_step},

@@ -21,7 +21,7 @@ import train
 from config import Config
 from engine.errors import Stopped, end_at_signals
 from engine.model.build import set_up
-from engine.run.signals import Signals, signals
+from engine.signals import Signals, signals
 
 Ended = Callable[..., tuple[int, str]]
 pytestmark = pytest.mark.usefixtures("linear")
@@ -97,10 +97,10 @@ def test_run_that_was_stopped_before_its_first_step_can_be_repeated(
 def test_own_signal_after_the_stop_of_a_peer_does_not_end_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
     workers: Any = SimpleNamespace(names_where=lambda flag: ["worker 1"])
     # The name of the module belongs to an object, too.
-    monkeypatch.setattr(importlib.import_module("engine.run.signals"), "SECONDS_AS_ONE", 0.05)
+    monkeypatch.setattr(importlib.import_module("engine.signals"), "SECONDS_AS_ONE", 0.05)
     with ended_by_signals(), (own := Signals()).listening():
         with pytest.raises(Stopped, match="stopped by a signal to worker 1"):
-            own.check(workers)
+            own.check(workers.names_where)
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)

@@ -17,6 +17,7 @@ import tensorflow as tf
 import predict
 import task
 from config import Config
+from engine.data.element_spec import encode
 from engine.errors import BadInput
 from engine.trained.loading import load_trained
 from engine.trained.predictions import Predictor, _as_tensors, _batches, write_predictions
@@ -49,7 +50,7 @@ def test_predictions_are_those_of_the_test(run_dir: Path, held_out: Any, tmp_pat
     # What is not a number is said, and written too.
     np.save(tmp_path / "test.npy", np.concatenate([features, np.full((2, 8, 8, 1), np.nan, "float32")]))
     predict.main([str(run_dir), str(tmp_path / "test.npy"), "--output", str(tmp_path / "p.csv"), "--batch-size", "100"])
-    told = f"'probabilities' is not finite for 2 of the examples, example {len(labels)} first"
+    told = f"'probabilities' is not finite for 2 examples, example {len(labels)} first"
     assert told in capsys.readouterr().out
     with (tmp_path / "p.csv").open(newline="", encoding="utf-8") as file:
         *rows, _, _ = csv.DictReader(file)
@@ -101,10 +102,48 @@ def test_texts_and_files_of_any_size_are_named_in_the_first_column(
     with np.load(tmp_path / "p.npz") as arrays:  # Without pickled objects, which np.load refuses.
         assert arrays["text"].tolist() == ["3.000000", "9.000000"]
         assert arrays["example"].tolist() == ["row 1.png", "z.png"]
-    for names, written in (((4, np.int64(7)), [4, 7]), ((Path("a.png"), 7), ["a.png", "7"])):
+    for names, written in (
+        ((4, np.uint64(7)), [4, 7]),
+        ((Path("a.png"), 7), ["a.png", "7"]),
+        ((-1, 2**63 + 1), ["-1", "9223372036854775809"]),
+    ):
         write_predictions(tmp_path / "p.npz", names, predictions)
         with np.load(tmp_path / "p.npz") as arrays:
             assert arrays["example"].tolist() == written
+
+
+def test_labels_may_be_ragged_or_sparse_and_features_that_differ_in_length_only(
+    copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, pairs = tf.ragged.constant([[3.0], [5.0, 1.0]]), tf.ragged.constant([[[1], [2, 3]], []])
+    labels = {"pairs": pairs, "tags": tf.sparse.from_dense([[0, 1], [2, 0]]), "words": tf.ragged.constant([[1], []])}
+    examples = tf.data.Dataset.from_tensor_slices((texts, labels, tf.ragged.constant([["a"], []])))
+
+    def prepare_example(features: tf.Tensor, labels: dict[str, Any], texts: tf.Tensor) -> Any:
+        labels = labels["words"], labels["pairs"].to_tensor(shape=(4, 4)), tf.sparse.to_dense(labels["tags"]), texts
+        return tf.fill((8, 8, 1), tf.reduce_sum(features)), labels[1]
+
+    monkeypatch.setattr(task, "prepare_example", prepare_example)
+    recorded = json.loads(json.dumps(encode(examples.element_spec)))
+    kinds = {"pairs": "ragged int32[None, None]", "tags": "sparse int32[2]", "words": "int32[None]"}
+    assert recorded == ["float32[None]", kinds, "string[None]"]
+    predictor = predict.load(copied(example=recorded))
+    _, predictions = predictor.predict(enumerate([[3.0], [5.0, 1.0]]), 2)
+    images = np.stack([np.full((8, 8, 1), total, "float32") for total in (3, 6)])
+    np.testing.assert_allclose(predictions["probabilities"], tf.nn.softmax(predictor.model(images)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("recorded", ["ragged float32[None, None]", "sparse float32[8, 8, 1]", "string[]"])
+def test_examples_that_task_py_no_longer_takes_are_as_it_loads_them_now(
+    recorded: str, copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, images = copied(example=[recorded, "int32[]"]), np.ones((3, 8, 8, 1), "float32")
+    found = predict.load(path)(images)["probabilities"]
+    np.testing.assert_allclose(found, predict.load(copied("as recorded"))(images)["probabilities"], rtol=1e-5)
+    monkeypatch.setattr(task, "load_examples", lambda split: 1 / 0)  # The data is not on this machine.
+    message = r"^task\.py:\d+ prepare_example: " if recorded == "string[]" else "^task.load_examples returns ragged or"
+    with pytest.raises(BadInput, match=message):
+        predict.load(path)
 
 
 def test_example_that_cannot_be_prepared_is_named_and_nothing_is_written(
@@ -133,6 +172,7 @@ def test_outputs_that_no_file_can_contain_are_refused(run_dir: Path) -> None:
     assert mask.choose_output(*predict.DEFAULT_OUTPUTS) == Path("predictions.npz")
     for shapes, problem in (
         ({"example": [None]}, "^task.predict_step returns 'example', which is a reserved name: rename it"),
+        ({"allow_pickle": [None]}, "^task.predict_step returns 'allow_pickle', which is a reserved name: rename it"),
         ({"mask": [None, 8, 8, 1]}, r"^--output p.csv: 'mask' is of shape \(None, 8, 8, 1\): pass an .npz file"),
         ({"a": [None, 8], "a/0": [None]}, "^--output p.csv: 'a/0' may be a column of 'a' too: pass an .npz file"),
     ):
@@ -233,20 +273,17 @@ def test_example_that_does_not_fit_the_run_is_named() -> None:
             tensors(examples, spec)
 
 
-def test_mistakes_are_one_line(run_dir: Path, copied: Callable[..., Path], tmp_path: Path, refused: Any) -> None:
-    path, empty, ragged = (
-        tmp_path / "images.npy",
-        tmp_path / "empty.npy",
-        copied("ragged", ["RaggedTensorSpec", "int32[]"]),
-    )
+def test_mistakes_are_one_line(run_dir: Path, tmp_path: Path, refused: Any) -> None:
+    path, empty = tmp_path / "images.npy", tmp_path / "empty.npy"
     np.save(path, np.zeros((2, 8, 8)))
     np.save(empty, np.zeros((0, 8, 8, 1)))
     for arguments, message in (
         ((tmp_path, path), f"{tmp_path} contains no run (config.json is missing): pass the directory of a run"),
-        ((run_dir, tmp_path / "none"), f"INPUT {tmp_path / 'none'} does not exist"),
+        ((run_dir, tmp_path / "none"), f"INPUT {tmp_path / 'none'} does not exist or cannot be read: pass"),
+        ((run_dir, tmp_path / ("n" * 256)), f"INPUT contains a name of more than 255 bytes ({'n' * 20}...): shorten"),
+        ((run_dir, path, "--output", f"{'n' * 252}.csv"), "--output contains a name of more than 255 bytes (nnnn"),
         ((run_dir, path, "--output", tmp_path / "p.txt"), "must end in .csv or .npz"),
         ((run_dir, path, "--batch-size", 0), "--batch-size 0 must be at least 1"),
-        ((ragged, path), "task.load_examples returns something other than plain tensors"),
         ((run_dir, empty), f"there are no examples to predict in INPUT {empty}"),
         ((run_dir, path), "example 0: features is float64[8, 8] and must be float32[8, 8, 1], as in"),
     ):

@@ -24,12 +24,13 @@ PROGRAM = PROJECT / "train.py"
 START_ID = "TRAINING_START_ID"
 LOST_CODES = (PeerLost.exit_code, CountedLoss.exit_code)  # Another process is the cause.
 FINAL_CODES = (BadInput.exit_code, Diverged.exit_code)  # Exit codes of train.py that a restart does not fix.
+MOST = 1000  # Processes of one machine, or restarts.
 # When one process ends by decision, the others do so too, but the first may have to write gigabytes before. When one
 # dies, they do not.
-MOST = 1000  # Processes of one machine, or restarts.
 SECONDS_TO_FOLLOW = 300.0
 SECONDS_OF_THE_CAUSE = 20.0  # After a process has lost another one, that one ends within this time, or is frozen.
 SECONDS_BETWEEN_CHECKS = 0.2
+LONGEST_LINE = 1000
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # Loaded before any fork.
 
 
@@ -43,7 +44,7 @@ def start_program(arguments: Sequence[str], environment: Mapping[str, str], outp
         stderr=subprocess.STDOUT,
         # Ctrl-C in a terminal goes to this process only, which passes it on.
         start_new_session=True,
-        # PR_SET_PDEATHSIG. There is one thread.
+        # PR_SET_PDEATHSIG. A second thread, if there is one, only waits for signals.
         preexec_fn=_prctl and functools.partial(_prctl, 1, signal.SIGKILL),  # noqa: PLW1509
     )
 
@@ -55,23 +56,33 @@ class TrainProcess:
         """Starts it. `gpus` are the only ones that it sees, by their names in CUDA_VISIBLE_DEVICES; none: all."""
         self.run_dir, self._log = run_dir, run_dir.with_name(f"{run_dir.name}.log")
         with self._log.open("ab") as log:
+            self._start = log.tell()  # Earlier starts have written before.
             environment = {VISIBLE: ",".join(gpus)} if gpus else {}
             self.popen = start_program([*arguments, f"--run-dir={run_dir}"], environment, log.fileno())
 
     def scores(self, column: str) -> dict[int, float]:
-        """Returns the values of a column of metrics.csv by their epochs, which are counted from 1."""
+        """Returns the values of a column of metrics.csv by epoch, from 1. Raises BadInput if the file is damaged."""
         path = self.run_dir / "metrics.csv"
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())  # The last row may be incomplete.
-        return {int(row["epoch"]): float(row[column]) for row in rows if row.get(column)}
+        text = path.read_bytes() if path.exists() else b""
+        try:
+            # The last row may be incomplete.
+            rows = csv.DictReader(text[: text.rfind(b"\n") + 1].decode().splitlines())
+            return {int(row["epoch"]): float(row[column]) for row in rows if row.get(column)}
+        except (ValueError, LookupError, TypeError, csv.Error):
+            raise BadInput(f"{path} is damaged: restore it, or remove {self.run_dir} to start its run over") from None
 
     def error(self) -> str:
-        """Returns the signal that killed it, or else the last line of its output, with RUN_DIR for its directory."""
+        """Returns the signal that killed it, or else the last line of its output, with RUN_DIR for its directory.
+
+        After the traceback of an unexpected error, the line starts with "unexpected ".
+        """
         if (code := self.popen.returncode) < 0:
             return f"ended by {signal.Signals(-code).name}"
-        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
-        return last.replace(str(self.run_dir), "RUN_DIR")
+        output = self._log.read_bytes()[self._start :].decode(errors="replace")
+        last = next((line for line in reversed(output.split("\n")) if line.strip()), f"exit code {code}")
+        is_unexpected = "Traceback (most recent call last)" in output and not last.startswith("ERROR: ")
+        last = last.replace(str(self.run_dir), "RUN_DIR").removeprefix("ERROR: ")[:LONGEST_LINE]
+        return "unexpected " * is_unexpected + last
 
 
 def stop_all(processes: Sequence[TrainProcess]) -> None:

@@ -95,7 +95,9 @@ def peers_named() -> Iterator[None]:
         deadline = time.monotonic() + SECONDS_UNTIL_GONE
         while set((states := lost(cluster)).values()) != {GONE} and time.monotonic() < deadline:
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        if not states and not re.search("Collective ops is aborted|CoordinationService|/job:", text):
+        if not states:
+            states = dict.fromkeys(_accused(text, cluster), "does not answer, or failed")
+        if not states and "Collective ops is aborted" not in text:
             raise
         missing = describe(cluster, states) or "another worker does not answer, or failed"
         frozen = "; or this process was frozen for 10 s or more" if GONE in states.values() else ""
@@ -104,6 +106,14 @@ def peers_named() -> Iterator[None]:
             "is intact"
         )
         raise loss(cluster, states, line) from problem
+
+
+def _accused(message: str, cluster: Cluster) -> list[str]:
+    """Returns the other processes that TensorFlow's message names."""
+    names = [f"{job} {index}" for job, index in re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", message)]
+    if "CoordinationService" in message:  # The first worker runs it.
+        names.append(next(iter(cluster.processes())))
+    return [name for name in dict.fromkeys(names) if name in cluster.others()]
 
 
 def start_tensorflow(cluster: Cluster, timeout: float, start: Callable[[], Started]) -> Started:

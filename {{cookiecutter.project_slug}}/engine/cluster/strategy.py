@@ -112,7 +112,7 @@ def _problems(name: str, settings: Settings, gpus: int, cluster: Cluster | None)
     if name in ("mirrored", "one_device"):
         possible += ["one_device"]
         # HierarchicalCopyAllReduce drops the last of three replicas on the CPU.
-        possible += ["hierarchical_copy"] if gpus and not gpus % 2 else []
+        possible += ["hierarchical_copy"] if gpus and (name == "one_device" or not gpus % 2) else []
     if settings.all_reduce not in possible:
         yield (
             f"--all-reduce {settings.all_reduce} does not work with --strategy {name} on {gpus} GPU(s): use "

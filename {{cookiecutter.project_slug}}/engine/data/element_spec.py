@@ -1,7 +1,7 @@
 """Element specs of examples, as text and JSON; the tensors of an example by name; its memory and its hash.
 
 An element spec is nested tuples and dictionaries of tf.TensorSpec. In JSON a tensor is text such as "float32[8, 8, 1]",
-where None is a size in which examples differ, and "..." any shape.
+where None is a size in which examples differ, and "..." any shape; before it, "ragged " or "sparse " may stand.
 """
 
 import hashlib
@@ -15,10 +15,11 @@ import tensorflow as tf
 # What TensorFlow adds to the bytes of a string, of an example in a shuffle buffer, and of each of its tensors.
 BYTES_OF_STRING, BYTES_OF_ELEMENT, BYTES_OF_TENSOR = 40, 128, 64
 BYTES_OF_TEXT = 2**14  # A guess: an element spec does not contain the length of a string.
+KINDS = {"": tf.TensorSpec, "ragged ": tf.RaggedTensorSpec, "sparse ": tf.SparseTensorSpec}
 
 
 def encode(spec: Any) -> Any:
-    """Returns an element spec as JSON values; a leaf that is not a tensor, such as a ragged one, becomes its kind."""
+    """Returns an element spec as JSON values; a leaf that is not a tensor of any kind becomes the name of its type."""
     return tf.nest.map_structure(leaf_text, spec)
 
 
@@ -28,19 +29,22 @@ def decode(value: Any) -> Any:
         return {name: decode(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return tuple(decode(part) for part in value)
-    match = re.fullmatch(r"(\w+)\[(.*)\]", str(value))
+    match = re.fullmatch(r"(ragged |sparse |)(\w+)\[(.*)\]", str(value))
     if not match:
         raise ValueError(f"{value} is not the element spec of a tensor")
-    sizes = re.findall(r"\d+|None", match[2])
-    shape = None if match[2] == "..." else [None if size == "None" else int(size) for size in sizes]
-    return tf.TensorSpec(shape, tf.as_dtype(match[1]))
+    sizes = re.findall(r"\d+|None", match[3])
+    shape = None if match[3] == "..." else [None if size == "None" else int(size) for size in sizes]
+    return KINDS[match[1]](shape, tf.as_dtype(match[2]))
 
 
 def leaf_text(leaf: Any) -> str:
     """Returns the element spec of one tensor as text: "float32[8, 8, 1]"."""
-    if not isinstance(leaf, tf.TensorSpec):
+    kind = next((kind for kind, spec in KINDS.items() if isinstance(leaf, spec)), None)
+    if kind is None:
         return type(leaf).__name__
-    return f"{leaf.dtype.name}[{'...' if leaf.shape.rank is None else ', '.join(map(str, leaf.shape))}]"
+    if isinstance(leaf, tf.RaggedTensorSpec) and not leaf.ragged_rank:
+        kind = ""  # The lengths of such tensors differ between examples only, so each example has a plain one.
+    return f"{kind}{leaf.dtype.name}[{'...' if leaf.shape.rank is None else ', '.join(map(str, leaf.shape))}]"
 
 
 def as_text(spec: Any) -> str:

@@ -150,8 +150,8 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
 
     The sum of tf.IndexedSlices has the slices of all replicas, in their order; a row may occur several times.
 
-    With --micro-batches these are the sums of one micro-batch. TensorFlow raises RuntimeError inside a tf.cond or a
-    loop, where the replicas of a process cannot wait for each other.
+    With --micro-batches these are the sums of one micro-batch. Raises BadInput inside a tf.cond or a loop, where the
+    replicas of a process cannot wait for each other.
 
     ReplicaContext.all_reduce would give the same numbers, but bundles all tensors in one IdentityN. Of a step that
     updates several times, Grappler then loses that an update comes after the reads of the weights before it, and now
@@ -163,4 +163,12 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
         pairs = [(value, value.device if isinstance(value, tf.Tensor) else value) for value in per_replica]
         return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs, options)
 
-    return list(tf.distribute.get_replica_context().merge_call(reduce, args=tuple(tensors)))
+    try:
+        return list(tf.distribute.get_replica_context().merge_call(reduce, args=tuple(tensors)))
+    except RuntimeError as problem:
+        if "merge_call" not in str(problem) or current_step().micro_batches > 1:
+            raise
+        raise BadInput(
+            "task.train_step updates or sums over the replicas inside a tf.cond or a loop, where replicas cannot wait "
+            "for each other: do it in every step, outside"
+        ) from problem

@@ -168,8 +168,8 @@ def apply_gradients(
     step, scale = current_step(), None
     if strangers := [variable.name for variable in variables if not isinstance(variable, keras.Variable)]:
         raise BadInput(
-            f"task.train_step gave apply_gradients {strangers[0]}, a tf.Variable that belongs to no model: make it in "
-            "task.create_model by add_weight of a layer"
+            f"task.train_step gave apply_gradients {strangers[0]}, a tf.Variable: pass Keras's variables of the "
+            "models, which add_weight of a layer makes"
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         # The update changes the variable, and the norm is computed with the scale of the gradients.

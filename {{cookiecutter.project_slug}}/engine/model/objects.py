@@ -15,7 +15,7 @@ from engine.model.build import build_models, build_optimizers, set_up
 from engine.model.metrics import Metrics, ResultNames, build_metrics, in_float64, metric_results, split_of
 from engine.model.optimizers import inner_optimizers
 from engine.model.rows import choose_lazy_rows
-from engine.model.traced_once import TakenFromPython, names_in_steps
+from engine.model.traced_once import TakenFromPython, code_of_steps
 from engine.model.variables import Recorder, Variables, by_name, inner_variable, is_random_state, is_seed
 from engine.settings import Settings
 
@@ -31,7 +31,7 @@ class TaskObjects:
         optimizer: an optimizer, or a dict of them under the models' names.
         metrics: split -> name -> metric.
         names: the names of the metrics' results.
-        names_in_steps: the names that the code of the steps contains.
+        names_in_steps: all names in the code of the steps, also those of attributes.
         weights: every variable of the models that Keras lists, by name.
         mirrored: the variables of the state that have one value on all replicas, by name.
         per_replica: the variables of the state that may differ between replicas.
@@ -125,7 +125,7 @@ class TaskObjects:
             rejections.check_scope(self._strategy, metrics, "task.create_metrics")
         rejections.check_floatx()  # Again, because a hook may have changed it.
         rejections.check_metrics(self.metrics)
-        self.names_in_steps = names_in_steps(self._task)
+        self.names_in_steps = {name for code in code_of_steps(self._task) for name in code.co_names}
         rejections.check_loss_objects(self._task.loss_objects)
         if not self._settings.evaluates:
             rejections.check_float8(self.model)

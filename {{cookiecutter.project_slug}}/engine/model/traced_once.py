@@ -1,6 +1,8 @@
 """What the steps take from Python when they are traced. TensorFlow does not say that a later change has no effect."""
 
+import dis
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -11,30 +13,35 @@ from engine.model.variables import layers_of
 STEPS = ("train_step", "evaluation_step")
 
 
-def names_in_steps(task: Any) -> set[str]:
-    """Returns the names that the code of the steps contains, and of the functions of task.py that they call.
+def code_of_steps(task: Any) -> list[types.CodeType]:
+    """Returns the code of the steps and of the functions of task.py that they call, with functions in functions.
 
     Raises BadInput if a function among them is a tf.function: it would keep the models of its first call.
     """
-    names: set[str] = set()
-    left = [*STEPS]
-    while left:
-        value = vars(task).get(name := left.pop())
-        if isinstance(value, tf.types.experimental.PolymorphicFunction):
+    names, codes = [*STEPS], []
+    for name in names:
+        function = vars(task).get(name)
+        if isinstance(function, tf.types.experimental.PolymorphicFunction):
             raise BadInput(
                 f"task.{name} is a tf.function, which would keep the models and settings of its first call: remove "
                 "@tf.function, because train.py compiles the steps with all that they call"
             )
-        left += {*_names_in(getattr(value, "__code__", None))} - names
-        names |= {name, *left}
-    return names
+        for code in _with_inner(getattr(function, "__code__", None)):
+            codes.append(code)
+            names += [used for used in _globals_in(code) if used not in names]
+    return codes
 
 
-def _names_in(code: types.CodeType | None) -> list[str]:
-    if code is None:
-        return []
-    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]  # Functions in functions.
-    return [*code.co_names, *(name for part in inner for name in _names_in(part))]
+def _with_inner(code: types.CodeType | None) -> Iterator[types.CodeType]:
+    if code is not None:
+        yield code
+        for part in code.co_consts:
+            yield from _with_inner(part if isinstance(part, types.CodeType) else None)
+
+
+def _globals_in(code: types.CodeType) -> list[str]:
+    """Returns the global names that the code uses; `co_names` has those of attributes, too."""
+    return [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
 
 
 class TakenFromPython:
@@ -50,11 +57,12 @@ class TakenFromPython:
             f"{name} has become {value}, but the steps were traced with {before[name]} and go on with it: see "
             "docs/recipes.md, A number that changes while the run trains"
             for name, value in self._values.items()
-            if before.get(name, value) != value
+            if repr(before.get(name, value)) != repr(value)
         ]
 
 
 def _values(task: Any) -> dict[str, Any]:
-    used = {name: vars(task)[name] for name in sorted(names_in_steps(task) & vars(task).keys())}
-    values = {f"task.{name}": value for name, value in used.items() if isinstance(value, bool | int | float | str)}
+    names = dict.fromkeys(name for code in code_of_steps(task) for name in _globals_in(code))
+    used = {f"task.{name}": vars(task)[name] for name in names if name in vars(task)}
+    values = {name: value for name, value in used.items() if isinstance(value, bool | int | float | str)}
     return values | {f"the trainable of {layer.name}": layer.trainable for layer in layers_of(task.model)}

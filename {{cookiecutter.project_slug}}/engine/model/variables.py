@@ -146,7 +146,7 @@ def add_in_one_operation(listed: Iterable[keras.Variable | tf.Variable]) -> None
     def assign_add(variable: keras.Variable, value: Any) -> tf.Tensor:
         if tf.distribute.in_cross_replica_context():  # There TensorFlow has no addition for variables of replicas.
             return keras.Variable.assign_add(variable, value)
-        return variable.value.assign_add(tf.cast(value, variable.dtype))
+        return variable.value.assign_add(tf.broadcast_to(tf.cast(value, variable.dtype), variable.shape))
 
     for variable in listed:
         if isinstance(variable, keras.Variable):

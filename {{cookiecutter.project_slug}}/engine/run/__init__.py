@@ -12,7 +12,6 @@ checkpoints       saves and restores the state
 checkpoint_files  the files of one checkpoint
 initial_weights   --init-from
 directory         the run's directory, which one program at a time may use
-signals           SIGTERM and Ctrl-C
 evaluation        --evaluate-only, --evaluate-continuously; the parts of train.py that they and --check use
 """
 

@@ -246,7 +246,10 @@ def restore_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
         if not paths:
             raise BadInput(f"{checkpoints.directory} is empty: train first")
         if (step := read_progress(paths[-1]).best_step) is None:
-            raise BadInput(f"{paths[-1]} was saved before the first validation: continue the training first")
+            raise BadInput(
+                f"{paths[-1]} names no best weights, because nothing was validated yet, or --monitor was not a number: "
+                "train further, or pass --init-from"
+            )
         return best.path(step)
 
     try:

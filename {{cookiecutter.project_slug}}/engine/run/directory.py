@@ -17,8 +17,8 @@ from engine.console import console
 from engine.errors import BadInput, Stopped, Unavailable, may_pass
 from engine.machine import changes_since
 from engine.run.checkpoint_files import checkpoint_paths
-from engine.run.signals import signals
 from engine.settings import CONFIG, Settings, read_config
+from engine.signals import signals
 
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"

@@ -19,8 +19,8 @@ from engine.report.tables import read_rows, write_rows
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoints import restore_best
 from engine.run.directory import RESULT, Directory
-from engine.run.signals import signals
 from engine.settings import CONFIG, Settings
+from engine.signals import signals
 
 
 def evaluate(program: Any, settings: Settings, read_settings: Callable[[], Settings]) -> dict[str, float] | None:

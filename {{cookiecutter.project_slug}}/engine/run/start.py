@@ -20,10 +20,10 @@ from engine.run.agreement import check_objects, same_data
 from engine.run.directory import RESULT, Directory
 from engine.run.progress import Progress
 from engine.run.resume import created_rates, resume
-from engine.run.signals import signals
 from engine.run.summary import describe_run, describe_start, print_summary
 from engine.run.training import Run
 from engine.settings import CONFIG, Settings
+from engine.signals import signals
 from engine.tracing import unrepeatable
 
 
@@ -45,7 +45,7 @@ class RunDirectory(Directory):
         with self._listening:
             super().__exit__(*problem)
             if not any(problem) and self.settings.export:  # A signal is heeded now: the export does not listen.
-                signals.check(self.workers)
+                signals.check(self.workers.names_where)
 
     def result(self) -> dict[str, Any] | None:
         """Locks the directory; returns the result of the run in it if nothing is left to do.
@@ -135,12 +135,12 @@ def _warn(run: Run, batches: dict[str, Batches]) -> None:
     hooks = [("prepare_example", dataset.traced) for dataset in batches.values()]
     hooks.append(("train_step", run.traced.get("train")))
     warnings = []
-    if "summary" in run.objects.names_in_steps:
-        warnings.append("task.py: tf.summary writes nothing in a step; write summaries in on_report")
     for hook, traced in hooks:
         if traced:  # It is None with --eager.
             draws, calls = unrepeatable(traced, hook)
             warnings += [f"task.{hook}: {text}" for text in (*draws, *calls, *traced.shared_seeds)]
+            if hook == "train_step" and "summary" in run.objects.names_in_steps and not traced.writes_summaries:
+                warnings.append("task.train_step: tf.summary writes nothing in a step; write summaries in on_report")
     for text in dict.fromkeys(warnings):
         console.print(text)
 

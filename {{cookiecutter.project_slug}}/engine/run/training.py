@@ -25,9 +25,9 @@ from engine.run.checkpoints import Checkpoints, Writer
 from engine.run.directory import BEST, CHECKPOINTS, RESULT
 from engine.run.passes import Executions, Pass
 from engine.run.progress import Progress
-from engine.run.signals import signals
 from engine.run.state import State, weights_sha256
 from engine.settings import Settings
+from engine.signals import signals
 from engine.tracing import Traced
 
 
@@ -139,7 +139,7 @@ class Run:
 
     def stop_if_asked(self) -> None:
         """Raises Stopped, on all workers, if one of them got a signal."""
-        signals.check(self.workers)
+        signals.check(self.workers.names_where)
 
     def end_pass(self, one_pass: Pass) -> dict[str, float]:
         """Returns the metrics of a pass whose steps are all taken, as "<dataset>/<metric>", and resets them."""
@@ -253,11 +253,11 @@ class Run:
         settings, progress = self.settings, self.progress
         without_improvement = progress.epochs_without_improvement()
         if self._is_out_of_patience:
-            console.print(f"Stopped by --patience: {settings.monitor} was best in epoch {progress.best_epoch or 0}.")
+            console.print(f"Stopped by --patience: {settings.monitor} was best in epoch {progress.best_epoch}.")
         self._executions.report_missing_profile()
         fingerprint = weights_sha256(self.objects.weights)
         if progress.best_step is None:
-            raise Diverged(f"--monitor {settings.monitor} was never a number, or never given to run.save_if_best")
+            raise Diverged(f"--monitor {settings.monitor} was never a number, or run.save_if_best never called: fix it")
         try:
             self.best.restore(self.best.path(progress.best_step))
         except Damaged as problem:

@@ -4,8 +4,7 @@
     export/saved_model/        two endpoints, which return the outputs of task.predict_step: serve takes prepared
                                features, serve_examples the features of examples as task.load_examples returns them
 
-Every file is loaded again and compared with the model before the export replaces an earlier one. A file that Keras does
-not load as it was is skipped.
+Every file is loaded again and compared with the model before the export replaces an earlier one.
 """
 
 import contextlib
@@ -24,15 +23,13 @@ import numpy as np
 import tensorflow as tf
 
 from engine.console import print_facts
-from engine.data.records import Records
-from engine.data.splits import named
 from engine.errors import BadInput, CannotWrite, first_line, user_errors_named
 from engine.files import sync, writing
 from engine.model.rejections import check_outputs
 from engine.model.variables import layers_of
 from engine.settings import INIT_ONLY, Settings, marked
 from engine.tracing import Traced
-from engine.trained.loading import NO_TENSORS, Endpoint, Trained, load_trained, predict_endpoint
+from engine.trained.loading import NO_TENSORS, Endpoint, Trained, load_trained, predict_endpoint, some_examples
 
 TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
 TIES = 1e-3  # Allowed fraction of differing integers, such as the classes of pixels: rounding decides a tie.
@@ -103,7 +100,9 @@ def _write_models(folder: Path, task: Any, trained: Trained) -> Facts:
             with writing(file):
                 model.save(file)
             loaded = keras.models.load_model(file, compile=False, safe_mode=False)
-            _check_weights(model, loaded)
+            expected, found = [*_written_values(model)], [*_written_values(loaded)]
+            if len(expected) != len(found) or not all(map(np.array_equal, expected, found)):
+                raise BadInput("the file, once loaded, has other weights than the model")
             task.model = {**trained.model, name: loaded} if isinstance(trained.model, dict) else loaded
             loaded_step = predict_endpoint(task, trained.serve.spec).by_name
             note = _compare("the file", trained.serve, loaded_step, task, trained)
@@ -122,20 +121,12 @@ def _write_models(folder: Path, task: Any, trained: Trained) -> Facts:
     return facts
 
 
-def _check_weights(*models: keras.Model) -> None:
-    """Raises BadInput unless a model and the one loaded from its file would write the same weights.
-
-    A layer may write other values than it has: with LoRA, a kernel to which the product of its adapters is added.
-    """
-    written: list[list[Any]] = []
-    for model in models:
-        stores: list[dict[str, Any]] = [{} for _ in layers_of(model)]
-        for layer, store in zip(layers_of(model), stores, strict=True):
-            layer.save_own_variables(store)
-        written.append([keras.ops.convert_to_numpy(value) for store in stores for value in store.values()])
-    expected, loaded = written
-    if len(expected) != len(loaded) or not all(map(np.array_equal, expected, loaded)):
-        raise BadInput("the file, once loaded, has other weights than the model")
+def _written_values(model: keras.Model) -> Iterator[np.ndarray]:
+    """Yields the values that layers write to a file: with LoRA not their weights, but kernels with the adapters in."""
+    for layer in layers_of(model):
+        store: dict[str, Any] = {}
+        layer.save_own_variables(store)
+        yield from map(keras.ops.convert_to_numpy, store.values())
 
 
 def _write_saved_model(folder: Path, task: Any, trained: Trained) -> Facts:
@@ -210,11 +201,8 @@ def _few_features(endpoint: Endpoint, task: Any, trained: Trained) -> Iterator[A
     """Yields the features of an example of the data, which may be records, and of a few made-up ones."""
     if endpoint is trained.serve_examples:
         with contextlib.suppress(Exception):  # The data need not be on this machine.
-            splits = (named(split, task.load_examples(split)) for split in ("test", "validation", "train"))
-            examples = next(dataset for datasets in splits for dataset in datasets.values())
-            examples = examples.dataset() if isinstance(examples, Records) else examples
             # Labels, if there are any, follow the features in a tuple.
-            yield next(iter(examples.map(lambda *example: example[0]).batch(1)))
+            yield next(iter(some_examples(task).map(lambda *example: example[0]).batch(1)))
     yield tf.nest.map_structure(_made_up, endpoint.spec)
 
 

@@ -11,8 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster.workers import Workers
-from engine.data.element_spec import as_text, batched, decode, leaf_text, leaves
+from engine.data.element_spec import as_text, batched, decode, encode, leaf_text, leaves
 from engine.data.preparation import Preparation, evaluation_seed, of_largest_length
+from engine.data.records import Records
+from engine.data.splits import named
 from engine.errors import BadInput
 from engine.model.objects import TaskObjects
 from engine.model.rejections import check_hooks, check_outputs
@@ -23,7 +25,7 @@ from engine.run.state import State
 from engine.settings import CONFIG, Settings, read_config
 from engine.tracing import Traced, converted
 
-NO_TENSORS = "task.load_examples returns something other than plain tensors (ragged or sparse)"
+NO_TENSORS = "task.load_examples returns ragged or sparse features: let it return tensors, and prepare them as before"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Trained:
     outputs: dict[str, tf.TensorSpec]  # The element spec of each output of task.predict_step, [None, ...].
     serve: Endpoint  # Takes prepared features: task.predict_step.
     # Takes features as task.load_examples returns them, and optionally the number of the first example; they are
-    # prepared as in an evaluation. None if they are not tensors.
+    # prepared as in an evaluation. None if they are ragged or sparse.
     serve_examples: Endpoint | None
 
     @property
@@ -77,28 +79,32 @@ def load_trained(task: Any, settings: Settings) -> Trained:
     recorded = read_config(settings.run_dir) or {}
     if not {"example", "features"} <= recorded.keys():
         raise BadInput(f"{settings.run_dir / CONFIG} does not describe an example: restore it")
-    features_spec = batched(decode(recorded["features"]))
+    features = decode(recorded["features"])
     task.config = settings
     objects = TaskObjects(task, settings)
-    two = tf.nest.map_structure(lambda leaf: tf.TensorSpec([2, *leaf.shape[1:]], leaf.dtype), features_spec)
+    two = of_largest_length(batched(features, 2), settings.pad_to or ())
     with objects.recording():
-        task.model = objects.build_models(task.create_model(), of_largest_length(two, settings.pad_to or ()))
+        task.model = objects.build_models(task.create_model(), two)
     objects.name_weights()
     strategy = tf.distribute.get_strategy()
     workers = Workers(strategy)
     state = State(strategy, workers, objects.mirrored_weights, objects.per_replica_weights, objects.finalize_layers)
     checkpoints = Checkpoints(settings.run_dir / CHECKPOINTS, State(strategy, workers, {}), keep=1)
     weights = restore_best(checkpoints, Checkpoints(settings.run_dir / BEST, state, keep=1))
-    serve = predict_endpoint(task, features_spec)
+    serve = predict_endpoint(task, batched(features))
     traced = serve.function.get_concrete_function()
     check_outputs(outputs := traced.structured_outputs)
     used, made = Traced(traced.graph).used, objects.per_replica_weights.items()
     unlisted = [name_in_hook(name) for name, part in made if id(part.handle) in used and name.startswith("hidden/")]
-    example_spec = None
-    with contextlib.suppress(ValueError):  # Not all of its leaves are tensors.
-        example_spec = decode(recorded["example"])
-    serve_examples = None if example_spec is None else _with_preparation(task, settings, serve, example_spec)
+    serve_examples = _examples_endpoint(task, settings, serve, recorded["example"])
     return Trained(settings, task.model, weights, unlisted, outputs, serve, serve_examples)
+
+
+def some_examples(task: Any) -> tf.data.Dataset:
+    """Returns a dataset of examples, a test dataset if there is one. Raises any exception if the data is not here."""
+    splits = (named(split, task.load_examples(split)) for split in ("test", "validation", "train"))
+    examples = next(dataset for datasets in splits for dataset in datasets.values())
+    return examples.dataset() if isinstance(examples, Records) else examples
 
 
 def predict_endpoint(task: Any, features_spec: Any) -> Endpoint:
@@ -106,6 +112,27 @@ def predict_endpoint(task: Any, features_spec: Any) -> Endpoint:
     check_hooks(task, export=True)
     function = tf.function(converted(task.predict_step), input_signature=[features_spec], autograph=False)
     return Endpoint(function, features_spec)
+
+
+def _examples_endpoint(task: Any, settings: Settings, serve: Endpoint, recorded: Any) -> Endpoint | None:
+    """Returns the endpoint of a run's examples, or of the present ones if the hooks have changed with the examples.
+
+    None if their features are ragged or sparse. Raises BadInput if the hooks do not fit the run.
+    """
+    problem = None
+    for described in (lambda: recorded, lambda: encode(some_examples(task).element_spec)):
+        spec = None
+        with contextlib.suppress(Exception):  # A leaf is not a tensor, or the data is not on this machine.
+            spec = decode(described())
+        features_spec = spec[0] if isinstance(spec, tuple) else spec
+        if all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(features_spec)):
+            try:
+                return _with_preparation(task, settings, serve, spec)
+            except BadInput as error:
+                problem = error
+    if problem:
+        raise problem
+    return None
 
 
 def _with_preparation(task: Any, settings: Settings, serve: Endpoint, example_spec: Any) -> Endpoint:
@@ -132,8 +159,8 @@ def _with_preparation(task: Any, settings: Settings, serve: Endpoint, example_sp
     return Endpoint(lambda features, first=0: function(features, tf.constant(np.int64(first))), spec)
 
 
-def _placeholder(leaf: tf.TensorSpec, features: list[tf.Tensor]) -> tf.Tensor:
-    """Returns labels for examples that have none: zeros or "", [n, ...].
+def _placeholder(leaf: Any, features: list[tf.Tensor]) -> Any:
+    """Returns labels for examples that have none: zeros or "", [n, ...], of the leaf's kind of tensor.
 
     Unknown sizes are taken from the features, as a mask has the sizes of its image; 1 if these have fewer axes.
     """
@@ -143,4 +170,8 @@ def _placeholder(leaf: tf.TensorSpec, features: list[tf.Tensor]) -> tf.Tensor:
     )
     sizes = [known[axis] if size is None else size for axis, size in enumerate(sizes)]
     zeros = tf.zeros([tf.shape(features[0])[0], *sizes], leaf.dtype)
+    if isinstance(leaf, tf.RaggedTensorSpec):
+        return tf.RaggedTensor.from_tensor(zeros, ragged_rank=1 + leaf.ragged_rank)
+    if isinstance(leaf, tf.SparseTensorSpec):
+        return tf.sparse.from_dense(zeros)
     return tf.ensure_shape(zeros, tf.TensorShape([None]).concatenate(leaf.shape))

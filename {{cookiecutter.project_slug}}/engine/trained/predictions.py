@@ -19,9 +19,7 @@ from engine.trained.loading import NO_TENSORS, Trained
 
 Arrays = dict[str, np.ndarray]  # Features or outputs, by name.
 Name = int | str  # The name of an example: its number, for instance, or its file.
-
-# UnicodeDecodeError is raised where TensorFlow's message quotes bytes that are not text.
-FAILURES = (tf.errors.OpError, UnicodeDecodeError)
+Examples = Iterable[tuple[Name, Any]]  # Pairs of a name and features.
 
 
 class Predictor:
@@ -31,9 +29,9 @@ class Predictor:
     """
 
     def __init__(self, trained: Trained) -> None:
-        """Raises BadInput if the task's examples are not tensors."""
+        """Raises BadInput if the features of the task's examples are ragged or sparse."""
         if trained.serve_examples is None:
-            raise BadInput(f"{NO_TENSORS}: call task.predict_step with prepared features instead")
+            raise BadInput(NO_TENSORS)
         self._serve, self._outputs = trained.serve_examples, trained.outputs
         self.model, self.settings = trained.model, trained.settings
 
@@ -50,10 +48,8 @@ class Predictor:
         rows = ({name: array[number] for name, array in arrays.items()} for number in range(length))
         return self.predict(enumerate(rows), batch_size)[1]
 
-    def predict(
-        self, examples: Iterable[tuple[Name, Any]], batch_size: int, source: str = "the features"
-    ) -> tuple[list[Name], Arrays]:
-        """Returns the names and the outputs of examples, which are pairs of a name and features, from a `source`.
+    def predict(self, examples: Examples, batch_size: int, source: str = "the features") -> tuple[list[Name], Arrays]:
+        """Returns the names and the outputs of examples from a `source`.
 
         Raises BadInput, which names the first one that is not an example of the run, or cannot be prepared.
         """
@@ -63,9 +59,8 @@ class Predictor:
         parts: list[Arrays] = []
         options: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
         for batch_names, arrays in rich.progress.track(_batches(examples, batch_size), "predicting", **options):
-            parts.append(
-                self._predict_batch(batch_names, _as_tensors(batch_names, arrays, self._serve.spec), len(names))
-            )
+            features = _as_tensors(batch_names, arrays, self._serve.spec)
+            parts.append(self._predict_batch(batch_names, features, len(names)))
             names += batch_names
         if not parts:
             raise BadInput(f"there are no examples to predict in {source}")
@@ -77,7 +72,7 @@ class Predictor:
     def _predict_batch(self, names: Sequence[Name], features: Any, first: int) -> Arrays:
         try:
             outputs = self._serve.function(features, first)
-        except FAILURES as problem:
+        except (tf.errors.OpError, UnicodeDecodeError) as problem:  # The second one: TensorFlow quotes bytes, not text.
             if len(names) == 1:
                 place, reason = where_raised(problem), first_line(problem)
                 raise BadInput(f"example {names[0]}: {place}: {reason} (its labels are placeholders)") from problem
@@ -95,7 +90,7 @@ class Predictor:
         """
         problem = ""
         for name, output in self._outputs.items():
-            if name in ("example", "file"):  # The names of the examples, and a parameter of np.savez.
+            if name in ("example", "file", "allow_pickle"):  # The names of the examples, and parameters of np.savez.
                 raise BadInput(f"task.predict_step returns {name!r}, which is a reserved name: rename it")
             outer, _, number = name.rpartition("/")
             if output.shape.rank not in (1, 2):
@@ -108,7 +103,7 @@ class Predictor:
         raise BadInput(f"--output {paths[0]}: {problem}: pass an .npz file")
 
 
-def _batches(examples: Iterable[tuple[Name, Any]], size: int) -> Iterator[tuple[Sequence[Name], Arrays]]:
+def _batches(examples: Examples, size: int) -> Iterator[tuple[Sequence[Name], Arrays]]:
     """Yields batches of examples of the same shapes that follow each other."""
 
     def row(example: tuple[Name, Any]) -> tuple[Name, Arrays]:
@@ -171,9 +166,9 @@ def write_predictions(path: Path, names: Sequence[Name], predictions: Arrays) ->
 
     def write(temporary: Path) -> None:
         if path.suffix == ".npz":
-            are_numbers = all(isinstance(name, int | np.integer) for name in names)
-            # NumPy would store a name that is neither a number nor text, such as a path, as a Python object.
-            arrays: dict[str, Any] = {"example": [*names] if are_numbers else [*map(str, names)], **predictions}
+            # NumPy would round larger numbers, and store others, such as paths, as Python objects.
+            are_numbers = all(isinstance(name, int | np.integer) and abs(int(name)) < 2**63 for name in names)
+            arrays: dict[str, Any] = {"example": [*map(int if are_numbers else str, names)], **predictions}
             with temporary.open("wb") as file:  # np.savez would append .npz to a path.
                 np.savez(file, **arrays)
             return
@@ -191,7 +186,5 @@ def write_predictions(path: Path, names: Sequence[Name], predictions: Arrays) ->
         is_finite = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
         places = np.flatnonzero(~is_finite.reshape(len(values), -1).all(axis=1))
         if len(places):
-            console.print(
-                f"{name!r} is not finite for {len(places):,} of the examples, example {names[places[0]]} first"
-            )
+            console.print(f"{name!r} is not finite for {len(places):,} examples, example {names[places[0]]} first")
     console.print(f"{len(names):,} predictions ({', '.join(predictions)}) in {path}")

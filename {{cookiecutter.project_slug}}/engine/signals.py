@@ -1,6 +1,6 @@
 """SIGTERM and Ctrl-C: the first one ends the program after the running steps, a second one at once.
 
-Batch systems and clouds send SIGTERM before they take the machine back.
+Batch systems and clouds send SIGTERM before they take the machine back. Imports no TensorFlow.
 """
 
 import contextlib
@@ -8,9 +8,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from engine.cluster.workers import Workers
 from engine.console import console
 from engine.errors import SIGNALS, Stopped, asked_to_stop
 
@@ -24,9 +23,12 @@ class Signals:
         self.signal: str | None = None
         self._pipe: tuple[int, ...] = ()  # Its ends for reading and for writing, while this listens.
 
-    def check(self, workers: Workers) -> None:
-        """Raises Stopped, on every worker, if any of them got a signal. Call it between executions."""
-        if stopped := workers.names_where(self.signal is not None):
+    def check(self, names_where: Callable[[bool], list[str]]) -> None:
+        """Raises Stopped, on every worker, if any of them got a signal. Call it between executions.
+
+        `names_where` returns the names of the workers that call it with True.
+        """
+        if stopped := names_where(self.signal is not None):
             self.signal = self.signal or f"a signal to {', '.join(stopped)}"
             raise Stopped(f"stopped by {self.signal}")
 
