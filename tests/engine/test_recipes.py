@@ -221,6 +221,17 @@ def test_confidence_is_the_mean_over_all_examples(apply: Apply, linear: None) ->
     assert train.evaluate_split("test")["test/confidence"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_largest_error_is_the_maximum_over_all_examples(replicas: int, apply: Apply, linear: None) -> None:
+    apply("A metric that is a maximum")
+    train.build(config.Config(simulated_devices=replicas, global_batch_size=99, micro_batches=3))
+    images, labels = held_out_examples()
+    losses = keras.losses.sparse_categorical_crossentropy(labels, task.model(images), from_logits=True).numpy()
+    # The last one has the largest loss, and weight 0.
+    assert train.evaluate_split("test")["test/largest_error"] == pytest.approx(losses.max(), rel=1e-5)
+    assert train.train_epoch()["train/largest_error"] > 0.0
+
+
 @pytest.mark.long
 def test_gradient_norm_is_reported_and_the_same_in_micro_batches(apply: Apply, linear: None, tmp_path: Path) -> None:
     apply("The gradient's norm in metrics.csv")

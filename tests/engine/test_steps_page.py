@@ -387,5 +387,7 @@ def test_recipe_passes_all_checks(title: str, apply: Apply, tmp_path: Path, caps
     capsys.readouterr()
     check_task(train, task, config.Config(run_dir=tmp_path / "run", **{"global_batch_size": BATCH, **settings}))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].endswith("checks passed."), "\n".join(lines)
+    # The losses of a GAN oppose each other, so they need not fall.
+    rest = ", 1 not compared" if title.startswith("WGAN") else "."
+    assert lines[-1].endswith(f"checks passed{rest}"), "\n".join(lines)
     assert any("on one replica and on two" in line for line in lines)

@@ -40,7 +40,7 @@ def assert_found(check: Callable[..., tuple[bool, list[str]]], *faults: Fault, o
     """Checks with these faults planted together: each must be found, its hook named, and nothing else fail."""
     hooks = {name: hook for fault in faults for name, hook in fault.hooks.items()}
     passed, lines = check(hooks, only=only or faults[0].only, **faults[0].settings)
-    failed = [line.split("  ", 2)[1:] for line in lines if line.startswith("FAIL")]
+    failed = [re.split(" {2,}", line, maxsplit=2)[1:] for line in lines if line.startswith("FAIL")]
     failed = [(re.sub(r"^(task|train)\.py(:\d+)? ", "", where), text) for where, text in failed]
     assert not passed
     for fault in faults:

@@ -24,7 +24,7 @@ from planted import (
 )
 
 import task
-from engine.model import gather_batch, places_in_batch
+from engine.model import gather_batch, places_in_batch, sum_over_batch
 from engine.model.global_batch import sum_over_replicas
 
 
@@ -35,6 +35,14 @@ def even_of_replica(labels, weights):
 def even_of_micro_batch(labels, weights):
     (total,) = sum_over_replicas([count_even(None, labels, weights)])
     return total
+
+
+def count_even_and_padding(features, labels, weights):
+    return tf.reduce_sum(tf.cast(labels % 2 == 0, "float32"))
+
+
+def even_and_padding_of_batch(labels, weights):
+    return sum_over_batch(count_even_and_padding)
 
 
 def of_the_replica(values):
@@ -55,13 +63,14 @@ def token_model():
 
 
 def tokens(features, labels):
-    return features / 16.0, tf.cast(features[:, 4, 0] // 4.0, tf.int32)
+    """Has labels of one more axis than their losses."""
+    return features / 16.0, tf.cast(features[:, 4] // 4.0, tf.int32)
 
 
 def loss_of_tokens(labels, predictions, weights):
     """Divides by the tokens of the replica, most of which exist: two replicas have almost twice the loss."""
     token_losses = label_losses(labels, predictions)
-    token_weights = tf.cast(labels != 0, tf.float32) * weights[:, None]
+    token_weights = tf.cast(labels[..., 0] != 0, tf.float32) * weights[:, None]
     total = tf.reduce_sum(token_losses * token_weights)
     return tf.math.divide_no_nan(total, tf.reduce_sum(token_weights)), token_losses
 
@@ -98,6 +107,11 @@ FAULTS = {
         "compute_loss",
         "by a sum of engine.model.sum_over_batch",
         long=True,
+    ),
+    "count that forgets the weights": Fault(
+        {"compute_loss": loss_of_even_labels(even_and_padding_of_batch)},
+        "compute_loss",
+        "in what sum_over_batch counts (test_check_across_batch.py:",
     ),
     "division by 0 on a replica of padding": Fault(
         {"compute_loss": loss_of_even_labels(even_of_replica, tf.divide), "load_examples": one_batch_and_a_half},

@@ -1,6 +1,7 @@
 """--check finds faults of metrics, of the evaluation and of the updates; and several faults in one check."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ from planted import (
     ORIGINAL,
     Fault,
     assert_found,
+    assert_sound,
     average,
     averaged,
     cases,
@@ -31,6 +33,45 @@ def metrics_of_the_scaled_loss(split, labels, predictions, per_example_loss, wei
 def metrics_without_weights(split, labels, predictions, per_example_loss, weights):
     task.metrics[split]["loss"].update_state(per_example_loss, sample_weight=weights)
     task.metrics[split]["accuracy"].update_state(labels, predictions)
+
+
+class HitsPerLoss(keras.metrics.Metric):
+    """Has a maximum, which is not a sum; the result of a model that hits nothing does not show it."""
+
+    def __init__(self):
+        super().__init__()
+        self.hits = self.add_variable(shape=(), initializer="zeros", name="hits")
+        self.largest = self.add_variable(shape=(), initializer="zeros", name="largest")
+
+    def update_state(self, per_example_loss, sample_weight):
+        largest = tf.cast(tf.reduce_max(per_example_loss * sample_weight), tf.float64)
+        self.largest.assign(tf.maximum(self.largest.value, largest))
+
+    def result(self):
+        return tf.math.divide_no_nan(self.hits.value, self.largest.value)
+
+
+def metrics_with_precision(split):
+    """Has a threshold that no prediction of an untrained model reaches."""
+    return {**ORIGINAL["create_metrics"](split), "precision": keras.metrics.Precision(0.99)}
+
+
+def update_with_precision(split, labels, predictions, per_example_loss, weights):
+    ORIGINAL["update_metrics"](split, labels, predictions, per_example_loss, weights)
+    probability = tf.nn.softmax(predictions)[:, 3]
+    task.metrics[split]["precision"].update_state(labels == 3, probability, sample_weight=weights)
+
+
+def metrics_that_are_zero_or_nan(split):
+    zero = {"recall": keras.metrics.Recall(0.99), "hits": HitsPerLoss()}
+    return {**ORIGINAL["create_metrics"](split), **zero, "nan": keras.metrics.Mean()}
+
+
+def update_metrics_that_are_zero_or_nan(split, labels, predictions, per_example_loss, weights):
+    ORIGINAL["update_metrics"](split, labels, predictions, per_example_loss, weights)
+    task.metrics[split]["recall"].update_state(labels == 3, tf.nn.softmax(predictions)[:, 3])
+    task.metrics[split]["nan"].update_state(per_example_loss * float("nan"))
+    task.metrics[split]["hits"].update_state(per_example_loss, weights)
 
 
 def evaluation_in_training_mode(split, batch):
@@ -73,6 +114,11 @@ class CountingSchedule(keras.optimizers.schedules.LearningRateSchedule):
     def __call__(self, step):
         self.calls += 1
         return 0.01 * self.calls
+
+
+def optimizers_by_path(total_steps):
+    by_path = {"stemm.*": keras.optimizers.SGD(0.01)}
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(AveragingOptimizer(0.1), by_path))
 
 
 EVALUATION = ("results", "evaluation")
@@ -118,9 +164,15 @@ FAULTS = {
         long=True,
     ),
     "averaging in apply": Fault(
-        {"create_optimizer": lambda total_steps: AveragingOptimizer(0.1)},
+        {"create_optimizer": optimizers_by_path},
         "create_optimizer",
         "the gradients agree",
+        only=("updates",),
+    ),
+    "optimizer of no variable": Fault(
+        {"create_optimizer": optimizers_by_path},
+        "create_optimizer",
+        "in a MultiOptimizer trains no variable: its pattern must match paths like 'sequential/dense/kernel'",
         only=("updates",),
     ),
     "schedule that counts": Fault(
@@ -138,16 +190,45 @@ FAULTS = {
         long=True,
     ),
 }
-TOGETHER = ("unweighted metric", "softmax of one number")
+TOGETHER = (("unweighted metric", "softmax of one number"), ("averaging in apply", "optimizer of no variable"))
+ZERO_OR_NAN = {
+    "create_metrics": metrics_that_are_zero_or_nan,
+    "update_metrics": update_metrics_that_are_zero_or_nan,
+}
 
 
-@pytest.mark.parametrize("fault", cases({name: FAULTS[name] for name in FAULTS if name not in TOGETHER}))
+@pytest.mark.parametrize("fault", cases({name: FAULTS[name] for name in FAULTS if name not in sum(TOGETHER, ())}))
 def test_fault_is_found_and_the_hook_named(fault: Fault, check: Any) -> None:
     assert_found(check, fault)
 
 
-def test_faults_of_one_check_are_all_found(check: Any) -> None:
-    assert_found(check, *(FAULTS[name] for name in TOGETHER), only=("examples", "results"))
+@pytest.mark.parametrize(("names", "only"), zip(TOGETHER, (("examples", "results"), ("updates",)), strict=True))
+def test_faults_of_one_check_are_all_found(names: tuple[str, ...], only: tuple[str, ...], check: Any) -> None:
+    assert_found(check, *(FAULTS[name] for name in names), only=only)
+
+
+def test_metrics_that_are_zero_or_nan_are_compared_by_their_variables(check: Any) -> None:
+    found = (
+        "train/nan is NaN: look for 0/0, for which tf.math.divide_no_nan",
+        "train/nan (its variables) depends on examples of weight 0",
+        "train/recall (its variables) depends on examples of weight 0",
+        "train/hits (its variables) is 3.",
+    )
+    assert_found(check, *(Fault(ZERO_OR_NAN, "update_metrics", text) for text in found))
+
+
+def test_metric_that_counts_nothing_is_not_compared_and_init_from_is_used(check: Any, tmp_path: Path) -> None:
+    """With weights of 0 all ten classes are equally probable."""
+    zeros = linear_model()
+    zeros.set_weights([0.0 * weight for weight in zeros.get_weights()])
+    zeros.save_weights(tmp_path / "zeros.weights.h5")
+    hooks = {"create_metrics": metrics_with_precision, "update_metrics": update_with_precision}
+    lines = assert_sound(check(hooks, only=("results",), init_from=tmp_path / "zeros.weights.h5"))
+    assert any(line.endswith("loss 2.30259 on one replica and on two") for line in lines)
+    (line,) = [line for line in lines if line.startswith("not compared")]
+    assert re.fullmatch(
+        r"not compared  task\.py update_metrics +train/precision \(its variables\) stays 0 for this model: .*", line
+    )
 
 
 @pytest.mark.long

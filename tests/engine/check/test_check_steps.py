@@ -71,10 +71,17 @@ def shifted_labels(shift: int) -> Callable:
 
 
 class RunningMean(keras.layers.Layer):
-    """Keeps a mean in a variable that Keras does not list."""
+    """Keeps a mean in a variable that Keras lists or does not list."""
+
+    def __init__(self, *, listed):
+        super().__init__()
+        self.is_listed = listed
 
     def build(self, shape):
-        self.mean = tf.Variable(tf.zeros(shape[1:]), trainable=False)
+        if self.is_listed:
+            self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="mean")
+        else:
+            self.mean = tf.Variable(tf.zeros(shape[1:]), trainable=False)
 
     def call(self, inputs, training=False):
         if training:
@@ -166,6 +173,11 @@ FAULTS = {
     "NaN gradient": of_loss(
         lambda losses, weights: average(losses + tf.sqrt(losses * 0.0), weights), "is not finite", long=True
     ),
+    "NaN loss of padding": of_loss(
+        lambda losses, weights: average(losses / weights, weights),
+        "the loss is nan on a batch, padded or not",
+        long=True,
+    ),
     "unsynchronized BatchNorm": Fault(
         {"create_model": lambda: linear_model(keras.layers.BatchNormalization(name="bn"))}, "create_model", "'bn'"
     ),
@@ -177,10 +189,15 @@ FAULTS = {
         {"compute_loss": loss_with_numpy}, "train_step", "PyFunc (test_check_steps.py:", long=True
     ),
     "each replica's mean": Fault(
-        {"create_model": lambda: linear_model(RunningMean())},
+        {"create_model": lambda: linear_model(RunningMean(listed=False))},
         "create_model",
         "running_mean/Variable, which is per-replica",
         long=True,
+    ),
+    "each replica's mean in a weight of a layer": Fault(
+        {"create_model": lambda: linear_model(RunningMean(listed=True))},
+        "create_model",
+        "running_mean/mean, which is per-replica",
     ),
     "gradient of a padded batch": Fault(
         {"compute_loss": loss_wrong_for_padding},
@@ -267,9 +284,26 @@ def test_gradient_that_differs_with_weights_nearby_too_is_a_fault_and_else_round
     assert differing_gradients(one, measured([1.0, 2.0, 3.000003], [1.5, 2.5, 3.500003])) == []
 
 
-def test_exception_in_a_hook_is_named_by_line_with_what_it_says(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def example_without_label(features, labels):
+    raise ValueError("no label")
+
+
+@pytest.mark.parametrize(
+    ("hooks", "only", "line"),
+    [
+        (
+            {"compute_loss": loss_with_numpy, "create_loss_objects": dict},
+            "results",
+            "with_numpy  raised KeyError: 'label'",
+        ),
+        ({"prepare_example": example_without_label}, "examples", "example_without_label  ValueError: no label"),
+    ],
+)
+def test_exception_in_a_hook_is_named_by_line_with_what_it_says(
+    hooks: dict[str, Any], only: str, line: str, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(errors, "PROJECT", Path(__file__).parent)
-    passed, lines = check({"compute_loss": loss_with_numpy, "create_loss_objects": dict}, only=("results",))
+    passed, lines = check(hooks, only=(only,))
     assert not passed
-    (line,) = [line for line in lines if line.startswith("FAIL")]
-    assert re.match(r"FAIL  test_check_steps\.py:\d+ loss_with_numpy  raised KeyError: 'label'", line), line
+    (failed,) = [line for line in lines if line.startswith("FAIL")]
+    assert re.match(rf"FAIL  test_check_steps\.py:\d+ \w*{line}", failed), failed

@@ -160,6 +160,7 @@ def test_panel_has_the_test_the_files_and_what_to_type(console: Make) -> None:
 
 def test_table_of_checks_wraps_its_texts_in_a_terminal_only(console: Make) -> None:
     good, bad = "the same gradients " * 5, "[red]not a style[/red]"
+    not_compared = Check(True, "settings", "no reason", compared=False)
     checks = [Check(True, "task.py train_step", good), Check(False, "task.py compute_loss", bad)]
     output = console(80)
     print_checks(checks)
@@ -169,3 +170,12 @@ def test_table_of_checks_wraps_its_texts_in_a_terminal_only(console: Make) -> No
     output = console(terminal=False)
     print_checks(checks)
     assert output().splitlines()[0] == f"ok    task.py train_step    {good}"
+    output = console(terminal=False)
+    print_checks([checks[0], checks[0], not_compared])
+    assert output().splitlines()[2:] == [
+        "not compared  settings            no reason",
+        "2 checks passed, 1 not compared",
+    ]
+    output = console(80)
+    print_checks([*checks, not_compared])
+    assert plain(output()).splitlines()[-1] == "1 of 3 checks failed, 1 not compared"

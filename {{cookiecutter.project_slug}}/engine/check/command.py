@@ -24,7 +24,8 @@ from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.console import columns, console
 from engine.errors import BadInput, Diverged, first_line, where_raised
-from engine.model.variables import by_name, is_random_state
+from engine.model.optimizers import inner_optimizers
+from engine.model.variables import by_name, is_random_state, trainable_variables
 from engine.settings import Settings
 
 PARTS = ("examples", "results", "evaluation", "updates")
@@ -47,7 +48,7 @@ def check_task(program: Any, task: Any, settings: Settings, only: Collection[str
             # It names a line of a file, a hook, or a setting.
             found = re.search(r"^\S+\.py:\d+ \S+(?=: )|\btask\.(?!py\b)\w+", str(problem))
             where = re.sub(r"^task\.(?!py\b)", "task.py ", found[0]) if found else "settings"
-            checks.append(Check(False, where, str(problem)))
+            checks.append(Check(False, where, str(problem).removeprefix(f"{found[0]}: " if found else "")))
         except Diverged as problem:
             text = f"{problem}: a batch may be padding alone, so divide with tf.math.divide_no_nan"
             checks.append(Check(False, "task.py compute_loss", text))
@@ -58,19 +59,21 @@ def check_task(program: Any, task: Any, settings: Settings, only: Collection[str
 
 
 def print_checks(checks: Sequence[Check]) -> None:
-    """Prints a line for each check, then how many failed. A terminal wraps long texts."""
+    """Prints a line for each check, then how many failed or compared nothing. A terminal wraps long texts."""
+    styles = {"ok": "green", "FAIL": "bold red", "not compared": "yellow"}
+    marks = ["FAIL" if not check.ok else "ok" if check.compared else "not compared" for check in checks]
+    rows = [(mark, check.where, check.text) for mark, check in zip(marks, checks, strict=True)]
     if console.is_terminal:
-        ok, fail = Text("ok", "green"), Text("FAIL", "bold red")
-        rows = [(ok if check.ok else fail, Text(check.where), Text(check.text)) for check in checks]
-        console.print(columns(rows), soft_wrap=False)
+        texts = [(Text(mark, styles[mark]), Text(where), Text(text)) for mark, where, text in rows]
+        console.print(columns(texts), soft_wrap=False)
     else:
-        width = max(len(check.where) for check in checks)
-        for check in checks:
-            console.print(f"{'ok' if check.ok else 'FAIL':<4}  {check.where:<{width}}  {check.text}")
-    if failed := sum(not check.ok for check in checks):
-        console.print(f"{failed} of {len(checks)} checks failed", style="bold red")
-    else:
-        console.print(f"All {len(checks)} checks passed.", style="green")
+        first, second = max(4, *map(len, marks)), max(len(check.where) for check in checks)
+        for mark, where, text in rows:
+            console.print(f"{mark:<{first}}  {where:<{second}}  {text}")
+    failed, rest = marks.count("FAIL"), marks.count("not compared")
+    text = f"{failed} of {len(checks)} checks failed" if failed else f"{marks.count('ok')} checks passed"
+    text = f"{text}, {rest} not compared" if rest else text if failed else f"All {text}."
+    console.print(text, style=styles["FAIL" if failed else "not compared" if rest else "ok"])
 
 
 def _comparable_settings(settings: Settings, folder: Path) -> Settings:
@@ -125,7 +128,7 @@ def _run_checks(
             yield from steps.check_layers(program, task, one)
             micro_batches = settings.micro_batches if alone.micro_batches == 1 else 1
             yield from steps.check_same_results(program, task, one, two, micro_batches)
-            yield from steps.check_updated_metrics(program, task)
+            yield from steps.check_updated_metrics(program, task, one.metrics)
             yield from steps.check_metrics(program, task, program.batches["train"], one.stacks)
             yield from steps.check_loss(program, task, one)
             retraced = ", ".join(split for split, compiled in program.run_steps.items() if compiled.trace_count() != 1)
@@ -158,7 +161,7 @@ def _check_evaluation(program: Any, task: Any) -> Iterator[Check]:
             is_of_keras = any(type(layer).__module__.startswith("keras.") for layer in layers.values())
             text = f"random in {split}, so not the same on one replica and two: {', '.join(layers)}: "
             text += "call the model with training=False, or draw from a seed of each example, see docs/steps.md"
-            yield Check(not is_of_keras, where, text)
+            yield Check(not is_of_keras, where, text, compared=False)
         for name, batches in program.batches.items():
             if batches.split == split:
                 yield from steps.check_metrics(program, task, batches, measure.first_stacks(program, name))
@@ -175,6 +178,12 @@ def _check_updates(program: Any, task: Any, settings: Settings, *, compare: bool
     if compare:
         two = measure.measure_updates(program, task, build(2)[1])
     layers, stacks = build(1)
+    for outer in by_name(task.optimizer, "optimizer").values():
+        # The last one is for variables that no pattern matches, and may have none.
+        for inner in (inner for inner in inner_optimizers(outer)[:-1] if not inner.built):
+            path = next(iter(trainable_variables(task.model))).split("/", 1)[1]
+            text = f"{inner.name!r} in a MultiOptimizer trains no variable: its pattern must match paths like {path!r}"
+            yield Check(False, "task.py create_optimizer", text)
     if compare and not layers.still_random:
         one = measure.measure_updates(program, task, stacks)
         rounding = measure.rounding_of([one], program, task, lambda: [measure.measure_updates(program, task, stacks)])
@@ -190,4 +199,5 @@ def _check_updates(program: Any, task: Any, settings: Settings, *, compare: bool
     falls = cannot_fall or bool(np.mean(losses[-5:]) < losses[0])
     text = f"the loss goes from {losses[0]:.4g} to {losses[-1]:.4g} in {REPEATED_STEPS} steps on one batch"
     rule = ": it must fall; check --learning-rate, and how task.create_optimizer uses it"
-    yield Check(falls, "task.py create_optimizer", text + rule * (not falls))
+    rule = ", and need not fall: there are several losses, or no weights" if cannot_fall else rule * (not falls)
+    yield Check(falls, "task.py create_optimizer", text + rule, compared=not cannot_fall)

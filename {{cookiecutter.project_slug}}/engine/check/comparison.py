@@ -24,6 +24,7 @@ class Check(NamedTuple):
     ok: bool
     where: str
     text: str
+    compared: bool = True  # Otherwise `text` says why nothing was compared.
 
 
 class Layers(NamedTuple):
@@ -42,8 +43,9 @@ class Measured(NamedTuple):
     batches: list[Arrays]  # The loss of each, the gradients, and what else a step assigns equally on all replicas.
     nearby: list[Arrays]  # The same from weights nearby.
     rounding: dict[str, float]  # How much they change when the weights change by roundings.
-    metrics: dict[str, float]
+    metrics: dict[str, Any]  # What `measure.counted` returns, of all datasets.
     without_gradient: list[str]
+    per_replica: list[str]  # The weights that differ between the replicas afterwards.
     layers: Layers
 
     @property
@@ -105,15 +107,16 @@ def differing_arrays(one: Arrays, two: Arrays, rounding: Mapping[str, float]) ->
     return [name for name in one if not close(one[name], two[name], floor=MARGIN * (zero + rounding[name]))]
 
 
-def differing_metrics(names: ResultNames, one: Mapping[str, float], two: Mapping[str, float]) -> list[str]:
-    """Returns the names of the metrics that differ by more than rounding; of an array, its first such element."""
+def differing_metrics(names: ResultNames, one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    """Returns the names that differ by more than rounding in both; of an array of results, its first such element."""
     differing: dict[str, str] = {}
     for name, value in one.items():
-        if not close(value, two[name], tolerance=PROMISE):
+        other = two.get(name, value)
+        if np.shape(value) == np.shape(other) and not close(value, other, tolerance=PROMISE):
             differing.setdefault(names.arrays.get(name, name), name)
     return list(differing.values())
 
 
 def largest(values: Any) -> float:
-    """Returns the largest absolute value of a number or an array; 0 if it is empty."""
-    return float(np.abs(np.nan_to_num(values)).max(initial=0.0))
+    """Returns the largest absolute value of a number or an array that is finite; 0 if there is none."""
+    return float(np.abs(np.nan_to_num(values, posinf=0.0, neginf=0.0)).max(initial=0.0))

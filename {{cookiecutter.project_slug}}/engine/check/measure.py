@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -10,12 +11,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.check.comparison import LOSS, Arrays, BatchStacks, Layers, Measured, largest
+from engine.check.comparison import LOSS, Arrays, BatchStacks, Layers, Measured, close, largest
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
+from engine.model.metrics import metric_results, split_of
 from engine.model.variables import (
     Variables,
     by_name,
+    inner_variable,
     is_random_state,
     layers_of,
     name_in_hook,
@@ -49,28 +52,32 @@ def results(program: Any, task: Any) -> Measured:
     ((half_padded, first, _),) = changed_stacks(program, stacks[:1], np.arange(size) < size // 2)
     stacks.append((half_padded, first, 1))
     batches = losses_and_gradients(program, task, stacks)
-    for name, value in (item for arrays in batches[:-1] for item in arrays.items()):
+    # If a replica of padding alone is the cause, one replica has another loss, which is reported later.
+    judged = batches if program.strategy.num_replicas_in_sync == 1 else batches[:-1]
+    for name, value in (item for arrays in judged for item in arrays.items()):
         if not np.isfinite(value).all():
-            what = (
-                f"the loss is {value}" if name == LOSS else f"the gradient of {name} is not finite, though the loss is,"
-            )
-            raise BadInput(f"task.compute_loss: {what} on one of the first batches: look for sqrt(0), 0/0 or log(0)")
+            what = f"the loss is {value}" if name == LOSS else f"the gradient of {name}, not the loss, is not finite"
+            raise BadInput(f"task.compute_loss: {what} on a batch, padded or not: look for sqrt(0), 0/0 or log(0)")
     rounding = rounding_of(batches, program, task, lambda: losses_and_gradients(program, task, stacks))
     with _moved_weights(program, task, NEARBY):
         nearby = losses_and_gradients(program, task, stacks)
-    with state_restored(program) as initial:
+    objects = program.run.objects
+    with state_restored(program) as initial, mock.patch.object(objects, "results", functools.partial(counted, program)):
         metrics = program.train_epoch(1)  # The batches of this epoch are being prepared already.
         with program.run.evaluation_weights():
             metrics |= program.evaluate_split("validation") | program.evaluate_split("test")
         for split in program.SPLITS:  # Another split's steps may have updated them by mistake.
-            program.run.objects.reset(split)
-        for name, value in state.values().items():
+            objects.reset(split)
+        values = state.values()
+        own = {name: values[name] for name, made in objects.per_replica_weights.items() if made.dtype.is_floating}
+        per_replica = [name_in_hook(name) for name, rows in own.items() if not close(rows, rows[:1])]
+        for name, value in values.items():
             if name.startswith("metrics/") and not np.array_equal(value, initial[name]):
                 metric = name.removeprefix("metrics/")
                 raise BadInput(f"task.create_metrics: reset_state of {metric} does not make it as it was at first")
     updated, recorded = set(map(id, changed_by(program, "train").values())), recorded_gradients(task)
     unused = [name for name in trainable_variables(task.model) if id(recorded.get(name)) not in updated]
-    return Measured(stacks, batches, nearby, rounding, metrics, unused, layers)
+    return Measured(stacks, batches, nearby, rounding, metrics, unused, per_replica, layers)
 
 
 # --- What makes replicas comparable -----------------------------------------------------------------------------------
@@ -162,11 +169,6 @@ def changed_by(program: Any, split: str) -> Variables:
     }
 
 
-def changed_unlisted(program: Any) -> list[str]:
-    """Returns the names of the variables that the training steps change and Keras does not list."""
-    return [name_in_hook(name) for name in changed_by(program, "train") if name.startswith("hidden/")]
-
-
 def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer | None]:
     """Returns by name the layers from whose random generators the steps of a split draw, and generators of no layer."""
     attributes = [(layer, attribute) for layer in layers_of(task.model) for attribute in vars(layer).values()]
@@ -178,6 +180,20 @@ def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer
             layer = owners.get(id(state))
             drawing[layer.name if layer else f"the generator {name_in_hook(name)}"] = layer
     return drawing
+
+
+def counted(program: Any, name: str) -> dict[str, Any]:
+    """Returns the results of the metrics of a dataset, which it resets; if 0, 1 or NaN, with all of their variables."""
+    objects, variables = program.run.objects, {}
+    results = metric_results(objects.metrics, name)
+    for key, metric in objects.metrics[split_of(name)].items():
+        numbers = [value for number, value in results.items() if objects.names.metrics[number][0] is metric]
+        # Such a result may say nothing about a metric, because the model is not trained.
+        if np.isin(np.nan_to_num(numbers), (0.0, 1.0)).all():
+            values = (np.ravel(one.numpy()) for one in map(inner_variable, metric.variables) if one.dtype != tf.string)
+            variables[f"{name}/{key} (its variables)"] = np.concatenate([[], *values])
+    objects.reset(name)
+    return results | variables
 
 
 def depends_on_seeds(program: Any, split: str) -> bool:

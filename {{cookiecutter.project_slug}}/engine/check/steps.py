@@ -19,10 +19,13 @@ from engine.errors import BadInput
 from engine.model.global_batch import adds_losses
 from engine.model.metrics import split_of
 from engine.model.step import step_on
-from engine.model.variables import by_name, layers_of, trainable_variables
+from engine.model.variables import by_name, is_random_state, layers_of, trainable_variables
 from engine.tracing import operations_of, place
 
 FEATURES, LABELS, _, LENGTHS = range(4)  # The parts of a stack; only padded examples have lengths.
+PER_EXAMPLE = "update it with values and weights per example; for a maximum, which is not a sum, see docs/recipes.md"
+PER_REPLICA = "the steps change {}, which is per-replica: to keep it equal on all replicas, assign what "
+PER_REPLICA += "tf.distribute.get_replica_context().all_reduce returns"
 DRAWN = "random numbers depend on the replica{}: draw them from a seed of each example, see docs/steps.md"
 
 
@@ -35,7 +38,7 @@ def check_layers(program: Any, task: Any, one: Measured) -> Iterator[Check]:
         yield Check(False, "task.py create_model", text)
     if layers.random:
         text = f"random in training, so not the same on one replica and two: {', '.join(layers.random)}"
-        yield Check(True, "task.py create_model", text + _draws(program, "train"))
+        yield Check(True, "task.py create_model", text + _places(program, "train"))
     if unused := one.without_gradient:
         text = f"no gradient for {', '.join(unused[:3])}: pass it to apply_gradients and use it in the loss, or freeze "
         yield Check(False, "task.py train_step", text + "its layer")
@@ -47,13 +50,13 @@ def check_layers(program: Any, task: Any, one: Measured) -> Iterator[Check]:
 def check_same_results(program: Any, task: Any, one: Measured, two: Measured, micro_batches: int) -> Iterator[Check]:
     """Checks that losses, gradients and metrics agree, though only two replicas have `micro_batches`."""
     if random := ", ".join(one.layers.still_random):
-        text = f"not compared, because {random} cannot be switched off: augment in task.prepare_example instead"
-        yield Check(True, "task.py train_step", text)
+        text = f"{random} cannot be switched off: augment in task.prepare_example instead"
+        yield Check(True, "task.py train_step", text, compared=False)
         return
     # If the loss differs, gradients and metrics differ for the same reason.
     if loss_of := comparison.differing_loss(one, two):
         batch, loss, of_two = loss_of
-        hook, why = _why_losses_differ(program, task, batch, loss, of_two)
+        hook, why = _why_losses_differ(program, task, *loss_of, two.per_replica)
         if micro_batches > 1:
             why = f"if it agrees without --micro-batches {micro_batches}, divide by config.global_batch_size or a sum "
             why += "of engine.model.sum_over_batch, and a regularization by config.micro_batches"
@@ -72,34 +75,46 @@ def check_same_results(program: Any, task: Any, one: Measured, two: Measured, mi
     else:
         text = f"the same gradients of {len(gradients)} variables"
     yield Check(not differing, "task.py train_step", text)
-    names = program.run.objects.names
-    metrics = comparison.differing_metrics(names, one.metrics, two.metrics)
-    for name in metrics:
-        split = name.split("/")[0]
+    yield from _check_same_metrics(program, task, one, two)
+
+
+def _check_same_metrics(program: Any, task: Any, at_one: Measured, at_two: Measured) -> Iterator[Check]:
+    """Checks that metrics have the same results, and the same variables where the results may say nothing."""
+    names, one, two = program.run.objects.names, at_one.metrics, at_two.metrics
+    differing = comparison.differing_metrics(names, one, two)
+    # A mean of values of a step, such as a rate, counts each once for every replica.
+    differing = [name for name in differing if name in names.metrics or not close(2.0 * one[name], two[name])]
+    for name in differing:
+        split = split_of(name)
         if measure.drawing(program, task, split):
             continue  # The check of the evaluation names it.
-        hook, why = hook_of_step(task, "update_metrics", split), "update it with values and weights per example"
-        if split != "train" and (places := _draws(program, split)):
+        hook, why = hook_of_step(task, "update_metrics", split), PER_EXAMPLE
+        if split != "train" and (places := _places(program, split)):
             hook, why = "task.py evaluation_step", DRAWN.format(places)
-        text = f"{name} is {one.metrics[name]:.7g} on one replica and {two.metrics[name]:.7g} on two: {why}"
-        yield Check(False, hook, text)
-    if not metrics:
+        elif split != "train" and at_two.per_replica:
+            hook, why = "task.py create_model", PER_REPLICA.format(", ".join(at_two.per_replica))
+        most = np.abs(np.nan_to_num(one[name]) - np.nan_to_num(two[name])).argmax()
+        values = [f"{np.ravel(metrics[name])[most]:.7g}" for metrics in (one, two)]
+        yield Check(False, hook, f"{name} is {values[0]} on one replica and {values[1]} on two: {why}")
+    if not differing:
         arrays = dict.fromkeys(names.arrays.values())
-        yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(one.metrics), *arrays])}")
+        yield Check(True, "task.py create_metrics", f"the same {', '.join([*names.lines(names.metrics), *arrays])}")
 
 
-def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: float) -> tuple[str, str]:
+def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: float, own: list[str]) -> tuple[str, str]:
     """Returns the hook to look at, and likely causes, from the losses of one replica and of two.
 
-    `padded` says of which batch they are, if it is padded. Raises BadInput if a loss is not one of each example.
+    `padded` names a padded batch; weights called `own` differed. Raises BadInput if a loss is not one of each example.
     """
     batch = features, labels, sample_weights = next(program.batches["train"].one_by_one())
     shape = sample_weights.shape
     with contextlib.suppress(Exception), step_on(batch):  # The steps of this task may pass it other arguments.
         shape = task.compute_loss(labels, task.model(features), sample_weights)[1].shape
-    # A loss of each token has the shape of its labels.
-    if shape.rank != 1 and not (tf.is_tensor(labels) and shape == labels.shape):
-        raise BadInput(f"task.compute_loss returned a per-example loss of shape {shape}: return one value per example")
+    # A loss of each token has the shape in which labels begin.
+    of_tokens = shape.rank and any(shape == leaf.shape[: shape.rank] for leaf in tf.nest.flatten(labels))
+    if shape.rank != 1 and not of_tokens:
+        text = f"task.compute_loss returned a per-example loss of shape {shape}: return one value per example, or that "
+        raise BadInput(text + "of each token, and divide the sum of these by a sum of engine.model.sum_over_batch")
     if padded or math.isnan(two) or close(two, 2 * one):
         return "compute_loss", (
             "it is divided by what one replica's batch contains: divide by config.global_batch_size, or with "
@@ -107,12 +122,9 @@ def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: fl
         )
     if close(two, one / 2):
         return "compute_loss", "it is divided by the number of replicas a second time; remove that division"
-    if unlisted := measure.changed_unlisted(program):
-        return "create_model", (
-            f"the steps change {', '.join(unlisted)}, which is per-replica: to keep it equal on all replicas, assign "
-            "what tf.distribute.get_replica_context().all_reduce returns"
-        )
-    if places := _draws(program, "train"):
+    if own:
+        return "create_model", PER_REPLICA.format(", ".join(own))
+    if places := _places(program, "train"):
         return "train_step", DRAWN.format(places)
     return "compute_loss", (
         "look for a mean over one replica's batch, not by a sum of engine.model.sum_over_batch; for examples compared "
@@ -121,10 +133,11 @@ def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: fl
     )
 
 
-def _draws(program: Any, split: str) -> str:
-    """Returns the places in hooks of the random operations of a split's steps; "" without any."""
+def _places(program: Any, split: str, maker: str = "StatelessRandom") -> str:
+    """Returns the places in hooks of a split's operations of a kind, or of those that a function makes; "" if none."""
     operations = operations_of(program.run_steps[split].graph())
-    return "".join(dict.fromkeys(place(each) for each in operations if each.type.startswith("StatelessRandom")))
+    makers = ((each, [each.type[: len(maker)], *(line.name for line in each.traceback or ())]) for each in operations)
+    return "".join(dict.fromkeys(place(each) for each, known in makers if maker in known))
 
 
 # --- Sample weights, regularizers and metrics -------------------------------------------------------------------------
@@ -141,9 +154,10 @@ def check_loss(program: Any, task: Any, one: Measured) -> Iterator[Check]:
     # What a layer normalizes, measures, or adds to the loss, it takes of all features, so only the labels are replaced.
     # In several models the labels of one may be the features of another.
     replaced: tuple[int, ...] = (FEATURES, LABELS, LENGTHS)
+    changed = measure.changed_by(program, "train").keys() & program.run.objects.per_replica_weights.keys()
     if one.layers.synchronized:
         replaced = () if len(by_name(task.model, "model")) > 1 else (LABELS,)
-    elif loss_layers or measure.changed_unlisted(program):
+    elif loss_layers or not all(map(is_random_state, changed)):
         replaced = (LABELS,)
     first_half = np.arange(size) < size // 2
     exact, halves, nothing = _of_all_batches(one.batches), results(first_half), results(0.0)
@@ -157,6 +171,8 @@ def check_loss(program: Any, task: Any, one: Measured) -> Iterator[Check]:
     ):
         text = "the loss depends on examples of weight 0, such as padding: pass sample_weight=sample_weights, and "
         text += "mask them in a loss that uses engine.model.gather_batch"
+        if counts := _places(program, "train", "sum_over_batch"):
+            text += f", and multiply by the sample weights in what sum_over_batch counts{counts}"
     elif _are_same(exact, results(0.5 ** (np.arange(size) % 4)), PROMISE):
         text = "the loss is the same with sample weights of 1 and of 0.5: multiply each example's loss by its own"
     elif close(results(0.5)[LOSS] - rest, (exact[LOSS] - rest) / 4):
@@ -200,24 +216,29 @@ def check_metrics(program: Any, task: Any, batches: Batches, stacks: BatchStacks
     size, is_training = batches.global_batch_size, batches.split == "train"
     first_half = np.arange(size) < size // 2
 
-    def results(stacks: BatchStacks) -> dict[str, float]:
+    def results(stacks: BatchStacks) -> dict[str, Any]:
         with measure.state_restored(program):
             for stack, first, count in stacks:
                 program.run_steps[batches.split](stack, first, count)
-            return program.run.objects.results(batches.name)
+            return measure.counted(program, batches.name)
 
     parts = (LABELS,) if is_training else (FEATURES, LABELS, LENGTHS)
+    halves = results(measure.changed_stacks(program, stacks, first_half))
     replaced = measure.changed_stacks(program, stacks, first_half, *parts)
     ((padding, first, _),) = measure.changed_stacks(program, stacks[:1], 0.0)
-    halves = measure.changed_stacks(program, stacks, first_half)
-    metrics = results(halves), results([*replaced, (padding, first, 1)])
-    for name in comparison.differing_metrics(program.run.objects.names, *metrics):
+    before, after = results(replaced), results([*replaced, (padding, first, 1)])
+    differing = comparison.differing_metrics(program.run.objects.names, halves, before)
+    for name in comparison.differing_metrics(program.run.objects.names, before, after):
+        # A variable must not count the examples of padding, but may count 1 in each step, as the mean of a rate does.
+        added = np.nan_to_num(after[name] - before[name])
+        differing += [name] * bool(np.ndim(added) == 0 or added[added % size == 0].any())
+    for name in dict.fromkeys(differing):
         text = f"{name} depends on examples of weight 0, such as padding: pass sample_weight=sample_weights to it"
         yield Check(False, hook_of_step(task, "update_metrics", batches.split), text)
 
 
-def check_updated_metrics(program: Any, task: Any) -> Iterator[Check]:
-    """Checks that the steps of each split update all metrics of the split, and no others."""
+def check_updated_metrics(program: Any, task: Any, one: dict[str, Any]) -> Iterator[Check]:
+    """Checks that the steps of each split update all metrics of the split, and no others, with what is a number."""
     metrics = {f"{split}/{name}": metric for split in task.metrics for name, metric in task.metrics[split].items()}
     for split in program.run_steps:
         changed, where = measure.changed_by(program, split), hook_of_step(task, "update_metrics", split)
@@ -230,3 +251,10 @@ def check_updated_metrics(program: Any, task: Any) -> Iterator[Check]:
         for name, metric in metrics.items():
             if split_of(name) == split and metric.variables and name not in updated:
                 yield Check(False, where, f"{name} is never updated: update it, or remove it in create_metrics")
+    numbers, arrays = program.run.objects.names.metrics, program.run.objects.names.arrays
+    for name in dict.fromkeys(arrays.get(name, name) for name in numbers if math.isnan(one[name])):
+        text = f"{name} is NaN: look for 0/0, for which tf.math.divide_no_nan returns 0, and for sqrt or log"
+        yield Check(False, hook_of_step(task, "update_metrics", split_of(name)), text)
+    for name in (name for name, value in one.items() if name not in numbers and not value.any()):
+        text = f"{name} stays 0 for this model: --init-from a trained one compares more"
+        yield Check(True, hook_of_step(task, "update_metrics", split_of(name)), text, compared=False)
