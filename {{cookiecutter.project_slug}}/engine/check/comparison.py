@@ -64,6 +64,8 @@ def check_repeats(hook: str, results: str, traced: Traced, *, repeats: bool) -> 
         raise BadInput(f"task.{hook} returned other {results} the second time: {why}")
     for text in python:
         yield Check(True, f"task.py {hook}", f"the same {results} twice, though {text}")
+    for text in traced.shared_seeds:
+        yield Check(True, f"task.py {hook}", f"the same {results} twice; {text}")
 
 
 def hook_of_step(task: Any, hook: str, split: str = "train") -> str:
