@@ -59,7 +59,7 @@ def check_task(program: Any, task: Any, settings: Settings, only: Collection[str
 
 
 def print_checks(checks: Sequence[Check]) -> None:
-    """Prints a line for each check, then how many failed or compared nothing. A terminal wraps long texts."""
+    """Prints the checks, then how many failed or compared nothing. A terminal wraps long texts."""
     styles = {"ok": "green", "FAIL": "bold red", "not compared": "yellow"}
     marks = ["FAIL" if not check.ok else "ok" if check.compared else "not compared" for check in checks]
     rows = [(mark, check.where, check.text) for mark, check in zip(marks, checks, strict=True)]

@@ -136,8 +136,12 @@ def _why_losses_differ(program: Any, task: Any, padded: str, one: float, two: fl
 def _places(program: Any, split: str, maker: str = "StatelessRandom") -> str:
     """Returns the places in hooks of a split's operations of a kind, or of those that a function makes; "" if none."""
     operations = operations_of(program.run_steps[split].graph())
-    makers = ((each, [each.type[: len(maker)], *(line.name for line in each.traceback or ())]) for each in operations)
-    return "".join(dict.fromkeys(place(each) for each, known in makers if maker in known))
+    made = [
+        operation
+        for operation in operations
+        if operation.type.startswith(maker) or maker in [frame.name for frame in operation.traceback or ()]
+    ]
+    return "".join(dict.fromkeys(map(place, made)))
 
 
 # --- Sample weights, regularizers and metrics -------------------------------------------------------------------------

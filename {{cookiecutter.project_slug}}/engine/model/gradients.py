@@ -166,11 +166,6 @@ def apply_gradients(
     of the same step.
     """
     step, scale = current_step(), None
-    if strangers := [variable.name for variable in variables if not isinstance(variable, keras.Variable)]:
-        raise BadInput(
-            f"task.train_step gave apply_gradients {strangers[0]}, a tf.Variable: pass Keras's variables of the "
-            "models, which add_weight of a layer makes"
-        )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         # The update changes the variable, and the norm is computed with the scale of the gradients.
         scale = tf.identity(optimizer.dynamic_scale.value)
@@ -183,11 +178,7 @@ def apply_gradients(
         ]
     pairs = list(zip(variables, gradients, strict=True))
     used = [(variable, value) for variable, value in pairs if value is not None]
-    if not used:
-        raise BadInput(
-            "task.train_step gave apply_gradients a loss that uses none of its variables, or no variables: pass "
-            "trainable variables, and compute the loss from them under the tape"
-        )
+    _check_used(variables, are_used=bool(used))
     with _xla(step, compiles=False):
         parts = step.micro_batches * tf.distribute.get_strategy().num_replicas_in_sync
         local = [slices_or_dense(optimizer_of(variable, optimizer), variable, value, parts) for variable, value in used]
@@ -197,6 +188,20 @@ def apply_gradients(
         sums, norm = _clipped_sums(step, local, scale)
         apply_sums(optimizer, pairs, sums)
         return norm
+
+
+def _check_used(variables: Sequence[Any], *, are_used: bool) -> None:
+    """Raises BadInput for variables that are not Keras's, or if the loss uses none of them."""
+    if strangers := [variable.name for variable in variables if not isinstance(variable, keras.Variable)]:
+        raise BadInput(
+            f"task.train_step gave apply_gradients {strangers[0]}, a tf.Variable: pass Keras's variables of the "
+            "models, which add_weight of a layer makes"
+        )
+    if not are_used:
+        raise BadInput(
+            "task.train_step gave apply_gradients a loss that uses none of its variables, or no variables: pass "
+            "trainable variables, and compute the loss from them under the tape"
+        )
 
 
 def _summed_over_micro_batches(step: Step, gradients: list[Gradient], loss: tf.Tensor) -> list[Gradient]:
