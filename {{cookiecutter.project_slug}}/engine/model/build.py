@@ -88,7 +88,7 @@ def build_optimizers(optimizer: Any, model: Any, precision: str) -> Any:
         if isinstance(optimizer, Mapping) and name not in models:
             raise BadInput(
                 f"task.create_optimizer returned an optimizer {name!r}, and task.create_model the models "
-                f"{sorted(models)}: name each optimizer after the model it trains"
+                f"{sorted(models)}: name each optimizer after its model, or use one keras.optimizers.MultiOptimizer"
             )
         trained = [models[name]] if isinstance(optimizer, Mapping) else models.values()
         built[name] = prepare_optimizer(made, precision)
