@@ -24,7 +24,7 @@ from rendering import PROJECT
 
 sys.path.insert(0, str(PROJECT))
 
-from engine.trials import Trials
+from engine.trials import Trials, _failure
 
 # Replaces train.py: a run has a row per epoch, whose score follows from its flags, and resumes after its last row. A
 # file that is named as the run is has Python code that it executes first. Every start is a line in "starts".
@@ -299,6 +299,23 @@ def test_failed_trial_is_recorded_and_three_alike_end_the_sweep(make: Callable[.
     # Whatever the arguments are now, the best trial is repeated with its own.
     assert table[0][0] == "0"
     assert re.search(r"again: python train\.py --epochs=2 --learning-rate=", out)
+
+
+def test_values_of_a_trial_are_left_out_of_its_error_as_words_only() -> None:
+    distribution = optuna.distributions.CategoricalDistribution(["x", "e"])
+    errors = [
+        _failure(
+            optuna.trial.create_trial(
+                state=optuna.trial.TrialState.FAIL,
+                params={"data": value},
+                distributions={"data": distribution},
+                user_attrs={"error": f"the text {value} does not exist in 0.5"},
+            ),
+            with_values=False,
+        )
+        for value in ("x", "e")
+    ]
+    assert errors == ["the text  does not exist in "] * 2
 
 
 def test_ending_that_is_not_the_trials_releases_it(make: Callable[..., Project]) -> None:

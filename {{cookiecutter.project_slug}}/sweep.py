@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # Optuna is an extra, and --help works without it.
     from engine.trials import Trials
 
 # Exit codes of train.py if a signal has ended it, and if the cause is not the trial.
-STOPPED = (Stopped.exit_code, 130, -signal.SIGTERM, -signal.SIGINT)
+STOPPED = (Stopped.exit_code, 130, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT)
 NOT_BY_TRIAL = (CannotWrite.exit_code, *LOST_CODES)
 SECONDS_BETWEEN_ATTEMPTS = 10
 # Classes in optuna.pruners, which are used with their defaults.

@@ -46,10 +46,10 @@ def data_files_sha256(data_files: Callable[[], Any]) -> dict[str, str]:
     """
 
     def hashed() -> dict[str, str]:
-        sha256_by_name: dict[str, str] = {}
+        hashes: dict[str, list[str]] = {}
         for path in map(Path, data_files()):
-            sha256_by_name[path.name] = f"{sha256_by_name.get(path.name, '')} {file_sha256(path)}".strip()
-        return sha256_by_name
+            hashes.setdefault(path.name, []).append(file_sha256(path))
+        return {name: " ".join(sorted(of_name)) for name, of_name in hashes.items()}
 
     try:
         return until_read(hashed, "task.data_files", obeys_signals=True)

@@ -199,5 +199,5 @@ def _check_proposal(flags: object, asked: optuna.Trial, trials: list[FrozenTrial
 def _failure(trial: FrozenTrial, *, with_values: bool = True) -> str:
     """Returns why a trial failed, or "", as of one whose program was killed while it recorded that."""
     error = trial.user_attrs.get("error", "") if trial.state == TrialState.FAIL else ""
-    values = [r"\S*\d\S*", *(re.escape(str(value)) for value in trial.params.values())]
+    values = [r"\S*\d\S*", *(rf"(?<!\w){re.escape(str(value))}(?!\w)" for value in trial.params.values())]
     return error if with_values else re.sub("|".join(values), "", error)

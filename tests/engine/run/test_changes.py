@@ -20,6 +20,7 @@ from config import Config
 from engine.cluster.launcher import START_ID
 from engine.errors import BadInput
 from engine.files import write_json
+from engine.machine import data_files_sha256
 from engine.run import resume as resume_module
 from engine.run.agreement import check_files
 from engine.run.directory import Directory
@@ -142,6 +143,10 @@ def test_other_files_of_the_task_are_named_and_refused_by_everything_that_uses_t
     added = [shutil.copy(file, tmp_path / "more.txt"), str(shutil.copy(file, folder / file.name))]
     monkeypatch.setattr(task, "data_files", lambda: [file, added[0]])
     check_files(task.data_files, folder)
+
+    same_name = [shutil.copytree(tmp_path / "moved", tmp_path / name) / file.name for name in ("a", "b")]
+    same_name[0].write_bytes(b"c")
+    assert data_files_sha256(lambda: same_name) == data_files_sha256(lambda: same_name[::-1])
 
     file.write_bytes(b"ba")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}

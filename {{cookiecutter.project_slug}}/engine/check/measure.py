@@ -191,7 +191,8 @@ def counted(program: Any, name: str) -> dict[str, Any]:
         # Such a result may say nothing about a metric, because the model is not trained.
         if np.isin(np.nan_to_num(numbers), (0.0, 1.0)).all():
             values = (np.ravel(one.numpy()) for one in map(inner_variable, metric.variables) if one.dtype != tf.string)
-            variables[f"{name}/{key} (its variables)"] = np.concatenate([[], *values])
+            if (joined := np.concatenate([[], *values])).size:
+                variables[f"{name}/{key} (its variables)"] = joined
     objects.reset(name)
     return results | variables
 

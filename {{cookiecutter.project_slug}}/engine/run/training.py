@@ -252,7 +252,7 @@ class Run:
         """Tests the best weights; writes and returns the contents of result.json."""
         settings, progress = self.settings, self.progress
         without_improvement = progress.epochs_without_improvement()
-        if self._is_out_of_patience:
+        if self._is_out_of_patience and progress.best_epoch:
             console.print(f"Stopped by --patience: {settings.monitor} was best in epoch {progress.best_epoch}.")
         self._executions.report_missing_profile()
         fingerprint = weights_sha256(self.objects.weights)

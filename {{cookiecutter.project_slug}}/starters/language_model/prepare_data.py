@@ -67,7 +67,8 @@ def make_records(arguments: Arguments) -> None:
     with new_folder(arguments.records) as folder:
         for name, each in documents.items():
             write_records(folder / f"{name}.tfrecord", pack(each, arguments.sequence_length))
-        (folder / TEXTS).write_text(texts, encoding="utf-8")
+        if arguments.texts == Arguments.texts:  # Others are not looked at again.
+            (folder / TEXTS).write_text(texts, encoding="utf-8")
 
 
 def hash_of(texts: Path) -> str:

@@ -73,7 +73,8 @@ def make_records(arguments: Arguments) -> None:
             write_records(folder / f"{name}.tfrecord", each, tokenizer, arguments.sequence_length)
         lines = "".join(f"{token}\n" for token in tokenizer.get_vocabulary())
         (folder / "vocab.txt").write_text(lines, encoding="utf-8")
-        (folder / PAIRS).write_text(made_of, encoding="utf-8")
+        if arguments.pairs == Arguments.pairs:  # Others are not looked at again.
+            (folder / PAIRS).write_text(made_of, encoding="utf-8")
 
 
 def hash_of(pairs: Path) -> str:
