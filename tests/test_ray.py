@@ -96,7 +96,7 @@ def test_two_workers_have_the_weights_of_a_local_cluster_and_the_numbers_stay_wi
     assert [row["epoch"] for row in rows] == [1, 2]
 
     # Long enough for all three starts; a low learning rate, so that rounding does not grow in so many steps.
-    flags = ("--epochs=100", "--learning-rate=1e-4", "--checkpoint-every-steps=20", "--seed=1")
+    flags = ("--epochs=60", "--learning-rate=1e-4", "--checkpoint-every-steps=20", "--seed=1")
     run_dir = tmp_path / "elastic"
     elastic = ("--workers=2", "--min-workers=1", "--resize-seconds=3")
     ray = start(*elastic, "--", *flags, "--run-dir=elastic", RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="5")
