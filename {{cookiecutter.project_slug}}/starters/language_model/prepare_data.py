@@ -67,8 +67,7 @@ def make_records(arguments: Arguments) -> None:
     with new_folder(arguments.records) as folder:
         for name, each in documents.items():
             write_records(folder / f"{name}.tfrecord", pack(each, arguments.sequence_length))
-        if arguments.texts == Arguments.texts:  # Others are not looked at again.
-            (folder / TEXTS).write_text(texts, encoding="utf-8")
+        (folder / TEXTS).write_text(f"{texts}  {arguments.texts}", encoding="utf-8")
 
 
 def hash_of(texts: Path) -> str:
@@ -180,9 +179,9 @@ def check_records(path: Path, sequence_length: int) -> None:
 
 
 def check_texts(records: Path, texts: Path) -> None:
-    """Raises BadInput if the records are made of other texts than the folder contains now."""
-    made_of = records / TEXTS
-    if made_of.exists() and made_of.read_text(encoding="utf-8") != hash_of(texts):
+    """Raises BadInput if the records are made of the texts in this folder, and these are others now."""
+    made_of = (records / TEXTS).read_text(encoding="utf-8") if (records / TEXTS).exists() else ""
+    if made_of.endswith(f"  {texts}") and not made_of.startswith(hash_of(texts)):
         raise BadInput(f"{records} is made of other texts than {texts} contains now: remove it, and it is made again")
 
 

@@ -73,8 +73,7 @@ def make_records(arguments: Arguments) -> None:
             write_records(folder / f"{name}.tfrecord", each, tokenizer, arguments.sequence_length)
         lines = "".join(f"{token}\n" for token in tokenizer.get_vocabulary())
         (folder / "vocab.txt").write_text(lines, encoding="utf-8")
-        if arguments.pairs == Arguments.pairs:  # Others are not looked at again.
-            (folder / PAIRS).write_text(made_of, encoding="utf-8")
+        (folder / PAIRS).write_text(f"{made_of}  {arguments.pairs}", encoding="utf-8")
 
 
 def hash_of(pairs: Path) -> str:
@@ -86,9 +85,9 @@ def hash_of(pairs: Path) -> str:
 
 
 def check_pairs(records: Path, pairs: Path) -> None:
-    """Raises BadInput if the records are made of other pairs than the folder contains now."""
-    made_of = records / PAIRS
-    if made_of.exists() and made_of.read_text(encoding="utf-8") != hash_of(pairs):
+    """Raises BadInput if the records are made of the pairs in this folder, and these are others now."""
+    made_of = (records / PAIRS).read_text(encoding="utf-8") if (records / PAIRS).exists() else ""
+    if made_of.endswith(f"  {pairs}") and not made_of.startswith(hash_of(pairs)):
         raise BadInput(f"{records} is made of other pairs than {pairs} contains now: remove it, and it is made again")
 
 

@@ -273,5 +273,6 @@ def test_records_of_other_texts_are_rejected(tmp_path: Path) -> None:
     make_records(Arguments(texts=texts, records=records))
     check_texts(records, texts)
     (texts / "train.txt").write_text("Changed.", encoding="utf-8")
+    check_texts(records, tmp_path / "others")  # The records are not made of these.
     with pytest.raises(BadInput, match=r"is made of other texts than .* contains now: remove it"):
         check_texts(records, texts)

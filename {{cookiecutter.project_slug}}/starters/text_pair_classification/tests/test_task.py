@@ -90,6 +90,7 @@ def test_records_hold_the_tokens_of_both_sentences(short: Config) -> None:
 def test_records_of_other_pairs_are_rejected(short: Config, tmp_path: Path) -> None:
     check_pairs(short.records, tmp_path)
     (tmp_path / "test.tsv").write_text("label\tsentence1\tsentence2\n1\tThe cat.\tThe cats.\n", encoding="utf-8")
+    check_pairs(short.records, tmp_path / "others")  # The records are not made of these.
     with pytest.raises(BadInput, match=r"is made of other pairs than .* contains now: remove it"):
         check_pairs(short.records, tmp_path)
 
