@@ -48,11 +48,13 @@ class TakenFromPython:
     """The numbers and texts of task.py that its steps use, and which layers are trainable, when steps are traced."""
 
     def __init__(self, task: Any) -> None:
-        self._task, self._values = task, _values(task)
+        self._task = task
+        self._names = dict.fromkeys(name for code in code_of_steps(task) for name in _globals_in(code))
+        self._values = self._present_values()
 
     def changes(self) -> list[str]:
         """Returns a text for each value that is another one than at the last call, which has no effect on the steps."""
-        before, self._values = self._values, _values(self._task)
+        before, self._values = self._values, self._present_values()
         return [
             f"{name} has become {value}, but the steps were traced with {before[name]} and go on with it: see "
             "docs/recipes.md, A number that changes while the run trains"
@@ -60,9 +62,8 @@ class TakenFromPython:
             if repr(before.get(name, value)) != repr(value)
         ]
 
-
-def _values(task: Any) -> dict[str, Any]:
-    names = dict.fromkeys(name for code in code_of_steps(task) for name in _globals_in(code))
-    used = {f"task.{name}": vars(task)[name] for name in names if name in vars(task)}
-    values = {name: value for name, value in used.items() if isinstance(value, bool | int | float | str)}
-    return values | {f"the trainable of {layer.name}": layer.trainable for layer in layers_of(task.model)}
+    def _present_values(self) -> dict[str, Any]:
+        used = {f"task.{name}": vars(self._task)[name] for name in self._names if name in vars(self._task)}
+        values = {name: value for name, value in used.items() if isinstance(value, bool | int | float | str)}
+        layers = layers_of(self._task.model)
+        return values | {f"the trainable of {layer.name}": layer.trainable for layer in layers}
