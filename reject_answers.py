@@ -31,7 +31,7 @@ def reject_bad_answers(answers: dict[str, str]) -> str:
     lines = [
         f"ERROR: {field} {answers[field]!r} {rule}"
         for field, broken_rules in rules.items()
-        if field in answers  # Those of --replay-file are not.
+        if field in answers  # With --replay-file they are absent.
         for rule in broken_rules(answers[field])
     ]
     if lines:

@@ -109,7 +109,7 @@ def test_change_that_has_no_effect_is_named_once() -> None:
     task.RATE, task.model.layers[0].trainable = 0.25, False
     assert [text.split(",")[0] for text in taken.changes()] == [
         "task.RATE has become 0.25",
-        "the trainable of first has become False",
+        "first.trainable has become False",
     ]
     assert taken.changes() == []
 

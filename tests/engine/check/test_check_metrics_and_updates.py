@@ -231,6 +231,43 @@ def test_metric_that_counts_nothing_is_not_compared_and_init_from_is_used(check:
     )
 
 
+class Undefined(keras.metrics.Mean):
+    """Is NaN for one of two classes, as without any example of it."""
+
+    def result(self):
+        return tf.stack([super().result(), float("nan")])
+
+
+def frozen_and_trained() -> keras.Model:
+    model = linear_model()
+    model.layers[-1].trainable = False
+    return keras.Sequential([*model.layers, keras.layers.Dense(10)])
+
+
+def optimizers_for_both(total_steps: int) -> keras.optimizers.Optimizer:
+    others = keras.optimizers.SGD(0.1)
+    frozen = {".*/dense/.*": keras.optimizers.SGD(0.01)}
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(others, frozen))
+
+
+def test_rate_in_micro_batches_a_class_without_examples_and_frozen_layers_are_no_faults(check: Any) -> None:
+    def create_metrics(split: str) -> dict[str, keras.metrics.Metric]:
+        more = {"rate": keras.metrics.Mean(), "of_class": Undefined()}
+        return {**ORIGINAL["create_metrics"](split), **more}
+
+    def update_metrics(split, labels, predictions, per_example_loss, weights):
+        ORIGINAL["update_metrics"](split, labels, predictions, per_example_loss, weights)
+        task.metrics[split]["rate"].update_state(1.0)
+        task.metrics[split]["of_class"].update_state(per_example_loss, sample_weight=weights)
+
+    hooks = {"create_metrics": create_metrics, "update_metrics": update_metrics}
+    hooks |= {"create_model": frozen_and_trained, "create_optimizer": optimizers_for_both}
+    lines = assert_sound(check(hooks, only=("results", "updates"), micro_batches=2))
+    skipped = "\n".join(line for line in lines if line.startswith("not compared"))
+    assert "train/of_class is NaN" in skipped
+    assert "in a MultiOptimizer trains no variable" in skipped
+
+
 @pytest.mark.long
 def test_array_that_counts_padding_fails_once_for_each_dataset(check: Any) -> None:
     passed, lines = check({**DATASETS, "update_metrics": update_by_class(weighted=False)}, only=EVALUATION)

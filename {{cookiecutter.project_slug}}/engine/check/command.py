@@ -183,7 +183,8 @@ def _check_updates(program: Any, task: Any, settings: Settings, *, compare: bool
         for inner in (inner for inner in inner_optimizers(outer)[:-1] if not inner.built):
             path = next(iter(trainable_variables(task.model))).split("/", 1)[1]
             text = f"{inner.name!r} in a MultiOptimizer trains no variable: its pattern must match paths like {path!r}"
-            has_frozen = not all(layer.trainable for layer in layers_of(task.model))  # Which it may be for.
+            # It may be for frozen layers, which have no variables to train.
+            has_frozen = not all(layer.trainable for layer in layers_of(task.model))
             yield Check(has_frozen, "task.py create_optimizer", text, compared=False)
     if compare and not layers.still_random:
         one = measure.measure_updates(program, task, stacks)

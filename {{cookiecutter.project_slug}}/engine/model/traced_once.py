@@ -66,4 +66,4 @@ class TakenFromPython:
         used = {f"task.{name}": vars(self._task)[name] for name in self._names if name in vars(self._task)}
         values = {name: value for name, value in used.items() if isinstance(value, bool | int | float | str)}
         layers = layers_of(self._task.model)
-        return values | {f"the trainable of {layer.name}": layer.trainable for layer in layers}
+        return values | {f"{layer.name}.trainable": layer.trainable for layer in layers}

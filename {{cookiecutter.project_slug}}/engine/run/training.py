@@ -257,7 +257,7 @@ class Run:
         self._executions.report_missing_profile()
         fingerprint = weights_sha256(self.objects.weights)
         if progress.best_step is None:
-            raise Diverged(f"--monitor {settings.monitor} was never a number, or run.save_if_best never called: fix it")
+            raise Diverged(f"--monitor {settings.monitor} was never a number: correct it, or call run.save_if_best")
         try:
             self.best.restore(self.best.path(progress.best_step))
         except Damaged as problem:
