@@ -361,9 +361,11 @@ def test_ending_that_is_not_the_trials_releases_it(make: Callable[..., Project])
 
 def test_signals_pipes_and_full_disks_end_it_with_a_line(make: Callable[..., Project]) -> None:
     project = make()
-    (project.folder / "trial_000").write_text("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
+    (project.folder / "trial_000").write_text(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); pathlib.Path('ignores').touch(); time.sleep(60)"
+    )
     process = project.start("--trials=1")
-    until(project.starts, 100)
+    until((project.folder / "ignores").exists, 100)
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline().startswith("SIGTERM: the running steps end, then the program; a second signal")
     time.sleep(1.1)
