@@ -19,7 +19,7 @@ from engine.errors import BadInput, Unavailable
 
 BYTES_OF_STACK = 2**22  # The size of a stack at most, for all replicas of a process together.
 # The steps of a stack: a quarter of an epoch within these limits. A step can be taken when its complete stack is ready.
-STEPS_OF_STACK = 64, 256
+STEPS_OF_STACK = 64, 512
 
 
 @dataclasses.dataclass(frozen=True)

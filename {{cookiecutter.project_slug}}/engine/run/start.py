@@ -199,3 +199,5 @@ def saving_on_exit(run: Run) -> Iterator[None]:
     except BaseException:
         checkpoints.writer.wait()  # The other workers may not know of it.
         raise
+    finally:
+        run.write_goodput(is_due=True)

@@ -240,7 +240,6 @@ class Run:
         started = time.monotonic()
         path = checkpoints.save(self.progress.step, self.progress.record())
         self.progress.spend("saving", time.monotonic() - started)
-        self.write_goodput(is_due=True)
         return path
 
     def write_goodput(self, *, is_due: bool = False) -> None:
