@@ -6,6 +6,7 @@ wrong results without an error.
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from config import Config
 
@@ -30,6 +31,8 @@ def load_examples(split: str) -> tf.data.Dataset:
     Each is (features, labels) or (features, labels, weight). Return a tf.data.Dataset of known length, made from arrays
     in memory, paths of files or a generator; or engine.data.Records, for TFRecord files of any size. For image folders,
     return file paths and read them in `prepare_example`. Do not shuffle, repeat or batch: the engine does.
+
+    It is called when a run starts; if the examples change later, `run.reload(split)` in run_epochs calls it again.
     """
     # TODO(you): Load your examples.
     if config.data == "digits":
@@ -74,6 +77,7 @@ def read_inputs(path: Path) -> Iterable[tuple[int | str, np.ndarray]]:
 # --- Objects: made once by train.build(), inside strategy.scope(); the steps below use them ---------------------------
 
 config: Config
+user_state: dict[str, Any]  # JSON values and arrays that every checkpoint keeps, such as what examples are made from
 model: keras.Model
 optimizer: keras.optimizers.Optimizer
 loss_objects: dict[str, keras.losses.Loss]

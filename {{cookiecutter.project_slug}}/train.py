@@ -24,7 +24,7 @@ from engine.check import check_task
 from engine.cluster.strategy import create_strategy
 from engine.cluster.workers import Workers
 from engine.command_line import read_settings
-from engine.data import Batches, load_splits
+from engine.data import Splits, load_splits
 from engine.model import TaskObjects, replica_step
 from engine.report import compare
 from engine.run import Run, RunDirectory, documented_exits, evaluate, initialize
@@ -37,7 +37,7 @@ SPLITS = ("train", "validation", "test")
 config: Config
 strategy: tf.distribute.Strategy
 workers: Workers  # the processes that train together, usually only this one
-batches: dict[str, Batches]  # "train", "validation" or "validation/<name>", "test" or "test/<name>" -> its batches
+batches: Splits  # "train", "validation" or "validation/<name>", "test" or "test/<name>" -> its batches
 objects: TaskObjects  # what the steps use and change: the objects of task.py, built and checked
 run_steps: dict[str, Any]  # split -> takes steps on a stack of batches, in the graph
 run: Run  # how far the run has come, and what it keeps on disk
@@ -67,13 +67,8 @@ def build(settings: Config) -> None:
         objects.finish({name: dataset.element_spec for name, dataset in batches.items()})
     # Compiled again by every build: a compiled function keeps using the objects of its first call.
     steps = {"train": distributed_train_step, "validation": distributed_validation_step, "test": distributed_test_step}
-    run_steps = {split: compile_steps(split, step) for split, step in steps.items() if datasets(split)}
-    run = Run(config, strategy, workers, objects)
-
-
-def datasets(split: str) -> list[Batches]:
-    """Returns the batches of a split's datasets: of one, of several, or of none."""
-    return [dataset for dataset in batches.values() if dataset.split == split]
+    run_steps = {split: compile_steps(split, step) for split, step in steps.items() if batches.of(split)}
+    run = Run(strategy, workers, objects, batches)
 
 
 # --- One batch on all replicas ----------------------------------------------------------------------------------------
@@ -115,7 +110,7 @@ def compile_steps(split: str, distributed_step: Callable[..., tf.Tensor]) -> Any
     A stack is several batches in one tensor, [batches, per_replica_batch_size, ...] on each replica. All datasets of a
     split share the function.
     """
-    stacks = datasets(split)[0].stacks
+    stacks = batches.of(split)[0].stacks
 
     def steps(stack, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         losses = tf.TensorArray(tf.float32, count, element_shape=())
@@ -149,7 +144,7 @@ def train_epoch(epoch: int = 0) -> dict[str, float]:
 
 def evaluate_split(split: str, epoch: int | None = None) -> dict[str, float]:
     """Returns the metrics of a split's datasets, within an epoch of training or not; {} without datasets."""
-    for dataset in datasets(split):
+    for dataset in batches.of(split):
         evaluation = run.start_pass(dataset, epoch)
         while evaluation.steps_left:
             losses = []
@@ -173,6 +168,7 @@ def run_epochs() -> None:
     """Trains, validates, reports and saves until all epochs are done, or --patience is used up."""
     while run.should_continue():
         # TODO(you): Change what happens in an epoch, and between epochs.
+        # A run that resumes within an epoch runs code before train_epoch again, but not below `if run.starts_epoch:`.
         train_metrics = train_epoch(run.epoch)
         validation_metrics = validate_and_keep_best(run.epoch)
         run.end_epoch(train_metrics | validation_metrics)
@@ -205,11 +201,11 @@ def train(settings: Config) -> dict[str, Any]:
         result = directory.result()
         if not result:
             build(settings)
-            directory.restore(run, batches)  # The newest checkpoint, if there is one.
+            directory.restore(run)  # The newest checkpoint, if there is one.
             run.trace(run_steps)  # Not before, because layers make constants of what they compute from their weights.
-            with directory.recording(run, batches):
+            with directory.recording(run):
                 run_epochs()
-            result = run.finish(lambda: evaluate_split("test"))
+            result = directory.finish(run, lambda: evaluate_split("test"))
     if settings.export:
         directory.workers.from_chief(lambda: export(task, settings))
     return result

@@ -7,7 +7,9 @@ import numpy as np
 import tensorflow as tf
 
 import train
+from engine.data.splits import Splits
 from engine.run.training import Run
+from engine.settings import Settings
 
 STEPS = 20
 
@@ -37,13 +39,14 @@ class Batches:
 class Objects:
     """What a task's objects are to a run: a weight, which counts steps, and the next validation's score."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.user_state = settings, {}
         self.weight = tf.Variable(0.0)
         self.weights = self.mirrored = self.mirrored_weights = {"weight": self.weight}
         self.per_replica: dict[str, tf.Variable] = {}
         self.per_replica_weights: dict[str, tf.Variable] = {}
         self.monitor_direction, self.on_report, self.rates, self.optimizers = "min", None, {}, {}
-        self.evaluations = 0
+        self.evaluations, self.data_files = 0, list
         self.resets: list[str] = []
         self.scores: Iterator[float] = iter(())
 
@@ -78,5 +81,7 @@ def put_into_train_py(run: Run, *batches: Batches, losses: Callable[[int], float
 
         return steps
 
-    train.run, train.batches = run, {each.name: each for each in batches}
+    train.run = run
+    train.batches = run.batches = Splits.__new__(Splits)  # Without a hook that loads them.
+    run.batches.update({each.name: each for each in batches})
     train.run_steps = {split: steps_of(split) for split in train.SPLITS}

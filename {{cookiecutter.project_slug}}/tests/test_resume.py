@@ -42,7 +42,7 @@ def test_stopped_run_ends_bit_equal(
     flags: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped as by a signal, in the middle of the second epoch."""
-    in_epoch = sum(each.steps_per_epoch for split in ("train", "validation") for each in train.datasets(split))
+    in_epoch = sum(each.steps_per_epoch for split in ("train", "validation") for each in train.batches.of(split))
     left = iter(range(in_epoch + 1))
 
     def check(*_: Any) -> None:

@@ -15,6 +15,7 @@ import task
 import train
 from config import Config
 from engine.cluster.workers import Workers
+from engine.data.splits import Splits
 from engine.report import report
 from engine.run.training import Run
 
@@ -83,7 +84,7 @@ def begin(tmp_path: Path) -> Callable[..., Run]:
     def begin(**settings: Any) -> Run:
         (tmp_path / "run").mkdir(exist_ok=True)
         config = Config(run_dir=tmp_path / "run", **settings)
-        objects, strategy = Objects(), tf.distribute.get_strategy()
-        return Run(config, strategy, Workers(strategy), objects)
+        strategy = tf.distribute.get_strategy()
+        return Run(strategy, Workers(strategy), Objects(config), Splits.__new__(Splits))
 
     return begin

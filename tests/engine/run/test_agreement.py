@@ -48,7 +48,7 @@ def outcome(call: Any, first: Any, second: Any) -> Any:
 
 def data(*names: str, file: Path | None = None, **different: Any) -> tuple[dict[str, Any], Any]:
     fingerprint = {"examples": 9, "sha256": "a" * 64, "steps_per_epoch": 3, "steps_per_pass": 3, **different}
-    one = SimpleNamespace(fingerprint=lambda: fingerprint)
+    one = SimpleNamespace(fingerprint=lambda: fingerprint, examples=SimpleNamespace(cache=lambda: None))
     return dict.fromkeys(names or ("train",), one), lambda: [file] if file else []
 
 

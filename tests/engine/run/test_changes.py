@@ -63,7 +63,7 @@ def test_every_optimizer_takes_a_changed_rate_or_schedule_and_keeps_what_a_hook_
         train.run.save()
 
     def resume() -> tuple[Progress, str]:
-        resumed = resume_module.resume(train.run, train.batches, {})
+        resumed = resume_module.resume(train.run)
         assert resumed is not None
         return resumed
 
@@ -216,10 +216,11 @@ def test_fresh_begins_once_in_all_lives_of_a_start(tmp_path: Path, monkeypatch: 
 def resume(run: Run, progress: Progress, *names: str, data: dict[str, Any] | None = None) -> tuple[Progress, str]:
     """Resumes from a checkpoint with this progress; `names` are the datasets, and `data` has their fingerprints."""
     newest = (Path(f"step-{progress.step:08d}"), progress)
-    batches: Any = dict.fromkeys(names)
+    run.batches = dict.fromkeys(names)
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(resume_module, "restore_newest", lambda *_: newest)
-        resumed = resume_module.resume(run, batches, data or {})
+        patching.setattr(resume_module, "same_data", lambda *_: data or {})
+        resumed = resume_module.resume(run)
     assert resumed is not None
     return resumed
 
@@ -230,10 +231,10 @@ def test_fewer_epochs_than_were_begun_and_lost_checkpoints_are_refused(begin: Ca
         resume(begin(epochs=1), progress, "train")
     assert resume(begin(epochs=2), progress, "train")[0] == progress
     run = begin()
-    assert resume_module.resume(run, {}, {}) is None
+    assert resume_module.resume(run) is None
     (run.settings.run_dir / "result.json").touch()
     with pytest.raises(BadInput, match="checkpoints is empty although the run has gone far"):
-        resume_module.resume(run, {}, {})
+        resume_module.resume(run)
 
 
 def fingerprint(count: int, file: str = "a") -> dict[str, Any]:

@@ -235,7 +235,7 @@ def test_every_checkpoint_has_all_variables_and_the_best_weights_those_of_no_opt
     for hook in ("create_model", "create_loss_objects", "create_optimizer", "create_metrics"):
         monkeypatch.setattr(task, hook, making(getattr(task, hook), hook))
     train.build(Config(run_dir=tmp_path, simulated_devices=1, limit_steps=1))
-    RunDirectory(train.config, train.strategy).restore(train.run, train.batches)
+    RunDirectory(train.config, train.strategy).restore(train.run)
     state, best = (
         {name for name in each.state.values() if name.startswith("hidden/")}
         for each in (train.run.checkpoints, train.run.best)

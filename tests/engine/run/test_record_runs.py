@@ -55,8 +55,8 @@ def trained(run_dir: Path) -> dict[str, np.ndarray]:
     settings = {"epochs": 1, "global_batch_size": 134, "simulated_devices": 1, "steps_per_execution": 2}
     train.build(Config(run_dir=run_dir, checkpoint_every_steps=3, **settings))
     with RunDirectory(train.config, train.strategy) as directory:
-        directory.restore(train.run, train.batches)
-        with directory.recording(train.run, train.batches):
+        directory.restore(train.run)
+        with directory.recording(train.run):
             train.train_epoch()
     return train.run.checkpoints.state.values()
 

@@ -65,7 +65,7 @@ def test_every_variable_is_restored_on_another_number_of_replicas(whole: Path, t
     saved, record = read_checkpoint(checkpoint_paths(whole / "checkpoints")[-1])
     assert record["epoch"] == 2
     train.build(read_settings(Config, [*FLAGS, "--epochs=3", "--simulated-devices=3", f"--run-dir={tmp_path / 'run'}"]))
-    RunDirectory(train.config, train.strategy).restore(train.run, train.batches)
+    RunDirectory(train.config, train.strategy).restore(train.run)
     restored = train.run.checkpoints.state.values()
     assert restored.keys() == saved.keys()
     for name, value in saved.items():

@@ -85,7 +85,7 @@ def test_stopped_run_with_state_that_keras_does_not_list_ends_bit_equal(
 
     def start() -> State:
         train.build(Config(run_dir=tmp_path, simulated_devices=2, **SHORT))
-        RunDirectory(train.config, train.strategy).restore(train.run, train.batches)
+        RunDirectory(train.config, train.strategy).restore(train.run)
         train.run.trace(train.run_steps)
         return train.run.checkpoints.state
 

@@ -13,7 +13,8 @@ from short_runs import interrupted
 import train
 from engine.errors import BadInput, Diverged, Stopped
 from engine.run.progress import Progress
-from engine.run.start import saving_on_exit
+from engine.run.resume import load_data_of
+from engine.run.start import RunDirectory, saving_on_exit
 from engine.run.training import Run
 
 
@@ -61,7 +62,7 @@ def test_patience_and_the_best(
     progress = run.progress
     assert (progress.epoch, progress.best_epoch, progress.best_score) == (epochs, best_epoch, best_score)
     run.objects.weight.assign(0.0)
-    result = run.finish(lambda: {"test/loss": float(run.objects.weight)})
+    result = RunDirectory(run.settings, run.strategy).finish(run, lambda: {"test/loss": float(run.objects.weight)})
     assert result["test/loss"] == progress.best_step == best_epoch * STEPS  # The test is of the best weights.
     assert (result["epochs"], result["best_epoch"]) == (epochs, best_epoch)
     told = f"Stopped by --patience: validation/loss was best in epoch {best_epoch}." in capsys.readouterr().out
@@ -82,7 +83,7 @@ def test_score_that_is_not_a_number_is_never_the_best(
     never = begin(epochs=2)
     run_epochs(never, [math.nan, math.nan])
     with pytest.raises(Diverged, match="--monitor validation/loss was never a number"):
-        never.finish(dict)
+        RunDirectory(never.settings, never.strategy).finish(never, dict)
 
 
 def test_validations_in_an_epoch_are_at_multiples_and_count_for_the_best_and_for_patience(
@@ -172,9 +173,10 @@ def test_rate_of_an_epoch_is_the_one_it_ended_with_and_a_change_is_printed_once(
 def test_state_of_the_user_is_saved_and_restored_or_rejected(begin: Callable[..., Run]) -> None:
     run = begin(epochs=2)
     run.user_state["plateau"] = {"best": float("nan"), "names": ["a", None], "on": True}
+    run.user_state["file"] = np.arange(6, dtype=np.float16).reshape(2, 3)
     _, record = run.checkpoints.read(run.save())
     resumed = begin(epochs=2)
-    resumed.start(Progress(**record))
+    load_data_of(resumed, Progress(**record))
     assert repr(resumed.user_state) == repr(run.user_state)
     with pytest.raises(AttributeError):
         run.user_state = {}

@@ -108,7 +108,7 @@ def _run_checks(
     Tracing takes most of the time, so the evaluation is checked with the program whose results are compared.
     """
     create_strategy(settings)
-    task.config = settings  # task.load_examples is called before anything is built.
+    task.config, task.user_state = settings, {}  # task.load_examples is called before anything is built.
     load_examples = task.load_examples  # `few_examples` replaces it below, and the hashes need all examples.
     hashes: dict[str, str] = {}
     read_examples(program, load_examples, hashes)

@@ -17,7 +17,7 @@ from engine.check.comparison import LOSS, PROMISE, TOLERANCE, Arrays, BatchStack
 from engine.data.batches import Batches
 from engine.errors import BadInput
 from engine.model.global_batch import adds_losses
-from engine.model.metrics import split_of
+from engine.model.metrics import PythonMetric, split_of
 from engine.model.step import step_on
 from engine.model.variables import by_name, is_random_state, layers_of, trainable_variables
 from engine.tracing import operations_of, place
@@ -263,7 +263,8 @@ def check_updated_metrics(program: Any, task: Any, one: dict[str, Any]) -> Itera
             if split_of(name) == split and metric.variables and name not in updated:
                 yield Check(False, where, f"{name} is never updated: update it, or remove it in create_metrics")
     numbers, arrays = program.run.objects.names.metrics, program.run.objects.names.arrays
-    for name in dict.fromkeys(arrays.get(name, name) for name in numbers if math.isnan(one[name])):
+    of_steps = [name for name, (metric, _) in numbers.items() if not isinstance(metric, PythonMetric)]
+    for name in dict.fromkeys(arrays.get(name, name) for name in of_steps if math.isnan(one[name])):
         # The few examples of the check may lack a class, of which an array has an element.
         text = f"{name} is NaN: look for 0/0, for which tf.math.divide_no_nan returns 0, and for sqrt or log"
         is_array = name in arrays.values()

@@ -12,7 +12,7 @@ element_spec     element specs as text and JSON; tensors by name; memory and has
 
 from engine.data.batches import Batches
 from engine.data.records import Records
-from engine.data.splits import load_splits
+from engine.data.splits import Splits, load_splits
 from engine.data.stacks import CompiledSteps
 
-__all__ = ["Batches", "CompiledSteps", "Records", "load_splits"]
+__all__ = ["Batches", "CompiledSteps", "Records", "Splits", "load_splits"]

@@ -32,11 +32,11 @@ def load_splits(
     settings: Settings,
     strategy: tf.distribute.Strategy,
     workers: Any = None,
-) -> dict[str, Batches]:
-    """Returns the batches of every dataset: "train", "validation" or "validation/<dataset>", "test" or the like.
+) -> "Splits":
+    """Returns the batches of every dataset of the `splits`; one without examples is skipped.
 
-    A split without examples is skipped. `workers` are engine.cluster.workers.Workers; without them, this process is the
-    only one. Raises BadInput if hooks, settings and replicas do not fit together.
+    `workers` are engine.cluster.workers.Workers; without them, this process is the only one. Raises BadInput if hooks,
+    settings and replicas do not fit together.
     """
     context = tf.distribute.InputContext(*((workers.count, workers.index) if workers else ()))
     evaluating, training = (
@@ -45,22 +45,58 @@ def load_splits(
     )
     if "training" not in inspect.signature(task.prepare_example).parameters:
         training = evaluating  # It is traced once for all splits.
-    batches: dict[str, Batches] = {}
-    for split in splits:
+
+    def load(split: str) -> dict[str, Batches]:
+        kind: Callable[..., Batches] = Batches
+        if isinstance(strategy, tf.distribute.ParameterServerStrategy) and split == "train":
+            kind = functools.partial(WorkerBatches, load=functools.partial(task.load_examples, "train"))
         preparation = training if split == "train" else evaluating
-        for name, examples in load_datasets(split, task.load_examples, settings).items():
-            arguments = name, examples, preparation, strategy, settings, context
-            if isinstance(strategy, tf.distribute.ParameterServerStrategy) and split == "train":
-                batches[name] = WorkerBatches(*arguments, load=functools.partial(task.load_examples, "train"))
-            else:
-                batches[name] = Batches(*arguments)
-    check_same_structure(batches)
+        datasets = load_datasets(split, task.load_examples, settings)
+        return {
+            name: kind(name, examples, preparation, strategy, settings, context) for name, examples in datasets.items()
+        }
+
+    batches = Splits(load, splits)
     if settings.validate_every_steps and not any(dataset.split == "validation" for dataset in batches.values()):
         raise BadInput(
             f"--validate-every-steps {settings.validate_every_steps}: task.load_examples('validation') returned None, "
             "so there is no validation: remove the flag"
         )
     return batches
+
+
+class Splits(dict[str, Batches]):
+    """Dataset -> its batches: "train", "validation" or "validation/<dataset>", "test" or the like."""
+
+    def __init__(self, load: Callable[[str], dict[str, Batches]], splits: Sequence[str]) -> None:
+        """`load` calls task.load_examples for a split."""
+        super().__init__((name, batches) for split in splits for name, batches in load(split).items())
+        self._load = load
+        check_same_structure(self)
+
+    def of(self, split: str) -> list[Batches]:
+        """Returns the batches of a split's datasets: of one, of several, or of none."""
+        return [batches for batches in self.values() if batches.split == split]
+
+    def reload(self, split: str) -> None:
+        """Calls task.load_examples for a split again, for batches of its present examples.
+
+        Raises BadInput, and changes nothing, if their datasets, shapes or dtypes are not those of before.
+        """
+        before = {batches.name: batches for batches in self.of(split)}
+        if any(isinstance(batches, WorkerBatches) for batches in before.values()):
+            raise BadInput(
+                f"run.reload({split!r}): with --strategy parameter_server each worker loads its examples itself, once: "
+                "use another strategy"
+            )
+        loaded = self._load(split)
+        then, now = ({name: as_text(dataset.element_spec) for name, dataset in of.items()} for of in (before, loaded))
+        if then != now:
+            raise BadInput(
+                f"{hook_of(split)} and task.prepare_example gave {then}, and later, for run.reload, {now}: the steps "
+                "need the same datasets, structure, shapes and dtypes"
+            )
+        self.update(loaded)
 
 
 def load_datasets(split: str, load_examples: Callable[..., Any], settings: Settings) -> dict[str, Examples]:

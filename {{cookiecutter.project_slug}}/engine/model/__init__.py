@@ -20,9 +20,11 @@ import gc
 from engine.model.averages import follow
 from engine.model.global_batch import gather_batch, places_in_batch, sum_over_batch, sum_over_replicas
 from engine.model.gradients import apply_gradients, replica_step
+from engine.model.metrics import PythonMetric
 from engine.model.objects import TaskObjects
 
 __all__ = [
+    "PythonMetric",
     "TaskObjects",
     "apply_gradients",
     "follow",

@@ -7,6 +7,7 @@ A result is a number, an array, or a dictionary of these. Each number has its ow
 import collections
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -22,6 +23,27 @@ from engine.model.variables import given_back, inner_variable
 Metrics = dict[str, dict[str, keras.metrics.Metric]]  # split -> name -> metric
 LARGEST_RESULT = 10_000  # Each number is a column of metrics.csv.
 LARGEST_SHOWN = 32  # TensorBoard does not show larger arrays.
+
+
+class PythonMetric(keras.metrics.Metric):
+    """A number that code outside of the steps computes, such as the score of a game.
+
+    `metrics["validation"]["score"].set(value)` sets it for the next results of its split, which must not have been read
+    yet; afterwards it is NaN again. On several workers the chief's value counts.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.reset_state()
+
+    def set(self, value: float) -> None:
+        self._value = float(value)
+
+    def result(self) -> float:
+        return self._value
+
+    def reset_state(self) -> None:
+        self._value = math.nan
 
 
 @contextlib.contextmanager
@@ -51,7 +73,7 @@ def build_metrics(
         unbuilt = [
             metric
             for metric in task.metrics[split].values()
-            if not metric.variables or not getattr(metric, "_built", True)
+            if not (metric.variables and getattr(metric, "_built", True)) and not isinstance(metric, PythonMetric)
         ]
         if not unbuilt:
             continue

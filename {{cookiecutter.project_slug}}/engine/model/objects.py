@@ -40,6 +40,7 @@ class TaskObjects:
         on_report: task.on_report, or None.
         data_files: task.data_files, or a function that returns no files.
         source: which weights the models start with.
+        user_state: JSON values and NumPy arrays that checkpoints keep; task.user_state is the same dictionary.
     """
 
     names: ResultNames
@@ -52,7 +53,7 @@ class TaskObjects:
     def __init__(self, task: Any, settings: Settings) -> None:
         """Sets Keras and TensorFlow up for a build. Raises BadInput if task.py lacks a hook."""
         set_up(task, settings)
-        self._task, self._settings, self._recorder = task, settings, Recorder()
+        self._task, self.settings, self._recorder = task, settings, Recorder()
         self.recording = self._recorder.recording
         self.model = self.optimizer = None
         self.metrics: Metrics = {}
@@ -60,6 +61,8 @@ class TaskObjects:
         self._from_python: TakenFromPython | None = None
         self.on_report, self.data_files = getattr(task, "on_report", None), getattr(task, "data_files", list)
         self.source = "with new weights"  # Or which weights were loaded.
+        self.user_state: dict[str, Any] = {}
+        task.user_state = self.user_state
 
     # --- How they are made: inside `recording`, in this order, in the strategy's scope --------------------------------
 
@@ -87,7 +90,7 @@ class TaskObjects:
         """
         for objects, hook in ((self.model, "task.create_model"), (optimizer, "task.create_optimizer")):
             rejections.check_scope(self._strategy, objects, hook)
-        self.optimizer = build_optimizers(optimizer, self.model, self._settings.precision)
+        self.optimizer = build_optimizers(optimizer, self.model, self.settings.precision)
         self._recorder.kind = "loss"
         return self.optimizer
 
@@ -107,13 +110,13 @@ class TaskObjects:
         self.metrics = self._task.metrics
         self._check()
         self._complete_metrics(batch_specs)
-        setting = self._settings.monitor, self._settings.monitor_direction
+        setting = self.settings.monitor, self.settings.monitor_direction
         self.monitor_direction = rejections.monitor_direction(self.names, *setting)
         self._name_others()
         rejections.check_shapes({**self.mirrored_weights, **self.per_replica_weights, **self._of_steps})
         self._spread()
         averaged = variables.trainable_variables(self.model) | variables.statistics(self.model)
-        self.average = MovingAverage(averaged, self._settings.ema_decay)
+        self.average = MovingAverage(averaged, self.settings.ema_decay)
         self.mirrored = self.mirrored_weights | self._of_optimizers
         self.per_replica = self.per_replica_weights | self._of_steps
         for name, average in self.average.state.items():
@@ -128,9 +131,9 @@ class TaskObjects:
         rejections.check_metrics(self.metrics)
         self.names_in_steps = {name for code in code_of_steps(self._task) for name in code.co_names}
         rejections.check_loss_objects(self._task.loss_objects)
-        if not self._settings.evaluates:
+        if not self.settings.evaluates:
             rejections.check_float8(self.model)
-        choose_lazy_rows(self.model, self._settings.lazy_rows or ())
+        choose_lazy_rows(self.model, self.settings.lazy_rows or ())
         rejections.check_weight_decay(self.optimizer, self.model)
 
     def _complete_metrics(self, batch_specs: Mapping[str, Any]) -> None:

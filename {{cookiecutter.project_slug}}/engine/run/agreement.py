@@ -21,11 +21,13 @@ from engine.settings import read_config
 def same_data(
     workers: Workers, batches: dict[str, Batches], data_files: Callable[[], Any]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the fingerprint of each dataset, with the files of task.data_files, on which all of them depend.
+    """Reads the examples; returns each dataset's fingerprint, with the files of task.data_files, on which all depend.
 
     Raises BadInput in every process if they differ, or the order of the datasets: each would take its shard of another
     order.
     """
+    for dataset in batches.values():
+        dataset.examples.cache()
     files = {"files": data_files_sha256(data_files)}
     data = {name: dataset.fingerprint() | files for name, dataset in batches.items()}
     values = {f"{name}/{key}": value for name, one in data.items() for key, value in one.items()}

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from engine.run.state import as_array
 
 PROGRESS = "progress.json"
 INDEX, DATA = "state.index", "state.data-00000-of-00001"
+ARRAYS = "user_state.npz"  # Only if the task keeps arrays.
 CHECKSUMS = "SHA256SUMS"
 
 
@@ -92,13 +94,30 @@ class StoredValues(Mapping[str, np.ndarray]):
         return len(self.kinds)
 
 
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Writes a checkpoint's record and, with the other files in place, the checksums."""
+    kept = record.get("user_state", {})
+    if arrays := {name: value for name, value in kept.items() if isinstance(value, np.ndarray)}:
+        record = {**record, "user_state": {name: value for name, value in kept.items() if name not in arrays}}
+        with zipfile.ZipFile(path / ARRAYS, "w") as file:  # As np.savez does, which takes no array called "file".
+            for name, array in arrays.items():
+                with file.open(f"{name}.npy", "w", force_zip64=True) as part:
+                    np.lib.format.write_array(part, array, allow_pickle=False)
+    (path / PROGRESS).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (path / CHECKSUMS).write_text(checksums(path), encoding="utf-8")
+
+
 def read_record(path: Path) -> dict[str, Any]:
     """Returns a checkpoint's record. Raises Damaged unless it is as written, Unavailable if it cannot be read."""
 
     def read() -> dict[str, Any]:
         if (path / CHECKSUMS).read_text(encoding="utf-8") != checksums(path):
-            raise Damaged(f"{path} is damaged ({PROGRESS} or {INDEX} has changed)")
-        return json.loads((path / PROGRESS).read_text(encoding="utf-8"))
+            raise Damaged(f"{path} is damaged ({PROGRESS}, {INDEX} or {ARRAYS} has changed)")
+        record = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
+        if (path / ARRAYS).exists():
+            with np.load(path / ARRAYS) as arrays:
+                record["user_state"] |= {name: arrays[name] for name in arrays}
+        return record
 
     with _damage_named(path):
         return until_read(read, path)
@@ -144,5 +163,6 @@ def plain_name(prefix: Path) -> Iterator[str]:
 
 
 def checksums(path: Path) -> str:
-    """Returns checksums of the small files, as sha256sum writes them; the index contains the tensors' checksums."""
-    return "".join(f"{file_sha256(path / name)}  {name}\n" for name in (PROGRESS, INDEX))
+    """Returns checksums of the record and the index, as sha256sum writes them; that contains the tensors' checksums."""
+    names = (PROGRESS, INDEX, *[ARRAYS] * (path / ARRAYS).exists())
+    return "".join(f"{file_sha256(path / name)}  {name}\n" for name in names)

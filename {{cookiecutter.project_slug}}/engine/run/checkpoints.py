@@ -1,7 +1,8 @@
 """The state of a run on disk: save, restore, keep the newest.
 
 A checkpoint is a directory, `step-00000135/`: every variable under its name in TensorFlow's own format (`state.index`,
-`state.data-*`, for tf.train.load_checkpoint), counts and scores (`progress.json`), and `SHA256SUMS`. It is written
+`state.data-*`, for tf.train.load_checkpoint), counts and scores (`progress.json`), the arrays that the task keeps
+(`user_state.npz`), and `SHA256SUMS`. It is written
 under a temporary name, synced to disk and renamed, and never overwritten: the same step saved again is
 `step-00000135.1`. So every checkpoint is complete when it gets its name. Checksums reveal later damage before any
 variable is changed.
@@ -10,7 +11,6 @@ variable is changed.
 import concurrent.futures
 import contextlib
 import functools
-import json
 import shutil
 import uuid
 from collections.abc import Callable
@@ -25,14 +25,12 @@ from engine.errors import BadInput, Damaged, Diverged
 from engine.files import sync, until_written, writing
 from engine.model.variables import is_of_metrics
 from engine.run.checkpoint_files import (
-    CHECKSUMS,
-    PROGRESS,
     StoredValues,
     checkpoint_paths,
-    checksums,
     place,
     read_record,
     step_of,
+    write_record,
 )
 from engine.run.progress import Progress
 from engine.run.state import State, Values, is_finite, read_variable
@@ -164,8 +162,7 @@ class Checkpoints:
                     shape_and_slices=[""] * len(values),
                     tensors=list(values.values()),
                 )
-                (temporary / PROGRESS).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-                (temporary / CHECKSUMS).write_text(checksums(temporary), encoding="utf-8")
+                write_record(temporary, record)
                 sync(*temporary.iterdir(), temporary)
                 temporary.rename(path)
                 sync(self.directory)

@@ -7,6 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from engine.console import console
 from engine.errors import BadInput
 
@@ -15,7 +17,7 @@ FORMAT = 1  # Grows whenever fields change their meaning.
 
 @dataclasses.dataclass
 class Progress:
-    """Counts and scores of a run, all of them JSON values."""
+    """Counts and scores of a run, JSON values all of them, and what the task keeps."""
 
     epoch: int = 0  # Complete epochs.
     step: int = 0  # Training steps.
@@ -39,7 +41,8 @@ class Progress:
     spent: dict[str, float] = dataclasses.field(default_factory=dict)
     """A kind of engine/report/report.py -> the seconds that led to this state, of this start and of earlier ones."""
     user_state: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What train.py keeps in `run.user_state`."""
+    """What the task keeps in `run.user_state`: JSON values and NumPy arrays."""
+    reloaded: list[str] = dataclasses.field(default_factory=list)  # The splits of which `run.reload` was called.
     format: int = FORMAT
 
     @classmethod
@@ -127,14 +130,23 @@ class Progress:
         return self.step, sum(self.steps_of_pass.values()), list(self.metrics)
 
     def record(self) -> dict[str, Any]:
-        """Returns it as JSON values. Raises BadInput if `user_state` would not be the same after a resume."""
-        restored = json.loads(json.dumps(self.user_state, skipkeys=True, default=repr))
-        if repr(restored) != repr(self.user_state):
+        """Returns it as JSON values, and arrays in `user_state`.
+
+        Raises BadInput if `user_state` would not be the same after a resume.
+        """
+        values = {name: value for name, value in self.user_state.items() if not is_array(value)}
+        restored = json.loads(json.dumps(values, skipkeys=True, default=repr))
+        if repr(restored) != repr(values):
             raise BadInput(
-                f"run.user_state {self.user_state} would not be the same after a resume: use dicts with text keys, "
-                "lists, texts, booleans, None, and numbers of Python, such as float(x)"
+                f"run.user_state {values} would not be the same after a resume: use dicts with text keys, "
+                "lists, texts, booleans, None, and numbers of Python, such as float(x); and arrays outside of others"
             )
         return dataclasses.asdict(self)
+
+
+def is_array(value: Any) -> bool:
+    """Returns whether a value of `user_state` is saved as an array of NumPy."""
+    return isinstance(value, np.ndarray) and not value.dtype.hasobject
 
 
 def is_better(score: float, best_score: float | None, direction: str) -> bool:

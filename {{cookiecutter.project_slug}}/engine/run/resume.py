@@ -3,11 +3,11 @@
 from collections.abc import Collection
 from typing import Any
 
-from engine.data.batches import Batches
 from engine.data.examples import hook_of
 from engine.errors import BadInput
 from engine.files import exists
 from engine.machine import changed_files
+from engine.run.agreement import same_data
 from engine.run.checkpoints import restore_newest
 from engine.run.directory import RESULT
 from engine.run.progress import Progress
@@ -34,10 +34,18 @@ def _changed_data(settings: Settings, before: dict[str, Any], data: dict[str, An
     return changed
 
 
-def resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tuple[Progress, str] | None:
+def load_data_of(run: Run, progress: Progress) -> None:
+    """Sets `run.user_state` as a checkpoint has it, and reloads the examples that are made of it."""
+    run.user_state.clear()
+    run.user_state.update(progress.user_state)
+    for split in progress.reloaded:
+        run.batches.reload(split)
+
+
+def resume(run: Run) -> tuple[Progress, str] | None:
     """Restores the newest intact checkpoint; returns its progress and "resumed from ...", or None if there is none.
 
-    `data` has the fingerprints of the datasets. Raises BadInput if the run cannot be resumed.
+    Raises BadInput if the run cannot be resumed.
     """
     settings, from_chief = run.settings, run.workers.from_chief
     created = created_rates(run)
@@ -52,8 +60,10 @@ def resume(run: Run, batches: dict[str, Batches], data: dict[str, Any]) -> tuple
     path, progress = newest
     if (reached := progress.epochs_started()) > settings.epochs:
         raise BadInput(f"--epochs {settings.epochs}: the run already reached epoch {reached}; pass at least {reached}")
-    changed = _changed_data(settings, progress.data, data)
-    kept: Collection[str] = batches
+    load_data_of(run, progress)
+    before, progress.data = progress.data, same_data(run.workers, run.batches, run.objects.data_files)
+    changed = _changed_data(settings, before, progress.data)
+    kept: Collection[str] = run.batches
     if changed:  # An evaluation starts over anyway, but an epoch only if its own examples have changed.
         kept = ["train"] if "train" not in changed or "train" in progress.metrics else []
     for name in progress.forget_others(kept):

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import tensorflow as tf
@@ -12,14 +12,23 @@ from engine.cluster.launcher import START_ID
 from engine.cluster.peers import peers_named
 from engine.cluster.workers import Workers
 from engine.console import console, print_result
-from engine.data.batches import Batches
-from engine.errors import BadInput, Diverged, InterruptedStep, Stopped, Unavailable, exit_codes, user_errors_named
+from engine.errors import (
+    BadInput,
+    Damaged,
+    Diverged,
+    InterruptedStep,
+    Stopped,
+    Unavailable,
+    exit_codes,
+    user_errors_named,
+)
 from engine.files import read_json, until_written, write_json, writing
 from engine.report.report import Goodput, Report
 from engine.run.agreement import check_objects, same_data
 from engine.run.directory import RESULT, Directory
 from engine.run.progress import Progress
 from engine.run.resume import created_rates, resume
+from engine.run.state import weights_sha256
 from engine.run.summary import describe_run, describe_start, print_summary
 from engine.run.training import Run
 from engine.settings import CONFIG, Settings
@@ -74,38 +83,37 @@ class RunDirectory(Directory):
         print_result(result, settings)
         return result
 
-    def restore(self, run: Run, batches: dict[str, Batches]) -> None:
+    def restore(self, run: Run) -> None:
         """Restores the newest checkpoint, if there is one; otherwise the run starts with the weights as they are.
 
         Raises BadInput if the run cannot be resumed, or the processes do not fit together. Writes nothing.
         """
-        for dataset in batches.values():
-            dataset.examples.cache()  # Examples that cannot be read are rejected before anything is written.
-        data = same_data(run.workers, batches, run.objects.data_files)
         is_fresh = run.workers.from_chief(lambda: self.is_fresh)
-        resumed = None if is_fresh else resume(run, batches, data)
-        progress, self._start = resumed or (Progress(learning_rates=created_rates(run)), run.objects.source)
+        resumed = None if is_fresh else resume(run)
+        if not resumed:  # Examples that cannot be read are rejected before anything is written.
+            data = same_data(run.workers, run.batches, run.objects.data_files)
+            new = Progress(learning_rates=created_rates(run), data=data)
+        progress, self._start = resumed or (new, run.objects.source)
         check_objects(run.workers, run.checkpoints.state, run.objects)
         cause = "something in task.create_model or create_optimizer"
         run.checkpoints.state.check_workers({}, cause, is_start=resumed is None)
-        progress.data = data
         run.start(progress)
 
     @contextlib.contextmanager
-    def recording(self, run: Run, batches: dict[str, Batches]) -> Iterator[None]:
+    def recording(self, run: Run) -> Iterator[None]:
         """Writes the first files and prints the run summary; saves the state if the code inside ends early.
 
         Raises what `saving_on_exit` raises.
         """
-        _warn(run, batches)
-        run.workers.from_chief(lambda: self._write_first_files(run, batches))
+        _warn(run)
+        run.workers.from_chief(lambda: self._write_first_files(run))
         run.progress.spend("starting", time.monotonic() - run.began)
         run.write_goodput(is_due=True)
-        print_summary(run, batches, self._start)
+        print_summary(run, self._start)
         with saving_on_exit(run):
             yield
 
-    def _write_first_files(self, run: Run, batches: dict[str, Batches]) -> None:
+    def _write_first_files(self, run: Run) -> None:
         progress, direction = run.progress, run.objects.monitor_direction
         earlier = {} if self.is_fresh else self.config
         self.open()
@@ -115,7 +123,7 @@ class RunDirectory(Directory):
         run.best.forget(progress.step, but=progress.best_step)
         starts = [*earlier.get("starts", []), describe_start(progress.step, self.settings)][-100:]  # There may be many.
         config = {
-            **describe_run(run, batches, earlier),
+            **describe_run(run, earlier),
             "start_id": earlier.get("start_id", os.environ.get(START_ID)),
             "monitor_direction": direction,
             "starts": starts,
@@ -129,10 +137,43 @@ class RunDirectory(Directory):
         with writing(self.path / RESULT):
             until_written(lambda: (self.path / RESULT).unlink(missing_ok=True), self.path / RESULT)
 
+    def finish(self, run: Run, test: Callable[[], dict[str, float]]) -> dict[str, Any]:
+        """Tests the best weights; writes and returns the contents of result.json."""
+        settings, progress, best = self.settings, run.progress, run.best
+        without_improvement = progress.epochs_without_improvement()
+        if run.is_out_of_patience and progress.best_epoch:
+            console.print(f"Stopped by --patience: {settings.monitor} was best in epoch {progress.best_epoch}.")
+        run.executions.report_missing_profile()
+        fingerprint = weights_sha256(run.objects.weights)
+        if progress.best_step is None:
+            raise Diverged(f"--monitor {settings.monitor} was never a number: correct it, or call run.save_if_best")
+        try:
+            best.restore(best.path(progress.best_step))
+        except Damaged as problem:
+            raise BadInput(f"{problem}: the same command, without --fresh, resumes from an older one") from problem
+        with run.steps_named():
+            metrics = test()
+        run.write_goodput(is_due=True)
+        result: dict[str, Any] = {
+            **(metrics or {"test": None}),
+            "epochs": progress.epoch,
+            "step": progress.step,
+            "best_epoch": progress.best_epoch,
+            f"best_{settings.monitor}": progress.best_score,
+            "epochs_without_improvement": without_improvement,
+            "seconds": progress.seconds,
+            "goodput": run.workers.from_chief(lambda: run.goodput and run.goodput.record(progress.spent)),
+            "weights_sha256": fingerprint,
+        }
+        run.report_on_chief(lambda report: report.result(progress.step, metrics, progress.best_score or 0.0))
+        run.workers.from_chief(lambda: write_json(self.path / RESULT, result))
+        print_result(result, settings)
+        return result
 
-def _warn(run: Run, batches: dict[str, Batches]) -> None:
+
+def _warn(run: Run) -> None:
     """Prints what of the hooks a resumed run may not repeat, which random numbers are correlated, and other faults."""
-    hooks = [("prepare_example", dataset.traced) for dataset in batches.values()]
+    hooks = [("prepare_example", dataset.traced) for dataset in run.batches.values()]
     hooks.append(("train_step", run.traced.get("train")))
     warnings = []
     for hook, traced in hooks:
@@ -162,7 +203,6 @@ def saving_on_exit(run: Run) -> Iterator[None]:
     The messages of BadInput, Diverged and Stopped name the newest checkpoint, if there is one.
     """
     from_chief, checkpoints = run.workers.from_chief, run.checkpoints
-    started = run.progress.position()
     try:
         with run.steps_named():
             run.stop_if_asked()  # Before the first steps are compiled.
@@ -186,10 +226,10 @@ def saving_on_exit(run: Run) -> Iterator[None]:
         raise Diverged(f"{problem}. {advice} and {remedy}") from problem
     except BadInput as problem:
         # A step that failed may be half done, and unrecorded steps cannot be saved. Other workers may not know of
-        # the failure, and a save would wait for them.
+        # the failure, and a save would wait for them. What changes data before an epoch may have failed half way.
         is_partial = isinstance(problem, InterruptedStep) or any(one_pass.unrecorded for one_pass in run.passes)
         may_save = run.workers.count == 1 and not is_partial
-        if may_save and run.progress.position() != started:
+        if may_save and not run.is_saved:
             run.save()
         checkpoints.writer.wait()
         paths = checkpoints.paths()

@@ -12,7 +12,7 @@ from engine import PROJECT
 from engine.cluster.strategy import describe_arithmetic, strategy_info
 from engine.console import print_facts
 from engine.data import element_spec
-from engine.data.batches import BYTES_KEPT, Batches
+from engine.data.batches import BYTES_KEPT
 from engine.data.element_spec import megabytes
 from engine.machine import code_sha256, memory_of_machine, versions
 from engine.model.metrics import drifting
@@ -25,10 +25,10 @@ from engine.settings import Settings
 SECONDS_FOR_GIT = 5.0  # A repository may be large, or its disk slow.
 
 
-def describe_run(run: Run, batches: dict[str, Batches], earlier: dict[str, Any]) -> dict[str, Any]:
+def describe_run(run: Run, earlier: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings, and everything else that results depend on, for config.json; `earlier` is an older one."""
     settings, info = run.settings, strategy_info(run.strategy)
-    *_, last = batches.values()  # The test dataset, if there is one.
+    *_, last = run.batches.values()  # The test dataset, if there is one.
     return {
         "settings": settings.as_json(),
         "strategy": info.name,
@@ -72,9 +72,10 @@ def _git_commit() -> str | None:
         return None
 
 
-def print_summary(run: Run, batches: dict[str, Batches], start: str) -> None:
+def print_summary(run: Run, start: str) -> None:
     """Prints the run summary; `start` says how it starts: "resumed from ...", "with new weights"."""
-    settings, info, train = run.settings, strategy_info(run.strategy), batches["train"]
+    settings, info, batches = run.settings, strategy_info(run.strategy), run.batches
+    train = batches["train"]
     steps = f"{train.steps_per_pass} steps"
     if train.steps_per_epoch != train.steps_per_pass:
         steps = f"{train.steps_per_epoch} steps; a pass over the examples has {train.steps_per_pass}"

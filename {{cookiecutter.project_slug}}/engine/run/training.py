@@ -11,22 +11,22 @@ import tensorflow as tf
 
 from engine.cluster.strategy import strategy_info
 from engine.cluster.workers import Workers
-from engine.console import LiveLine, console, print_result
+from engine.console import LiveLine, console
 from engine.data.batches import Batches
+from engine.data.splits import Splits
 from engine.data.stacks import CompiledSteps
-from engine.errors import BadInput, Damaged, Diverged, InterruptedStep, user_errors_named
-from engine.files import write_json
+from engine.errors import BadInput, InterruptedStep, user_errors_named
 from engine.model.metrics import split_of
 from engine.model.objects import TaskObjects
 from engine.model.rejections import check_changes, traced
 from engine.model.variables import Variables, is_of_metrics
 from engine.report.report import Goodput, Report, start_time
+from engine.run.agreement import same_data
 from engine.run.checkpoints import Checkpoints, Writer
-from engine.run.directory import BEST, CHECKPOINTS, RESULT
+from engine.run.directory import BEST, CHECKPOINTS
 from engine.run.passes import Executions, Pass
 from engine.run.progress import Progress
-from engine.run.state import State, weights_sha256
-from engine.settings import Settings
+from engine.run.state import State
 from engine.signals import signals
 from engine.tracing import Traced
 
@@ -36,6 +36,7 @@ class Run:
 
     Attributes:
         objects: the task's objects, which the steps use and change.
+        batches: dataset -> its batches.
         traced: what the steps of each split do; empty until `trace`, and with --eager.
         checkpoints: the complete state, after each epoch and every --checkpoint-every-steps.
         best: the weights with the best --monitor.
@@ -44,11 +45,12 @@ class Run:
     """
 
     def __init__(
-        self, settings: Settings, strategy: tf.distribute.Strategy, workers: Workers, objects: TaskObjects
+        self, strategy: tf.distribute.Strategy, workers: Workers, objects: TaskObjects, batches: Splits
     ) -> None:
         """Writes nothing."""
-        self.settings, self.strategy, self.workers, self.objects = settings, strategy, workers, objects
-        self.progress = Progress()
+        self.strategy, self.workers, self.objects, self.batches = strategy, workers, objects, batches
+        self.settings = settings = objects.settings
+        self.progress = Progress(user_state=objects.user_state)
         self.traced: dict[str, Traced] = {}
         self.report: Report | None = None
         self.goodput: Goodput | None = None
@@ -63,7 +65,7 @@ class Run:
         # One more than the checkpoints, because each of them may name other weights as the best.
         self.best = checkpoints(BEST, keep + 1, objects.mirrored_weights, objects.per_replica_weights)
         self.live = LiveLine(settings.epochs, can_be_drawn=not settings.eager)
-        self._executions = Executions(settings, workers, strategy_info(strategy).all_reduce)
+        self.executions = Executions(settings, workers, strategy_info(strategy).all_reduce)
         self.passes: list[Pass] = []
         self._changed_by_evaluation: list[tf.Variable] = []
         self._examples = 0  # Examples in an epoch of training.
@@ -71,11 +73,26 @@ class Run:
 
     def start(self, progress: Progress) -> None:
         """Continues from the progress whose state is in the variables."""
+        progress.user_state = self.user_state
         self.progress, self._saved_step = progress, progress.step
         for checkpoints in (self.checkpoints, self.best):
             checkpoints.accept_infinite()
         if "train" not in progress.metrics:  # Otherwise the training of the epoch ended before the stop.
             progress.rates_of_epoch = self.objects.learning_rates()
+
+    def reload(self, split: str) -> None:
+        """Calls task.load_examples for a split again: passes that start afterwards take its present examples.
+
+        Every worker must call it, between passes over the split. Raises BadInput if the examples have other shapes or
+        dtypes than before, or differ between workers.
+        """
+        self.workers.check_all_do(f"run.reload({split!r})")
+        if open_passes := [one_pass.name for one_pass in self.passes if one_pass.split == split]:
+            raise BadInput(f"run.reload({split!r}) within a pass over {open_passes[0]!r}: call it before or after it")
+        self.batches.reload(split)
+        batches = {dataset.name: dataset for dataset in self.batches.of(split)}
+        self.progress.data |= same_data(self.workers, batches, self.objects.data_files)
+        self.progress.reloaded = sorted({*self.progress.reloaded, split})
 
     def trace(self, steps: Mapping[str, CompiledSteps]) -> None:
         """Traces the `steps` of splits, and looks at what they change.
@@ -98,7 +115,7 @@ class Run:
         if batches.split == "train":
             self._examples = batches.examples_in(epoch or 0)
         changed = [] if batches.split == "train" else self._changed_by_evaluation
-        one_pass = Pass(batches, epoch, self.progress, self._executions, changed)
+        one_pass = Pass(batches, epoch, self.progress, self.executions, changed)
         one_pass.waits = self.validation_is_due(one_pass)  # The run was stopped before or in that validation.
         if not one_pass.has_ended:
             self.passes.append(one_pass)
@@ -124,8 +141,8 @@ class Run:
 
     def save_is_due(self, training: Pass) -> bool:
         """Returns whether --checkpoint-every-steps asks for a checkpoint now, before the epoch ends."""
-        every, step = self.settings.checkpoint_every_steps, self.progress.step
-        return bool(every and training.steps_left and step % every == 0 and step != self._saved_step)
+        every = self.settings.checkpoint_every_steps
+        return bool(every and training.steps_left and self.progress.step % every == 0 and not self.is_saved)
 
     def validation_is_due(self, training: Pass) -> bool:
         """Returns whether --validate-every-steps asks for a validation now, before the epoch ends."""
@@ -161,20 +178,30 @@ class Run:
 
     @property
     def user_state(self) -> dict[str, Any]:
-        """State that train.py keeps: JSON values, saved with every checkpoint and restored when the run resumes."""
-        return self.progress.user_state
+        """JSON values and NumPy arrays that every checkpoint keeps; task.user_state is the same dictionary."""
+        return self.objects.user_state
 
     @property
     def epoch(self) -> int:
         """The current epoch, counted from 0."""
         return self.progress.epoch
 
-    def should_continue(self) -> bool:
-        """Returns whether another epoch is due: neither --epochs nor --patience is used up."""
-        return self.epoch < self.settings.epochs and not self._is_out_of_patience
+    @property
+    def starts_epoch(self) -> bool:
+        """Whether nothing of the epoch has been done: not if the run was resumed within it."""
+        return self.progress.epochs_started() == self.epoch
 
     @property
-    def _is_out_of_patience(self) -> bool:
+    def is_saved(self) -> bool:
+        """Whether a checkpoint has the weights of this step."""
+        return self._saved_step == self.progress.step
+
+    def should_continue(self) -> bool:
+        """Returns whether another epoch is due: neither --epochs nor --patience is used up."""
+        return self.epoch < self.settings.epochs and not self.is_out_of_patience
+
+    @property
+    def is_out_of_patience(self) -> bool:
         return self.progress.epochs_without_improvement() >= (self.settings.patience or math.inf)
 
     @contextlib.contextmanager
@@ -199,8 +226,9 @@ class Run:
     def end_validation(self, metrics: dict[str, float]) -> None:
         """Reports a validation within an epoch."""
         self.progress.validated_step = self.progress.step
-        self._report(lambda report: report.validation(self.progress.step, metrics, is_best=self.progress.is_best()))
-        if self.progress.is_best():  # In best/ there is room for only one set of weights that no checkpoint names.
+        step, is_best = self.progress.step, self.progress.is_best()
+        self.report_on_chief(lambda report: report.validation(step, metrics, is_best=is_best))
+        if is_best:  # In best/ there is room for only one set of weights that no checkpoint names.
             self.save()
         for training in self.passes[-1:]:
             self.live.begin(training.name, training.epoch, training.done, training.steps)
@@ -216,15 +244,16 @@ class Run:
             **self.progress.rates_of_epoch,
             **metrics,
         }
-        self._report(lambda report: report.epoch(row, is_best=self.progress.is_best(), waited=waited / train_seconds))
+        is_best = self.progress.is_best()
+        self.report_on_chief(lambda report: report.epoch(row, is_best=is_best, waited=waited / train_seconds))
         self.progress.report_changes(self.objects.learning_rates())
         if on_report := self.objects.on_report:
             with self.objects.evaluated():
-                self._report(lambda report: report.call_hook(on_report, row, self.strategy))
+                self.report_on_chief(lambda report: report.call_hook(on_report, row, self.strategy))
         if not self.should_continue():
-            self._report(lambda report: report.end())
+            self.report_on_chief(lambda report: report.end())
 
-    def _report(self, write: Callable[[Report], None]) -> None:
+    def report_on_chief(self, write: Callable[[Report], None]) -> None:
         self.workers.from_chief(lambda: self.report and write(self.report))
 
     def save(self) -> Path:
@@ -238,7 +267,10 @@ class Run:
 
     def _save_to(self, checkpoints: Checkpoints) -> Path:
         started = time.monotonic()
-        path = checkpoints.save(self.progress.step, self.progress.record())
+        record = self.progress.record()
+        if checkpoints is self.best:  # Only its weights are restored.
+            del record["user_state"]
+        path = checkpoints.save(self.progress.step, record)
         self.progress.spend("saving", time.monotonic() - started)
         return path
 
@@ -246,39 +278,6 @@ class Run:
         """Writes goodput.json, if it `is_due` or was written too long ago."""
         if self.goodput:
             self.goodput.write(self.progress.spent, is_due=is_due)
-
-    def finish(self, test: Callable[[], dict[str, float]]) -> dict[str, Any]:
-        """Tests the best weights; writes and returns the contents of result.json."""
-        settings, progress = self.settings, self.progress
-        without_improvement = progress.epochs_without_improvement()
-        if self._is_out_of_patience and progress.best_epoch:
-            console.print(f"Stopped by --patience: {settings.monitor} was best in epoch {progress.best_epoch}.")
-        self._executions.report_missing_profile()
-        fingerprint = weights_sha256(self.objects.weights)
-        if progress.best_step is None:
-            raise Diverged(f"--monitor {settings.monitor} was never a number: correct it, or call run.save_if_best")
-        try:
-            self.best.restore(self.best.path(progress.best_step))
-        except Damaged as problem:
-            raise BadInput(f"{problem}: the same command, without --fresh, resumes from an older one") from problem
-        with self.steps_named():
-            metrics = test()
-        self.write_goodput(is_due=True)
-        result: dict[str, Any] = {
-            **(metrics or {"test": None}),
-            "epochs": progress.epoch,
-            "step": progress.step,
-            "best_epoch": progress.best_epoch,
-            f"best_{settings.monitor}": progress.best_score,
-            "epochs_without_improvement": without_improvement,
-            "seconds": progress.seconds,
-            "goodput": self.workers.from_chief(lambda: self.goodput and self.goodput.record(progress.spent)),
-            "weights_sha256": fingerprint,
-        }
-        self._report(lambda report: report.result(progress.step, metrics, progress.best_score or 0.0))
-        self.workers.from_chief(lambda: write_json(settings.run_dir / RESULT, result))
-        print_result(result, settings)
-        return result
 
     @contextlib.contextmanager
     def steps_named(self) -> Iterator[None]:
