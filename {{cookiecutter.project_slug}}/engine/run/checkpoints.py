@@ -232,29 +232,30 @@ def restore_newest(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, P
     return None
 
 
-def restore_best(checkpoints: Checkpoints, best: Checkpoints) -> Path:
-    """Restores the weights that the newest checkpoint names as the best; returns their path.
+def restore_best(checkpoints: Checkpoints, best: Checkpoints) -> tuple[Path, Progress]:
+    """Restores the weights that the newest checkpoint names as the best; returns their path, and its progress.
 
     Raises BadInput if there are none yet, or a file is damaged. Every worker must call it.
     """
 
-    def find() -> Path:
+    def find() -> tuple[Path, Progress]:
         paths = checkpoints.paths()
         if not paths:
             raise BadInput(f"{checkpoints.directory} is empty: train first")
-        if (step := read_progress(paths[-1]).best_step) is None:
+        progress = read_progress(paths[-1])
+        if progress.best_step is None:
             raise BadInput(
                 f"{paths[-1]} names no best weights, because nothing was validated yet, or --monitor was not a number: "
                 "train further, or pass --init-from"
             )
-        return best.path(step)
+        return best.path(progress.best_step), progress
 
     try:
-        path = checkpoints.state.workers.from_chief(find)
+        path, progress = checkpoints.state.workers.from_chief(find)
         best.restore(path)
     except Damaged as problem:
         raise BadInput(f"{problem}: restore it from a backup, or try again if the run is still training") from problem
-    return path
+    return path, progress
 
 
 def _remove(path: Path) -> None:

@@ -20,6 +20,7 @@ from engine.run.agreement import check_files
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoints import restore_best
 from engine.run.directory import RESULT, Directory
+from engine.run.resume import load_data_of
 from engine.settings import CONFIG, Settings
 from engine.signals import signals
 
@@ -42,7 +43,10 @@ def evaluate(program: Any, settings: Settings, read_settings: Callable[[], Setti
     if run.objects.names.datasets == ("train",):
         raise BadInput("--evaluate-only: task.load_examples returned None for 'validation' and 'test': return one")
     with signals.listening(), run.steps_named():
-        weights = run.objects.source if settings.init_from else restore_best(run.checkpoints, run.best)
+        weights = run.objects.source
+        if not settings.init_from:
+            weights, progress = restore_best(run.checkpoints, run.best)
+            load_data_of(run, progress)
         run.trace(evaluation_steps(program))
         metrics = program.evaluate_split("validation") | program.evaluate_split("test")
         print_facts(f"Evaluation of {weights}", run.objects.names.lines(metrics))  # All digits, as no file has them.

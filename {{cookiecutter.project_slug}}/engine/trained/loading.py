@@ -92,7 +92,7 @@ def load_trained(task: Any, settings: Settings) -> Trained:
     workers = Workers(strategy)
     state = State(strategy, workers, objects.mirrored_weights, objects.per_replica_weights, objects.finalize_layers)
     checkpoints = Checkpoints(settings.run_dir / CHECKPOINTS, State(strategy, workers, {}), keep=1)
-    weights = restore_best(checkpoints, Checkpoints(settings.run_dir / BEST, state, keep=1))
+    weights, _ = restore_best(checkpoints, Checkpoints(settings.run_dir / BEST, state, keep=1))
     serve = predict_endpoint(task, batched(features))
     traced = serve.function.get_concrete_function()
     check_outputs(outputs := traced.structured_outputs)
