@@ -2,7 +2,7 @@
 # make test       the tests (make test-all adds the long ones)
 # make coverage   the tests of make test, and which lines of engine/ they run
 # make pictures   the README's pictures, from a run
-# make settings   the project's docs/settings.md, from the code
+# make settings   the project's docs/settings.md and docs/calls.md, from the code
 # make docs       the pages of the template and of a project as one site, in build/docs/site (in an environment of its own)
 # make benchmark  train.py beside other loops (hours; Orbit and tf-keras in environments of their own)
 # make lint       ruff, on the template and on the unrendered project, and mypy on the project
@@ -70,6 +70,7 @@ pictures: .venv/installed
 
 settings: .venv/installed
 	$(BIN)/python docs/make_settings.py
+	$(BIN)/python docs/make_calls.py
 
 # In build/, so that it is ignored, removed by make clean, and copied nowhere.
 build/docs-environment/installed: docs/site/requirements.txt

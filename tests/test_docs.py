@@ -116,10 +116,11 @@ def test_number_of_planted_faults_is_that_of_the_test() -> None:
 # --- What the code says -----------------------------------------------------------------------------------------------
 
 
-def test_settings_page_is_made_from_the_code() -> None:
-    program = "import sys; sys.path.insert(0, 'docs'); import make_settings; print(make_settings.page(), end='')"
+@pytest.mark.parametrize("page", ["settings", "calls"])
+def test_pages_that_are_made_from_the_code_are_up_to_date(page: str) -> None:
+    program = f"import sys; sys.path.insert(0, 'docs'); import make_{page}; print(make_{page}.page(), end='')"
     made = subprocess.run([sys.executable, "-c", program], check=True, cwd=TEMPLATE, capture_output=True, text=True)
-    assert read(PROJECT / "docs/settings.md") == made.stdout, "run make settings"
+    assert read(PROJECT / f"docs/{page}.md") == made.stdout, "run make settings"
 
 
 def messages(folder: Path) -> str:

@@ -17,7 +17,7 @@ from small import linear_model
 
 import task
 import train
-from pages import blocks, put, sections, untested
+from pages import blocks, put_section, sections, untested
 from rendering import PROJECT
 
 RECIPES = sections("changing_data.md")
@@ -35,11 +35,7 @@ train.main(sys.argv[1:])
 
 @pytest.fixture
 def apply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    def apply(title: str) -> None:
-        for block, module in zip(blocks(RECIPES[title]), (task, train), strict=True):
-            put(block, module, monkeypatch, tmp_path)
-
-    return apply
+    return lambda title: put_section(RECIPES[title], monkeypatch, tmp_path)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:

@@ -232,6 +232,18 @@ def test_largest_error_is_the_maximum_over_all_examples(replicas: int, apply: Ap
     assert train.train_epoch()["train/largest_error"] > 0.0
 
 
+def test_number_of_python_is_reported_and_decides_which_weights_are_best(
+    apply: Apply, linear: None, tmp_path: Path
+) -> None:
+    apply("A metric that Python computes")
+    monitor = ("--monitor=validation/largest_weight", "--monitor-direction=min")
+    result, rows = run(tmp_path / "run", *monitor)
+    assert result["best_validation/largest_weight"] == min(row["validation/largest_weight"] for row in rows)
+    largest = [abs(weight).max() for weight in task.model.get_weights()]  # The best ones.
+    assert result["best_validation/largest_weight"] == pytest.approx(max(largest))
+    assert train.main(["--check", *FLAGS[:2], *monitor])
+
+
 @pytest.mark.long
 def test_gradient_norm_is_reported_and_the_same_in_micro_batches(apply: Apply, linear: None, tmp_path: Path) -> None:
     apply("The gradient's norm in metrics.csv")

@@ -48,7 +48,9 @@ def put_section(text: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Non
     import task
     import train
 
-    for block in blocks(text):
-        of_program = train if "In `train.py`" in text else task
-        put(block, config if "class Config" in block else of_program, monkeypatch, folder)
+    module = task
+    for before, block in re.findall(r"(?ms)(.*?)^```python\n(.*?)^```", text):
+        for name in re.findall(r"In `(task|train)\.py`", before):
+            module = {"task": task, "train": train}[name]
+        put(block, config if "class Config" in block else module, monkeypatch, folder)
     monkeypatch.setattr(train, "Config", config.Config)

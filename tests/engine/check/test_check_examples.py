@@ -8,6 +8,11 @@ import pytest
 import tensorflow as tf
 from planted import Fault, assert_found, cases, few_examples, several_datasets
 
+import task
+import train
+from config import Config
+from engine.check import check_task
+
 
 def broken_features(features, labels, *, training):
     return tf.math.log(features - 1.0), labels
@@ -89,3 +94,18 @@ def test_examples_that_change_while_they_are_used_are_named(check: Any) -> None:
 
     later = {"load_examples": lambda split: examples_that_change_later(split) if split == "train" else None}
     assert_found(check, Fault(later, "load_examples", "other examples the second time"))
+
+
+def test_what_cannot_be_served_is_known_before_the_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def predict_step(features: tf.Tensor) -> dict[str, tf.Tensor]:
+        numbers = tf.numpy_function(lambda images: images.sum(axis=(1, 2, 3)), [features], tf.float32)
+        return {"sum": tf.ensure_shape(numbers, features.shape[:1])}
+
+    monkeypatch.setattr(task, "predict_step", predict_step)
+    assert check_task(train, task, Config(), only=("examples",))
+    assert "serve cannot be exported: no file can contain the Python function of " in capsys.readouterr().out
+    # The batch of a server has any size.
+    monkeypatch.setattr(task, "predict_step", lambda features: {"zeros": tf.zeros([int(features.shape[0])])})
+    assert not check_task(train, task, Config(), only=("examples",))

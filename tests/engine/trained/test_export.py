@@ -16,8 +16,9 @@ import task
 import train
 from config import Config
 from engine.errors import BadInput
+from engine.run.endpoints import predict_endpoint
 from engine.trained.export import _are_close, _compare, _write_models, _write_saved_model, export
-from engine.trained.loading import load_trained, predict_endpoint
+from engine.trained.loading import load_trained
 from engine.trained.predictions import Predictor
 
 FILES = {"model.keras", "saved_model"}

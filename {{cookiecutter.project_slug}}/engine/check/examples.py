@@ -11,13 +11,15 @@ import tensorflow as tf
 
 from engine.check.comparison import Check, check_repeats
 from engine.data.batches import Batches
-from engine.data.element_spec import sha256_of
+from engine.data.element_spec import batched, sha256_of
 from engine.data.examples import hook_of
 from engine.data.records import Records
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.rejections import check_outputs
+from engine.run.endpoints import NO_TENSORS, examples_endpoint, predict_endpoint
 from engine.settings import Settings
+from engine.tracing import Traced
 
 EXAMPLES_READ_TWICE = 200
 BATCHES_LOOKED_AT = 20
@@ -56,8 +58,8 @@ def check_examples(program: Any, task: Any, settings: Settings) -> Iterator[Chec
     for name, batches in program.batches.items():
         yield from _check_batches(name, batches)
     yield Check(True, "task.py prepare_example", "finite features, and the same batches twice")
-    if hook := getattr(task, "predict_step", None):
-        yield from _check_predictions(program, hook)
+    if hasattr(task, "predict_step"):
+        yield from _check_predictions(program, task, program.config)
 
 
 def _check_batches(name: str, batches: Batches) -> Iterator[Check]:
@@ -78,11 +80,12 @@ def _check_batches(name: str, batches: Batches) -> Iterator[Check]:
                 raise BadInput(f"{hook_of(name)} {text}")
 
 
-def _check_predictions(program: Any, predict_step: Callable[[Any], Any]) -> Iterator[Check]:
-    """Checks the predictions, whose faults would otherwise show after the training, in --export or predict.py."""
+def _check_predictions(program: Any, task: Any, settings: Settings) -> Iterator[Check]:
+    """Checks predictions and what would serve them: faults would otherwise show after the training."""
     *_, last = program.batches.values()  # The test dataset, if there is one.
     features, _, sample_weights = next(last.one_by_one())
-    outputs, where = tf.function(predict_step)(features), "task.py predict_step"
+    serve, where = predict_endpoint(task, batched(last.features_spec)), "task.py predict_step"
+    outputs = serve.function(features)
     check_outputs(outputs, len(sample_weights))
     for name, output in outputs.items():
         # A softmax rounds to 1 minus a bit on some CPUs.
@@ -90,3 +93,14 @@ def _check_predictions(program: Any, predict_step: Callable[[Any], Any]) -> Iter
             yield Check(False, where, f"{name!r} is 1 everywhere, like a softmax of one number: use a sigmoid")
         else:
             yield Check(True, where, f"{name!r}, {output.dtype.name}{list(output.shape[1:])} of each example")
+    endpoints, example_spec = {"serve": serve}, last.examples.element_spec
+    features_spec = example_spec[0] if isinstance(example_spec, tuple) else example_spec
+    if all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(features_spec)):
+        endpoints["serve_examples"] = examples_endpoint(task, settings, serve, example_spec)
+    else:
+        yield Check(True, where, f"serve_examples cannot be exported: {NO_TENSORS}", compared=False)
+    for name, endpoint in endpoints.items():
+        graph = tf.function(endpoint.by_name, autograph=False).get_concrete_function(**endpoint.inputs).graph
+        if calls := ", ".join(Traced(graph).python_calls):
+            text = f"{name} cannot be exported: no file can contain the Python function of {calls}"
+            yield Check(True, where, text, compared=False)

@@ -12,6 +12,7 @@ checkpoints       saves and restores the state
 checkpoint_files  the files of one checkpoint
 initial_weights   --init-from
 directory         the run's directory, which one program at a time may use
+endpoints         predictions as functions that a SavedModel can contain
 evaluation        --evaluate-only, --evaluate-continuously; the parts of train.py that they and --check use
 """
 

@@ -27,9 +27,10 @@ from engine.errors import BadInput, CannotWrite, first_line, user_errors_named
 from engine.files import sync, writing
 from engine.model.rejections import check_outputs
 from engine.model.variables import layers_of
+from engine.run.endpoints import NO_TENSORS, Endpoint, predict_endpoint
 from engine.settings import INIT_ONLY, Settings, marked
 from engine.tracing import Traced
-from engine.trained.loading import NO_TENSORS, Endpoint, Trained, load_trained, predict_endpoint, some_examples
+from engine.trained.loading import Trained, load_trained, some_examples
 
 TOLERANCE, TOLERANCE_OF_MIXED_PRECISION = 1e-5, 1e-2  # Allowed distance of outputs, relative to the largest one.
 TIES = 1e-3  # Allowed fraction of differing integers, such as the classes of pixels: rounding decides a tie.

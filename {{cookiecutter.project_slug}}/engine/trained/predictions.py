@@ -15,7 +15,8 @@ from engine.data.element_spec import leaf_text, leaves
 from engine.errors import BadInput, first_line, where_raised
 from engine.files import write_atomically
 from engine.model.rejections import check_outputs
-from engine.trained.loading import NO_TENSORS, Trained
+from engine.run.endpoints import NO_TENSORS
+from engine.trained.loading import Trained
 
 Arrays = dict[str, np.ndarray]  # Features or outputs, by name.
 Name = int | str  # The name of an example: its number, for instance, or its file.
