@@ -52,7 +52,7 @@ def test_links_and_names_of_files_lead_somewhere(page: Path) -> None:
 
 
 # Settings of a reader's own, which pages add to config.py.
-OF_READERS = {"users", "teacher", "freeze-encoder"}
+OF_READERS = {"users", "teacher", "freeze-encoder", "lora-rank"}
 
 
 def test_flags_in_commands_are_settings() -> None:

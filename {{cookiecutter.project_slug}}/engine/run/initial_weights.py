@@ -135,7 +135,9 @@ def _load_file(
     else:
         raise BadInput(f"--init-from {path} contains no weights: it must be {FORMS}")
     # No file has weights that are all infinite: a variable that still is was not in it.
-    missing = {name for name in initial if np.isposinf(variables[name].numpy()).all()}
+    # Keras writes adapters (LoRA) into the kernels. When it loads a file, it sets both matrices to 0, which stay so.
+    adapters = {name for name in initial if name.rpartition("/")[2].startswith("lora_")}
+    missing = adapters | {name for name in initial if np.isposinf(variables[name].numpy()).all()}
     for name in missing:
         variables[name].assign(initial[name])
     return {name for name in variables if name not in missing or np.isposinf(initial[name]).all()}, unused
