@@ -67,6 +67,7 @@ def test_images_with_the_largest_losses_count_three_times(
     assert sorted(found[1][1]) == task.user_state["hard"].tolist()
 
 
+@pytest.mark.long
 def test_dqn_has_the_same_losses_on_two_replicas(
     apply: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,8 @@ import config
 import task
 import train
 from engine.check import check_task
+from engine.errors import BadInput
+from engine.run.initial_weights import load_initial_weights
 from pages import blocks, put, sections, untested
 
 RECIPES = sections("detection.md")
@@ -396,14 +398,20 @@ def test_only_adapters_are_trained(apply: Apply) -> None:
 
 
 @pytest.mark.long
-def test_adapters_pass_all_checks_and_those_that_a_file_of_keras_set_to_zero_do_not(
+def test_adapters_pass_all_checks_and_those_of_a_file_of_keras_are_new(
     apply: Apply, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     apply("Low-rank adapters (LoRA)")
     build(1)
     task.model.save(tmp_path / "base.keras")
     assert not findings(capsys, tmp_path, lora_rank=4)
-    assert findings(capsys, tmp_path, lora_rank=4, init_from=tmp_path / "base.keras", init_partial=True)
+    assert not findings(capsys, tmp_path, lora_rank=4, init_from=tmp_path / "base.keras", init_partial=True)
+    build(1, lora_rank=4)
+    own, rejected = weights(), "gives 6 of the model's 10 variables .*lora_kernel_.*: --init-partial loads what matches"
+    with pytest.raises(BadInput, match=rejected):
+        load_initial_weights(tmp_path / "base.keras", task.model, partial=False)
+    load_initial_weights(tmp_path / "base.keras", task.model, partial=True)
+    assert all(np.array_equal(value, own[name]) for name, value in weights().items() if "lora_" in name)
 
 
 def test_biases_start_at_their_step(apply: Apply, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

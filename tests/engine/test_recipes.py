@@ -232,6 +232,7 @@ def test_largest_error_is_the_maximum_over_all_examples(replicas: int, apply: Ap
     assert train.train_epoch()["train/largest_error"] > 0.0
 
 
+@pytest.mark.long
 def test_number_of_python_is_reported_and_decides_which_weights_are_best(
     apply: Apply, linear: None, tmp_path: Path
 ) -> None:

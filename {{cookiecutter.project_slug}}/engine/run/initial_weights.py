@@ -113,7 +113,7 @@ def _load_file(
     initial = {name: variable.numpy() for name, variable in variables.items() if variable.dtype.is_floating}
     for name, value in initial.items():
         variables[name].assign(np.full_like(value, np.inf))
-    unused = 0
+    unused, adapters = 0, set()
     if path.is_file() and path.name.endswith((".weights.h5", ".keras")):
         if len(models) > 1:
             raise BadInput(
@@ -125,6 +125,8 @@ def _load_file(
         unused = max(0, _count_weights(path) - listed)
         with warnings.catch_warnings(action="ignore"):  # The report names the missing variables.
             model.load_weights(path, skip_mismatch=partial)
+        # A file has adapters (LoRA) in its kernels. Keras has set both of their matrices to 0, which would stay so.
+        adapters = {name for name in initial if name.rpartition("/")[2].startswith("lora_")}
     elif Path(f"{path}.index").is_file():
         roots = [tf.train.Checkpoint(**models)]  # The models may be attributes of the saved object.
         if len(models) == 1:
@@ -135,8 +137,6 @@ def _load_file(
     else:
         raise BadInput(f"--init-from {path} contains no weights: it must be {FORMS}")
     # No file has weights that are all infinite: a variable that still is was not in it.
-    # Keras writes adapters (LoRA) into the kernels. When it loads a file, it sets both matrices to 0, which stay so.
-    adapters = {name for name in initial if name.rpartition("/")[2].startswith("lora_")}
     missing = adapters | {name for name in initial if np.isposinf(variables[name].numpy()).all()}
     for name in missing:
         variables[name].assign(initial[name])
