@@ -78,7 +78,7 @@ def test_dqn_has_the_same_losses_on_two_replicas(
         train.main([f"--run-dir={folder}", "--epochs=1", f"--simulated-devices={replicas}", *MONITOR])
         found.append([float(rows(folder)[0][name]) for name in ("train/loss", "validation/loss", "validation/pushes")])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
-    assert train.run.progress.best_score == found[1][2] == pytest.approx(9.35)  # As if the pushes had no effect.
+    assert train.run.progress.best_score == found[1][2] == pytest.approx(9.35)
     assert train.main(["--check", f"--run-dir={tmp_path / 'check'}", *MONITOR])
     assert "run.reload loads other examples later: only those of a new run are checked" in capsys.readouterr().out
 

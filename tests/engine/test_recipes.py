@@ -234,15 +234,19 @@ def test_largest_error_is_the_maximum_over_all_examples(replicas: int, apply: Ap
 
 @pytest.mark.long
 def test_number_of_python_is_reported_and_decides_which_weights_are_best(
-    apply: Apply, linear: None, tmp_path: Path
+    apply: Apply, linear: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     apply("A metric that Python computes")
     monitor = ("--monitor=validation/largest_weight", "--monitor-direction=min")
     result, rows = run(tmp_path / "run", *monitor)
-    assert result["best_validation/largest_weight"] == min(row["validation/largest_weight"] for row in rows)
-    largest = [abs(weight).max() for weight in task.model.get_weights()]  # The best ones.
-    assert result["best_validation/largest_weight"] == pytest.approx(max(largest))
+    best = result["best_validation/largest_weight"]
+    assert best == min(row["validation/largest_weight"] for row in rows)
+    largest = max(abs(weight).max() for weight in task.model.get_weights())  # Of the best weights.
+    assert best == result["test/largest_weight"] == pytest.approx(largest)
+    metrics = train.main([*FLAGS, f"--run-dir={tmp_path / 'run'}", "--evaluate-only", *monitor])
+    assert metrics["validation/largest_weight"] == best
     assert train.main(["--check", *FLAGS[:2], *monitor])
+    assert "validation/largest_weight, which Python computes, is 0." in capsys.readouterr().out
 
 
 @pytest.mark.long

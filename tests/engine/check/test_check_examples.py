@@ -109,3 +109,12 @@ def test_what_cannot_be_served_is_known_before_the_training(
     # The batch of a server has any size.
     monkeypatch.setattr(task, "predict_step", lambda features: {"zeros": tf.zeros([int(features.shape[0])])})
     assert not check_task(train, task, Config(), only=("examples",))
+    # Ragged examples of one axis are tensors of unknown length there.
+    ragged = tf.data.Dataset.from_tensor_slices(
+        (tf.ragged.constant([[1.0], [2.0, 3.0]] * 80), tf.zeros([160], "int32"))
+    )
+    monkeypatch.setattr(task, "load_examples", lambda split: ragged)
+    monkeypatch.setattr(task, "prepare_example", lambda row, label: (tf.fill([8, 8, 1], tf.reduce_sum(row)), label))
+    monkeypatch.setattr(task, "predict_step", lambda features: {"sum": tf.reduce_sum(features, axis=[1, 2, 3])})
+    assert check_task(train, task, Config(), only=("examples",))
+    assert "cannot be exported" not in capsys.readouterr().out.split("zeros")[-1]

@@ -11,13 +11,13 @@ import tensorflow as tf
 
 from engine.check.comparison import Check, check_repeats
 from engine.data.batches import Batches
-from engine.data.element_spec import batched, sha256_of
+from engine.data.element_spec import batched, encode, sha256_of
 from engine.data.examples import hook_of
 from engine.data.records import Records
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.rejections import check_outputs
-from engine.run.endpoints import NO_TENSORS, examples_endpoint, predict_endpoint
+from engine.run.endpoints import NO_TENSORS, examples_endpoint, predict_endpoint, tensor_spec
 from engine.settings import Settings
 from engine.tracing import Traced
 
@@ -93,9 +93,8 @@ def _check_predictions(program: Any, task: Any, settings: Settings) -> Iterator[
             yield Check(False, where, f"{name!r} is 1 everywhere, like a softmax of one number: use a sigmoid")
         else:
             yield Check(True, where, f"{name!r}, {output.dtype.name}{list(output.shape[1:])} of each example")
-    endpoints, example_spec = {"serve": serve}, last.examples.element_spec
-    features_spec = example_spec[0] if isinstance(example_spec, tuple) else example_spec
-    if all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(features_spec)):
+    endpoints, example_spec = {"serve": serve}, tensor_spec(encode(last.examples.element_spec))
+    if example_spec:
         endpoints["serve_examples"] = examples_endpoint(task, settings, serve, example_spec)
     else:
         yield Check(True, where, f"serve_examples cannot be exported: {NO_TENSORS}", compared=False)

@@ -185,7 +185,7 @@ def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer
 def counted(program: Any, name: str) -> dict[str, Any]:
     """Returns the results of the metrics of a dataset, which it resets; if 0, 1 or NaN, with all of their variables."""
     objects, variables = program.run.objects, {}
-    results = metric_results(objects.metrics, name)
+    results = metric_results(objects.metrics, name, of_steps=True)
     for key, metric in objects.metrics[split_of(name)].items():
         numbers = [value for number, value in results.items() if objects.names.metrics[number][0] is metric]
         # Such a result may say nothing about a metric, because the model is not trained.

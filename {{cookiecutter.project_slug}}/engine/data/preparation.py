@@ -185,7 +185,8 @@ class Preparation:
         example = prepared.spec[:2]
         returned = f"task.prepare_example returned {as_text(example)} for {hook}"
         if not is_static(example):
-            or_pad = ", or use --pad-to 64 128 256" if any(are_sequences(example)) else ""
+            unknown = [leaf for leaf in tf.nest.flatten(example) if not is_static(leaf)]
+            or_pad = ", or use --pad-to 64 128 256" if all(are_sequences(unknown)) else ""
             raise BadInput(
                 f"{returned}: each must be a tensor of static shape, the same for all examples; resize or pad, then "
                 f"tf.ensure_shape{or_pad}; if task.load_examples returns batches, unbatch() them"

@@ -26,24 +26,19 @@ LARGEST_SHOWN = 32  # TensorBoard does not show larger arrays.
 
 
 class PythonMetric(keras.metrics.Metric):
-    """A number that code outside of the steps computes, such as the score of a game.
+    """A number that a function of Python computes after the steps of a pass, such as the score of a game.
 
-    `metrics["validation"]["score"].set(value)` sets it for the next results of its split, which must not have been read
-    yet; afterwards it is NaN again. On several workers the chief's value counts.
+    The weights are then those that are evaluated. On several workers every one computes it, and the chief's counts.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, compute: Callable[[], float], **options: Any) -> None:
         super().__init__(**options)
-        self.reset_state()
-
-    def set(self, value: float) -> None:
-        self._value = float(value)
+        self.compute = compute
 
     def result(self) -> float:
-        return self._value
+        return self.compute()
 
-    def reset_state(self) -> None:
-        self._value = math.nan
+    def reset_state(self) -> None: ...
 
 
 @contextlib.contextmanager
@@ -102,19 +97,29 @@ def split_of(name: str) -> str:
     return name.split("/")[0]
 
 
-def metric_results(metrics: Metrics, name: str) -> dict[str, float]:
+def metric_results(metrics: Metrics, name: str, *, of_steps: bool = False) -> dict[str, float]:
     """Returns the results of the metrics of a dataset's split, each number as "<name>/<metric>".
 
+    With `of_steps`, those that Python computes are not among them.
     Raises BadInput if a result is not a number, an array or a dictionary of these, or has too many numbers.
     """
-    return {f"{name}/{path}": number for _, path, _, number in _numbers(metrics, split_of(name))}
+    of_split = metrics[split_of(name)]
+    return {
+        f"{name}/{path}": number
+        for metric_name, path, _, number in _numbers(metrics, split_of(name), of_steps)
+        if not of_steps or not isinstance(of_split[metric_name], PythonMetric)
+    }
 
 
-def _numbers(metrics: Metrics, split: str) -> Iterator[tuple[str, str, str, float]]:
-    """Yields the metric, the number's name, its array's name (the same outside arrays), and the number itself."""
+def _numbers(metrics: Metrics, split: str, of_steps: bool) -> Iterator[tuple[str, str, str, float]]:
+    """Yields the metric, the number's name, its array's name (the same outside arrays), and the number itself.
+
+    With `of_steps`, NaN stands for a number that Python computes.
+    """
     for metric_name, metric in metrics[split].items():
         subject = f"task.create_metrics({split!r}) returned {metric_name!r}, whose"
-        arrays = list(_arrays(metric_name, metric.result(), subject))
+        is_left_out = of_steps and isinstance(metric, PythonMetric)
+        arrays = list(_arrays(metric_name, math.nan if is_left_out else metric.result(), subject))
         if (size := sum(array.size for _, array in arrays)) > LARGEST_RESULT:
             raise BadInput(
                 f"{subject} result has {size:,} numbers: at most {LARGEST_RESULT:,} can be columns of metrics.csv; "
@@ -171,7 +176,7 @@ class ResultNames:
         self.arrays: dict[str, str] = {}
         for name in self.datasets:
             split = split_of(name)
-            for metric_name, path, array, _ in _numbers(metrics, split):
+            for metric_name, path, array, _ in _numbers(metrics, split, of_steps=True):
                 number = f"{name}/{path}"
                 if number in self.metrics:
                     results = f"task.create_metrics({split!r}) returned two results called {path}"

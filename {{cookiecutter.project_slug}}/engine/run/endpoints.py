@@ -1,5 +1,6 @@
 """Endpoints: task.predict_step, and its preparation of examples, as functions that a SavedModel can contain."""
 
+import contextlib
 import dataclasses
 import re
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from engine.data.element_spec import as_text, batched, leaf_text, leaves
+from engine.data.element_spec import as_text, batched, decode, leaf_text, leaves
 from engine.data.preparation import Preparation, evaluation_seed, of_largest_length
 from engine.errors import BadInput
 from engine.model.rejections import check_hooks
@@ -46,6 +47,16 @@ def predict_endpoint(task: Any, features_spec: Any) -> Endpoint:
     check_hooks(task, export=True)
     function = tf.function(converted(task.predict_step), input_signature=[features_spec], autograph=False)
     return Endpoint(function, features_spec)
+
+
+def tensor_spec(encoded: Any) -> Any | None:
+    """Returns the element spec of examples from its JSON; None if their features are ragged, sparse, or no tensors."""
+    with contextlib.suppress(ValueError):
+        spec = decode(encoded)
+        features = spec[0] if isinstance(spec, tuple) else spec
+        if all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(features)):
+            return spec
+    return None
 
 
 def examples_endpoint(task: Any, settings: Settings, serve: Endpoint, example_spec: Any) -> Endpoint:

@@ -20,7 +20,7 @@ from engine.model.variables import by_name, name_in_hook
 from engine.run.agreement import check_files
 from engine.run.checkpoints import Checkpoints, restore_best
 from engine.run.directory import BEST, CHECKPOINTS
-from engine.run.endpoints import Endpoint, examples_endpoint, predict_endpoint
+from engine.run.endpoints import Endpoint, examples_endpoint, predict_endpoint, tensor_spec
 from engine.run.state import State
 from engine.settings import CONFIG, Settings, read_config
 from engine.tracing import Traced
@@ -90,10 +90,9 @@ def _examples_endpoint(task: Any, settings: Settings, serve: Endpoint, recorded:
     problem = None
     for described in (lambda: recorded, lambda: encode(some_examples(task).element_spec)):
         spec = None
-        with contextlib.suppress(Exception):  # A leaf is not a tensor, or the data is not on this machine.
-            spec = decode(described())
-        features_spec = spec[0] if isinstance(spec, tuple) else spec
-        if all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(features_spec)):
+        with contextlib.suppress(Exception):  # The data is not on this machine.
+            spec = tensor_spec(described())
+        if spec:
             try:
                 return examples_endpoint(task, settings, serve, spec)
             except BadInput as error:
