@@ -36,9 +36,10 @@ def page() -> str:
     for module in OF_STEPS:
         steps |= _definitions(PROJECT / f"engine/model/{module}.py", of_steps)
     run = _definitions(PROJECT / "engine/run/training.py", OF_RUN, of_class="Run")
+    records = _definitions(PROJECT / "engine/data/records.py", ["Records"])
     parts = {
         "In a step: `from engine.model import ...`": {name: steps[name] for name in of_steps},
-        "In load_examples: `from engine.data import ...`": _definitions(PROJECT / "engine/data/records.py", ["Records"]),
+        "In load_examples: `from engine.data import ...`": records,
         "In run_epochs of train.py": _definitions(PROJECT / "train.py", OF_EPOCHS)
         | {f"run.{name}": run[name] for name in OF_RUN},
     }
