@@ -4,10 +4,12 @@ A stack is several batches in one tensor, [batches, per-replica batch, ...] on e
 several replicas takes longer than a small step does, and so does every return to Python.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -84,6 +86,7 @@ class StackIterator:
         self._stacks: Iterator[Any] | None = batches.stacks_from(next_step)
         self._stack: Any = None  # The stack that contains the next step; None if it has not been read.
         self._rejected: BadInput | None = None
+        _iterators.add(self)
         self.is_waiting, self.seconds_waited = False, 0.0  # Whether the program waits for batches; how long so far.
 
     def take(self, count: int) -> Iterator[tuple[Any, int, int]]:
@@ -128,6 +131,19 @@ class StackIterator:
         except tf.errors.OpError:
             self._stacks = None  # The next attempt starts at the same stack.
             raise
+
+
+_iterators: weakref.WeakSet[StackIterator] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_pipelines() -> None:
+    """Ends all pipelines before Python ends.
+
+    Their threads may be in a tf.numpy_function, and some libraries, such as pyarrow, wait for their own threads then.
+    """
+    for iterator in _iterators:
+        iterator._stacks = iterator._stack = None
 
 
 def stack_size(steps_per_epoch: int, bytes_of_share: int, batches_at_once: int) -> int:
