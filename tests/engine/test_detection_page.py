@@ -314,6 +314,7 @@ def loss_of_texts(features: dict[str, np.ndarray], labels: np.ndarray) -> float:
     return total / BATCH
 
 
+@pytest.mark.long
 def test_loss_of_texts_is_one_of_their_frames(apply: Apply) -> None:
     apply("Speech (CTC)")
     assert_losses_are(loss_of_texts)
@@ -414,6 +415,7 @@ def test_adapters_pass_all_checks_and_those_of_a_file_of_keras_are_new(
     assert all(np.array_equal(value, own[name]) for name, value in weights().items() if "lora_" in name)
 
 
+@pytest.mark.long
 def test_biases_start_at_their_step(apply: Apply, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (block,) = [each for each in blocks(RECIPES["Low-rank adapters (LoRA)"]) if "class Config" not in each]
     apply("Low-rank adapters (LoRA)")

@@ -214,17 +214,9 @@ MISTAKES = {
 }
 
 
-QUICK = ((SERIES, False), (HEAT, True))
-
-
-@pytest.mark.parametrize(
-    ("title", "is_wrong"),
-    [
-        pytest.param(title, is_wrong, marks=[pytest.mark.long] * ((title, is_wrong) not in QUICK))
-        for title in RECIPES
-        for is_wrong in (False, True)
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize("title", RECIPES)
 def test_check_finds_the_usual_mistake_and_no_other(
     title: str, is_wrong: bool, apply: Apply, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

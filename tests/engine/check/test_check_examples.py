@@ -96,6 +96,7 @@ def test_examples_that_change_while_they_are_used_are_named(check: Any) -> None:
     assert_found(check, Fault(later, "load_examples", "other examples the second time"))
 
 
+@pytest.mark.long
 def test_what_cannot_be_served_is_known_before_the_training(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
