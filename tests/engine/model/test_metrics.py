@@ -15,7 +15,7 @@ from config import Config
 from engine.cluster.strategy import create_strategy
 from engine.errors import BadInput
 from engine.model import sum_over_batch
-from engine.model.metrics import LARGEST_SHOWN, ResultNames, drifting, in_float64, metric_results
+from engine.model.metrics import LARGEST_SHOWN, PythonMetric, ResultNames, drifting, in_float64, metric_results
 from engine.model.rejections import monitor_direction
 from engine.model.variables import add_in_one_operation
 from engine.tracing import operations_of
@@ -318,3 +318,10 @@ def test_long_pass_gives_the_means_of_numpy() -> None:
     expected = {name: np.average(each.astype("float64"), weights=weights) for name, each in means.items()}
     found = metric_results({"validation": metrics}, "validation")
     assert found == pytest.approx({f"validation/{name}": each for name, each in expected.items()}, rel=1e-6)
+
+
+def test_function_of_a_metric_must_return_a_number() -> None:
+    assert PythonMetric(lambda: np.ones(()) / 4).result() == 0.25
+    for value in ([0.5, 1.0], {"a": 1.0}, None):
+        with pytest.raises(BadInput, match=r"the function of PythonMetric 'score' returned .*: return one number"):
+            PythonMetric(lambda value=value: value, name="score").result()

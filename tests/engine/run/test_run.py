@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from made_up_runs import STEPS, Batches, put_into_train_py
 from short_runs import interrupted
 
@@ -173,7 +174,8 @@ def test_rate_of_an_epoch_is_the_one_it_ended_with_and_a_change_is_printed_once(
 def test_state_of_the_user_is_saved_and_restored_or_rejected(begin: Callable[..., Run]) -> None:
     run = begin(epochs=2)
     run.user_state["plateau"] = {"best": float("nan"), "names": ["a", None], "on": True}
-    run.user_state["file"] = np.arange(6, dtype=np.float16).reshape(2, 3)
+    arrays = {"file": np.arange(6, dtype=np.float16).reshape(2, 3), "a": np.array("ü"), "a.npy": np.zeros(0), "/": None}
+    run.user_state.update(arrays, last=1)
     _, record = run.checkpoints.read(run.save())
     resumed = begin(epochs=2)
     load_data_of(resumed, Progress(**record))
@@ -181,10 +183,17 @@ def test_state_of_the_user_is_saved_and_restored_or_rejected(begin: Callable[...
     with pytest.raises(AttributeError):
         run.user_state = {}
     before = saved(run)
-    for value in ((1, 2), {1: 2}, np.float64(1.0), {1}):
+    circle: list[Any] = []
+    circle.append(circle)
+    odd = (np.array([None]), np.array([1.0], tf.bfloat16.as_numpy_dtype), np.ma.masked_array([1], [True]), [np.ones(1)])
+    for value in ((1, 2), {1: 2}, np.float64(1.0), {1}, circle, *odd):
         run.user_state["mine"] = value
         with pytest.raises(BadInput, match=r"run\.user_state .*'mine': .* would not be the same after a resume: use"):
             run.save()
+    del run.user_state["mine"]
+    run.user_state[7] = np.ones(1)
+    with pytest.raises(BadInput, match="would not be the same after a resume"):
+        run.save()
     assert saved(run) == before
 
 

@@ -109,7 +109,7 @@ def _check_same_metrics(
         text = f"the same {', '.join(name for name in same if name not in of_python)}"
         yield Check(True, "task.py create_metrics", text)
         for name, metric in of_python.items():
-            text = f"{name}, which Python computes, is {float(metric.result()):.6g} on one replica"
+            text = f"{name}, which Python computes, is {metric.result():.6g} on one replica"
             yield Check(True, "task.py create_metrics", text, compared=False)
 
 

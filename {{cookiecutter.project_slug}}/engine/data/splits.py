@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import inspect
 import itertools
 import re
@@ -78,8 +79,8 @@ class Splits(dict[str, Batches]):
         """Returns the batches of a split's datasets: of one, of several, or of none."""
         return [batches for batches in self.values() if batches.split == split]
 
-    def reload(self, split: str) -> None:
-        """Calls task.load_examples for a split again, for batches of its present examples.
+    def reload(self, split: str) -> dict[str, Batches]:
+        """Calls task.load_examples for a split again; returns the batches of its present examples.
 
         Raises BadInput, and changes nothing, if their datasets, shapes or dtypes are not those of before.
         """
@@ -97,6 +98,8 @@ class Splits(dict[str, Batches]):
                 "need the same datasets, structure, shapes and dtypes"
             )
         self.update(loaded)
+        gc.collect()  # The examples of before are in circles of references.
+        return loaded
 
 
 def load_datasets(split: str, load_examples: Callable[..., Any], settings: Settings) -> dict[str, Examples]:

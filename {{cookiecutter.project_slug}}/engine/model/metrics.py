@@ -36,7 +36,14 @@ class PythonMetric(keras.metrics.Metric):
         self.compute = compute
 
     def result(self) -> float:
-        return self.compute()
+        """Returns the number. Raises BadInput if the function returns anything else."""
+        value = self.compute()
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise BadInput(
+                f"the function of PythonMetric {self.name!r} returned {value!r:.100}: return one number"
+            ) from None
 
     def reset_state(self) -> None: ...
 

@@ -224,7 +224,7 @@ class Summaries:
 # --- goodput.json -----------------------------------------------------------------------------------------------------
 
 STEPS_THAT_COUNT = ("training", "waiting", "evaluating")
-SECONDS_BETWEEN_WRITES = 10.0
+SECONDS_BETWEEN_WRITES = 2.0
 
 
 class Goodput:
@@ -249,10 +249,11 @@ class Goodput:
         recorded: dict[str, Any] = read_json(self._path, seconds=dict, starts=int) or {"seconds": {}, "starts": 0}
         before = collections.defaultdict(float, recorded["seconds"])
         self._starts, self._spent_before = recorded["starts"] + 1, sum(spent.values())
-        done = sum(before[kind] - spent.get(kind, 0.0) for kind in STEPS_THAT_COUNT)
+        # The state may be newer than the file.
+        done = sum(max(0.0, before[kind] - spent.get(kind, 0.0)) for kind in STEPS_THAT_COUNT)
         # The seconds that the state does not contain; starts that were killed may have left no checkpoint.
         self._beside = {kind: max(0.0, before[kind] - spent.get(kind, 0.0)) for kind in ("starting", "saving", "other")}
-        self._beside["repeated"] = max(0.0, before["repeated"] + done)
+        self._beside["repeated"] = before["repeated"] + done
 
     def record(self, spent: Mapping[str, float]) -> dict[str, Any]:
         """Returns {"fraction": the part of all seconds that is `training`, "starts": ..., "seconds": {kind: ...}}."""

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import tempfile
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,11 +97,9 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     """Writes a checkpoint's record and, with the other files in place, the checksums."""
     kept = record.get("user_state", {})
     if arrays := {name: value for name, value in kept.items() if isinstance(value, np.ndarray)}:
-        record = {**record, "user_state": {name: value for name, value in kept.items() if name not in arrays}}
-        with zipfile.ZipFile(path / ARRAYS, "w") as file:  # As np.savez does, which takes no array called "file".
-            for name, array in arrays.items():
-                with file.open(f"{name}.npy", "w", force_zip64=True) as part:
-                    np.lib.format.write_array(part, array, allow_pickle=False)
+        # In their places in the order, and by number in the file, because names may be any text.
+        record = {**record, "user_state": {**kept, **dict.fromkeys(arrays)}, "arrays": [*arrays]}
+        np.savez(path / ARRAYS, *arrays.values())
     (path / PROGRESS).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     (path / CHECKSUMS).write_text(checksums(path), encoding="utf-8")
 
@@ -114,9 +111,9 @@ def read_record(path: Path) -> dict[str, Any]:
         if (path / CHECKSUMS).read_text(encoding="utf-8") != checksums(path):
             raise Damaged(f"{path} is damaged ({PROGRESS}, {INDEX} or {ARRAYS} has changed)")
         record = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
-        if (path / ARRAYS).exists():
+        if names := record.pop("arrays", []):
             with np.load(path / ARRAYS) as arrays:
-                record["user_state"] |= {name: arrays[name] for name in arrays}
+                record["user_state"] |= {name: arrays[f"arr_{number}"] for number, name in enumerate(names)}
         return record
 
     with _damage_named(path):

@@ -31,6 +31,8 @@ class Endpoint:
         specs = {}
         for path, leaf in leaves(self.spec).items():
             name = re.sub(r"^(?![A-Za-z])", "arg_", re.sub(r"\W", "_", path))
+            while name in specs:
+                name += "_"
             specs[name] = tf.TensorSpec(leaf.shape, leaf.dtype, name)
         return specs
 

@@ -1,5 +1,6 @@
 """How far a run has come: what a checkpoint records beside the variables."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -134,19 +135,21 @@ class Progress:
 
         Raises BadInput if `user_state` would not be the same after a resume.
         """
-        values = {name: value for name, value in self.user_state.items() if not is_array(value)}
-        restored = json.loads(json.dumps(values, skipkeys=True, default=repr))
+        values = {name: value for name, value in self.user_state.items() if not (name == str(name) and is_array(value))}
+        restored = None
+        with contextlib.suppress(ValueError, RecursionError):
+            restored = json.loads(json.dumps(values, skipkeys=True, default=repr))
         if repr(restored) != repr(values):
             raise BadInput(
-                f"run.user_state {values} would not be the same after a resume: use dicts with text keys, "
-                "lists, texts, booleans, None, and numbers of Python, such as float(x); and arrays outside of others"
+                f"run.user_state {' '.join(repr(values).split())} would not be the same after a resume: use dicts with text keys, "
+                "lists, texts, booleans, None, and numbers of Python, such as float(x); and NumPy arrays beside these"
             )
         return dataclasses.asdict(self)
 
 
 def is_array(value: Any) -> bool:
     """Returns whether a value of `user_state` is saved as an array of NumPy."""
-    return isinstance(value, np.ndarray) and not value.dtype.hasobject
+    return type(value) is np.ndarray and value.dtype.kind in "biufcSUMm"  # Not bfloat16, and no masks.
 
 
 def is_better(score: float, best_score: float | None, direction: str) -> bool:

@@ -209,9 +209,11 @@ def saving_on_exit(run: Run) -> Iterator[None]:
             yield
             from_chief(checkpoints.writer.wait)
     except Stopped as problem:
-        saved = run.save()
+        if not run.prepares_epoch:
+            run.save()
         from_chief(checkpoints.writer.wait)
-        raise Stopped(f"{problem}, the state is in {saved}") from problem
+        paths = from_chief(checkpoints.paths)
+        raise Stopped(f"{problem}, {f'the state is in {paths[-1]}' if paths else 'nothing was saved yet'}") from problem
     except Diverged as problem:
         from_chief(checkpoints.writer.wait)
         advice = "Nothing was saved. Start over with --fresh"
@@ -226,9 +228,9 @@ def saving_on_exit(run: Run) -> Iterator[None]:
         raise Diverged(f"{problem}. {advice} and {remedy}") from problem
     except BadInput as problem:
         # A step that failed may be half done, and unrecorded steps cannot be saved. Other workers may not know of
-        # the failure, and a save would wait for them. What changes data before an epoch may have failed half way.
+        # the failure, and a save would wait for them.
         is_partial = isinstance(problem, InterruptedStep) or any(one_pass.unrecorded for one_pass in run.passes)
-        may_save = run.workers.count == 1 and not is_partial
+        may_save = run.workers.count == 1 and not is_partial and not run.prepares_epoch
         if may_save and not run.is_saved:
             run.save()
         checkpoints.writer.wait()

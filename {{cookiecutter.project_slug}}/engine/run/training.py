@@ -41,6 +41,7 @@ class Run:
         checkpoints: the complete state, after each epoch and every --checkpoint-every-steps.
         best: the weights with the best --monitor.
         passes: those that have not ended: a validation may be inside an epoch.
+        prepares_epoch: whether `starts_epoch` was true and the training of the epoch has not started.
         report: lines, tables and curves; the chief has one once the run has started, and its goodput.
     """
 
@@ -67,6 +68,7 @@ class Run:
         self.live = LiveLine(settings.epochs, can_be_drawn=not settings.eager)
         self.executions = Executions(settings, workers, strategy_info(strategy).all_reduce)
         self.passes: list[Pass] = []
+        self.prepares_epoch = False
         self._changed_by_evaluation: list[tf.Variable] = []
         self._examples = 0  # Examples in an epoch of training.
         self._saved_step: int | None = None
@@ -89,9 +91,7 @@ class Run:
         self.workers.check_all_do(f"run.reload({split!r})")
         if open_passes := [one_pass.name for one_pass in self.passes if one_pass.split == split]:
             raise BadInput(f"run.reload({split!r}) within a pass over {open_passes[0]!r}: call it before or after it")
-        self.batches.reload(split)
-        batches = {dataset.name: dataset for dataset in self.batches.of(split)}
-        self.progress.data |= same_data(self.workers, batches, self.objects.data_files)
+        self.progress.data |= same_data(self.workers, self.batches.reload(split), self.objects.data_files)
         self.progress.reloaded = sorted({*self.progress.reloaded, split})
 
     def trace(self, steps: Mapping[str, CompiledSteps]) -> None:
@@ -113,7 +113,7 @@ class Run:
     def start_pass(self, batches: Batches, epoch: int | None) -> Pass:
         """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0; None outside epochs."""
         if batches.split == "train":
-            self._examples = batches.examples_in(epoch or 0)
+            self.prepares_epoch, self._examples = False, batches.examples_in(epoch or 0)
         changed = [] if batches.split == "train" else self._changed_by_evaluation
         one_pass = Pass(batches, epoch, self.progress, self.executions, changed)
         one_pass.waits = self.validation_is_due(one_pass)  # The run was stopped before or in that validation.
@@ -189,7 +189,9 @@ class Run:
     @property
     def starts_epoch(self) -> bool:
         """Whether nothing of the epoch has been done: not if the run was resumed within it."""
-        return self.progress.epochs_started() == self.epoch
+        # If so, a stop saves nothing until the epoch's training starts: what comes before it may be half done.
+        self.prepares_epoch = self.progress.epochs_started() == self.epoch
+        return self.prepares_epoch
 
     @property
     def is_saved(self) -> bool:
@@ -267,9 +269,8 @@ class Run:
 
     def _save_to(self, checkpoints: Checkpoints) -> Path:
         started = time.monotonic()
-        record = self.progress.record()
-        if checkpoints is self.best:  # Only its weights are restored.
-            del record["user_state"]
+        # Of the best, only the weights are restored.
+        record = self.progress.record() | ({"user_state": {}} if checkpoints is self.best else {})
         path = checkpoints.save(self.progress.step, record)
         self.progress.spend("saving", time.monotonic() - started)
         return path
