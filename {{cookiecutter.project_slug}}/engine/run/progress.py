@@ -142,8 +142,8 @@ class Progress:
         if repr(restored) != repr(values):
             raise BadInput(
                 f"run.user_state {' '.join(repr(values).split())} would not be the same after a resume: use dicts with "
-                "text keys, lists, texts, booleans, None, and numbers of Python, such as float(x); and NumPy arrays beside "
-                "these"
+                "text keys, lists, texts, booleans, None, and numbers of Python, such as float(x); and NumPy arrays "
+                "beside these"
             )
         return dataclasses.asdict(self)
 
