@@ -100,15 +100,23 @@ def test_reloaded_examples_are_trained_on_and_a_stopped_run_has_the_same(
             signals.signal = "SIGTERM"
             train.evaluate_split("validation")
 
+    def fail_before_the_first_step(run, batches, epoch, start_pass=train.Run.start_pass):
+        started = start_pass(run, batches, epoch)
+        if (batches.split, epoch) == ("train", 3) and "unread" not in stopped:
+            stopped.append("unread")
+            raise BadInput("examples cannot be read")
+        return started
+
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(train.Run, "record_losses", stop_in_epoch)
+        patching.setattr(train.Run, "start_pass", fail_before_the_first_step)
         patching.setattr(task, "collect", fail_once)
         codes = []
-        for _ in range(4):
+        for _ in range(5):
             with pytest.raises(SystemExit) as ending:
                 run(tmp_path / "run")
             codes.append(ending.value.code)
-        assert codes == [42, 42, 2, 42]
+        assert codes == [42, 42, 2, 42, 2]
         assert run(tmp_path / "run") == undisturbed
 
 

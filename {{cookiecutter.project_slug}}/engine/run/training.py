@@ -41,7 +41,7 @@ class Run:
         checkpoints: the complete state, after each epoch and every --checkpoint-every-steps.
         best: the weights with the best --monitor.
         passes: those that have not ended: a validation may be inside an epoch.
-        prepares_epoch: whether `starts_epoch` was true and the training of the epoch has not started.
+        prepares_epoch: whether `starts_epoch` was true and the epoch has no step yet.
         report: lines, tables and curves; the chief has one once the run has started, and its goodput.
     """
 
@@ -113,7 +113,7 @@ class Run:
     def start_pass(self, batches: Batches, epoch: int | None) -> Pass:
         """Returns the steps that are left of a pass over a dataset. `epoch` counts from 0; None outside epochs."""
         if batches.split == "train":
-            self.prepares_epoch, self._examples = False, batches.examples_in(epoch or 0)
+            self._examples = batches.examples_in(epoch or 0)
         changed = [] if batches.split == "train" else self._changed_by_evaluation
         one_pass = Pass(batches, epoch, self.progress, self.executions, changed)
         one_pass.waits = self.validation_is_due(one_pass)  # The run was stopped before or in that validation.
@@ -133,6 +133,7 @@ class Run:
         if not losses:
             return
         taken = one_pass.record(losses)
+        self.prepares_epoch &= one_pass.split != "train"
         self.live.took(*taken[:2])
         if one_pass.split == "train" and self.report:
             self.report.steps(self.progress.step, self.epoch + 1, *taken, self.objects.learning_rates)
@@ -189,7 +190,7 @@ class Run:
     @property
     def starts_epoch(self) -> bool:
         """Whether nothing of the epoch has been done: not if the run was resumed within it."""
-        # If so, a stop saves nothing until the epoch's training starts: what comes before it may be half done.
+        # If so, a stop saves nothing until a step is taken: what comes before may be half done, or would be done twice.
         self.prepares_epoch = self.progress.epochs_started() == self.epoch
         return self.prepares_epoch
 
