@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.cluster import rendezvous
-from engine.run import training
+from engine.run import start
 from engine.run.checkpoints import Checkpoints
 
 STEPS = {"first step": 1, "mid-epoch": 18}  # An epoch has 12.
@@ -78,7 +78,7 @@ def plant(task: dict[str, Any], phase: str, event: str, victim: int, marker: Pat
 
     rendezvous._agree = before(rendezvous._agree, lambda: happens("rendezvous"))
 
-    def start() -> None:
+    def starts() -> None:
         happens("before TensorFlow's start")
         if phase == "TensorFlow's start" and not marker.exists():
             if is_victim:  # It waits for the other one, and runs no Python meanwhile.
@@ -88,7 +88,7 @@ def plant(task: dict[str, Any], phase: str, event: str, victim: int, marker: Pat
                 time.sleep(2.5)
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy
-    strategy.__init__ = before(strategy.__init__, start)
+    strategy.__init__ = before(strategy.__init__, starts)
 
     saves = 0
     save = Checkpoints.save
@@ -107,7 +107,7 @@ def plant(task: dict[str, Any], phase: str, event: str, victim: int, marker: Pat
         return save(self, *arguments)
 
     Checkpoints.save = counted_save
-    training.print_result = before(training.print_result, lambda: happens("end"))
+    start.print_result = before(start.print_result, lambda: happens("end"))
 
 
 def before(function: Callable[..., Any], happens: Callable[[], None]) -> Callable[..., Any]:

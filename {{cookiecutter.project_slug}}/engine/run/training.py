@@ -68,9 +68,8 @@ class Run:
         self.live = LiveLine(settings.epochs, can_be_drawn=not settings.eager)
         self.executions = Executions(settings, workers, strategy_info(strategy).all_reduce)
         self.passes: list[Pass] = []
-        self.prepares_epoch = False
         self._changed_by_evaluation: list[tf.Variable] = []
-        self._examples = 0  # Examples in an epoch of training.
+        self._examples, self.prepares_epoch = 0, False  # Examples in an epoch of training.
         self._saved_step: int | None = None
 
     def start(self, progress: Progress) -> None:
@@ -274,6 +273,7 @@ class Run:
         record = self.progress.record() | ({"user_state": {}} if checkpoints is self.best else {})
         path = checkpoints.save(self.progress.step, record)
         self.progress.spend("saving", time.monotonic() - started)
+        self.write_goodput()
         return path
 
     def write_goodput(self, *, is_due: bool = False) -> None:
