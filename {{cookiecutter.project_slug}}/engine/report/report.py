@@ -224,7 +224,7 @@ class Summaries:
 # --- goodput.json -----------------------------------------------------------------------------------------------------
 
 STEPS_THAT_COUNT = ("training", "waiting", "evaluating")
-SECONDS_BETWEEN_WRITES = 0.3
+SECONDS_BETWEEN_WRITES = 10.0
 
 
 class Goodput:

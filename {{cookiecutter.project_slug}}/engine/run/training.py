@@ -273,7 +273,7 @@ class Run:
         record = self.progress.record() | ({"user_state": {}} if checkpoints is self.best else {})
         path = checkpoints.save(self.progress.step, record)
         self.progress.spend("saving", time.monotonic() - started)
-        self.write_goodput()
+        self.write_goodput(is_due=True)
         return path
 
     def write_goodput(self, *, is_due: bool = False) -> None:
