@@ -92,7 +92,7 @@ def test_dqn_learns_and_ends_alike_after_kills(tmp_path: Path) -> None:
         (project / f"{name}.block").write_text(block, encoding="utf-8")
 
     def start(folder: str) -> subprocess.Popen:
-        flags = [f"--run-dir={folder}", "--epochs=30", "--simulated-devices=1", "--checkpoint-every-steps=37", *MONITOR]
+        flags = [f"--run-dir={folder}", "--epochs=40", "--simulated-devices=1", "--checkpoint-every-steps=37", *MONITOR]
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         return subprocess.Popen([sys.executable, "play.py", *flags], cwd=project, env=environment, **quiet)
