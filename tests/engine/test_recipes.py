@@ -241,7 +241,7 @@ def test_number_of_python_is_reported_and_decides_which_weights_are_best(
     result, rows = run(tmp_path / "run", *monitor)
     best = result["best_validation/largest_weight"]
     assert best == min(row["validation/largest_weight"] for row in rows)
-    largest = max(abs(weight).max() for weight in task.model.get_weights())  # Of the best weights.
+    largest = max(abs(weight).max() for weight in task.model.get_weights())  # The test has restored the best ones.
     assert best == result["test/largest_weight"] == pytest.approx(largest)
     metrics = train.main([*FLAGS, f"--run-dir={tmp_path / 'run'}", "--evaluate-only", *monitor])
     assert metrics["validation/largest_weight"] == best

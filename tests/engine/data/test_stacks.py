@@ -112,7 +112,7 @@ import time
 def see() -> None:  # Called after what the engine registers later.
     before = prepared[0]
     time.sleep(0.5)
-    print("goes on" if prepared[0] > before else "ended", flush=True)
+    print("continues" if prepared[0] > before else "ended", flush=True)
 
 prepared = [0]
 atexit.register(see)

@@ -28,7 +28,7 @@ LARGEST_SHOWN = 32  # TensorBoard does not show larger arrays.
 class PythonMetric(keras.metrics.Metric):
     """A number that a function of Python computes after the steps of a pass, such as the score of a game.
 
-    The weights are then those that are evaluated. On several workers every one computes it, and the chief's counts.
+    The weights are then those that are evaluated. On several workers all of them compute it, and the chief's counts.
     """
 
     def __init__(self, compute: Callable[[], float], **options: Any) -> None:
@@ -107,8 +107,7 @@ def split_of(name: str) -> str:
 def metric_results(metrics: Metrics, name: str, *, of_steps: bool = False) -> dict[str, float]:
     """Returns the results of the metrics of a dataset's split, each number as "<name>/<metric>".
 
-    With `of_steps`, those that Python computes are not among them.
-    Raises BadInput if a result is not a number, an array or a dictionary of these, or has too many numbers.
+    With `of_steps`, the results that Python computes are left aside. Raises BadInput if a result is not a number, an array or a dictionary of these, or has too many numbers.
     """
     of_split = metrics[split_of(name)]
     return {

@@ -18,7 +18,7 @@ FORMAT = 1  # Grows whenever fields change their meaning.
 
 @dataclasses.dataclass
 class Progress:
-    """Counts and scores of a run, JSON values all of them, and what the task keeps."""
+    """Counts and scores of a run, which are JSON values, and what the task keeps."""
 
     epoch: int = 0  # Complete epochs.
     step: int = 0  # Training steps.

@@ -269,7 +269,7 @@ class Run:
 
     def _save_to(self, checkpoints: Checkpoints) -> Path:
         started = time.monotonic()
-        # Of the best, only the weights are restored.
+        # From best/ only the weights are restored.
         record = self.progress.record() | ({"user_state": {}} if checkpoints is self.best else {})
         path = checkpoints.save(self.progress.step, record)
         self.progress.spend("saving", time.monotonic() - started)
