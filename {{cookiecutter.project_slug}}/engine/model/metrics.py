@@ -107,8 +107,8 @@ def split_of(name: str) -> str:
 def metric_results(metrics: Metrics, name: str, *, of_steps: bool = False) -> dict[str, float]:
     """Returns the results of the metrics of a dataset's split, each number as "<name>/<metric>".
 
-    With `of_steps` it skips the results that Python computes. Raises BadInput if a result is not a number, an array or a
-    dictionary of these, or has too many numbers.
+    With `of_steps` it skips the results that Python computes. Raises BadInput if a result is not a number, an array or
+    a dictionary of these, or has too many numbers.
     """
     of_split = metrics[split_of(name)]
     return {
