@@ -17,7 +17,7 @@ import pytest
 import task
 import train
 from engine.check.comparison import differing_gradients
-from engine.check.measure import measure, recording_optimizers
+from engine.check.measure import measure, recording_gradients
 from engine.errors import BadInput
 from engine.model.variables import model_variables
 
@@ -28,7 +28,7 @@ OPTIONS = {"keep_last_batch": True, "ema_decay": 0.9, "micro_batches": 2}
 
 def test_one_and_four_replicas_agree(settings: Config) -> None:
     with_options = dataclasses.replace(settings, **OPTIONS)
-    with recording_optimizers(task):
+    with recording_gradients(task):
         try:
             several = measure(train, task, with_options, REPLICAS)
         except BadInput as refused:

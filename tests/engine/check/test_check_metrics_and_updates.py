@@ -127,7 +127,7 @@ FAULTS = {
         {"predict_step": lambda features: {"mean": tf.reduce_mean(task.model(features))}},
         "predict_step",
         "a row per example",
-        only=("examples",),
+        only=("evaluation",),
     ),
     "softmax of one number": Fault(
         {"predict_step": lambda features: {"probability": tf.nn.softmax(task.model(features)[:, :1])}},
@@ -202,7 +202,7 @@ def test_fault_is_found_and_the_hook_named(fault: Fault, check: Any) -> None:
     assert_found(check, fault)
 
 
-@pytest.mark.parametrize(("names", "only"), zip(TOGETHER, (("examples", "results"), ("updates",)), strict=True))
+@pytest.mark.parametrize(("names", "only"), zip(TOGETHER, (("results", "evaluation"), ("updates",)), strict=True))
 def test_faults_of_one_check_are_all_found(names: tuple[str, ...], only: tuple[str, ...], check: Any) -> None:
     assert_found(check, *(FAULTS[name] for name in names), only=only)
 

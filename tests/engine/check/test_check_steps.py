@@ -252,7 +252,7 @@ FAULTS = {
     "learning rate of one replica's loss": Fault(
         {"train_step": updated(with_rate_of_the_loss), "create_optimizer": plain_rate},
         "train_step",
-        "assigns a value of one replica to optimizer/learning_rate",
+        "assigns a value of one replica to sgd/learning_rate",
         long=True,
     ),
     "layer that is never trained": Fault(

@@ -18,8 +18,8 @@ import tensorflow as tf
 from rich.text import Text
 
 from engine.check import measure, steps
-from engine.check.comparison import BatchStacks, Check, Layers, differing_arrays
-from engine.check.examples import check_examples, read_examples
+from engine.check.comparison import Arrays, Check, Measured, differing_arrays
+from engine.check.examples import check_examples, check_predictions, read_examples
 from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.console import columns, console
@@ -29,6 +29,7 @@ from engine.model.variables import by_name, is_random_state, layers_of, trainabl
 from engine.settings import Settings
 
 PARTS = ("examples", "results", "evaluation", "updates")
+COMPARING = {"results", "updates"}  # The parts that need two replicas.
 REPEATED_STEPS = 40
 
 
@@ -94,6 +95,7 @@ def _comparable_settings(settings: Settings, folder: Path) -> Settings:
         evaluation_batch_size=evaluated and max(2, evaluated // 2 * 2),
         steps_per_epoch=None,
         limit_steps=None,
+        epochs=math.ceil(REPEATED_STEPS / measure.BATCHES),  # A schedule ends within these steps.
         checkpoint_every_steps=None,
         validate_every_steps=None,
         steps_per_execution=measure.BATCHES - 1,  # Executions of unequal length show whether they share a trace.
@@ -108,36 +110,47 @@ def _run_checks(
     Tracing takes most of the time, so the evaluation is checked with the program whose results are compared.
     """
     create_strategy(settings)
+    # It takes as long to optimize the graphs as it saves in so few steps.
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     task.config, task.user_state = settings, {}  # task.load_examples is called before anything is built.
     load_examples = task.load_examples  # `few_examples` replaces it below, and the hashes need all examples.
     hashes: dict[str, str] = {}
     read_examples(program, load_examples, hashes)
     if "examples" in only:
         yield from check_examples(program, task, settings)
-    with measure.few_examples(task, settings.global_batch_size):
-        with measure.recording_optimizers(task):
-            two = measure.measure(program, task, settings, 2) if "results" in only else None
-            # A synchronized layer has the statistics of a micro-batch; else all results must be of the complete batch.
-            alone = settings if not two or two.layers.synchronized else dataclasses.replace(settings, micro_batches=1)
-            program.build(dataclasses.replace(alone, simulated_devices=1))
-            if "evaluation" in only:
-                yield from _check_evaluation(program, task)
-            one = measure.results(program, task) if two else None
+    with measure.few_examples(task, settings.global_batch_size), measure.recording_gradients(task):
+        two = measure.measure(program, task, settings, 2) if COMPARING & {*only} else None
+        updates = measure.measure_updates(program, task, two.stacks[:-1]) if two else None
+        # A synchronized layer has the statistics of a micro-batch; else all results must be of the complete batch.
+        alone = settings if not two or two.layers.synchronized else dataclasses.replace(settings, micro_batches=1)
+        program.build(dataclasses.replace(alone, simulated_devices=1))
+        if "evaluation" in only:
+            yield from check_predictions(program, task)
+            yield from _check_evaluation(program, task)
+        one = measure.results(program, task) if two else None
         read_examples(program, load_examples, hashes)
-        if one and two:
-            yield from steps.check_layers(program, task, one)
+        if not (one and two and updates):
+            return
+        if "results" in only:
             micro_batches = settings.micro_batches if alone.micro_batches == 1 else 1
-            yield from steps.check_same_results(program, task, one, two, micro_batches)
-            yield from steps.check_updated_metrics(program, task, one.metrics)
-            yield from steps.check_metrics(program, task, program.batches["train"], one.stacks)
-            yield from steps.check_loss(program, task, one)
-            retraced = ", ".join(split for split, compiled in program.run_steps.items() if compiled.trace_count() != 1)
-            text = f"the {retraced} steps were traced more than once: use stacks.compile"
-            text = text if retraced else "every split's steps were traced once"
-            yield Check(not retraced, "train.py compile_steps", text)
+            yield from _check_results(program, task, one, two, micro_batches)
         if "updates" in only:
             # Steps that differ make the updates differ, too. That is one cause, so it is reported once.
-            yield from _check_updates(program, task, settings, compare=all(check.ok for check in checks))
+            compares = all(check.ok for check in checks) and not one.layers.still_random
+            yield from _check_updates(program, task, one, updates if compares else None)
+
+
+def _check_results(program: Any, task: Any, one: Measured, two: Measured, micro_batches: int) -> Iterator[Check]:
+    """Checks losses, gradients and metrics of one replica, whose program this is, and of two."""
+    yield from steps.check_layers(program, task, one)
+    yield from steps.check_same_results(program, task, one, two, micro_batches)
+    yield from steps.check_updated_metrics(program, task, one.metrics)
+    yield from steps.check_metrics(program, task, program.batches["train"], one.stacks)
+    yield from steps.check_loss(program, task, one)
+    retraced = ", ".join(split for split, compiled in program.run_steps.items() if compiled.trace_count() != 1)
+    text = f"the {retraced} steps were traced more than once: use stacks.compile"
+    text = text if retraced else "every split's steps were traced once"
+    yield Check(not retraced, "train.py compile_steps", text)
 
 
 def _check_evaluation(program: Any, task: Any) -> Iterator[Check]:
@@ -167,17 +180,9 @@ def _check_evaluation(program: Any, task: Any) -> Iterator[Check]:
                 yield from steps.check_metrics(program, task, batches, measure.first_stacks(program, name))
 
 
-def _check_updates(program: Any, task: Any, settings: Settings, *, compare: bool) -> Iterator[Check]:
-    """Checks that one replica and two make the same updates, and that the loss falls."""
-    epochs = math.ceil(REPEATED_STEPS / measure.BATCHES)  # A schedule ends within these steps.
-
-    def build(replicas: int) -> tuple[Layers, BatchStacks]:
-        program.build(dataclasses.replace(settings, simulated_devices=replicas, epochs=epochs))
-        return measure.make_comparable(program, task, "train"), measure.first_stacks(program)
-
-    if compare:
-        two = measure.measure_updates(program, task, build(2)[1])
-    layers, stacks = build(1)
+def _check_updates(program: Any, task: Any, one: Measured, two: Arrays | None) -> Iterator[Check]:
+    """Checks that the loss falls, and that one replica, whose program this is, updates as two did."""
+    stacks = one.stacks[:-1]
     for outer in by_name(task.optimizer, "optimizer").values():
         # The last one is for variables that no pattern matches, and may have none.
         for inner in (inner for inner in inner_optimizers(outer)[:-1] if not inner.built):
@@ -186,14 +191,15 @@ def _check_updates(program: Any, task: Any, settings: Settings, *, compare: bool
             # It may be for frozen layers, which have no variables to train.
             has_frozen = not all(layer.trainable for layer in layers_of(task.model))
             yield Check(has_frozen, "task.py create_optimizer", text, compared=False)
-    if compare and not layers.still_random:
-        one = measure.measure_updates(program, task, stacks)
-        rounding = measure.rounding_of([one], program, task, lambda: [measure.measure_updates(program, task, stacks)])
-        if differing := differing_arrays(one, two, rounding):
+    if two:
+        exact = measure.measure_updates(program, task, stacks)
+        rounding = measure.rounding_of([exact], program, task, lambda: [measure.measure_updates(program, task, stacks)])
+        if differing := differing_arrays(exact, two, rounding):
             text = f"the gradients agree, and two replicas change {differing[0]} by another amount than one: look for "
             text += "an optimizer that changes a replica's gradients or counts in Python, and pass epsilon=1e-5 if it "
             text += "has a smaller one, with which rounding may decide the update where a gradient is almost 0"
             yield Check(False, "task.py create_optimizer", text)
+    measure.move_weights(program)
     stack, first, _ = stacks[0]
     losses = [float(program.run_steps["train"](stack, first, 1)[0]) for _ in range(REPEATED_STEPS)]
     # Opposing losses, as in a GAN, need not decrease; that of a batch whose weights are all 0 cannot.

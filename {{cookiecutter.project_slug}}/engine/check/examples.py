@@ -10,11 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from engine.check.comparison import Check, check_repeats
+from engine.cluster.strategy import create_strategy
 from engine.data.batches import Batches
 from engine.data.element_spec import batched, encode, sha256_of
 from engine.data.examples import hook_of
 from engine.data.records import Records
-from engine.data.splits import each_dataset
+from engine.data.splits import each_dataset, load_splits
 from engine.errors import BadInput
 from engine.model.rejections import check_outputs
 from engine.run.endpoints import NO_TENSORS, examples_endpoint, predict_endpoint, tensor_spec
@@ -48,18 +49,17 @@ def read_examples(program: Any, load_examples: Callable[[str], Any], hashes: dic
 
 
 def check_examples(program: Any, task: Any, settings: Settings) -> Iterator[Check]:
-    """Builds the program on one replica and checks its batches, and predictions for one of them."""
-    program.build(dataclasses.replace(settings, simulated_devices=1))
-    sizes = ", ".join(f"{name} {batches.number_of_examples}" for name, batches in program.batches.items())
+    """Loads the examples of one replica and checks its batches."""
+    alone = dataclasses.replace(settings, simulated_devices=1)
+    splits = load_splits(program.SPLITS, task, alone, create_strategy(alone))
+    sizes = ", ".join(f"{name} {batches.number_of_examples}" for name, batches in splits.items())
     yield Check(True, "task.py load_examples", f"{sizes} examples of one structure, in the same order twice")
     if "reload" in program.run_epochs.__code__.co_names:
         text = "run.reload loads other examples later: only those of a new run are checked here"
         yield Check(True, "train.py run_epochs", text, compared=False)
-    for name, batches in program.batches.items():
+    for name, batches in splits.items():
         yield from _check_batches(name, batches)
     yield Check(True, "task.py prepare_example", "finite features, and the same batches twice")
-    if hasattr(task, "predict_step"):
-        yield from _check_predictions(program, task, program.config)
 
 
 def _check_batches(name: str, batches: Batches) -> Iterator[Check]:
@@ -80,8 +80,10 @@ def _check_batches(name: str, batches: Batches) -> Iterator[Check]:
                 raise BadInput(f"{hook_of(name)} {text}")
 
 
-def _check_predictions(program: Any, task: Any, settings: Settings) -> Iterator[Check]:
+def check_predictions(program: Any, task: Any) -> Iterator[Check]:
     """Checks predictions and what would serve them: faults would otherwise show after the training."""
+    if not hasattr(task, "predict_step"):
+        return
     *_, last = program.batches.values()  # The test dataset, if there is one.
     features, _, sample_weights = next(last.one_by_one())
     serve, where = predict_endpoint(task, batched(last.features_spec)), "task.py predict_step"
@@ -95,7 +97,7 @@ def _check_predictions(program: Any, task: Any, settings: Settings) -> Iterator[
             yield Check(True, where, f"{name!r}, {output.dtype.name}{list(output.shape[1:])} of each example")
     endpoints, example_spec = {"serve": serve}, tensor_spec(encode(last.examples.element_spec))
     if example_spec:
-        endpoints["serve_examples"] = examples_endpoint(task, settings, serve, example_spec)
+        endpoints["serve_examples"] = examples_endpoint(task, program.config, serve, example_spec)
     else:
         yield Check(True, where, f"serve_examples cannot be exported: {NO_TENSORS}", compared=False)
     for name, endpoint in endpoints.items():

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -14,6 +14,7 @@ import tensorflow as tf
 from engine.check.comparison import LOSS, Arrays, BatchStacks, Layers, Measured, close, largest
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
+from engine.model import optimizers
 from engine.model.metrics import metric_results, split_of
 from engine.model.variables import (
     Variables,
@@ -29,6 +30,7 @@ from engine.settings import Settings
 from engine.tracing import Traced
 
 BATCHES = 3
+RECORDS = "hidden/optimizer/"  # Variables that are made in create_optimizer have names that begin so.
 RANDOMNESS = ("rate", "stddev", "dropout", "recurrent_dropout")  # Attributes of Keras layers: how much they draw.
 ROUNDED_BY = 2.0**-18  # Changes every weight by 32 roundings of float32, as they add up over the layers.
 NEARBY = 2.0**-7  # Changes every weight enough that another ReLU, or maximum, is about to turn.
@@ -44,7 +46,7 @@ def measure(program: Any, task: Any, settings: Settings, replicas: int) -> Measu
 def results(program: Any, task: Any) -> Measured:
     """Returns the results of a new program for a few batches, without randomness.
 
-    Build it under `few_examples` and `recording_optimizers`. Raises BadInput if the loss or a gradient is not finite,
+    Build it under `few_examples` and `recording_gradients`. Raises BadInput if the loss or a gradient is not finite,
     resetting a metric does not restore it, or a step changes a variable that no checkpoint contains.
     """
     layers, stacks = make_comparable(program, task), first_stacks(program)
@@ -75,7 +77,7 @@ def results(program: Any, task: Any) -> Measured:
             if name.startswith("metrics/") and not np.array_equal(value, initial[name]):
                 metric = name.removeprefix("metrics/")
                 raise BadInput(f"task.create_metrics: reset_state of {metric} does not make it as it was at first")
-    updated, recorded = set(map(id, changed_by(program, "train").values())), recorded_gradients(task)
+    updated, recorded = set(map(id, changed_by(program, "train").values())), recorded_gradients(program, task)
     unused = [name for name in trainable_variables(task.model) if id(recorded.get(name)) not in updated]
     return Measured(stacks, batches, nearby, rounding, metrics, unused, per_replica, layers)
 
@@ -84,52 +86,81 @@ def results(program: Any, task: Any) -> Measured:
 
 
 def few_examples(task: Any, global_batch_size: int) -> contextlib.AbstractContextManager[object]:
-    """Shortens every split to a few batches, the last of them incomplete."""
+    """Shortens every split to a few batches, the last of them incomplete. Each is loaded once."""
     load_examples = task.load_examples
     count = BATCHES * global_batch_size + global_batch_size // 2
 
+    @functools.cache
     def load_few(split: str) -> Any:
         return each_dataset(load_examples(split), lambda examples: examples.take(count))
 
     return mock.patch.object(task, "load_examples", load_few)
 
 
-class Recorder(keras.optimizers.SGD):
-    """Adds up the gradients of each variable and moves none, so that all updates of a step have the same weights."""
+@contextlib.contextmanager
+def recording_gradients(task: Any) -> Iterator[None]:
+    """Lets programs that are built and traced inside record the gradients that their optimizers get.
 
-    updates_by_element = True  # So it records the gradients of --lazy-rows too.
+    No weight moves but in `measure_updates`, so that all updates of a step have the same weights.
+    """
+    create_optimizer, apply = task.create_optimizer, optimizers.apply_in_keras
+    made: list[tf.Variable] = []  # Nothing else keeps them before the end of the build.
 
-    def build(self, variables: Sequence[keras.Variable]) -> None:
-        super().build(variables)
-        self.trained = list(variables)
-        for variable in variables:
-            variable.constraint = None  # Keras would apply it after each update, and move the weight.
-        self.gradients = self.add_optimizer_variables(variables, "gradient")
+    def create_with_records(total_steps: int) -> Any:
+        trained = trainable_variables(task.model).values()
+        made[:] = [
+            tf.Variable(tf.zeros_like(variable), name=f"gradient_{index}") for index, variable in enumerate(trained)
+        ]
+        made.append(tf.Variable(initial_value=False, name="moves"))
+        return create_optimizer(total_steps=total_steps)
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        self.assign_add(self.gradients[self._get_variable_index(variable)], gradient)
+    def record_and_apply(optimizer: keras.optimizers.Optimizer, sums: Sequence[Any], variables: Any) -> None:
+        if all(optimizer is not outer for outer in by_name(task.optimizer, "optimizer").values()):
+            apply(optimizer, sums, variables)  # It is inside a MultiOptimizer.
+            return
+        trained = [inner_variable(variable) for variable in variables or optimizer._trainable_variables]
+        dense = [_dense(gradient, variable) for gradient, variable in zip(sums, trained, strict=True)]
+        before = [tf.identity(variable) for variable in trained]
+        apply(optimizer, sums, variables)
+        records = dict(zip(map(id, trainable_variables(task.model).values()), made, strict=False))
+
+        def keep(strategy: tf.distribute.Strategy, moves: Any, dense: list[Any], before: list[Any]) -> None:
+            for variable, gradient, value in zip(trained, dense, before, strict=True):
+                if id(variable) in records:
+                    strategy.extended.update(records[id(variable)], _add, (gradient,), group=False)
+                strategy.extended.update(variable, _move_if, (moves, value), group=False)
+
+        context = tf.distribute.get_replica_context()
+        context.merge_call(keep, args=(tf.identity(made[-1]), dense, before))
+
+    with (
+        mock.patch.object(task, "create_optimizer", create_with_records),
+        mock.patch.object(optimizers, "apply_in_keras", record_and_apply),
+    ):
+        yield
 
 
-def recording_optimizers(task: Any) -> contextlib.AbstractContextManager[object]:
-    """Replaces the task's optimizers with recorders."""
-    create_optimizer = task.create_optimizer
-
-    def create_recorders(total_steps: int) -> Any:
-        created = create_optimizer(total_steps)
-        recorders = {name: Recorder(name="optimizer") for name in by_name(created, "optimizer")}
-        return recorders if isinstance(created, Mapping) else recorders["optimizer"]
-
-    return mock.patch.object(task, "create_optimizer", create_recorders)
+def _dense(gradient: tf.Tensor | None, variable: tf.Variable) -> tf.Tensor:
+    """Returns the gradient of the complete variable; the one that Keras gets may be of some rows."""
+    if gradient is None:
+        return tf.zeros(variable.shape, variable.dtype)
+    if (rows := optimizers.rows_of(variable)) is not None:
+        gradient = tf.convert_to_tensor(tf.IndexedSlices(gradient, rows, variable.shape))
+    return tf.cast(gradient, variable.dtype)
 
 
-def recorded_gradients(task: Any) -> Variables:
+def _add(record: tf.Variable, gradient: tf.Tensor) -> None:
+    record.assign_add(gradient)
+
+
+def _move_if(variable: tf.Variable, moves: tf.Tensor, value: tf.Tensor) -> None:
+    variable.assign(tf.where(moves, variable, value))
+
+
+def recorded_gradients(program: Any, task: Any) -> Variables:
     """Returns the variables that hold the recorded gradients, under the names of the trainable variables."""
-    names = {id(variable): name for name, variable in trainable_variables(task.model).items()}
-    return {
-        names[id(variable.value)]: gradient.value
-        for recorder in by_name(task.optimizer, "optimizer").values()
-        for variable, gradient in zip(recorder.trained, recorder.gradients, strict=True)
-    }
+    state = program.run.checkpoints.state.per_replica
+    return {name: state[f"{RECORDS}gradient_{index}"] for index, name in enumerate(trainable_variables(task.model))}
 
 
 def make_comparable(program: Any, task: Any, *splits: str) -> Layers:
@@ -246,15 +277,10 @@ def changed_stacks(program: Any, stacks: BatchStacks, factors: Any, *replaced: i
 
 def losses_and_gradients(program: Any, task: Any, stacks: BatchStacks) -> list[Arrays]:
     """Returns `Measured.batches` of some stacks, all from the program's present state."""
-    state, read, results = program.run.checkpoints.state, recorded_gradients(task), []
-    known = {id(variable) for variable in (*read.values(), *trainable_variables(task.model).values())}
-    read |= {
-        name: variable
-        for name, variable in changed_by(program, "train").items()
-        # Averages follow the weights, and integers count the steps.
-        if name in state.mirrored and not name.startswith("average/") and variable.dtype.is_floating
-        if id(variable) not in known
-    }
+    state, read, results = program.run.checkpoints.state, recorded_gradients(program, task), []
+    # A step may assign a learning rate.
+    changed = changed_by(program, "train").items()
+    read |= {name: variable for name, variable in changed if name.endswith("/learning_rate")}
     with state_restored(program) as initial:
         for stack, first, count in stacks:
             for index in range(first, first + count):
@@ -264,11 +290,19 @@ def losses_and_gradients(program: Any, task: Any, stacks: BatchStacks) -> list[A
     return results
 
 
+def move_weights(program: Any) -> None:
+    """Lets the steps update the weights from now on, which `recording_gradients` prevents."""
+    moves = program.run.checkpoints.state.per_replica[f"{RECORDS}moves"]
+    for part in program.strategy.experimental_local_results(moves):
+        part.assign(True)
+
+
 def measure_updates(program: Any, task: Any, stacks: BatchStacks) -> Arrays:
-    """Returns how an epoch of these batches, with the real optimizers, changes each weight. The state is restored."""
+    """Returns how an epoch of these batches changes each weight. The state is restored."""
     weights = trainable_variables(task.model)
     before = {name: weight.numpy() for name, weight in weights.items()}
     with state_restored(program):
+        move_weights(program)
         for stack, first, count in stacks:
             program.run_steps["train"](stack, first, count)
         return {name: weight.numpy() - before[name] for name, weight in weights.items()}

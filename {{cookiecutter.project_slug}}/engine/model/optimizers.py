@@ -52,25 +52,38 @@ def _take_sums(optimizer: keras.optimizers.Optimizer) -> None:
 
     It sums gradients itself, before it clips them, that a task passes to `optimizer.apply_gradients`.
     """
-    apply, update_step = type(optimizer).apply, type(optimizer).update_step
+    update_step = type(optimizer).update_step
 
     def sum_and_apply(grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None) -> None:
         if _is_summed.is_set():
-            apply(optimizer, grads, trainable_variables)
+            apply_in_keras(optimizer, grads, trainable_variables)
             return
         # A row may occur in several slices, and the update of rows wants each once.
         sums = iter(sum_over_replicas([tf.convert_to_tensor(gradient) for gradient in grads if gradient is not None]))
+        grads = [None if gradient is None else next(sums) for gradient in grads]
         with _giving_sums({}):
-            apply(optimizer, [None if gradient is None else next(sums) for gradient in grads], trainable_variables)
+            apply_in_keras(optimizer, grads, trainable_variables)
 
     def update(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
-        if _rows and (rows := _rows.get(id(variable.handle))) is not None:
+        if (rows := rows_of(variable)) is not None:
             update_rows(optimizer, gradient, rows, variable, learning_rate)
         else:
             update_step(optimizer, gradient, variable, learning_rate)
 
     optimizer.apply, optimizer.update_step = sum_and_apply, update
     optimizer._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
+
+
+def apply_in_keras(
+    optimizer: keras.optimizers.Optimizer, sums: Sequence[Any], variables: Sequence[keras.Variable] | None
+) -> None:
+    """Updates the variables by the optimizer's own `apply`; --check records here what the optimizer gets."""
+    type(optimizer).apply(optimizer, sums, variables)
+
+
+def rows_of(variable: keras.Variable | tf.Variable) -> tf.Tensor | None:
+    """Returns the rows that the gradient given to Keras is of; None if it is of the complete variable."""
+    return _rows.get(id(variable.handle)) if _rows else None
 
 
 def apply_sums(
