@@ -22,7 +22,7 @@ from engine.run.endpoints import NO_TENSORS, examples_endpoint, predict_endpoint
 from engine.settings import Settings
 from engine.tracing import Traced
 
-EXAMPLES_READ_TWICE = 200
+EXAMPLES_READ_TWICE = 64
 BATCHES_LOOKED_AT = 20
 
 
