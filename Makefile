@@ -4,7 +4,7 @@
 # make pictures   the README's pictures, from a run
 # make settings   the project's docs/settings.md and docs/calls.md, from the code
 # make docs       the pages of the template and of a project as one site, in build/docs/site (in an environment of its own)
-# make benchmark  train.py beside other loops (hours; Orbit and tf-keras in environments of their own)
+# make benchmark  train.py beside other loops (an hour; Orbit and tf-keras in environments of their own)
 # make lint       ruff, on the template and on the unrendered project, and mypy on the project
 # make clean      remove all files that these targets made
 
@@ -83,7 +83,7 @@ docs: build/docs-environment/installed
 
 .venv-orbit/installed:
 	@$(PYTHON) -m venv --clear .venv-orbit
-	@.venv-orbit/bin/python -m pip install --quiet --disable-pip-version-check $(ORBIT)
+	@.venv-orbit/bin/python -m pip install --quiet --disable-pip-version-check $(ORBIT) --editable .
 	@touch $@
 
 .venv-tf-keras/installed:
@@ -92,7 +92,7 @@ docs: build/docs-environment/installed
 	@touch $@
 
 benchmark: .venv/installed-for-tests .venv-orbit/installed .venv-tf-keras/installed
-	$(BIN)/python benchmarks/run.py --overhead --costs --orbit .venv-orbit/bin/python
+	$(BIN)/python benchmarks/run.py --orbit .venv-orbit/bin/python
 	$(BIN)/python benchmarks/tables.py --orbit .venv-orbit/bin/python --tf-keras .venv-tf-keras/bin/python
 
 lint: .venv/installed-for-tests

@@ -1,19 +1,19 @@
-"""Measures train.py as it ships beside other loops: the same models, data and batches, in turns, on this machine.
+"""Compares train.py with other loops: the same models, data and batches, in turns, on this machine.
 
-    python benchmarks/run.py [--rounds 3] [--workloads mlp cnn] [--replicas 1 2] [--orbit <python with Orbit>] [--costs]
+    python benchmarks/run.py --orbit <python with Orbit> [--rounds 5] [--rows "cnn, 2 replicas"] [--quick]
 
-Each figure is the median of its rounds; a round runs every program once, each in a process of its own, one after the
-other. Before the first round, programs that take a number of steps per call try several, and keep the fastest. It
-writes results.json, results.md and overhead.png into --output, build/benchmarks by default; rows of the same machine
-and versions that are there already and are not measured again stay, with the command that gave them. What the documents
-speak of is in benchmarks/results.
+In a round every program of a row runs once, in a process of its own, and the next round reverses their order. Each
+program is compared with train.py of the same round and of the same version of TensorFlow: the figure is the median of
+the rounds' ratios, and its spread their quartiles. train.py is "ahead" or "behind" where both quartiles are on one side
+of 1, else the two are "level". It writes results.json and results.md into --output, build/benchmarks by default; rows
+that are there already stay, and those of the documents are in benchmarks/results. --quick runs the first row only, in
+three rounds.
 """
 
 import argparse
 import compileall
 import contextlib
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -34,41 +34,33 @@ from workloads import WORKLOADS
 HERE = Path(__file__).parent
 PROJECT = HERE.parent / "{{cookiecutter.project_slug}}"
 SECONDS_AT_MOST = 300
-FIGURES = (
-    "training steps/s",
-    "evaluation examples/s",
-    "start to first step, s",
-    "peak memory, MiB",
-    "added by a checkpoint, ms",
-)
-# The loop without input, metrics and saves, to compare with. It is measured last.
-REFERENCE = "compiled step alone"
-STEPS_PER_CALL = (50, 1000)
-OVERHEAD = {f"wide{variables}": variables for variables in (4, 40, 400)}
-# Programs of their own, whose output is kept as it is.
-COSTS = {
-    "Checkpoints and reports in the default run": "checkpoint_cost.py",
-    "From a position in an epoch to its first batch": "resume_cost.py",
-    "What a step of the MLP is made of": "step_cost.py",
+OURS = "train.py"
+FIGURES = ("training steps/s", "start to first step, s", "peak memory, MiB")
+HIGHER_IS_BETTER = FIGURES[:1]
+# Name -> workload, replicas, processes.
+ROWS = {
+    "mlp, 1 replica": ("mlp", 1, 1),
+    "mlp, 2 replicas": ("mlp", 2, 1),
+    "mlp, 4 replicas": ("mlp", 4, 1),
+    "mlp, 2 processes": ("mlp", 1, 2),
+    "cnn, 1 replica": ("cnn", 1, 1),
+    "cnn, 2 replicas": ("cnn", 2, 1),
+    "transformer, 1 replica": ("transformer", 1, 1),
+    "transformer, 2 replicas": ("transformer", 2, 1),
+    "bert, 1 replica": ("bert", 1, 1),
 }
-
-
-def programs(orbit: str | None) -> dict[str, dict[str, Any]]:
-    """Returns what is measured, by name: script, interpreter, arguments and environment."""
-    measured: dict[str, dict[str, Any]] = {
-        "train.py": {"script": "ours.py"},
-        "tutorial": {"script": "tutorial.py"},
-        "Keras fit, 1 step": {"script": "keras_fit.py", "arguments": ["--steps-per-execution=1"]},
-        "Keras fit, K steps": {"script": "keras_fit.py", "takes steps": True},
-        "Keras fit, K steps, saving": {"script": "keras_fit.py", "takes steps": True, "arguments": ["--saves"]},
-    }
-    if orbit:
-        legacy = {"TF_USE_LEGACY_KERAS": "1"}
-        measured["Orbit, Keras 3"] = {"script": "orbit_trainer.py", "python": orbit, "takes steps": True}
-        measured["Orbit, Keras 3, saving"] = {**measured["Orbit, Keras 3"], "arguments": ["--saves"]}
-        measured["Orbit, tf-keras"] = {**measured["Orbit, Keras 3"], "environment": legacy}
-    measured[REFERENCE] = {"script": "compiled_step.py"}
-    return measured
+# Program -> script and environment. Orbit needs TensorFlow 2.20, so everything beside it runs on that version too.
+WITH_ORBIT = {
+    OURS: ("ours.py", {}),
+    "Orbit, Keras 3": ("orbit_trainer.py", {}),
+    "Orbit, tf-keras": ("orbit_trainer.py", {"TF_USE_LEGACY_KERAS": "1"}),
+}
+WITHOUT_ORBIT = {
+    OURS: ("ours.py", {}),
+    "Keras fit": ("keras_fit.py", {}),
+    "tutorial": ("tutorial.py", {}),
+    "compiled step": ("compiled_step.py", {}),
+}
 
 
 @contextlib.contextmanager
@@ -80,62 +72,29 @@ def compiled_project() -> Iterator[Path]:
         yield project
 
 
-def measure_in_turn(
-    chosen: dict[str, dict[str, Any]], project: Path, rounds: int, layout: dict[str, Any]
+def measure_row(
+    programs: dict[str, tuple[str, dict[str, str]]], python: str, project: Path, row: tuple[str, int, int], rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs the chosen programs one after the other, and that again in each round; those that fail only once."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
-    chosen = with_best_steps(chosen, project, layout)
-    for _ in range(rounds):
-        for name, program in chosen.items():
+    """Returns the figures of every round of each program; a program that fails runs once."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in programs}
+    for number in range(rounds):
+        for name in list(programs)[:: 1 if number % 2 == 0 else -1]:
             if not any("error" in one for one in found[name]):
-                found[name].append(measure(program, project, **layout))
-                print(f"{layout}, {name}: {found[name][-1]}", flush=True)
+                found[name].append(measure(python, *programs[name], project, *row))
+                print(f"{row}, {name}: {found[name][-1]}", flush=True)
     return found
 
 
-def with_best_steps(
-    chosen: dict[str, dict[str, Any]], project: Path, layout: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Returns the programs with the number of steps per call that gives the most steps per second, if they take one.
-
-    Numbers above an epoch's steps give the same program as an epoch's. A program that saves takes the number of the
-    same one that does not, or 1 where that fails with several.
-    """
-    longest = WORKLOADS[layout["workload"]].steps
-    tried = [f"--steps-per-execution={number}" for number in sorted({min(each, longest) for each in STEPS_PER_CALL})]
-    best: dict[str, str] = {}
-
-    def of(name: str, program: dict[str, Any]) -> dict[str, Any]:
-        if not program.get("takes steps"):
-            return program
-        arguments, without_saving = program.get("arguments", []), name.removesuffix(", saving")
-        if without_saving not in best:
-            figures = {each: measure({**program, "arguments": [each]}, project, **layout) for each in tried}
-            rates = {each: figures[each].get("training steps/s", 0) for each in tried}
-            best[without_saving] = max(tried, key=lambda each: rates[each])
-            if not any(rates.values()):
-                best[f"{without_saving}, saving"] = "--steps-per-execution=1"
-        return {**program, "arguments": [*arguments, best.get(name, best[without_saving])]}
-
-    return {name: of(name, program) for name, program in chosen.items()}
-
-
 def measure(
-    program: dict[str, Any], project: Path, workload: str, replicas: int, workers: int = 1, shuffle: str = "gather"
+    python: str, script: str, environment: dict[str, str], project: Path, workload: str, replicas: int, workers: int
 ) -> dict[str, Any]:
     """Runs a program once; returns its figures, those of the first process of several, or {"error": its last line}."""
-    command = [
-        program.get("python", sys.executable),
-        str(HERE / "loops" / program["script"]),
-        workload,
-        f"--replicas={replicas}",
-        f"--shuffle={shuffle}",
-        *program.get("arguments", []),
-    ]
-    environment = {**program.get("environment", {}), "PYTHONPATH": os.pathsep.join([str(HERE), str(project)])}
-    first, *_ = run_processes(command, environment, workers)
-    return first if "error" in first else {**first, "arguments": program.get("arguments", [])}
+    command = [python, str(HERE / "loops" / script), workload, f"--replicas={replicas}"]
+    if script in ("keras_fit.py", "orbit_trainer.py"):
+        # An epoch's steps per call are the fastest for both. With several replicas fit fails unless it is one.
+        is_single = script == "keras_fit.py" and replicas * workers > 1
+        command.append(f"--steps-per-execution={1 if is_single else WORKLOADS[workload].steps}")
+    return run_processes(command, {**environment, "PYTHONPATH": os.pathsep.join([str(HERE), str(project)])}, workers)[0]
 
 
 def run_processes(command: list[str], environment: dict[str, str], workers: int = 1) -> list[dict[str, Any]]:
@@ -172,37 +131,46 @@ def _free_port() -> int:
         return listening.getsockname()[1]
 
 
-def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns each figure's median, lowest and highest value, or the error that one round ended with."""
-    for one in rounds:
-        if "error" in one:
-            return one
-    values = {name: [one[name] for one in rounds] for name in FIGURES if all(name in one for one in rounds)}
-    figures = {
-        name: {"median": statistics.median(found), "low": min(found), "high": max(found)}
-        for name, found in values.items()
-    }
-    return {"arguments": rounds[0]["arguments"], **figures}
+def compared(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Returns of each program the median of each figure, and the quartiles of train.py's ratio to it."""
+    results: dict[str, dict[str, Any]] = {}
+    for name, found in rounds.items():
+        if "error" in found[-1]:
+            results[name] = found[-1]
+            continue
+        results[name] = {}
+        for figure in FIGURES:
+            results[name][figure] = {"median": statistics.median(one[figure] for one in found)}
+            ours = rounds[OURS]
+            if name != OURS and "error" not in ours[-1]:
+                ratios = [one[figure] / other[figure] for one, other in zip(ours, found, strict=True)]
+                quartiles = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+                results[name][figure]["ratio"] = quartiles
+    return results
 
 
-def machine() -> dict[str, Any]:
-    """Returns what the figures depend on."""
-    packages = ("tensorflow", "keras", "numpy")
+def verdict(figure: str, quartiles: list[float]) -> str:
+    """Returns whether train.py is "ahead", "level" or "behind"."""
+    low, _, high = quartiles
+    if low <= 1 <= high:
+        return "level"
+    return "ahead" if (low > 1) == (figure in HIGHER_IS_BETTER) else "behind"
+
+
+def versions(python: str) -> dict[str, str]:
+    """Returns what the figures of an interpreter depend on."""
+    packages = ("tensorflow", "keras", "tf-models-official", "tf-keras", "numpy")
+    code = (
+        "import importlib.metadata as m, json; d = {i.metadata['Name'].lower(): i.version for i in m.distributions()}; "
+    )
+    code += f"print(json.dumps({{name: d[name] for name in {packages} if name in d}}))"
+    return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def machine() -> str:
     with open("/proc/cpuinfo", encoding="utf-8") as lines:
         models = {line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")}
-    return {
-        "cpu": f"{len(os.sched_getaffinity(0))} cores of {', '.join(models)}",
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
-
-
-def orbit_versions(python: str) -> str:
-    """Returns the versions of Orbit and of what it runs on, by its own interpreter."""
-    packages = ("tf-models-official", "tensorflow", "keras", "tf-keras")
-    listed = f"', '.join(f'{{each}} {{version(each)}}' for each in {packages})"
-    code = f"from importlib.metadata import version; print({listed})"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return f"{len(os.sched_getaffinity(0))} cores of {', '.join(models)}, Python {platform.python_version()}"
 
 
 def date_and_commit() -> str:
@@ -213,139 +181,70 @@ def date_and_commit() -> str:
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Returns one table per figure: a line per workload and layout, a column per program."""
-    names = list(dict.fromkeys(name for row in results["rows"] for name in row["programs"]))
-    lines = ["Medians of the rounds (lowest to highest), by", ""]
-    lines += [f"- `{command}`" for command in dict.fromkeys(row["command"] for row in results["rows"])]
-    lines += ["", *(f"{name}: {value}  " for name, value in results["machine"].items())]
-    lines += [
-        f"Orbit's rows: {versions}  " for versions in {row["orbit"]: 0 for row in results["rows"] if "orbit" in row}
-    ]
+    """Returns two tables per figure, one for each version of TensorFlow."""
+    lines = [f"Machine: {results['machine']}"]
     for figure in FIGURES:
-        lines += [
-            "",
-            f"## {figure[0].upper()}{figure[1:]}",
-            "",
-            f"| | {' | '.join(names)} | measured |",
-            "|---" * (len(names) + 2) + "|",
-        ]
-        for row in results["rows"]:
-            cells = [_cell(row["programs"].get(name), figure) for name in names]
-            lines.append(f"| {row['workload']}, {_layout(row)} | {' | '.join(cells)} | {row['measured']} |")
+        for title, table in results["tables"].items():
+            lines += ["", f"## {figure[0].upper()}{figure[1:]}, {title}", "", *rows_of(figure, table)]
     failed = [
-        f"- {name}, {row['workload']}, {_layout(row)}: `{found['error']}`"
-        for row in results["rows"]
-        for name, found in row["programs"].items()
+        f"- {name}, {row}: `{found['error']}`"
+        for table in results["tables"].values()
+        for row, of_row in table["rows"].items()
+        for name, found in of_row["programs"].items()
         if "error" in found
     ]
-    if any(row["workload"] in OVERHEAD for row in results["rows"]):
-        lines += ["", "## Time of a step as replicas and variables grow", "", "![Time of a step](overhead.png)"]
-    lines += ["", "## What failed", "", *failed] if failed else []
-    for title, (command, output) in results["costs"].items():
-        lines += ["", f"## {title}", "", f"`{command}`", "", "```text", *output, "```"]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *(["", "## What failed", "", *failed] if failed else [])]) + "\n"
 
 
-def _place(row: dict[str, Any]) -> tuple[int, int, int, str]:
-    return list(WORKLOADS).index(row["workload"]), row["workers"], row["replicas"], row.get("shuffle", "")
+def rows_of(figure: str, table: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table: train.py's median, then the other programs' with their ratios and verdicts."""
+    names = list(dict.fromkeys(name for row in table["rows"].values() for name in row["programs"]))
+    lines = [f"| | {' | '.join(names)} | measured |", "|---" * (len(names) + 2) + "|"]
+    for row in (name for name in ROWS if name in table["rows"]):
+        of_row = table["rows"][row]
+        cells = [_cell(figure, of_row["programs"].get(name)) for name in names]
+        lines.append(f"| {row} | {' | '.join(cells)} | {of_row['measured']} |")
+    return lines
 
 
-def _layout(row: dict[str, Any]) -> str:
-    devices = f"{row['workers']} processes" if row["workers"] > 1 else f"{row['replicas']} replica(s)"
-    # Rows without the word are of a time when train.py gathered and the others shuffled example by example.
-    return f"{devices}, shuffled by {row['shuffle']}" if "shuffle" in row else devices
-
-
-def _cell(found: dict[str, Any] | None, figure: str) -> str:
-    if not found or figure not in found:
-        return "fails" if found and "error" in found else "-"
-    values = found[figure]
-    digits = 0 if values["median"] >= 100 else 1
-    return f"{values['median']:,.{digits}f} ({values['low']:,.{digits}f} to {values['high']:,.{digits}f})"
-
-
-def draw_overhead(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws the time of a step as replicas and variables grow, of train.py and of the compiled step alone."""
-    import matplotlib.figure
-
-    rows = [row for row in rows if row["workload"] in OVERHEAD and row["workers"] == 1]
-    if not rows:
-        return
-    figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for color, replicas in zip(("C0", "C1", "C2", "C3"), sorted({row["replicas"] for row in rows}), strict=False):
-        for name, style in (("train.py", "-o"), (REFERENCE, "--x")):
-            points = [
-                (OVERHEAD[row["workload"]], 1000 / row["programs"][name]["training steps/s"]["median"])
-                for row in rows
-                if row["replicas"] == replicas and "error" not in row["programs"][name]
-            ]
-            axes.plot(*zip(*sorted(points), strict=True), style, color=color, label=f"{name}, {replicas} replica(s)")
-    axes.set(xlabel="variables", ylabel="milliseconds per step", xscale="log", yscale="log")
-    axes.legend()
-    figure.savefig(path)
+def _cell(figure: str, found: dict[str, Any] | None) -> str:
+    if not found or "error" in found:
+        return "fails" if found else "-"
+    value = found[figure]["median"]
+    text = f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+    if "ratio" not in found[figure]:
+        return text
+    low, median, high = found[figure]["ratio"]
+    return f"{text}: {verdict(figure, [low, median, high])}, {median:.2f} ({low:.2f} to {high:.2f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workloads", nargs="*", default=["mlp", "cnn", "transformer", "bert"])
-    parser.add_argument("--replicas", nargs="+", type=int, help="numbers of replicas instead of each workload's own")
-    parser.add_argument("--workers", nargs="*", type=int, default=[2], help="numbers of processes to try the first on")
-    parser.add_argument("--shuffle", nargs="+", choices=("gather", "examples"), default=["gather", "examples"])
-    parser.add_argument("--overhead", action="store_true", help="models of 4, 40 and 400 variables too")
-    parser.add_argument("--costs", action="store_true", help="of saves, positions and the parts of a step too")
-    parser.add_argument("--orbit", help="a Python interpreter that has tf-models-official and tf-keras")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--quick", action="store_true", help="the first row only, in three rounds")
+    parser.add_argument("--orbit", help="a Python interpreter with Orbit")
     parser.add_argument("--output", type=Path, default=HERE.parent / "build" / "benchmarks")
     options = parser.parse_args()
-    workloads = [*options.workloads, *(OVERHEAD if options.overhead else ())]
-    layouts = [(name, replicas, 1) for name in workloads for replicas in options.replicas or WORKLOADS[name].replicas]
-    layouts += [(name, 1, workers) for name in options.workloads[:1] for workers in options.workers]
-    names = ("workload", "replicas", "workers", "shuffle")
-    layouts = [
-        dict(zip(names, (*each, way), strict=True))
-        for each in layouts
-        for way in (["gather"] if each[0] in OVERHEAD else options.shuffle)
-    ]
-    everything, measured = programs(options.orbit), date_and_commit()
+    rows, rounds = (options.rows[:1], 3) if options.quick else (options.rows, options.rounds)
+    tables = [(sys.executable, WITHOUT_ORBIT)]
+    if options.orbit:
+        tables.insert(0, (options.orbit, WITH_ORBIT))
     options.output.mkdir(parents=True, exist_ok=True)
     written = options.output / "results.json"
     results = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {}
     if results.get("machine") != machine():
-        results = {"rows": [], "costs": {}, "machine": machine()}
-
-    def write() -> None:
-        written.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        (options.output / "results.md").write_text(as_markdown(results), encoding="utf-8")
-
-    command = f"python benchmarks/run.py {' '.join(sys.argv[1:])}".strip()
-    if options.orbit:
-        command = command.replace(options.orbit, "<python with Orbit>")
+        results = {"machine": machine(), "tables": {}}
     with compiled_project() as project:
-        for layout in layouts:
-            chosen = {
-                name: program
-                for name, program in everything.items()
-                if layout["workload"] not in OVERHEAD or name in ("train.py", REFERENCE)
-            }
-            found = measure_in_turn(chosen, project, options.rounds, layout)
-            # One without a way of shuffling is older, and goes when its layout is measured again.
-            rows = [
-                row for row in results["rows"] if any(row.get(name, value) != value for name, value in layout.items())
-            ]
-            by_program = {name: medians(rounds) for name, rounds in found.items()}
-            described = {"measured": measured, "rounds": options.rounds, "command": command}
-            if options.orbit:
-                described["orbit"] = orbit_versions(options.orbit)
-            rows.append({**layout, **described, "programs": by_program})
-            results["rows"] = sorted(rows, key=_place)
-            write()
-    draw_overhead(results["rows"], options.output / "overhead.png")
-    for title, script in COSTS.items() if options.costs else ():
-        arguments = [script, f"--rounds={options.rounds}"]
-        done = subprocess.run([sys.executable, *arguments], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True)
-        results["costs"][title] = [f"python benchmarks/{' '.join(arguments)}", done.stdout.splitlines()]
-        write()
+        for row in rows:
+            for python, programs in tables:
+                found = versions(python)
+                table = results["tables"].setdefault(f"TensorFlow {found['tensorflow']}", {"rows": {}})
+                table["versions"] = found
+                measured = compared(measure_row(programs, python, project, ROWS[row], rounds))
+                table["rows"][row] = {"measured": date_and_commit(), "rounds": rounds, "programs": measured}
+                written.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                (options.output / "results.md").write_text(as_markdown(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from run import HERE, compiled_project, date_and_commit, machine, orbit_versions, run_processes
+from run import HERE, compiled_project, date_and_commit, machine, run_processes, versions
 
 LEGACY = {"TF_USE_LEGACY_KERAS": "1"}
 # "python" names the option with the interpreter that runs a program; the others run with the project's.
@@ -167,10 +167,16 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     options = read_options()
     optimizers: dict[str, dict[int, Results]] = {}
-    results = {"machine": machine(), "measured": date_and_commit(), "options": {}, "optimizers": optimizers}
+    results = {
+        "machine": machine(),
+        "versions": versions(sys.executable),
+        "measured": date_and_commit(),
+        "options": {},
+        "optimizers": optimizers,
+    }
     results["options"] = {name: getattr(options, name) for name in ("rounds", "seconds", "batches")}
     if options.orbit:
-        results["orbit"] = orbit_versions(options.orbit)
+        results["orbit"] = versions(options.orbit)
     options.output.mkdir(parents=True, exist_ok=True)
     with compiled_project() as project:
         for optimizer in options.optimizers:

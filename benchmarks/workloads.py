@@ -25,8 +25,6 @@ class Workload:
     batch_size: int = 64
     steps_per_execution: int = 50
     """What loops in the graph run per call, where they take a number."""
-    replicas: tuple[int, ...] = (1, 2)
-    """The numbers of simulated replicas that it is measured on, if no others are asked for."""
 
     def data(self, batches: int) -> tuple[np.ndarray, np.ndarray]:
         return self.examples(batches * self.batch_size)
@@ -36,12 +34,6 @@ def mlp(keras: Any) -> Any:
     return keras.Sequential(
         [keras.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(CLASSES)], name="mlp"
     )
-
-
-def wide(keras: Any, variables: int) -> Any:
-    """A chain of small layers with so many variables, two of each layer; the work in each hardly counts."""
-    hidden = [keras.layers.Dense(8, activation="tanh") for _ in range(variables // 2 - 1)]
-    return keras.Sequential([keras.Input((8,)), *hidden, keras.layers.Dense(CLASSES)], name=f"wide{variables}")
 
 
 def cnn(keras: Any) -> Any:
@@ -104,22 +96,14 @@ def _tokens(vocabulary: int, length: int) -> Callable[[int], tuple[np.ndarray, n
 
 
 WORKLOADS = {
-    "mlp": Workload(mlp, _numbers(8), steps=1200, evaluation_steps=200, replicas=(1, 2, 4, 8)),
+    "mlp": Workload(mlp, _numbers(8), steps=1200, evaluation_steps=200),
     "cnn": Workload(cnn, _numbers(28, 28, 1), steps=150, evaluation_steps=50, steps_per_execution=20),
     "transformer": Workload(transformer, _tokens(1000, 32), steps=60, evaluation_steps=30, steps_per_execution=20),
     # For GPUs.
     "resnet": Workload(
-        resnet, _numbers(224, 224, 3), steps=6, evaluation_steps=2, batch_size=128, steps_per_execution=2, replicas=(1,)
+        resnet, _numbers(224, 224, 3), steps=6, evaluation_steps=2, batch_size=128, steps_per_execution=2
     ),
-    "bert": Workload(bert, _tokens(30522, 64), steps=24, evaluation_steps=8, batch_size=32, steps_per_execution=4),
+    "bert": Workload(bert, _tokens(30522, 64), steps=10, evaluation_steps=2, batch_size=32, steps_per_execution=4),
 }
-for _variables, _steps in ((4, 1200), (40, 600), (400, 100)):
-    WORKLOADS[f"wide{_variables}"] = Workload(
-        lambda keras, variables=_variables: wide(keras, variables),
-        _numbers(8),
-        steps=_steps,
-        evaluation_steps=10,
-        replicas=(1, 2, 4),
-    )
 EPOCHS = 4
 """Of which the first one, in which everything is compiled, is not counted."""

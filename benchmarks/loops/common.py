@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import resource
-import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +22,6 @@ class Measured:
         self.first_step_seconds: float | None = None
         self._seconds = {"train": 0.0, "evaluation": 0.0}
         self._count = {"train": 0, "evaluation": 0}
-        self._checkpoints: list[float] = []
 
     def first_step_is_done(self) -> None:
         self.first_step_seconds = self.first_step_seconds or time.time() - STARTED
@@ -39,10 +37,6 @@ class Measured:
         self._seconds[what] += seconds
         self._count[what] += count
 
-    def add_checkpoints(self, seconds: list[float]) -> None:
-        """Counts how long the loop stood still for each checkpoint."""
-        self._checkpoints += seconds
-
     def tell(self) -> None:
         """Prints the figures as the last line of the output."""
         rates = {what: self._count[what] / seconds for what, seconds in self._seconds.items() if seconds}
@@ -52,8 +46,6 @@ class Measured:
             "start to first step, s": self.first_step_seconds,
             "peak memory, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
-        if self._checkpoints:
-            figures["added by a checkpoint, ms"] = 1000 * statistics.median(self._checkpoints)
         print(json.dumps({name: figure for name, figure in figures.items() if figure is not None}), flush=True)
 
 
@@ -62,7 +54,6 @@ def read_arguments() -> tuple[argparse.Namespace, Workload]:
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--steps-per-execution", type=int, help="of loops that take it")
-    parser.add_argument("--shuffle", choices=("gather", "examples"), default="gather", help="how examples are shuffled")
     parser.add_argument("--saves", action="store_true", help="of others: saves at the end of each epoch, as ours does")
     options = parser.parse_args()
     workload = WORKLOADS[options.workload]
@@ -83,27 +74,21 @@ def create_strategy(replicas: int) -> Any:
     return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(replicas)])
 
 
-def create_datasets(workload: Workload, shuffle: str) -> tuple[Any, Any]:
+def create_datasets(workload: Workload) -> tuple[Any, Any]:
     """Returns the batches to train on and to evaluate, of arrays in memory.
 
-    "examples" shuffles one by one, as the guides do; "gather" shuffles the numbers of the examples, and takes a batch
-    of them at once, as train.py does where the examples fit into memory.
+    The numbers of the examples are shuffled, and a batch of them is gathered at once, as train.py does.
     """
     import tensorflow as tf
 
     def batches(steps: int, shuffled: bool) -> Any:
         features, labels = map(tf.constant, workload.data(steps))
         count = steps * workload.batch_size
-        if shuffle == "examples":
-            examples = tf.data.Dataset.from_tensor_slices((features, labels))
-            examples = examples.shuffle(count) if shuffled else examples
-            batched = examples.batch(workload.batch_size, drop_remainder=True)
-        else:
-            numbers = tf.data.Dataset.from_tensors(tf.range(count))
-            numbers = numbers.map(tf.random.shuffle) if shuffled else numbers
-            batched = numbers.rebatch(workload.batch_size, drop_remainder=True).map(
-                lambda chosen: (tf.gather(features, chosen), tf.gather(labels, chosen))
-            )
+        numbers = tf.data.Dataset.from_tensors(tf.range(count))
+        numbers = numbers.map(tf.random.shuffle) if shuffled else numbers
+        batched = numbers.rebatch(workload.batch_size, drop_remainder=True).map(
+            lambda chosen: (tf.gather(features, chosen), tf.gather(labels, chosen))
+        )
         return batched.prefetch(tf.data.AUTOTUNE)
 
     return batches(workload.steps, True), batches(workload.evaluation_steps, False)

@@ -38,7 +38,7 @@ def train_steps(batch, count):
         strategy.run(train_step, args=(batch,))
 
 
-train, _ = create_datasets(workload, options.shuffle)
+train, _ = create_datasets(workload)
 batch = next(iter(strategy.experimental_distribute_dataset(train.take(1))))
 train_steps(batch, tf.constant(1))
 measured.first_step_is_done()

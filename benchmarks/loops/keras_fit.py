@@ -10,7 +10,7 @@ from workloads import EPOCHS
 options, workload = read_arguments()
 strategy = create_strategy(options.replicas)
 measured = Measured()
-train, evaluation = create_datasets(workload, options.shuffle)
+train, evaluation = create_datasets(workload)
 
 with strategy.scope():
     model = workload.model(keras)

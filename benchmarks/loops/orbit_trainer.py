@@ -12,7 +12,7 @@ options, workload = read_arguments()
 keras = tf.keras  # Keras 3, or tf-keras with TF_USE_LEGACY_KERAS=1.
 strategy = create_strategy(options.replicas)
 measured = Measured()
-train, evaluation = create_datasets(workload, options.shuffle)
+train, evaluation = create_datasets(workload)
 
 with strategy.scope():
     model = workload.model(keras)

@@ -17,16 +17,12 @@ import tensorflow as tf
 from common import Measured, read_arguments
 from workloads import EPOCHS
 
-import engine.data.examples
 import task
 from engine.report.report import Report
-from engine.run.checkpoints import Checkpoints
 from engine.run.training import Run
 
 options, workload = read_arguments()
 measured = Measured()
-if options.shuffle == "examples":
-    engine.data.examples.BYTES_IN_MEMORY = 0  # As a dataset that is too large for memory.
 
 
 def load_examples(split):
@@ -42,10 +38,9 @@ task.load_examples, task.prepare_example = load_examples, prepare_example
 task.create_model = lambda: workload.model(keras)
 task.create_optimizer = lambda total_steps: keras.optimizers.Adam(1e-3)
 
-record_losses, evaluate, epoch, save = Run.record_losses, train.evaluate_split, Report.epoch, Checkpoints.save
+record_losses, evaluate, epoch = Run.record_losses, train.evaluate_split, Report.epoch
 marks = []
 validating = []
-saving = []
 
 
 def measured_losses(self, one_pass, losses):
@@ -68,20 +63,7 @@ def measured_epoch(self, row, **more):
     epoch(self, row, **more)
 
 
-def measured_save(self, *arguments):
-    started = time.perf_counter()
-    path = save(self, *arguments)
-    if self is train.run.checkpoints:
-        saving.append(time.perf_counter() - started)
-    return path
-
-
-Run.record_losses, train.evaluate_split, Report.epoch, Checkpoints.save = (
-    measured_losses,
-    measured_evaluation,
-    measured_epoch,
-    measured_save,
-)
+Run.record_losses, train.evaluate_split, Report.epoch = measured_losses, measured_evaluation, measured_epoch
 with tempfile.TemporaryDirectory() as folder:
     arguments = [
         f"--run-dir={folder}",
@@ -96,5 +78,4 @@ if train.run.workers.is_chief:  # Which is the one that reports, and the one tha
     for began, ended, seconds in zip(marks[:-1], marks[1:], validating[1:], strict=True):
         measured.add("train", workload.steps, ended - began - seconds)
         measured.add("evaluation", workload.evaluation_steps * workload.batch_size, seconds)
-measured.add_checkpoints(saving[1:])
 measured.tell()

@@ -11,9 +11,7 @@ from workloads import EPOCHS
 options, workload = read_arguments()
 strategy = create_strategy(options.replicas)
 measured = Measured()
-train, evaluation = (
-    strategy.experimental_distribute_dataset(each) for each in create_datasets(workload, options.shuffle)
-)
+train, evaluation = (strategy.experimental_distribute_dataset(each) for each in create_datasets(workload))
 
 with strategy.scope():
     loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
