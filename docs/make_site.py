@@ -21,8 +21,8 @@ REPOSITORY = "https://github.com/org/tf-dist-template"
 ADDRESS = "https://org.github.io/tf-dist-template/"
 # The order in the navigation. Pages that are not named here follow.
 IN_PROJECT = (
-    "jobs from_keras_fit data changing_data training reproducibility inference clusters recipes steps tables series "
-    "detection calls settings troubleshooting updating"
+    "jobs from_keras_fit data changing_data training reproducibility inference clusters recipes losses gradients "
+    "tables series detection calls settings troubleshooting updating"
 )
 IN_TEMPLATE = "guarantees failures pitfalls porting design speed scale CONTRIBUTING"
 # Draws the diagrams. The theme would fetch it from another host whenever a page with a diagram is opened.

@@ -1,4 +1,4 @@
-"""Recipes of docs/steps.md in a project: two workers train as one process does, and a killed run ends bit-equal."""
+"""Recipes of losses.md and gradients.md: two workers train as one process does, and a killed run ends bit-equal."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from processes import until
 
 from pages import blocks, sections
 
-RECIPES = sections("steps.md")
+RECIPES = sections("losses.md") | sections("gradients.md")
 
 # Appended to task.py, before a recipe.
 SMALL = """

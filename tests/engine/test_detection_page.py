@@ -422,7 +422,7 @@ def test_biases_start_at_their_step(apply: Apply, monkeypatch: pytest.MonkeyPatc
     line = "            layer.bias.trainable = False\n"
     assert line in block
     put(block.replace(line, ""), task, monkeypatch, tmp_path)
-    late = blocks(sections("steps.md")["Layers that are frozen until a step"])[0]
+    late = blocks(sections("gradients.md")["Layers that are frozen until a step"])[0]
     put(late.replace('".*/conv2d.*"', '".*/bias"'), task, monkeypatch, tmp_path)
     # Two steps an epoch; of six steps the first two are without the biases.
     build(2, epochs=3, learning_rate=0.1, keep_last_batch=True, lora_rank=4)

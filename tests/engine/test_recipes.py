@@ -306,7 +306,7 @@ def test_text_is_looked_up_in_a_vocabulary_that_is_exported(
 @pytest.mark.long
 def test_no_recipe_starts_tensorflow_when_it_is_imported() -> None:
     """The CPU can be divided into simulated devices only before that."""
-    pages = (RECIPES, sections("steps.md"))
+    pages = (RECIPES, *map(sections, ("losses.md", "gradients.md", "reproducibility.md")))
     found = [block for page in pages for text in page.values() for block in blocks(text)]
     program = f"""
 import task, config, train, tensorflow as tf

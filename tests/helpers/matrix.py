@@ -30,6 +30,7 @@ FLAGS = ("--epochs=2", "--global-batch-size=16", "--steps-per-execution=4", "--c
 LONGEST = 180.0  # Seconds from the event to the end of both.
 NO_HOOK = ("rendezvous", "before TensorFlow's start", "TensorFlow's start", "checkpoint", "end")
 DISK = "4m"
+Entry = tuple[str, str]  # The exit codes of the victim and the other worker; the seconds after which the other ended.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,7 @@ def undisturbed(folder: Path) -> str:
     return Trial(Cell("never", "SIGKILL", 0), folder).finish()
 
 
-def entry(cell: Cell, folder: Path, expected: str) -> str:
+def entry(cell: Cell, folder: Path, expected: str) -> Entry:
     """Runs a cell; returns what the matrix shows: the victim's exit code, the other's, and when the other ended.
 
     With `expected`, the weights of an undisturbed run, the same command is started again afterwards.
@@ -131,16 +132,25 @@ def entry(cell: Cell, folder: Path, expected: str) -> str:
     with trial(cell, folder) as run:
         victim, other = run.run()
         assert not expected or run.finish() == expected, cell
-    own = "" if victim.code == -signal.SIGKILL else f"{'runs on' if victim.code is None else victim.code}, "
-    return f"{own}runs on" if other.code is None else f"{own}{other.code} after {other.seconds:.0f} s"
+    codes = [other.code] if victim.code == -signal.SIGKILL else [victim.code, other.code]
+    text = ", ".join("runs on" if code is None else str(code) for code in codes)
+    return text, "never" if other.seconds is None else f"{other.seconds:.0f}"
 
 
-def table(entries: dict[Cell, str]) -> str:
-    lines = [f"| phase | event to | {' | '.join(EVENTS)} |", "|---|---|" + "---|" * len(EVENTS)]
-    for phase, victim in itertools.product(PHASES, (0, 1)):
-        cells = [Cell(phase, event, victim) for event in EVENTS]
-        shown = [f"({why})" if (why := cell.why_impossible()) else entries.get(cell, "not run") for cell in cells]
-        lines.append(f"| {phase} | {('chief', 'worker')[victim]} | {' | '.join(shown)} |")
+def shown(entries: dict[Cell, Entry], phase: str, event: str) -> str:
+    """Returns "2, 43 (0, 6)": the codes, and the seconds if the chief and if the other worker meets the event."""
+    seconds_by_codes: dict[str, list[str]] = {}
+    for cell in (Cell(phase, event, 0), Cell(phase, event, 1)):
+        if not cell.why_impossible():
+            codes, seconds = entries.get(cell, ("not run", "-"))
+            seconds_by_codes.setdefault(codes, []).append(seconds)
+    return " / ".join(f"{codes} ({', '.join(seconds)})" for codes, seconds in seconds_by_codes.items()) or "-"
+
+
+def table(entries: dict[Cell, Entry]) -> str:
+    lines = [f"| phase | {' | '.join(EVENTS)} |", "|---|" + "---|" * len(EVENTS)]
+    for phase in PHASES:
+        lines.append(f"| {phase} | {' | '.join(shown(entries, phase, event) for event in EVENTS)} |")
     return "\n".join(lines)
 
 

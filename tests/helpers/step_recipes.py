@@ -1,4 +1,4 @@
-"""The recipes of docs/steps.md, with data and models that fit them."""
+"""The recipes of losses.md, gradients.md and reproducibility.md, with data and models that fit them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,8 @@ import train
 from engine.model.variables import model_variables
 from pages import put_section, sections
 
-RECIPES = {title: text for title, text in sections("steps.md").items() if "```python" in text}
+PAGES = sections("losses.md") | sections("gradients.md") | sections("reproducibility.md")
+RECIPES = {title: text for title, text in PAGES.items() if "```python" in text}
 LOAD_EXAMPLES, CREATE_OPTIMIZER = task.load_examples, task.create_optimizer
 BATCH = 16
 

@@ -184,7 +184,7 @@ def unrepeatable(traced: Traced, hook: str) -> tuple[list[str], list[str]]:
         changed, calls = [name or "of a tf.random.Generator" for name in traced.changed.values()], "examples"
     else:
         instead = "use keras.layers.Dropout, or draw from a seed of each example that prepare_example returns, see "
-        instead += "docs/steps.md"
+        instead += "docs/reproducibility.md"
         in_python = "no checkpoint contains its state or its random numbers; let it depend on its arguments alone"
         changed, calls = [], "steps"
     return [

@@ -141,7 +141,7 @@ FAULTS = {
     "random numbers from the step's number": Fault(
         {"train_step": noisy_step(noise_of_the_step)},
         "train_step",
-        "draw them from a seed of each example, see docs/steps.md",
+        "draw them from a seed of each example, see docs/reproducibility.md",
         long=True,
     ),
 }

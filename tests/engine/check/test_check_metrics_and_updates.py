@@ -159,7 +159,7 @@ FAULTS = {
     "random numbers from the step's number in evaluation": Fault(
         {"evaluation_step": noisy_evaluation(noise_of_the_step)},
         "evaluation_step",
-        "draw them from a seed of each example, see docs/steps.md",
+        "draw them from a seed of each example, see docs/reproducibility.md",
         only=EVALUATION,
         long=True,
     ),

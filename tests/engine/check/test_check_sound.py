@@ -207,9 +207,8 @@ def test_draws_of_a_seed_generator_in_evaluation_are_named(check: Any) -> None:
     lines = assert_sound(check({"create_model": lambda: linear_model(Sampling())}, only=("results", "evaluation")))
     (line,) = [line for line in lines if "random in validation" in line]
     assert line.startswith("not compared ")
-    assert (
-        "sampling: call the model with training=False, or draw from a seed of each example, see docs/steps.md" in line
-    )
+    assert "or draw from a seed of each example, see docs/reproducibility.md" in line
+    assert "sampling: call the model with training=False, " in line
 
 
 @pytest.mark.long

@@ -173,7 +173,8 @@ def _check_evaluation(program: Any, task: Any) -> Iterator[Check]:
             # A layer of Keras draws in training only, unlike one that is written to sample.
             is_of_keras = any(type(layer).__module__.startswith("keras.") for layer in layers.values())
             text = f"random in {split}, so not the same on one replica and two: {', '.join(layers)}: "
-            text += "call the model with training=False, or draw from a seed of each example, see docs/steps.md"
+            text += "call the model with training=False, or draw from a seed of each example, see "
+            text += "docs/reproducibility.md"
             yield Check(not is_of_keras, where, text, compared=False)
         for name, batches in program.batches.items():
             if batches.split == split:

@@ -26,7 +26,7 @@ FEATURES, LABELS, _, LENGTHS = range(4)  # The parts of a stack; only padded exa
 PER_EXAMPLE = "update it with values and weights per example; for a maximum, which is not a sum, see docs/recipes.md"
 PER_REPLICA = "the steps change {}, which is per-replica: to keep it equal on all replicas, assign what "
 PER_REPLICA += "tf.distribute.get_replica_context().all_reduce returns"
-DRAWN = "random numbers depend on the replica{}: draw them from a seed of each example, see docs/steps.md"
+DRAWN = "random numbers depend on the replica{}: draw them from a seed of each example, see docs/reproducibility.md"
 
 
 def check_layers(program: Any, task: Any, one: Measured) -> Iterator[Check]:

@@ -18,7 +18,7 @@ HOOKS = ("load_examples", "prepare_example", *CREATE_HOOKS, "train_step", "evalu
 # On several replicas an unseeded generator fails, because Keras makes one in each replica's thread.
 UNSEEDED = (
     "task.train_step draws from keras.random without a seed, which fails on several replicas: draw from a seed of each "
-    "example, see docs/steps.md, or give a layer a keras.random.SeedGenerator and pass it as seed"
+    "example, see docs/reproducibility.md, or give a layer a keras.random.SeedGenerator and pass it as seed"
 )
 
 
