@@ -103,7 +103,7 @@ WORKLOADS = {
     "resnet": Workload(
         resnet, _numbers(224, 224, 3), steps=6, evaluation_steps=2, batch_size=128, steps_per_execution=2
     ),
-    "bert": Workload(bert, _tokens(30522, 64), steps=10, evaluation_steps=2, batch_size=32, steps_per_execution=4),
+    "bert": Workload(bert, _tokens(30522, 64), steps=16, evaluation_steps=4, batch_size=32, steps_per_execution=4),
 }
 EPOCHS = 4
 """Of which the first one, in which everything is compiled, is not counted."""

@@ -1,6 +1,6 @@
-"""Makes the pictures of the README, console.svg and curves.png, from a run in a rendered project: make pictures.
+"""Makes the README's pictures, runs.svg, curves.png and check.svg, from a rendered project in a terminal: make pictures.
 
-The run is watched as in a terminal. The picture has what stands there at its end: live lines are gone by then.
+A picture has the lines that stand there at the end: live lines are gone by then.
 """
 
 import fcntl
@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Iterable
 from pathlib import Path
 
 import rich.console
@@ -19,8 +20,12 @@ import rich.text
 from cookiecutter.main import cookiecutter
 
 TEMPLATE = Path(__file__).parents[1]
-WIDTH = 100
-COMMAND = ("train.py", "--simulated-devices", "2", "--epochs", "12")
+WIDTH = 106
+RUNS = ("train.py --epochs 5", "train.py --epochs 5 --simulated-devices 2 --run-dir runs/two")
+CHECK = "train.py --check"
+# A usual mistake: each replica's loss is the mean over its own part of the batch.
+SOUND = "tf.nn.compute_average_loss("
+FAULTY = "(lambda losses, sample_weight, global_batch_size: tf.reduce_mean(losses * sample_weight))("
 # rich's own would fetch a font from a host.
 SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -47,26 +52,41 @@ SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http:/
 
 
 def main() -> None:
-    """Renders, trains and writes both pictures."""
+    """Renders a project, runs its commands and writes both pictures."""
     build = TEMPLATE / "build" / "pictures"
     shutil.rmtree(build, ignore_errors=True)
     project = Path(cookiecutter(str(TEMPLATE), no_input=True, output_dir=str(build), default_config=True))
+    lines = []
+    for command in RUNS:
+        shown = [
+            line for line in screen(output_of(project, command)) if re.match(r"(\x1b\[[\d;]*m)*(Each|epoch)", line)
+        ]
+        lines += [f"$ python {command}", *shown, ""]
+    draw("runs", lines[:-1])
+    shutil.copyfile(project / "runs" / "default" / "curves.png", TEMPLATE / "docs" / "curves.png")
+    task = project / "task.py"
+    code = task.read_text(encoding="utf-8")
+    if code.count(SOUND) != 1:
+        raise SystemExit(f"{task} has another loss than this program plants a fault in")
+    task.write_text(code.replace(SOUND, FAULTY), encoding="utf-8")
+    draw("check", [f"$ python {CHECK}", *screen(output_of(project, CHECK))])
+
+
+def draw(name: str, lines: Iterable[str]) -> None:
     console = rich.console.Console(record=True, width=WIDTH, file=open(os.devnull, "w"))  # noqa: SIM115
-    for line in screen(output_of(project)):
+    for line in lines:
         console.print(rich.text.Text.from_ansi(line))
-    docs = TEMPLATE / "docs"
-    picture = console.export_svg(title=f"python {' '.join(COMMAND)}", code_format=SVG, unique_id="console")
-    (docs / "console.svg").write_text(picture, encoding="utf-8")
-    shutil.copyfile(project / "runs" / "default" / "curves.png", docs / "curves.png")
+    picture = console.export_svg(title="my_training", code_format=SVG, unique_id=name)
+    (TEMPLATE / "docs" / f"{name}.svg").write_text(picture, encoding="utf-8")
 
 
-def output_of(project: Path) -> str:
-    """Returns all that the command writes to a terminal of WIDTH columns."""
+def output_of(project: Path, command: str) -> str:
+    """Returns all that a command writes to a terminal of WIDTH columns. --check may find faults."""
     terminal, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 50, WIDTH, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color"}
     with subprocess.Popen(
-        [sys.executable, *COMMAND], cwd=project, env=environment, stdin=inner, stdout=inner, stderr=inner
+        [sys.executable, *command.split()], cwd=project, env=environment, stdin=inner, stdout=inner, stderr=inner
     ) as process:
         os.close(inner)
         written = b""
@@ -75,13 +95,13 @@ def output_of(project: Path) -> str:
                 written += data
         except OSError:  # Linux says so that the program has ended.
             pass
-    if process.returncode:
-        raise SystemExit(f"python {' '.join(COMMAND)} ended with {process.returncode}:\n{written.decode()}")
+    if process.returncode != (2 if command == CHECK else 0):
+        raise SystemExit(f"python {command} ended with {process.returncode}:\n{written.decode()}")
     return written.decode()
 
 
 def screen(written: str) -> list[str]:
-    """Returns the lines that stand in a terminal in the end, with their colours."""
+    """Returns the lines that stand in a terminal in the end, with their colors."""
     lines, row = [""], 0
     for part in re.split(r"(\r\n|\n|\r|\x1b\[2K|\x1b\[\d*A|\x1b\[\?25[lh])", written):
         if part in ("\n", "\r\n"):

@@ -17,7 +17,8 @@ import pytest
 import task
 import train
 from engine.check.comparison import differing_gradients
-from engine.check.measure import measure, recording_gradients
+from engine.check.measure import measure
+from engine.check.recording import recording_gradients
 from engine.errors import BadInput
 from engine.model.variables import model_variables
 

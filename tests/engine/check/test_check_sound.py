@@ -39,6 +39,20 @@ def test_sound_task_is_left_as_it_is(check: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_step_that_calls_the_optimizer_itself_is_compared(check: Any) -> None:
+    def train_step(batch):
+        features, labels, sample_weights = batch
+        with tf.GradientTape() as tape:
+            predictions = task.model(features, training=True)
+            loss, losses = task.compute_loss(labels, predictions, sample_weights)
+        task.optimizer.apply(tape.gradient(loss, task.model.trainable_variables))
+        task.update_metrics("train", labels, predictions, losses, sample_weights)
+        return loss
+
+    lines = assert_sound(check({"train_step": train_step}, only=("results", "updates")))
+    assert any("the same gradients of 2 variables" in line for line in lines)
+
+
 def model_of_many_layers() -> keras.Model:
     frozen = keras.Sequential([keras.layers.Dense(8), keras.layers.BatchNormalization()], name="backbone")
     frozen.trainable = False

@@ -20,6 +20,7 @@ from rich.text import Text
 from engine.check import measure, steps
 from engine.check.comparison import Arrays, Check, Measured, differing_arrays
 from engine.check.examples import check_examples, check_predictions, read_examples
+from engine.check.recording import move_weights, recording_gradients
 from engine.cluster.environment import reject_cluster
 from engine.cluster.strategy import create_strategy
 from engine.console import columns, console
@@ -118,7 +119,7 @@ def _run_checks(
     read_examples(program, load_examples, hashes)
     if "examples" in only:
         yield from check_examples(program, task, settings)
-    with measure.few_examples(task, settings.global_batch_size), measure.recording_gradients(task):
+    with measure.few_examples(task, settings.global_batch_size), recording_gradients(task):
         two = measure.measure(program, task, settings, 2) if COMPARING & {*only} else None
         updates = measure.measure_updates(program, task, two.stacks[:-1]) if two else None
         # A synchronized layer has the statistics of a micro-batch; else all results must be of the complete batch.
@@ -200,7 +201,7 @@ def _check_updates(program: Any, task: Any, one: Measured, two: Arrays | None) -
             text += "an optimizer that changes a replica's gradients or counts in Python, and pass epsilon=1e-5 if it "
             text += "has a smaller one, with which rounding may decide the update where a gradient is almost 0"
             yield Check(False, "task.py create_optimizer", text)
-    measure.move_weights(program)
+    move_weights(program)
     stack, first, _ = stacks[0]
     losses = [float(program.run_steps["train"](stack, first, 1)[0]) for _ in range(REPEATED_STEPS)]
     # Opposing losses, as in a GAN, need not decrease; that of a batch whose weights are all 0 cannot.
