@@ -1,4 +1,4 @@
-"""Makes the README's pictures, runs.svg, curves.png and check.svg, from a rendered project in a terminal: make pictures.
+"""Makes the README's pictures, runs.svg, curves.png and check.svg, from a rendered project: make pictures.
 
 A picture has the lines that stand there at the end: live lines are gone by then.
 """

@@ -54,7 +54,11 @@ def read_arguments() -> tuple[argparse.Namespace, Workload]:
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--steps-per-execution", type=int, help="of loops that take it")
-    parser.add_argument("--saves", action="store_true", help="of others: saves at the end of each epoch, as ours does")
+    parser.add_argument(
+        "--saves", action=argparse.BooleanOptionalAction, help="at the end of each epoch; only train.py does by default"
+    )
+    parser.add_argument("--precision", default="float32", help="or mixed_bfloat16")
+    parser.add_argument("--jit", action="store_true", help="compile the steps by XLA")
     options = parser.parse_args()
     workload = WORKLOADS[options.workload]
     options.steps_per_execution = options.steps_per_execution or workload.steps_per_execution

@@ -15,6 +15,7 @@ else:
         [f"CPU:{index}" for index in range(options.replicas)], cross_device_ops=tf.distribute.ReductionToOneDevice()
     )
 
+keras.config.set_dtype_policy(options.precision)
 with strategy.scope():
     loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
     model = workload.model(keras)
@@ -30,6 +31,10 @@ def train_step(inputs):
         )
     gradients = tape.gradient(loss, model.trainable_variables)
     optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+
+if options.jit:
+    train_step = tf.function(train_step, jit_compile=True)
 
 
 @tf.function

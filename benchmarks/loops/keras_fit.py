@@ -12,6 +12,7 @@ strategy = create_strategy(options.replicas)
 measured = Measured()
 train, evaluation = create_datasets(workload)
 
+keras.config.set_dtype_policy(options.precision)
 with strategy.scope():
     model = workload.model(keras)
     model.compile(
@@ -19,7 +20,7 @@ with strategy.scope():
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[keras.metrics.SparseCategoricalAccuracy()],
         steps_per_execution=options.steps_per_execution,
-        jit_compile=False,  # As all others here.
+        jit_compile=options.jit,  # By default as all others here.
     )
 
 

@@ -90,7 +90,7 @@ controller = orbit.Controller(
 )
 for epoch in range(EPOCHS):
     started = time.perf_counter()
-    controller.train(steps=(epoch + 1) * workload.steps, checkpoint_at_completion=options.saves)
+    controller.train(steps=(epoch + 1) * workload.steps, checkpoint_at_completion=bool(options.saves))
     if epoch:
         measured.add("train", workload.steps, time.perf_counter() - started)
     started = time.perf_counter()

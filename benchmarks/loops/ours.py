@@ -64,6 +64,8 @@ def measured_epoch(self, row, **more):
 
 
 Run.record_losses, train.evaluate_split, Report.epoch = measured_losses, measured_evaluation, measured_epoch
+if options.saves is False:
+    Run.save = lambda run: None
 with tempfile.TemporaryDirectory() as folder:
     arguments = [
         f"--run-dir={folder}",
@@ -71,6 +73,8 @@ with tempfile.TemporaryDirectory() as folder:
         f"--global-batch-size={workload.batch_size}",
         f"--simulated-devices={options.replicas if options.replicas > 1 else 0}",
         "--patience=10",
+        f"--precision={options.precision}",
+        *(["--jit"] if options.jit else []),
     ]
     with contextlib.redirect_stdout(sys.stderr):
         train.main(arguments)

@@ -3,6 +3,8 @@
 With the optimizer built before the first step, without which it fails on several replicas with Keras 3.
 """
 
+import tempfile
+
 import keras
 import tensorflow as tf
 from common import Measured, create_datasets, create_strategy, read_arguments
@@ -13,6 +15,7 @@ strategy = create_strategy(options.replicas)
 measured = Measured()
 train, evaluation = (strategy.experimental_distribute_dataset(each) for each in create_datasets(workload))
 
+keras.config.set_dtype_policy(options.precision)
 with strategy.scope():
     loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
     train_accuracy = keras.metrics.SparseCategoricalAccuracy()
@@ -68,11 +71,15 @@ def evaluate() -> float:
     return float(test_accuracy.result())
 
 
+checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
+manager = tf.train.CheckpointManager(checkpoint, tempfile.mkdtemp(), max_to_keep=3)
 train_epoch()
 evaluate()
 for _ in range(1, EPOCHS):
     with measured.timed("train", workload.steps):
         train_epoch()
+        if options.saves:
+            manager.save()
     with measured.timed("evaluation", workload.evaluation_steps * workload.batch_size):
         evaluate()
 measured.tell()
