@@ -58,7 +58,6 @@ WITH_ORBIT = {
 WITHOUT_ORBIT = {
     OURS: ("ours.py", {}),
     "Keras fit": ("keras_fit.py", {}),
-    "tutorial": ("tutorial.py", {}),
     "compiled step": ("compiled_step.py", {}),
 }
 

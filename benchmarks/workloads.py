@@ -98,12 +98,12 @@ def _tokens(vocabulary: int, length: int) -> Callable[[int], tuple[np.ndarray, n
 WORKLOADS = {
     "mlp": Workload(mlp, _numbers(8), steps=1200, evaluation_steps=200),
     "cnn": Workload(cnn, _numbers(28, 28, 1), steps=150, evaluation_steps=50, steps_per_execution=20),
-    "transformer": Workload(transformer, _tokens(1000, 32), steps=60, evaluation_steps=30, steps_per_execution=20),
+    "transformer": Workload(transformer, _tokens(1000, 32), steps=30, evaluation_steps=10, steps_per_execution=20),
     # For GPUs.
     "resnet": Workload(
         resnet, _numbers(224, 224, 3), steps=6, evaluation_steps=2, batch_size=128, steps_per_execution=2
     ),
     "bert": Workload(bert, _tokens(30522, 64), steps=16, evaluation_steps=4, batch_size=32, steps_per_execution=4),
 }
-EPOCHS = 4
+EPOCHS = 3
 """Of which the first one, in which everything is compiled, is not counted."""
