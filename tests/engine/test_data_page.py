@@ -146,14 +146,14 @@ def test_images_in_folders(arrays, loaded) -> None:
     np.testing.assert_allclose(image * 255.0, arrays["test"][0][int(name.removesuffix(".png"))], rtol=1e-6)
 
 
-def test_tokenised_text(arrays, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tokenized_text(arrays, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with tf.io.TFRecordWriter("data/train.tfrecord") as writer:
         for label, count in enumerate((3, 9, 5, 30, 20, 4, 1, 12)):
             example = tf.train.Example()
             example.features.feature["tokens"].int64_list.value.extend(range(100 * label + 1, 100 * label + 1 + count))
             example.features.feature["label"].int64_list.value.append(label)
             writer.write(example.SerializeToString())
-    put(blocks(SOURCES["Tokenised text"])[0], task, monkeypatch, tmp_path)
+    put(blocks(SOURCES["Tokenized text"])[0], task, monkeypatch, tmp_path)
     config = Config(global_batch_size=4, simulated_devices=1, run_dir=tmp_path / "run", pad_to=(16, 32, 64))
     batches, model = load_splits(["train"], task, config, create_strategy(config))["train"], task.create_model()
     for tokens, labels, _ in batches.one_by_one():
