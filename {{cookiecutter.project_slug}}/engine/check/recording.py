@@ -4,7 +4,7 @@ So one program shows its gradients, of which all updates of a step have the same
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -35,10 +35,12 @@ def recording_gradients(task: Any) -> Iterator[None]:
         return create_optimizer(total_steps=total_steps)
 
     def record_and_apply(optimizer: keras.optimizers.Optimizer, sums: Sequence[Any], variables: Any) -> None:
-        if all(optimizer is not outer for outer in by_name(task.optimizer, "optimizer").values()):
-            apply(optimizer, sums, variables)  # It is inside a MultiOptimizer.
+        names = [name for name, outer in by_name(task.optimizer, "model").items() if outer is optimizer]
+        if not names:  # It is inside a MultiOptimizer.
+            apply(optimizer, sums, variables)
             return
-        trained = [inner_variable(variable) for variable in variables or optimizer._trainable_variables]
+        model = task.model[names[0]] if isinstance(task.optimizer, Mapping) else task.model
+        trained = [inner_variable(variable) for variable in variables or trainable_variables(model).values()]
         dense = [_dense(gradient, variable) for gradient, variable in zip(sums, trained, strict=True)]
         before = [tf.identity(variable) for variable in trained]
         apply(optimizer, sums, variables)
