@@ -61,7 +61,7 @@ class Settings:
     check: PerLaunch[Annotated[bool, INSTEAD_OF_TRAINING]] = False
     """Check your hooks on a few batches, report what to fix, and exit."""
     evaluate_only: PerLaunch[Annotated[bool, INSTEAD_OF_TRAINING]] = False
-    """Print the metrics of the run's best weights, or of --init-from, with the run's settings. The run stays as it is."""
+    """Print the metrics of the run's best weights, or of --init-from, with the run's settings. The run stays as is."""
     evaluate_continuously: PerLaunch[Annotated[float | None, INSTEAD_OF_TRAINING]] = None
     """Validate each new checkpoint of the run in --run-dir, with the run's settings, until the run ends, or until there
     was no new one for this many seconds."""
