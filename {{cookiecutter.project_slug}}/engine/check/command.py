@@ -5,6 +5,7 @@ switched off for that. An unsynchronized BatchNormalization is reported and then
 cause.
 """
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -42,7 +43,7 @@ def check_task(program: Any, task: Any, settings: Settings, only: Collection[str
     reject_cluster("--check")
     tf.get_logger().setLevel("ERROR")  # Otherwise it warns of the many functions that are compiled here.
     checks: list[Check] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _graphs_as_traced():
         comparable = _comparable_settings(settings, Path(folder))
         try:
             checks.extend(_run_checks(program, task, comparable, only, checks))
@@ -58,6 +59,16 @@ def check_task(program: Any, task: Any, settings: Settings, only: Collection[str
             checks.append(Check(False, where_raised(problem), f"raised {first_line(problem)}"))
     print_checks(checks)
     return all(check.ok for check in checks)
+
+
+@contextlib.contextmanager
+def _graphs_as_traced() -> Iterator[None]:
+    """Lets graphs run as they were traced: to optimize them takes longer than it saves in so few steps."""
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
 
 
 def print_checks(checks: Sequence[Check]) -> None:
@@ -111,8 +122,6 @@ def _run_checks(
     Tracing takes most of the time, so the evaluation is checked with the program whose results are compared.
     """
     create_strategy(settings)
-    # It takes as long to optimize the graphs as it saves in so few steps.
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     task.config, task.user_state = settings, {}  # task.load_examples is called before anything is built.
     load_examples = task.load_examples  # `few_examples` replaces it below, and the hashes need all examples.
     hashes: dict[str, str] = {}
