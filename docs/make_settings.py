@@ -19,13 +19,11 @@ from engine import settings  # noqa: E402 - It lies in the folder just named.
 
 HEAD = """# Settings
 
-Every setting of `engine/settings.py`, in the order of `python train.py --help`. Those of your task are in `config.py`,
-which may also give any of these another default: the image classification starter has `--epochs 30`,
-`--global-batch-size 32` and `--learning-rate 3e-3`.
+Every setting of `engine/settings.py`, in the order of `python train.py --help`. `config.py` has those of your task, and
+may give these other defaults.
 
-*May differ* says when a setting need not be what the run in `--run-dir` was started with: at a **resume**, or in an
-**evaluation** (`--evaluate-only`, `--evaluate-continuously`), which otherwise uses the run's value. What may differ at
-a resume is accepted in an evaluation too, where it has no effect. Any other difference is rejected, with both values.
+*May differ* says when a setting need not have the value with which the run was started: at a **resume**, or in an
+**evaluation** (`--evaluate-only`, `--evaluate-continuously`). Any other difference is rejected, with both values.
 """
 
 
