@@ -1,5 +1,6 @@
 """--check has nothing to say against sound tasks."""
 
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,29 @@ def test_step_that_calls_the_optimizer_itself_is_compared(check: Any) -> None:
     assert any("the same gradients of 2 variables" in line for line in lines)
 
 
+class OwnApplyGradients(keras.optimizers.SGD):
+    """Does not call its own apply, where the engine sums."""
+
+    def apply_gradients(self, grads_and_vars):
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        keras.optimizers.SGD.apply(self, gradients, variables)
+
+
+def test_hooks_with_effects_beside_their_result_are_compared(check: Any) -> None:
+    def load_examples(split: str) -> Any:
+        random.seed(0)  # Keras draws the seeds of its initializers from here.
+        return few_examples(split) if split == "train" else None
+
+    def create_optimizer(total_steps: int) -> Any:
+        task.model.layers[1].trainable = False
+        return OwnApplyGradients(0.1)
+
+    hooks = {"load_examples": load_examples, "create_optimizer": create_optimizer}
+    hooks["create_model"] = lambda: linear_model(keras.layers.Dense(12, activation="tanh"))
+    lines = assert_sound(check(hooks, only=("results", "updates")))
+    assert any("the same gradients of 2 variables" in line for line in lines)
+
+
 def model_of_many_layers() -> keras.Model:
     frozen = keras.Sequential([keras.layers.Dense(8), keras.layers.BatchNormalization()], name="backbone")
     frozen.trainable = False
@@ -71,8 +95,8 @@ def test_options_an_odd_batch_and_layers_of_many_kinds_are_no_false_alarm(check:
     options = {"micro_batches": 2, "global_clipnorm": 0.1, "ema_decay": 0.9, "all_reduce": "nccl"}
     only = ("examples", "results", "updates")
     lines = assert_sound(check({"create_model": model_of_many_layers}, only, global_batch_size=33, **options))
-    (random,) = [line for line in lines if "random in training, so not the same on one replica and two" in line]
-    assert {"dropout", "gaussian_noise", "multi_head_attention", "lstm"} <= set(re.split(r"[:,]? ", random))
+    (drawing,) = [line for line in lines if "random in training, so not the same on one replica and two" in line]
+    assert {"dropout", "gaussian_noise", "multi_head_attention", "lstm"} <= set(re.split(r"[:,]? ", drawing))
 
 
 @pytest.mark.long

@@ -151,6 +151,37 @@ def without_the_first_layer(tape, loss):
     apply_gradients(task.optimizer, tape, loss, task.model.trainable_variables[2:])
 
 
+class DrawingOptimizer(keras.optimizers.SGD):
+    """Adds noise to the gradients in its own apply."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.generator = keras.random.SeedGenerator(1)
+
+    def apply(self, grads, trainable_variables=None):
+        seed = tf.cast(self.generator.next(), "int32")
+        noisy = [gradient + 0.001 * tf.random.stateless_normal(gradient.shape, seed) for gradient in grads]
+        return super().apply(noisy, trainable_variables)
+
+
+class ModelWithUnusedLayer(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.network, self.unused = linear_model(), keras.layers.Dense(4, name="unused")
+
+    def build(self, shape):
+        self.unused.build((None, 64))
+        self.built = True
+
+    def call(self, features, training=False):
+        return self.network(features)
+
+
+def optimizer_of_kernels(total_steps):
+    kernels = {".*kernel": keras.optimizers.SGD(0.05)}
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), kernels))
+
+
 FAULTS = {
     "model outside the scope": Fault({"create_model": lambda: OUTSIDE["model"]}, "create_model", "outside"),
     "optimizer outside the scope": Fault(
@@ -260,6 +291,20 @@ FAULTS = {
         "train_step",
         "dense/kernel, model/sequential/dense/bias: pass it to apply_gradients",
         long=True,
+    ),
+    "layer that several optimizers never train": Fault(
+        {
+            "create_model": ModelWithUnusedLayer,
+            "create_optimizer": optimizer_of_kernels,
+        },
+        "train_step",
+        "unused/kernel, model/model_with_unused_layer/unused/bias: pass it to apply_gradients",
+        long=True,
+    ),
+    "mean of a replica beside an optimizer that draws": of_loss(
+        lambda losses, weights: tf.reduce_mean(losses * weights),
+        "it is divided by what one replica's batch contains",
+        create_optimizer=lambda total_steps: DrawingOptimizer(0.1),
     ),
 }
 

@@ -64,11 +64,13 @@ def check_task(program: Any, task: Any, settings: Settings, only: Collection[str
 @contextlib.contextmanager
 def _graphs_as_traced() -> Iterator[None]:
     """Lets graphs run as they were traced: to optimize them takes longer than it saves in so few steps."""
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    name = "disable_meta_optimizer"
+    before = tf.config.optimizer.get_experimental_options().get(name, False)
+    tf.config.optimizer.set_experimental_options({name: True})
     try:
         yield
     finally:
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+        tf.config.optimizer.set_experimental_options({name: before})
 
 
 def print_checks(checks: Sequence[Check]) -> None:
@@ -130,24 +132,34 @@ def _run_checks(
         yield from check_examples(program, task, settings)
     with measure.few_examples(task, settings.global_batch_size), recording_gradients(task):
         two = measure.measure(program, task, settings, 2) if COMPARING & {*only} else None
-        updates = measure.measure_updates(program, task, two.stacks[:-1]) if two else None
+        updates = _updates(program, task, two) if two and "updates" in only else None
         # A synchronized layer has the statistics of a micro-batch; else all results must be of the complete batch.
         alone = settings if not two or two.layers.synchronized else dataclasses.replace(settings, micro_batches=1)
         program.build(dataclasses.replace(alone, simulated_devices=1))
         if "evaluation" in only:
-            yield from check_predictions(program, task)
+            with measure.state_restored(program):
+                yield from check_predictions(program, task)
             yield from _check_evaluation(program, task)
         one = measure.results(program, task) if two else None
         read_examples(program, load_examples, hashes)
-        if not (one and two and updates):
-            return
-        if "results" in only:
+        if one and two and "results" in only:
             micro_batches = settings.micro_batches if alone.micro_batches == 1 else 1
             yield from _check_results(program, task, one, two, micro_batches)
-        if "updates" in only:
+        if one and "updates" in only:
             # Steps that differ make the updates differ, too. That is one cause, so it is reported once.
             compares = all(check.ok for check in checks) and not one.layers.still_random
+            compares = compares and not measure.drawn_by_optimizers(program)
+            if compares and isinstance(updates, Exception):
+                raise updates
             yield from _check_updates(program, task, one, updates if compares else None)
+
+
+def _updates(program: Any, task: Any, measured: Measured) -> Any:
+    """Returns the updates of a program, or the exception that they end with: the results may tell its cause."""
+    try:
+        return measure.measure_updates(program, task, measured.stacks[:-1])
+    except Exception as problem:  # noqa: BLE001
+        return problem
 
 
 def _check_results(program: Any, task: Any, one: Measured, two: Measured, micro_batches: int) -> Iterator[Check]:
@@ -202,7 +214,7 @@ def _check_updates(program: Any, task: Any, one: Measured, two: Arrays | None) -
             # It may be for frozen layers, which have no variables to train.
             has_frozen = not all(layer.trainable for layer in layers_of(task.model))
             yield Check(has_frozen, "task.py create_optimizer", text, compared=False)
-    if two:
+    if two is not None:
         exact = measure.measure_updates(program, task, stacks)
         rounding = measure.rounding_of([exact], program, task, lambda: [measure.measure_updates(program, task, stacks)])
         if differing := differing_arrays(exact, two, rounding):

@@ -17,6 +17,7 @@ from engine.data.examples import hook_of
 from engine.data.records import Records
 from engine.data.splits import each_dataset, load_splits
 from engine.errors import BadInput
+from engine.model.build import set_up
 from engine.model.rejections import check_outputs
 from engine.run.endpoints import NO_TENSORS, examples_endpoint, predict_endpoint, tensor_spec
 from engine.settings import Settings
@@ -51,6 +52,7 @@ def read_examples(program: Any, load_examples: Callable[[str], Any], hashes: dic
 def check_examples(program: Any, task: Any, settings: Settings) -> Iterator[Check]:
     """Loads the examples of one replica and checks its batches."""
     alone = dataclasses.replace(settings, simulated_devices=1)
+    set_up(task, alone)
     splits = load_splits(program.SPLITS, task, alone, create_strategy(alone))
     sizes = ", ".join(f"{name} {batches.number_of_examples}" for name, batches in splits.items())
     yield Check(True, "task.py load_examples", f"{sizes} examples of one structure, in the same order twice")

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from engine.check.comparison import LOSS, Arrays, BatchStacks, Layers, Measured, close, largest
-from engine.check.recording import move_weights, recorded_gradients
+from engine.check.recording import OF_OPTIMIZERS, move_weights, recorded_gradients
 from engine.data.splits import each_dataset
 from engine.errors import BadInput
 from engine.model.metrics import metric_results, split_of
@@ -75,7 +75,7 @@ def results(program: Any, task: Any) -> Measured:
             if name.startswith("metrics/") and not np.array_equal(value, initial[name]):
                 metric = name.removeprefix("metrics/")
                 raise BadInput(f"task.create_metrics: reset_state of {metric} does not make it as it was at first")
-    updated, recorded = set(map(id, changed_by(program, "train").values())), recorded_gradients(program, task)
+    updated, recorded = set(map(id, changed_by(program, "train").values())), recorded_gradients(program)
     unused = [name for name in trainable_variables(task.model) if id(recorded.get(name)) not in updated]
     return Measured(stacks, batches, nearby, rounding, metrics, unused, per_replica, layers)
 
@@ -84,11 +84,10 @@ def results(program: Any, task: Any) -> Measured:
 
 
 def few_examples(task: Any, global_batch_size: int) -> contextlib.AbstractContextManager[object]:
-    """Shortens every split to a few batches, the last of them incomplete. Each is loaded once."""
+    """Shortens every split to a few batches, the last of them incomplete."""
     load_examples = task.load_examples
     count = BATCHES * global_batch_size + global_batch_size // 2
 
-    @functools.cache
     def load_few(split: str) -> Any:
         return each_dataset(load_examples(split), lambda examples: examples.take(count))
 
@@ -114,7 +113,8 @@ def make_comparable(program: Any, task: Any, *splits: str) -> Layers:
             unsynchronized.append(layer.name)
     synchronized = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
     program.run.trace({split: program.run_steps[split] for split in splits or program.run_steps})
-    still_random = list(drawing(program, task, "train"))
+    # An optimizer may draw, too; its updates are compared apart from the results.
+    still_random = [name for name in drawing(program, task, "train") if name not in drawn_by_optimizers(program)]
     return Layers(list(dict.fromkeys([*random, *still_random])), still_random, synchronized, unsynchronized)
 
 
@@ -143,6 +143,15 @@ def drawing(program: Any, task: Any, split: str) -> dict[str, keras.layers.Layer
             layer = owners.get(id(state))
             drawing[layer.name if layer else f"the generator {name_in_hook(name)}"] = layer
     return drawing
+
+
+def drawn_by_optimizers(program: Any) -> list[str]:
+    """Returns the generators of optimizers from which the steps of a training draw, as `drawing` calls them."""
+    objects = program.run.objects
+    of_optimizers = objects.mirrored.keys() - objects.mirrored_weights.keys()
+    names = [name for name in changed_by(program, "train") if is_random_state(name)]
+    names = [name for name in names if name in of_optimizers or name.startswith(OF_OPTIMIZERS)]
+    return [f"the generator {name_in_hook(name)}" for name in names]
 
 
 def counted(program: Any, name: str) -> dict[str, Any]:
@@ -209,7 +218,7 @@ def changed_stacks(program: Any, stacks: BatchStacks, factors: Any, *replaced: i
 
 def losses_and_gradients(program: Any, task: Any, stacks: BatchStacks) -> list[Arrays]:
     """Returns `Measured.batches` of some stacks, all from the program's present state."""
-    state, read, results = program.run.checkpoints.state, recorded_gradients(program, task), []
+    state, read, results = program.run.checkpoints.state, recorded_gradients(program), []
     # A step may assign a learning rate.
     changed = changed_by(program, "train").items()
     read |= {name: variable for name, variable in changed if name.endswith("/learning_rate")}

@@ -4,7 +4,7 @@ So one program shows its gradients, of which all updates of a step have the same
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,9 +12,10 @@ import keras
 import tensorflow as tf
 
 from engine.model import optimizers
-from engine.model.variables import Variables, by_name, inner_variable, trainable_variables
+from engine.model.variables import Variables, inner_variable, trainable_variables
 
-NAMES = "hidden/optimizer/"  # The state has the variables under names that begin so.
+OF_OPTIMIZERS = "hidden/optimizer/"  # So begin, in the state, the names of variables made in create_optimizer.
+GRADIENT, MOVES = "recorded_gradient/", "weights_move"
 
 
 @contextlib.contextmanager
@@ -23,49 +24,44 @@ def recording_gradients(task: Any) -> Iterator[None]:
 
     No weight moves before `move_weights`.
     """
-    create_optimizer, apply = task.create_optimizer, optimizers.apply_in_keras
-    made: list[tf.Variable] = []  # Nothing else keeps them before the end of the build.
+    create_optimizer = task.create_optimizer
+    records: dict[int, tuple[tf.Variable, tf.Variable]] = {}  # Id of a weight -> this and its record. It keeps both.
+    moves: list[tf.Variable] = []
 
     def create_with_records(total_steps: int) -> Any:
-        trained = trainable_variables(task.model).values()
-        made[:] = [
-            tf.Variable(tf.zeros_like(variable), name=f"gradient_{index}") for index, variable in enumerate(trained)
-        ]
-        made.append(tf.Variable(initial_value=False, name="moves"))
-        return create_optimizer(total_steps=total_steps)
+        created = create_optimizer(total_steps=total_steps)  # It may freeze layers.
+        records.clear()
+        for name, weight in trainable_variables(task.model).items():
+            records[id(weight)] = weight, tf.Variable(tf.zeros_like(weight), name=f"{GRADIENT}{name}")
+        moves[:] = [tf.Variable(initial_value=False, name=MOVES)]
+        return created
 
-    def record_and_apply(optimizer: keras.optimizers.Optimizer, sums: Sequence[Any], variables: Any) -> None:
-        names = [name for name, outer in by_name(task.optimizer, "model").items() if outer is optimizer]
-        if not names:  # It is inside a MultiOptimizer.
-            apply(optimizer, sums, variables)
-            return
-        model = task.model[names[0]] if isinstance(task.optimizer, Mapping) else task.model
-        trained = [inner_variable(variable) for variable in variables or trainable_variables(model).values()]
-        dense = [_dense(gradient, variable) for gradient, variable in zip(sums, trained, strict=True)]
-        before = [tf.identity(variable) for variable in trained]
-        apply(optimizer, sums, variables)
-        records = dict(zip(map(id, trainable_variables(task.model).values()), made, strict=False))
+    def update_and_record(pairs: Sequence[tuple[Any, keras.Variable]], by_optimizer: Callable[[], None]) -> None:
+        weights = [inner_variable(variable) for _, variable in pairs]
+        recorded = [weight for weight, (gradient, _) in zip(weights, pairs, strict=True) if gradient is not None]
+        gradients = [_dense(*pair) for pair in pairs if pair[0] is not None]
+        before = [tf.identity(weight) for weight in weights]
+        by_optimizer()
 
-        def keep(strategy: tf.distribute.Strategy, moves: Any, dense: list[Any], before: list[Any]) -> None:
-            for variable, gradient, value in zip(trained, dense, before, strict=True):
-                if id(variable) in records:
-                    strategy.extended.update(records[id(variable)], _add, (gradient,), group=False)
-                strategy.extended.update(variable, _move_if, (moves, value), group=False)
+        def keep(strategy: tf.distribute.Strategy, moves: Any, gradients: list[Any], before: list[Any]) -> None:
+            for weight, gradient in zip(recorded, gradients, strict=True):
+                if id(weight) in records:
+                    strategy.extended.update(records[id(weight)][1], _add, (gradient,), group=False)
+            for weight, value in zip(weights, before, strict=True):
+                strategy.extended.update(weight, _move_if, (moves, value), group=False)
 
         context = tf.distribute.get_replica_context()
-        context.merge_call(keep, args=(tf.identity(made[-1]), dense, before))
+        context.merge_call(keep, args=(tf.identity(moves[0]), gradients, before))
 
     with (
         mock.patch.object(task, "create_optimizer", create_with_records),
-        mock.patch.object(optimizers, "apply_in_keras", record_and_apply),
+        mock.patch.object(optimizers, "update", update_and_record),
     ):
         yield
 
 
-def _dense(gradient: tf.Tensor | None, variable: tf.Variable) -> tf.Tensor:
+def _dense(gradient: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
     """Returns the gradient of the complete variable; the one that Keras gets may be of some rows."""
-    if gradient is None:
-        return tf.zeros(variable.shape, variable.dtype)
     if (rows := optimizers.rows_of(variable)) is not None:
         gradient = tf.convert_to_tensor(tf.IndexedSlices(gradient, rows, variable.shape))
     return tf.cast(gradient, variable.dtype)
@@ -79,14 +75,15 @@ def _move_if(variable: tf.Variable, moves: tf.Tensor, value: tf.Tensor) -> None:
     variable.assign(tf.where(moves, variable, value))
 
 
-def recorded_gradients(program: Any, task: Any) -> Variables:
+def recorded_gradients(program: Any) -> Variables:
     """Returns the variables that hold the recorded gradients, under the names of the trainable variables."""
-    state = program.run.checkpoints.state.per_replica
-    return {name: state[f"{NAMES}gradient_{index}"] for index, name in enumerate(trainable_variables(task.model))}
+    state = program.run.checkpoints.state.per_replica.items()
+    start = f"{OF_OPTIMIZERS}{GRADIENT}"
+    return {name.removeprefix(start): variable for name, variable in state if name.startswith(start)}
 
 
 def move_weights(program: Any) -> None:
     """Lets the steps update the weights from now on, which `recording_gradients` prevents."""
-    moves = program.run.checkpoints.state.per_replica[f"{NAMES}moves"]
+    moves = program.run.checkpoints.state.per_replica[f"{OF_OPTIMIZERS}{MOVES}"]
     for part in program.strategy.experimental_local_results(moves):
         part.assign(True)

@@ -7,7 +7,7 @@ sum comes first, once, and an optimizer that would do the rest by itself is reje
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -52,33 +52,32 @@ def _take_sums(optimizer: keras.optimizers.Optimizer) -> None:
 
     It sums gradients itself, before it clips them, that a task passes to `optimizer.apply_gradients`.
     """
-    update_step = type(optimizer).update_step
+    apply, update_step = type(optimizer).apply, type(optimizer).update_step
 
     def sum_and_apply(grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None) -> None:
         if _is_summed.is_set():
-            apply_in_keras(optimizer, grads, trainable_variables)
+            apply(optimizer, grads, trainable_variables)
             return
         # A row may occur in several slices, and the update of rows wants each once.
         sums = iter(sum_over_replicas([tf.convert_to_tensor(gradient) for gradient in grads if gradient is not None]))
         grads = [None if gradient is None else next(sums) for gradient in grads]
+        pairs = list(zip(grads, trainable_variables or optimizer._trainable_variables, strict=True))
         with _giving_sums({}):
-            apply_in_keras(optimizer, grads, trainable_variables)
+            update(pairs, lambda: apply(optimizer, grads, trainable_variables))
 
-    def update(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
+    def update_rows_or_all(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
         if (rows := rows_of(variable)) is not None:
             update_rows(optimizer, gradient, rows, variable, learning_rate)
         else:
             update_step(optimizer, gradient, variable, learning_rate)
 
-    optimizer.apply, optimizer.update_step = sum_and_apply, update
+    optimizer.apply, optimizer.update_step = sum_and_apply, update_rows_or_all
     optimizer._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
 
 
-def apply_in_keras(
-    optimizer: keras.optimizers.Optimizer, sums: Sequence[Any], variables: Sequence[keras.Variable] | None
-) -> None:
-    """Updates the variables by the optimizer's own `apply`; --check records here what the optimizer gets."""
-    type(optimizer).apply(optimizer, sums, variables)
+def update(pairs: Sequence[tuple[Any, keras.Variable]], by_optimizer: Callable[[], None]) -> None:
+    """Updates the variables in `pairs` with the gradients beside them; --check records here what an optimizer gets."""
+    by_optimizer()
 
 
 def rows_of(variable: keras.Variable | tf.Variable) -> tf.Tensor | None:
@@ -105,7 +104,7 @@ def apply_sums(
         if total is not None or inner_optimizers(optimizer):
             given.append((total, variable))
     with _giving_sums(rows):
-        optimizer.apply_gradients(given)
+        update(given, lambda: optimizer.apply_gradients(given))
 
 
 @contextlib.contextmanager
