@@ -4,7 +4,7 @@
 # make pictures   the README's pictures, from a run
 # make settings   the project's docs/settings.md and docs/calls.md, from the code
 # make docs       the pages of the template and of a project as one site, in build/docs/site (in an environment of its own)
-# make benchmark  train.py beside other loops (an hour; Orbit and tf-keras in environments of their own)
+# make benchmark  train.py beside other loops (about an hour; Orbit and tf-keras in environments of their own)
 # make lint       ruff, on the template and on the unrendered project, and mypy on the project
 # make clean      remove all files that these targets made
 
