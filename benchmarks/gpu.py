@@ -43,9 +43,11 @@ if devices == "2":
     both = tf.distribute.MirroredStrategy([f"{kind}:0", f"{kind}:1"], tf.distribute.ReductionToOneDevice())
     train.create_strategy = lambda settings: both
 if embedding == "1":
-    layers = [keras.layers.Embedding(17, 8), keras.layers.Flatten(), keras.layers.Dense(10)]
+    def create_model():
+        layers = [keras.layers.Embedding(17, 8), keras.layers.Flatten(), keras.layers.Dense(10)]
+        return keras.Sequential([keras.Input((64,), dtype="int32"), *layers])
+    task.create_model = create_model
     task.prepare_example = lambda features, label: (tf.cast(tf.reshape(features, [-1]), "int32"), label)
-    task.create_model = lambda: keras.Sequential([keras.Input((64,), dtype="int32"), *layers])
     task.predict_step = lambda features: {"label": tf.argmax(task.model(features), axis=1)}
 train.main(arguments)
 """
