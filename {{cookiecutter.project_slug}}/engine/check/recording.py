@@ -14,7 +14,7 @@ import tensorflow as tf
 from engine.model import optimizers
 from engine.model.variables import Variables, inner_variable, trainable_variables
 
-OF_OPTIMIZERS = "hidden/optimizer/"  # So begin, in the state, the names of variables made in create_optimizer.
+OF_OPTIMIZERS = "hidden/optimizer/"  # The state puts it before the names of variables made in create_optimizer.
 GRADIENT, MOVES = "recorded_gradient/", "weights_move"
 
 
@@ -25,7 +25,7 @@ def recording_gradients(task: Any) -> Iterator[None]:
     No weight moves before `move_weights`.
     """
     create_optimizer = task.create_optimizer
-    records: dict[int, tuple[tf.Variable, tf.Variable]] = {}  # Id of a weight -> this and its record. It keeps both.
+    records: dict[int, tuple[tf.Variable, tf.Variable]] = {}  # Id of a weight -> the weight, its record.
     moves: list[tf.Variable] = []
 
     def create_with_records(total_steps: int) -> Any:

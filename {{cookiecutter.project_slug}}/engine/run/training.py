@@ -69,7 +69,7 @@ class Run:
         self.executions = Executions(settings, workers, strategy_info(strategy).all_reduce)
         self.passes: list[Pass] = []
         self._changed_by_evaluation: list[tf.Variable] = []
-        self._examples, self.prepares_epoch = 0, False  # Examples in an epoch of training.
+        self.prepares_epoch, self._examples = False, 0  # `_examples` are those in an epoch of training.
         self._saved_step: int | None = None
 
     def start(self, progress: Progress) -> None:
